@@ -1,0 +1,387 @@
+// Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, decode (one token) and prefill (many).
+//
+// Walk: for every kv head and every block of up to 16 query rows (query tokens x query heads of the group), pages are
+// visited in token order. Per page: scores from the key block, online softmax, weights into the value block. Nothing is
+// decoded to memory. Keys are cut into chunks of about 2048 tokens; each chunk gives a softmax state, and states are
+// merged in token order: on one thread or on many, alone or in a batch, the result is the same bit for bit.
+//
+// Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against
+// double arithmetic on the decoded values below 5e-4 (tests/properties/attention.cpp).
+#pragma once
+
+#include <atomic>
+#include <type_traits>
+
+#include "../backends/kernels/block_product.hpp"
+#include "../backends/kernels/softmax.hpp"
+#include "../core/token_view.hpp"
+#include "../page/formats.hpp"
+#include "../page/layer_pages.hpp"
+#include "executor.hpp"
+#include "softmax_state.hpp"
+#include "variant.hpp"
+
+namespace kvq::inline v0_1 {
+
+namespace detail {
+
+inline constexpr int attention_rows = 16;      // query rows per task
+inline constexpr int attention_chunk = 2048;   // keys per softmax state, about
+inline constexpr int enough_tasks = 64;        // below this, chunks become tasks of their own
+
+/// Cuts a buffer into aligned pieces; counts when there is no buffer.
+class carver {
+public:
+    explicit carver(std::byte* memory) noexcept : memory_(memory) {}
+    std::byte* take(std::size_t bytes) noexcept {
+        std::byte* const p = memory_ ? memory_ + used_ : nullptr;
+        used_ += round_up(bytes, std::size_t{64});
+        return p;
+    }
+    float* floats(std::size_t n) noexcept { return reinterpret_cast<float*>(take(n * sizeof(float))); }
+    std::size_t used() const noexcept { return used_; }
+
+private:
+    std::byte* memory_;
+    std::size_t used_ = 0;
+};
+
+/// The shape of one attention call and how it is cut into tasks.
+struct attention_plan {
+    int kv_heads, group, query_tokens, dim, value_dim;
+    int entries, chunk_entries;
+
+    attention_plan(const cache_shape& s, const page_geometry& g, int entry_count, int q_heads, int q_tokens) noexcept
+        : kv_heads(s.kv_heads),
+          group(q_heads / s.kv_heads),
+          query_tokens(q_tokens),
+          dim(s.dim(tensor::key)),
+          value_dim(s.dim(tensor::value)),
+          entries(entry_count),
+          chunk_entries(larger(1, attention_chunk / g.page_tokens)) {}
+
+    int rows() const noexcept { return group * query_tokens; }
+    int row_blocks() const noexcept { return ceil_div(rows(), attention_rows); }
+    int chunks() const noexcept { return ceil_div(entries, chunk_entries); }
+    bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
+    int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
+    /// Floats that one row's partial state takes.
+    std::size_t state_floats() const noexcept { return static_cast<std::size_t>(value_dim) + 2; }
+    std::size_t partial_bytes() const noexcept {
+        return split() ? round_up(static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows()) *
+                                      static_cast<std::size_t>(chunks()) * state_floats() * sizeof(float),
+                                  std::size_t{64})
+                       : 0;
+    }
+};
+
+/// One worker's scratch memory.
+template <class Backend, class Keys, class Values>
+struct attention_scratch {
+    float* query;    // [rows][dim]
+    float* turned;   // [rows][dim] per transforming key format
+    float* scores;   // [rows][scores_stride]
+    float* output;   // [rows][value_dim], the running state
+    float* part;     // [rows][value_dim], the current chunk
+    float* rotated;  // [rows][value_dim] per transforming value format
+    std::byte* key_space[Keys::size];
+    std::byte* value_space;
+    int scores_stride;
+    std::size_t bytes;
+
+    attention_scratch(const Keys& keys, const Values& values, const attention_plan& plan, const page_geometry& g,
+                      std::byte* memory) {
+        carver c(memory);
+        const auto rows = static_cast<std::size_t>(smaller(plan.rows(), attention_rows));
+        const auto dim = static_cast<std::size_t>(plan.dim), value_dim = static_cast<std::size_t>(plan.value_dim);
+        scores_stride = round_up(larger(g.page_tokens, g.sinks), 16) + 16;
+        query = c.floats(rows * dim + 16);
+        turned = c.floats(transforming_count(keys) * rows * dim + 16);
+        scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
+        output = c.floats(rows * value_dim + 16);
+        part = c.floats(rows * value_dim + 16);
+        rotated = c.floats(transforming_count(values) * rows * value_dim + 16);
+        keys.for_each([&]<class S>(const S& s, int i) {
+            const block_shape shape{tensor::key, g.page_tokens, plan.dim};
+            key_space[i] =
+                c.take(kernels::block_product<Backend, S>::workspace_bytes(s, shape, static_cast<int>(rows)));
+        });
+        std::size_t most = 0;
+        values.for_each([&]<class S>(const S& s, int) {
+            const block_shape shape{tensor::value, g.page_tokens, plan.value_dim};
+            most = larger(most, kernels::block_product<Backend, S>::workspace_bytes(s, shape, static_cast<int>(rows)));
+        });
+        value_space = c.take(most);
+        bytes = c.used();
+    }
+
+    template <class Table>
+    static std::size_t transforming_count(const Table& table) {
+        std::size_t n = 0;
+        table.for_each([&]<class S>(const S&, int) { n += transforming<S>; });
+        return n;
+    }
+    /// Position of format `index` among the transforming ones.
+    template <class Table>
+    static std::size_t transforming_index(const Table& table, int index) {
+        std::size_t n = 0;
+        table.for_each([&]<class S>(const S&, int i) { n += transforming<S> && i < index; });
+        return n;
+    }
+};
+
+/// Attention of one layer, ready to run its tasks.
+template <class Backend, class Keys, class Values, class Variant>
+class attention {
+public:
+    using lanes = typename Backend::lanes;
+    using scratch = attention_scratch<Backend, Keys, Values>;
+
+    const Keys& keys;
+    const Values& values;
+    const Variant& variant_;
+    layer_pages pages;
+    attention_plan plan;
+    int layer;
+    token_view<const float> q;
+    token_view<float> out;
+    float* partials;
+
+    /// Task number -> kv head, row block and (if split) chunk.
+    void run(int task, const scratch& s) const {
+        const int chunks = plan.split() ? plan.chunks() : 1;
+        const int head = task / (plan.row_blocks() * chunks);
+        const int block = task / chunks % plan.row_blocks();
+        const int first = block * attention_rows;
+        const int n = smaller(attention_rows, plan.rows() - first);
+        const int dim = plan.value_dim;
+        load_queries(head, first, n, s);
+        bool folded[Keys::size] = {};
+        float max[attention_rows], sum[attention_rows];
+        if (plan.split()) {
+            const int chunk = task % chunks;
+            visit_chunk(head, first, n, chunk, s, folded, max, sum);
+            for (int i = 0; i < n; ++i) {
+                float* const to = partial(head, first + i, chunk);
+                to[0] = max[i];
+                to[1] = sum[i];
+                for (int d = 0; d < dim; ++d) to[2 + d] = s.part[i * dim + d];
+            }
+            return;
+        }
+        softmax_state running[attention_rows];
+        for (int i = 0; i < n; ++i) {
+            running[i].output = s.output + i * dim;
+            for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
+        }
+        for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
+            visit_chunk(head, first, n, chunk, s, folded, max, sum);
+            for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
+        }
+        for (int i = 0; i < n; ++i) running[i].finish(row_output(head, first + i), dim);
+    }
+
+    /// Merges the chunks of one row of one head, in token order. Uses the row's first partial as accumulator.
+    void merge(int head, int row) const {
+        float* const first = partial(head, row, 0);
+        softmax_state running{first[0], first[1], first + 2};
+        for (int chunk = 1; chunk < plan.chunks(); ++chunk) {
+            float* const p = partial(head, row, chunk);
+            running.merge({p[0], p[1], p + 2}, plan.value_dim);
+        }
+        running.finish(row_output(head, row), plan.value_dim);
+    }
+
+private:
+    static constexpr float log2e = 1.44269504f;
+
+    float* partial(int head, int row, int chunk) const noexcept {
+        const auto index = (static_cast<std::size_t>(head) * static_cast<std::size_t>(plan.rows()) +
+                            static_cast<std::size_t>(row)) *
+                               static_cast<std::size_t>(plan.chunks()) +
+                           static_cast<std::size_t>(chunk);
+        return partials + index * plan.state_floats();
+    }
+    int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
+    int q_pos(int row) const noexcept { return pages.tokens - plan.query_tokens + row / plan.group; }
+    float* row_output(int head, int row) const noexcept { return out.at(row / plan.group, q_head(head, row)); }
+    block_shape key_shape(const page& p) const noexcept { return {tensor::key, p.tokens, plan.dim}; }
+    block_shape value_shape(const page& p) const noexcept { return {tensor::value, p.tokens, plan.value_dim}; }
+
+    void load_queries(int head, int first, int n, const scratch& s) const {
+        float scale = 0.0f;
+        if constexpr (scaling<Variant>)
+            scale = variant_.scale(plan.dim);
+        else
+            scale = 1.0f / std::sqrt(static_cast<float>(plan.dim));
+        if constexpr (!changing_logits<Variant>) scale *= log2e;
+        for (int i = 0; i < n; ++i) {
+            const float* const from = q.at((first + i) / plan.group, q_head(head, first + i));
+            for (int d = 0; d < plan.dim; ++d) s.query[i * plan.dim + d] = from[d] * scale;
+        }
+        std::size_t copies = 0;
+        const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
+        keys.for_each([&]<class S>(const S& scheme, int) {
+            if constexpr (transforming<S>) {
+                float* const to = s.turned + copies++ * static_cast<std::size_t>(n * plan.dim);
+                for (int i = 0; i < n; ++i) {
+                    for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = s.query[i * plan.dim + d];
+                    scheme.transform_query(shape, block_id{layer, head}, to + i * plan.dim);
+                }
+            }
+        });
+    }
+
+    /// One chunk's softmax state into s.part, max, sum.
+    void visit_chunk(int head, int first, int n, int chunk, const scratch& s, bool* folded, float* max,
+                     float* sum) const {
+        const int dim = plan.value_dim;
+        for (int i = 0; i < n; ++i) {
+            max[i] = -std::numeric_limits<float>::infinity();
+            sum[i] = 0.0f;
+        }
+        for (int i = 0; i < n * dim; ++i) s.part[i] = 0.0f;
+        const std::size_t rotations = scratch::transforming_count(values);
+        for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
+
+        const int last_pos = q_pos(first + n - 1);
+        int first_key = 0;
+        if constexpr (limiting_keys<Variant>) first_key = variant_.first_key(q_pos(first));
+        const int end = smaller((chunk + 1) * plan.chunk_entries, plan.entries);
+        for (int e = chunk * plan.chunk_entries; e < end; ++e) {
+            const layer_pages::entry entry = pages.at(e);
+            if (entry.first_token > last_pos) break;
+            if (entry.first_token + entry.tokens <= first_key) continue;
+            score_page(head, n, entry, s, folded);
+            mask_and_change(head, first, n, entry, s);
+            weigh_page(head, n, entry, s, max, sum);
+        }
+        restore_outputs(head, n, s);
+    }
+
+    void score_page(int head, int n, const layer_pages::entry& entry, const scratch& s, bool* folded) const {
+        const page& p = *entry.keys;
+        const block_shape shape = key_shape(p);
+        const block_id id{layer, head};
+        keys.visit(p.format, [&]<class S>(const S& scheme) {
+            using product = kernels::block_product<Backend, S>;
+            const std::byte* const block = p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
+            const float* x = s.query;
+            if constexpr (transforming<S>)
+                x = s.turned + scratch::transforming_index(keys, p.format) * static_cast<std::size_t>(n * plan.dim);
+            std::byte* const space = s.key_space[p.format];
+            if (!product::folds_once(tensor::key) || !folded[p.format]) {
+                product::begin(scheme, shape, id, block, x, plan.dim, n, space);
+                folded[p.format] = true;
+            }
+            product::finish(scheme, shape, id, block, x, plan.dim, n, entry.tokens, plan.dim, s.scores,
+                            s.scores_stride, false, space);
+        });
+    }
+
+    void mask_and_change(int head, int first, int n, const layer_pages::entry& entry, const scratch& s) const {
+        for (int i = 0; i < n; ++i) {
+            float* const score = s.scores + i * s.scores_stride;
+            const int pos = q_pos(first + i);
+            if constexpr (changing_logits<Variant>)
+                for (int t = 0; t < entry.tokens; ++t)
+                    score[t] = log2e * variant_.logit(score[t], q_head(head, first + i), pos, entry.first_token + t);
+            constexpr float never = -std::numeric_limits<float>::infinity();
+            for (int t = larger(0, pos + 1 - entry.first_token); t < entry.tokens; ++t) score[t] = never;
+            if constexpr (limiting_keys<Variant>) {
+                const int hidden = smaller(entry.tokens, variant_.first_key(pos) - entry.first_token);
+                for (int t = 0; t < hidden; ++t) score[t] = never;
+            }
+        }
+    }
+
+    void weigh_page(int head, int n, const layer_pages::entry& entry, const scratch& s, float* max,
+                    float* sum) const {
+        const page& p = *entry.values;
+        const block_shape shape = value_shape(p);
+        const block_id id{layer, head};
+        const int dim = plan.value_dim;
+        const std::size_t rotations = scratch::transforming_count(values);
+        for (int i = 0; i < n; ++i) {
+            const float factor =
+                kernels::softmax_tile<lanes>(s.scores + i * s.scores_stride, entry.tokens, max[i], sum[i]);
+            if (factor != 1.0f) {
+                for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor;
+                for (std::size_t r = 0; r < rotations; ++r) {
+                    float* const turned = s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
+                                                          static_cast<std::size_t>(dim);
+                    for (int d = 0; d < dim; ++d) turned[d] *= factor;
+                }
+            }
+        }
+        values.visit(p.format, [&]<class S>(const S& scheme) {
+            using product = kernels::block_product<Backend, S>;
+            const std::byte* const block = p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
+            float* to = s.part;
+            if constexpr (transforming<S>)
+                to = s.rotated + scratch::transforming_index(values, p.format) * static_cast<std::size_t>(n * dim);
+            product::begin(scheme, shape, id, block, s.scores, s.scores_stride, n, s.value_space);
+            product::finish(scheme, shape, id, block, s.scores, s.scores_stride, n, dim, entry.tokens, to, dim, true,
+                            s.value_space);
+        });
+    }
+
+    /// Outputs that were summed in a transformed basis go back and join the others.
+    void restore_outputs(int head, int n, const scratch& s) const {
+        const int dim = plan.value_dim;
+        const block_shape shape{tensor::value, pages.geometry.page_tokens, dim};
+        std::size_t index = 0;
+        values.for_each([&]<class S>(const S& scheme, int) {
+            if constexpr (transforming<S>) {
+                float* const from = s.rotated + index++ * static_cast<std::size_t>(n * dim);
+                for (int i = 0; i < n; ++i) {
+                    scheme.restore_output(shape, block_id{layer, head}, from + i * dim);
+                    for (int d = 0; d < dim; ++d) s.part[i * dim + d] += from[i * dim + d];
+                }
+            }
+        });
+    }
+};
+
+}  // namespace detail
+
+/// Bytes of workspace that one attention call needs.
+template <class Backend, class Keys, class Values>
+std::size_t attention_workspace_bytes(const Keys& keys, const Values& values, const cache_shape& shape,
+                                      const page_geometry& geometry, int tokens, int q_heads, int query_tokens,
+                                      int threads) {
+    layer_pages pages;
+    pages.geometry = geometry;
+    pages.tokens = tokens;
+    const detail::attention_plan plan(shape, geometry, pages.entries(), q_heads, query_tokens);
+    const detail::attention_scratch<Backend, Keys, Values> scratch(keys, values, plan, geometry, nullptr);
+    const int workers = detail::larger(1, detail::smaller(threads, plan.tasks()));
+    return plan.partial_bytes() + static_cast<std::size_t>(workers) * scratch.bytes;
+}
+
+/// out = softmax(q K^T) V for the last q.tokens tokens of `pages`. Arguments must be valid (sequence::attend checks them);
+/// `memory` holds attention_workspace_bytes().
+template <class Backend, class Keys, class Values, class Variant, executor Executor>
+void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer, const layer_pages& pages,
+            token_view<const float> q, token_view<float> out, const Variant& variant, Executor& ex,
+            std::byte* memory) {
+    const detail::attention_plan plan(shape, pages.geometry, pages.entries(), q.heads, q.tokens);
+    if (plan.tasks() == 0) return;
+    const detail::attention<Backend, Keys, Values, Variant> job{
+        keys, values, variant, pages, plan, layer, q, out, reinterpret_cast<float*>(memory)};
+    std::byte* const scratch_memory = memory + plan.partial_bytes();
+    const int workers = detail::larger(1, detail::smaller(static_cast<int>(ex.concurrency()), plan.tasks()));
+    std::atomic<int> next{0};
+    ex.parallel_for(workers, [&](int worker) {
+        using scratch = detail::attention_scratch<Backend, Keys, Values>;
+        const std::size_t bytes = scratch(keys, values, plan, pages.geometry, nullptr).bytes;
+        const scratch mine(keys, values, plan, pages.geometry,
+                           scratch_memory + static_cast<std::size_t>(worker) * bytes);
+        for (int task = next.fetch_add(1); task < plan.tasks(); task = next.fetch_add(1)) job.run(task, mine);
+    });
+    if (!plan.split()) return;
+    for (int head = 0; head < plan.kv_heads; ++head)
+        for (int row = 0; row < plan.rows(); ++row) job.merge(head, row);
+}
+
+}  // namespace kvq::inline v0_1

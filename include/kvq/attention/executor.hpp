@@ -1,0 +1,71 @@
+// Who runs the tasks of an attention call. An executor is anything with
+//
+//   int concurrency() const                 how many tasks may run at once (at least 1)
+//   void parallel_for(int n, F f)           calls f(0) ... f(n-1), in any order, and returns when all are done
+//
+// Results never depend on the executor: tasks are cut by shape, and partial results are merged in a fixed order.
+// oneTBB: struct { int concurrency() const; void parallel_for(int n, auto f) { tbb::parallel_for(0, n, f); } };
+#pragma once
+
+#include <concepts>
+#include <thread>
+#include <vector>
+
+#include "../core/error.hpp"
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace kvq::inline v0_1 {
+
+template <class E>
+concept executor = requires(E& e, void (*f)(int)) {
+    { e.concurrency() } -> std::convertible_to<int>;
+    e.parallel_for(1, f);
+};
+
+/// Everything on the calling thread.
+struct serial_executor {
+    static constexpr int concurrency() noexcept { return 1; }
+    template <class F>
+    void parallel_for(int n, F&& f) const {
+        for (int i = 0; i < n; ++i) f(i);
+    }
+};
+
+/// Plain threads, started for every call: simple, no dependency. Engines with a pool pass their own executor.
+class thread_executor {
+public:
+    explicit thread_executor(int threads) : threads_(threads) {
+        detail::expect(threads >= 1, "thread_executor needs at least 1 thread, got ", threads);
+    }
+    int concurrency() const noexcept { return threads_; }
+    template <class F>
+    void parallel_for(int n, F&& f) const {
+        if (n <= 1) {
+            for (int i = 0; i < n; ++i) f(i);
+            return;
+        }
+        std::vector<std::jthread> others;
+        others.reserve(static_cast<std::size_t>(n - 1));
+        for (int i = 1; i < n; ++i) others.emplace_back([&f, i] { f(i); });
+        f(0);
+    }
+
+private:
+    int threads_;
+};
+
+#if defined(_OPENMP)
+/// The threads of OpenMP's current team size.
+struct openmp_executor {
+    static int concurrency() noexcept { return omp_get_max_threads(); }
+    template <class F>
+    void parallel_for(int n, F&& f) const {
+#pragma omp parallel for schedule(dynamic, 1)
+        for (int i = 0; i < n; ++i) f(i);
+    }
+};
+#endif
+
+}  // namespace kvq::inline v0_1

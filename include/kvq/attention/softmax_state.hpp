@@ -1,0 +1,39 @@
+// Partial attention of one query over some keys, as a mergeable value {max, sum, output}.
+//
+//   merge(a, b):  m = max(a.m, b.m),  sum = a.sum 2^(a.m - m) + b.sum 2^(b.m - m),  output likewise
+//
+// Scores are in powers of two (log2 e is folded into the query). An empty state has max = -infinity. Merging is associative
+// and commutative up to float rounding; kvq always merges in token order.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "../core/bits.hpp"
+
+namespace kvq::inline v0_1 {
+
+struct softmax_state {
+    float max = -std::numeric_limits<float>::infinity();
+    float sum = 0.0f;
+    float* output = nullptr;  ///< [dim], not yet divided by sum; owned by the caller
+
+    /// Adds what `other` saw.
+    void merge(const softmax_state& other, int dim) noexcept {
+        if (other.sum == 0.0f && std::isinf(other.max)) return;
+        const float top = detail::larger(max, other.max);
+        const float mine = std::isinf(max) ? 0.0f : std::exp2(max - top);
+        const float theirs = std::exp2(other.max - top);
+        for (int d = 0; d < dim; ++d) output[d] = output[d] * mine + other.output[d] * theirs;
+        sum = sum * mine + other.sum * theirs;
+        max = top;
+    }
+
+    /// Writes output / sum; zeros if no key was seen.
+    void finish(float* out, int dim) const noexcept {
+        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        for (int d = 0; d < dim; ++d) out[d] = output[d] * inverse;
+    }
+};
+
+}  // namespace kvq::inline v0_1

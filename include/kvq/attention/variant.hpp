@@ -1,0 +1,96 @@
+// Attention variants: hooks on scores and on the range of keys. A variant is any type with any of
+//
+//   float scale(int head_dim) const                                   instead of 1/sqrt(head_dim)
+//   float logit(float score, int q_head, int q_pos, int k_pos) const  on the scaled score
+//   int first_key(int q_pos) const                                    keys before it are not seen
+//
+// What a variant does not have costs nothing: without `logit` the scale is folded into the query, without `first_key` no
+// key is tested. Combine with variant{softcap{30.f}, sliding_window{4096}}: logits are applied in that order.
+#pragma once
+
+#include <cmath>
+
+#include "../core/bits.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// Plain causal attention.
+struct causal {};
+
+/// scores * value
+struct score_scale {
+    float value;
+    float scale(int) const noexcept { return value; }
+};
+
+/// cap * tanh(score / cap); Gemma 2, arXiv 2408.00118, section 2.
+struct softcap {
+    float cap;
+    float logit(float score, int, int, int) const noexcept { return cap * std::tanh(score / cap); }
+};
+
+/// A query sees itself and the `tokens - 1` keys before it.
+struct sliding_window {
+    int tokens;
+    int first_key(int q_pos) const noexcept { return detail::larger(0, q_pos - tokens + 1); }
+};
+
+/// score - slope[q_head] * distance; Press et al., arXiv 2108.12409. `slopes` has one entry per query head.
+struct alibi {
+    const float* slopes;
+    float logit(float score, int q_head, int q_pos, int k_pos) const noexcept {
+        return score - slopes[q_head] * static_cast<float>(q_pos - k_pos);
+    }
+};
+
+namespace detail {
+template <class V>
+concept scaling = requires(const V v) { v.scale(1); };
+template <class V>
+concept changing_logits = requires(const V v) { v.logit(0.0f, 0, 0, 0); };
+template <class V>
+concept limiting_keys = requires(const V v) { v.first_key(0); };
+}  // namespace detail
+
+/// Several variants as one.
+template <class... Parts>
+struct variant : Parts... {
+    float scale(int head_dim) const noexcept
+        requires(detail::scaling<Parts> || ...)
+    {
+        float s = 0.0f;
+        (pick_scale<Parts>(s, head_dim), ...);
+        return s;
+    }
+    float logit(float score, int q_head, int q_pos, int k_pos) const noexcept
+        requires(detail::changing_logits<Parts> || ...)
+    {
+        (change<Parts>(score, q_head, q_pos, k_pos), ...);
+        return score;
+    }
+    int first_key(int q_pos) const noexcept
+        requires(detail::limiting_keys<Parts> || ...)
+    {
+        int first = 0;
+        (limit<Parts>(first, q_pos), ...);
+        return first;
+    }
+
+private:
+    template <class P>
+    void pick_scale(float& s, int head_dim) const noexcept {
+        if constexpr (detail::scaling<P>) s = P::scale(head_dim);
+    }
+    template <class P>
+    void change(float& score, int q_head, int q_pos, int k_pos) const noexcept {
+        if constexpr (detail::changing_logits<P>) score = P::logit(score, q_head, q_pos, k_pos);
+    }
+    template <class P>
+    void limit(int& first, int q_pos) const noexcept {
+        if constexpr (detail::limiting_keys<P>) first = detail::larger(first, P::first_key(q_pos));
+    }
+};
+template <class... Parts>
+variant(Parts...) -> variant<Parts...>;
+
+}  // namespace kvq::inline v0_1

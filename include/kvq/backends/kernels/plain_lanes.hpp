@@ -1,0 +1,185 @@
+// Lanes without intrinsics: what a set of SIMD lanes must offer, written as loops that compilers vectorize.
+//
+// The kernels in this folder are templates over such a type. `ints` are 32-bit words, `floats` are floats, both `width`
+// wide. The SIMD versions live in backends/simd/.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/float_formats.hpp"
+
+namespace kvq::inline v0_1 {
+
+struct plain_lanes {
+    static constexpr int width = 8;
+    /// Vectors of rows that a product kernel keeps in registers at once.
+    static constexpr int row_vectors = 1;
+    static constexpr int value_vectors = 2;
+
+    struct ints {
+        std::int32_t v[width];
+    };
+    struct floats {
+        float v[width];
+    };
+
+    template <class F>
+    static KVQ_INLINE ints map_ints(F f) {
+        ints r;
+        for (int i = 0; i < width; ++i) r.v[i] = f(i);
+        return r;
+    }
+    template <class F>
+    static KVQ_INLINE floats map_floats(F f) {
+        floats r;
+        for (int i = 0; i < width; ++i) r.v[i] = f(i);
+        return r;
+    }
+
+    // Words. The versions with a count touch only the first n lanes; loaded lanes beyond are zero.
+    static KVQ_INLINE ints load(const std::byte* p) { return detail::load_as<ints>(p); }
+    static KVQ_INLINE ints load(const std::byte* p, int n) {
+        return map_ints([&](int i) { return i < n ? detail::load_as<std::int32_t>(p + 4 * i) : 0; });
+    }
+    static KVQ_INLINE void store(std::byte* p, ints a) { detail::store_as(p, a); }
+    static KVQ_INLINE void store(std::byte* p, ints a, int n) {
+        for (int i = 0; i < n; ++i) detail::store_as(p + 4 * i, a.v[i]);
+    }
+    static KVQ_INLINE ints splat(std::int32_t x) {
+        return map_ints([&](int) { return x; });
+    }
+    template <int S>
+    static KVQ_INLINE ints shift_right(ints a) {
+        return map_ints(
+            [&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) >> S); });
+    }
+    template <int S>
+    static KVQ_INLINE ints shift_left(ints a) {
+        return map_ints(
+            [&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) << S); });
+    }
+    static KVQ_INLINE ints bit_and(ints a, ints b) {
+        return map_ints([&](int i) { return a.v[i] & b.v[i]; });
+    }
+    static KVQ_INLINE ints bit_or(ints a, ints b) {
+        return map_ints([&](int i) { return a.v[i] | b.v[i]; });
+    }
+    static KVQ_INLINE ints add(ints a, ints b) {
+        return map_ints([&](int i) { return a.v[i] + b.v[i]; });
+    }
+    /// acc + the sum of four products: unsigned bytes of `codes`, signed bytes of `x`.
+    static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
+        return map_ints([&](int i) {
+            const auto c = static_cast<std::uint32_t>(codes.v[i]), y = static_cast<std::uint32_t>(x.v[i]);
+            std::int32_t sum = acc.v[i];
+            for (int b = 0; b < 32; b += 8)
+                sum += static_cast<std::int32_t>((c >> b) & 255u) * static_cast<std::int8_t>((y >> b) & 255u);
+            return sum;
+        });
+    }
+
+    // Floats.
+    static KVQ_INLINE floats load_floats(const float* p) { return detail::load_as<floats>(p); }
+    static KVQ_INLINE floats load_floats(const float* p, int n) {
+        return map_floats([&](int i) { return i < n ? p[i] : 0.0f; });
+    }
+    static KVQ_INLINE void store_floats(float* p, floats a) { detail::store_as(p, a); }
+    static KVQ_INLINE void store_floats(float* p, floats a, int n) {
+        for (int i = 0; i < n; ++i) p[i] = a.v[i];
+    }
+    static KVQ_INLINE floats splat_float(float x) {
+        return map_floats([&](int) { return x; });
+    }
+    /// p[0], p[1], p[0], p[1], ...
+    static KVQ_INLINE floats splat_pair(const float* p) {
+        return map_floats([&](int i) { return p[i & 1]; });
+    }
+    /// Odd lanes become zero, whatever they held.
+    static KVQ_INLINE floats keep_even(floats a) {
+        return map_floats([&](int i) { return i & 1 ? 0.0f : a.v[i]; });
+    }
+    static KVQ_INLINE floats add(floats a, floats b) {
+        return map_floats([&](int i) { return a.v[i] + b.v[i]; });
+    }
+    static KVQ_INLINE floats subtract(floats a, floats b) {
+        return map_floats([&](int i) { return a.v[i] - b.v[i]; });
+    }
+    static KVQ_INLINE floats multiply(floats a, floats b) {
+        return map_floats([&](int i) { return a.v[i] * b.v[i]; });
+    }
+    static KVQ_INLINE floats multiply_add(floats a, floats b, floats c) {
+        return map_floats([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+    }
+    static KVQ_INLINE floats max(floats a, floats b) {
+        return map_floats([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+    }
+    static KVQ_INLINE floats min(floats a, floats b) {
+        return map_floats([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+    }
+    static KVQ_INLINE floats abs(floats a) {
+        return map_floats([&](int i) { return a.v[i] < 0.0f ? -a.v[i] : a.v[i]; });
+    }
+    static KVQ_INLINE float sum(floats a) {
+        float s = 0.0f;
+        for (int i = 0; i < width; ++i) s += a.v[i];
+        return s;
+    }
+    static KVQ_INLINE float largest(floats a) {
+        float s = a.v[0];
+        for (int i = 1; i < width; ++i) s = s > a.v[i] ? s : a.v[i];
+        return s;
+    }
+    static KVQ_INLINE float smallest(floats a) {
+        float s = a.v[0];
+        for (int i = 1; i < width; ++i) s = s < a.v[i] ? s : a.v[i];
+        return s;
+    }
+    static KVQ_INLINE floats to_floats(ints a) {
+        return map_floats([&](int i) { return static_cast<float>(a.v[i]); });
+    }
+    /// Nearest integers, ties to even; |a| < 2^22.
+    static KVQ_INLINE ints round(floats a) {
+        return map_ints([&](int i) {
+            const float magnitude = a.v[i] < 0.0f ? -a.v[i] : a.v[i];
+            const auto below = static_cast<std::int32_t>(magnitude);
+            const float rest = magnitude - static_cast<float>(below);
+            const std::int32_t r = below + ((rest > 0.5f || (rest == 0.5f && (below & 1))) ? 1 : 0);
+            return a.v[i] < 0.0f ? -r : r;
+        });
+    }
+    /// `a` where `test` > `limit`, else 0.
+    static KVQ_INLINE floats keep_above(floats a, floats test, float limit) {
+        return map_floats([&](int i) { return test.v[i] > limit ? a.v[i] : 0.0f; });
+    }
+    static KVQ_INLINE floats as_floats(ints a) { return detail::load_as<floats>(a.v); }
+
+    /// The lowest byte of every word: `width` bytes at p.
+    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
+        for (int i = 0; i < width; ++i) p[i] = static_cast<std::byte>(a.v[i] & 255);
+    }
+
+    // 16- and 32-bit values.
+
+    /// `width` consecutive values of type T.
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p) {
+        return map_floats([&](int i) { return static_cast<float>(detail::load_as<T>(p + i * int{sizeof(T)})); });
+    }
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p, int n) {
+        return map_floats(
+            [&](int i) { return i < n ? static_cast<float>(detail::load_as<T>(p + i * int{sizeof(T)})) : 0.0f; });
+    }
+    /// The 16-bit values in the low (Half = 0) or high (1) halves of words.
+    template <class T, int Half>
+    static KVQ_INLINE floats halves(ints words) {
+        return map_floats([&](int i) {
+            const auto w = static_cast<std::uint32_t>(words.v[i]) >> (16 * Half);
+            return static_cast<float>(T::from_bits(static_cast<std::uint16_t>(w & 0xffffu)));
+        });
+    }
+};
+
+}  // namespace kvq::inline v0_1

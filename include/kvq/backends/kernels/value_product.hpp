@@ -1,0 +1,120 @@
+// y = X x on blocks of 16- or 32-bit values: the same walk as code_product.hpp, with float products.
+//
+// A word holds two 16-bit columns; the vector's pairs are broadcast and even and odd columns summed in neighbouring
+// lanes, which are added once at the end. Contract: float products and sums, one per column, in column order.
+#pragma once
+
+#include <utility>
+
+#include "../../pack/value_layout.hpp"
+#include "folded.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+template <class Lanes, class T, int Vectors, int Queries>
+void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int cols, const float* x,
+                        std::ptrdiff_t x_stride, int values, float* y, std::ptrdiff_t y_stride, bool add) {
+    constexpr int per_word = value_layout<T>::values_per_word;
+    constexpr int bytes = Lanes::width * static_cast<int>(sizeof(T));
+    const int partial = values < Lanes::width ? values : 0;
+    typename Lanes::floats sum[Queries][Vectors];
+    for (int i = 0; i < Queries; ++i)
+        for (int v = 0; v < Vectors; ++v) sum[i][v] = Lanes::splat_float(0.0f);
+
+    const int pairs = cols / per_word;
+    for (int w = 0; w < pairs; ++w, words += vector_bytes) {
+        typename Lanes::floats k[Vectors];
+        for (int v = 0; v < Vectors; ++v)
+            k[v] = partial ? Lanes::template load_values<T>(words + v * bytes, partial)
+                           : Lanes::template load_values<T>(words + v * bytes);
+        for (int i = 0; i < Queries; ++i) {
+            const float* const from = x + i * x_stride + w * per_word;
+            const auto b = per_word == 2 ? Lanes::splat_pair(from) : Lanes::splat_float(*from);
+            for (int v = 0; v < Vectors; ++v) sum[i][v] = Lanes::multiply_add(k[v], b, sum[i][v]);
+        }
+    }
+    if (cols % per_word != 0) {
+        // The other half of the last word may hold what a trim left behind.
+        for (int i = 0; i < Queries; ++i) {
+            const auto b = Lanes::splat_float(x[i * x_stride + cols - 1]);
+            for (int v = 0; v < Vectors; ++v) {
+                const auto k = partial ? Lanes::template load_values<T>(words + v * bytes, partial)
+                                       : Lanes::template load_values<T>(words + v * bytes);
+                sum[i][v] = Lanes::multiply_add(Lanes::keep_even(k), b, sum[i][v]);
+            }
+        }
+    }
+
+    for (int i = 0; i < Queries; ++i)
+        for (int v = 0; v < Vectors; ++v) {
+            float lane[Lanes::width];
+            Lanes::store_floats(lane, sum[i][v]);
+            float* const out = y + i * y_stride + v * (Lanes::width / per_word);
+            const int n = detail::smaller(Lanes::width, values - v * Lanes::width) / per_word;
+            for (int r = 0; r < n; ++r) {
+                const float total = per_word == 2 ? lane[2 * r] + lane[2 * r + 1] : lane[r];
+                out[r] = add ? out[r] + total : total;
+            }
+        }
+}
+
+/// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
+template <class Lanes, class T>
+void value_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride, int n,
+                   int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add) {
+    const value_layout<T> layout(shape);
+    constexpr int per_word = value_layout<T>::values_per_word;
+    constexpr int vector_rows = Lanes::width / per_word;
+    constexpr int vectors = Lanes::value_vectors;
+    const int slots = layout.tiles.rows.slots();
+    for (int first = 0; first < n;) {
+        const int block_n = next_query_block(n - first);
+        for (int tile = 0; tile < rows; tile += tile_layout::tile_rows) {
+            const int height = detail::smaller(tile_layout::tile_rows, slots - tile);
+            const std::byte* const begin =
+                block + 4 * static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.tiles.words_per_row);
+            for (int part = 0; part < height && tile + part < rows;) {
+                const int left = detail::smaller(height - part, rows - tile - part);
+                const bool several = height - part >= vectors * vector_rows && left > (vectors - 1) * vector_rows;
+                const auto run = [&](auto v, auto q) {
+                    constexpr int V = decltype(v)::value;
+                    const int here = detail::smaller(left, V * vector_rows);
+                    // Only whole vectors inside the tile are loaded at full width; what lies beyond `rows` is dropped.
+                    const int values = V == 1 && height - part < vector_rows ? (height - part) * per_word
+                                                                             : V * Lanes::width;
+                    float lane_y[decltype(q)::value][V * vector_rows];
+                    if (here == V * vector_rows) {
+                        value_product_tile<Lanes, T, V, decltype(q)::value>(
+                            begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
+                            y + first * y_stride + tile + part, y_stride, add);
+                        return;
+                    }
+                    value_product_tile<Lanes, T, V, decltype(q)::value>(begin + part * 4, height * 4, cols,
+                                                                        x + first * x_stride, x_stride, values,
+                                                                        lane_y[0], V * vector_rows, false);
+                    for (int i = 0; i < decltype(q)::value; ++i)
+                        for (int r = 0; r < here; ++r) {
+                            float& out = y[(first + i) * y_stride + tile + part + r];
+                            out = add ? out + lane_y[i][r] : lane_y[i][r];
+                        }
+                };
+                const auto with_queries = [&](auto v) {
+                    if (block_n == 4)
+                        run(v, std::integral_constant<int, 4>{});
+                    else if (block_n == 2)
+                        run(v, std::integral_constant<int, 2>{});
+                    else
+                        run(v, std::integral_constant<int, 1>{});
+                };
+                if (several)
+                    with_queries(std::integral_constant<int, vectors>{});
+                else
+                    with_queries(std::integral_constant<int, 1>{});
+                part += several ? vectors * vector_rows : vector_rows;
+            }
+        }
+        first += block_n;
+    }
+}
+
+}  // namespace kvq::inline v0_1::kernels

@@ -1,0 +1,102 @@
+// A cache: the shapes, formats and page pool that sequences share.
+//
+//   kvq::cache<keys, values> cache({.layers = 32, .kv_heads = 8, .head_dim = 128}, {.sinks = 4, .recent = 128});
+//   auto seq = cache.new_sequence();
+//
+// KeyFormats and ValueFormats: a scheme, formats<scheme...>, or a pair such as kivi<4>. Backend: scalar (default) or
+// simd<Arch> from backends/simd.hpp. Window: the format of sinks and recent tokens.
+// Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
+#pragma once
+
+#include "../attention/attend.hpp"
+#include "../backends/scalar.hpp"
+#include "sequence.hpp"
+
+namespace kvq::inline v0_1 {
+
+template <class KeyFormats, class ValueFormats = KeyFormats, class Backend = scalar, class Window = float16>
+class cache {
+public:
+    using key_table = format_table<tensor::key, Window, typename detail::format_list<KeyFormats, tensor::key>::type>;
+    using value_table =
+        format_table<tensor::value, Window, typename detail::format_list<ValueFormats, tensor::value>::type>;
+    using backend = Backend;
+    using window = Window;
+    using sequence_type = sequence<cache>;
+
+    /// Raises kvq::error when a size is impossible. Schemes with state are passed in `keys` and `values`.
+    explicit cache(const cache_shape& shape, const cache_options& options = {}, key_table keys = {},
+                   value_table values = {})
+        : shape_(shape),
+          options_(options),
+          keys_(std::move(keys)),
+          values_(std::move(values)),
+          pool_(options.memory, options.byte_budget) {
+        detail::check_shape(shape);
+        detail::expect(options.sinks >= 0, "sinks must not be negative, got ", options.sinks);
+        detail::expect(options.recent >= 0, "recent must not be negative, got ", options.recent);
+        detail::expect(options.rollback >= 0, "rollback must not be negative, got ", options.rollback);
+        detail::expect(options.page_tokens >= 1 && options.page_tokens <= 65536,
+                       "page_tokens must be between 1 and 65536, got ", options.page_tokens);
+        detail::expect(options.layers.empty() || static_cast<int>(options.layers.size()) == shape.layers,
+                       "formats are given for ", options.layers.size(), " layers of a cache with ", shape.layers);
+        for (const layer_format& f : options.layers) {
+            detail::expect(f.key >= 0 && f.key < key_table::size - 1, "key format ", f.key, " is not among the ",
+                           key_table::size - 1, " listed ones");
+            detail::expect(f.value >= 0 && f.value < value_table::size - 1, "value format ", f.value,
+                           " is not among the ", value_table::size - 1, " listed ones");
+        }
+    }
+    cache(const cache&) = delete;
+    cache& operator=(const cache&) = delete;
+
+    sequence_type new_sequence() { return sequence_type(*this); }
+
+    const cache_shape& shape() const noexcept { return shape_; }
+    const cache_options& options() const noexcept { return options_; }
+    page_geometry geometry() const noexcept { return {options_.sinks, options_.recent, options_.page_tokens}; }
+    page_pool& pool() noexcept { return pool_; }
+    const page_pool& pool() const noexcept { return pool_; }
+    const key_table& keys() const noexcept { return keys_; }
+    const value_table& values() const noexcept { return values_; }
+    template <tensor Role>
+    const auto& table() const noexcept {
+        if constexpr (Role == tensor::key)
+            return keys_;
+        else
+            return values_;
+    }
+
+    /// Bytes of all pages of all sequences, each counted once.
+    std::size_t bytes_in_use() const noexcept { return pool_.bytes_in_use(); }
+
+    /// Format index that a layer's pages are coded to; 0 if they stay in the window format.
+    template <tensor Role>
+    int target_format(int layer) const {
+        const layer_format f =
+            options_.layers.empty() ? layer_format{} : options_.layers[static_cast<std::size_t>(layer)];
+        return table<Role>().index_of(Role == tensor::key ? f.key : f.value);
+    }
+
+    /// Bytes of data of a page of `tokens` tokens in the given format.
+    template <tensor Role>
+    std::size_t page_bytes(int format, int tokens) const {
+        return table<Role>().block_bytes(format, {Role, tokens, shape_.dim(Role)}) *
+               static_cast<std::size_t>(shape_.kv_heads);
+    }
+
+    /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
+    std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1, int threads = 1) const {
+        return attention_workspace_bytes<Backend>(keys_, values_, shape_, geometry(), tokens, q_heads, q_tokens,
+                                                  threads);
+    }
+
+private:
+    cache_shape shape_;
+    cache_options options_;
+    key_table keys_;
+    value_table values_;
+    page_pool pool_;
+};
+
+}  // namespace kvq::inline v0_1

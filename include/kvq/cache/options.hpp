@@ -1,0 +1,51 @@
+// What a cache is told at construction, and what it tells about itself.
+#pragma once
+
+#include <cstddef>
+#include <memory_resource>
+#include <vector>
+
+#include "../page/layer_pages.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// Which listed format a layer's pages are coded to (0-based in formats<...>).
+struct layer_format {
+    int key = 0;
+    int value = 0;
+};
+
+struct cache_options {
+    int sinks = 0;         ///< first tokens, kept in the window format for ever
+    int recent = 0;        ///< at least this many newest tokens are kept in the window format
+    int page_tokens = 64;  ///< tokens per page; multiples of 32 waste nothing
+    int rollback = 16;     ///< a trim by up to this many tokens is exact even where pages were coded meanwhile
+    std::size_t byte_budget = page_pool::no_budget;             ///< for all pages, headers included
+    std::vector<layer_format> layers = {};                      ///< empty: format 0 everywhere
+    std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
+};
+
+/// Bytes held by a sequence. Shared pages count in every sequence that holds them (the pool counts them once).
+struct usage_report {
+    std::size_t coded = 0;        ///< data of coded pages
+    std::size_t window = 0;       ///< data of 16/32-bit pages: sinks, recent, and pages not yet coded
+    std::size_t slack = 0;        ///< part of `window` that no token uses yet
+    std::size_t rollback = 0;     ///< originals kept so that a short trim is exact
+    std::size_t bookkeeping = 0;  ///< page headers and tables
+    std::size_t workspace = 0;    ///< scratch for coding
+    std::size_t bytes = 0;        ///< everything above but `slack`
+    std::size_t not_finite = 0;   ///< NaN and infinities coded so far
+    int tokens = 0;               ///< of the longest layer
+};
+
+namespace detail {
+
+/// Entries that a page table has room for when it must hold n.
+constexpr std::size_t table_capacity(std::size_t n) noexcept {
+    std::size_t capacity = 16;
+    while (capacity < n) capacity *= 2;
+    return n == 0 ? 0 : capacity;
+}
+
+}  // namespace detail
+}  // namespace kvq::inline v0_1

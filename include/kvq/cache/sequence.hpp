@@ -1,0 +1,467 @@
+// A sequence: the K and V of one token stream, layer by layer.
+//
+//   append   tokens go to window pages; a page that falls behind the recent window is coded (committed)
+//   attend   fused attention over whatever pages there are
+//   trim     forget every token from a position on
+//   fork     a second sequence that shares all pages; whoever writes to a shared page copies it first
+//
+// The state after any history depends only on what tokens it holds, as long as trims reach back no further than
+// cache_options::rollback: pages coded meanwhile go back to their originals. A deeper trim into a coded page turns its
+// surviving tokens back into window values, exact to the scheme's error.
+// Guarantees: arguments are checked and memory is allocated before anything changes (strong exception guarantee).
+// Thread safety: const members may run together; one writer per sequence; different sequences are independent.
+#pragma once
+
+#include <cstring>
+#include <memory>
+
+#include "../attention/attend.hpp"
+#include "../attention/workspace.hpp"
+#include "layer_track.hpp"
+#include "window.hpp"
+
+namespace kvq::inline v0_1 {
+
+template <class Cache>
+class sequence {
+public:
+    using backend = typename Cache::backend;
+    using window = typename Cache::window;
+
+    sequence(sequence&&) noexcept = default;
+    sequence& operator=(sequence&&) noexcept = default;
+    sequence(const sequence&) = delete;  // fork() says what it does
+
+    /// Appends k.tokens tokens to one layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; n may be 0.
+    /// O(n), plus the coding of pages that fall behind the recent window.
+    template <class K, class V>
+    void append(int layer, const token_view<K>& k, const token_view<V>& v) {
+        using T = std::remove_const_t<K>;
+        static_assert(float_format<T> && std::is_same_v<T, std::remove_const_t<V>>,
+                      "kvq::sequence::append: K and V must both be float, float16 or bfloat16");
+        check_layer(layer);
+        check_input(k, "k", shape().dim(tensor::key));
+        check_input(v, "v", shape().dim(tensor::value));
+        detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
+        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::expect(k.tokens <= std::numeric_limits<int>::max() - track.tokens - page_tokens(), "a sequence of ",
+                       track.tokens, " tokens cannot take ", k.tokens, " more");
+        if (k.tokens == 0) return;
+        auto keys = stage<tensor::key>(layer, k.tokens);
+        auto values = stage<tensor::value>(layer, k.tokens);
+        write<tensor::key>(layer, token_view<const T>(k), keys);
+        write<tensor::value>(layer, token_view<const T>(v), values);
+        track.tokens += k.tokens;
+        track.committed = detail::larger(track.committed, geometry().committed(track.tokens));
+    }
+
+    /// out = softmax(q K^T) V for the last q.tokens tokens of the layer, each seeing itself and what came before.
+    /// q: [n][q_heads][head_dim], out: [n][q_heads][value_dim]; q_heads is a multiple of kv_heads.
+    /// Takes a workspace for the duration of the call; pass one to avoid the allocation.
+    void attend(int layer, const token_view<const float>& q, const token_view<float>& out) const {
+        workspace space(memory());
+        attend(layer, q, out, causal{}, serial_executor{}, space);
+    }
+    template <class Variant>
+    void attend(int layer, const token_view<const float>& q, const token_view<float>& out,
+                const Variant& variant) const {
+        workspace space(memory());
+        attend(layer, q, out, variant, serial_executor{}, space);
+    }
+    template <class Variant, class Executor>
+    void attend(int layer, const token_view<const float>& q, const token_view<float>& out, const Variant& variant,
+                Executor&& executor, workspace& space) const {
+        check_layer(layer);
+        const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
+                       " heads, not a multiple of the ", shape().kv_heads, " kv heads");
+        detail::expect(q.dim == shape().dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
+                       shape().dim(tensor::key));
+        detail::expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
+                       "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
+                       q.heads, " x ", shape().dim(tensor::value));
+        detail::expect(q.tokens >= 0 && q.tokens <= track.tokens, "q has ", q.tokens, " tokens but layer ", layer,
+                       " holds ", track.tokens);
+        if (q.tokens == 0) return;
+        std::byte* const scratch = space.reserve(cache_->attention_workspace(
+            track.tokens, q.heads, q.tokens, static_cast<int>(executor.concurrency())));
+        kvq::attend<backend>(cache_->keys(), cache_->values(), shape(), layer, pages(layer), q, out, variant, executor,
+                             scratch);
+    }
+
+    /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are).
+    void trim(int n) {
+        detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ", tokens());
+        std::pmr::vector<trim_plan> plans(memory());
+        plans.reserve(tracks_.size());
+        for (detail::layer_track& track : tracks_) plans.push_back(plan_trim(track, n));
+        for (std::size_t layer = 0; layer < tracks_.size(); ++layer)
+            apply_trim(tracks_[layer], static_cast<int>(layer), n, plans[layer]);
+    }
+
+    /// A sequence with the same tokens that shares every page.
+    sequence fork() const { return sequence(*this, 0); }
+
+    /// Tokens of one layer.
+    int tokens(int layer) const {
+        check_layer(layer);
+        return tracks_[static_cast<std::size_t>(layer)].tokens;
+    }
+    /// Tokens of the longest layer.
+    int tokens() const noexcept {
+        int n = 0;
+        for (const detail::layer_track& track : tracks_) n = detail::larger(n, track.tokens);
+        return n;
+    }
+
+    /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V to out: [tokens][kv_heads][dim].
+    void decode(int layer, tensor role, int first, const token_view<float>& out) const {
+        check_layer(layer);
+        const int held = tracks_[static_cast<std::size_t>(layer)].tokens;
+        detail::expect(first >= 0 && out.tokens >= 0 && first <= held - out.tokens, "cannot decode tokens ", first,
+                       " to ", first + out.tokens, " of layer ", layer, ": it holds ", held);
+        detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads, " x ",
+                       out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
+        role == tensor::key ? decode_tokens<tensor::key>(layer, first, out)
+                            : decode_tokens<tensor::value>(layer, first, out);
+    }
+
+    usage_report usage() const {
+        usage_report u;
+        u.workspace = scratch_.capacity() * sizeof(float);
+        u.bookkeeping = tracks_.capacity() * sizeof(detail::layer_track);
+        for (const detail::layer_track& track : tracks_) {
+            u.tokens = detail::larger(u.tokens, track.tokens);
+            for (const tensor role : {tensor::key, tensor::value}) {
+                const detail::page_table& table = track[role];
+                u.bookkeeping += (table.pages.capacity() + table.originals.capacity()) * sizeof(page_ref);
+                if (table.sink) count_page(*table.sink, detail::smaller(track.tokens, geometry().sinks), u);
+                for (std::size_t i = 0; i < table.pages.size(); ++i)
+                    count_page(*table.pages[i],
+                               detail::smaller(page_tokens(),
+                                               track.tokens - geometry().first_token(static_cast<int>(i))),
+                               u);
+                for (const page_ref& p : table.originals) {
+                    u.rollback += p->bytes;
+                    u.bookkeeping += sizeof(page);
+                }
+            }
+        }
+        u.bytes = u.coded + u.window + u.rollback + u.bookkeeping + u.workspace;
+        return u;
+    }
+
+    /// The pages of one layer, as attention walks them. Valid until the sequence changes.
+    layer_pages pages(int layer) const {
+        const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        const detail::page_table &k = track[tensor::key], &v = track[tensor::value];
+        return {geometry(), track.tokens, k.sink.get(), v.sink.get(), k.pages.data(), v.pages.data()};
+    }
+
+private:
+    friend Cache;
+
+    explicit sequence(Cache& cache) : cache_(&cache), tracks_(memory()), scratch_(memory()) {
+        tracks_.reserve(static_cast<std::size_t>(shape().layers));
+        for (int i = 0; i < shape().layers; ++i) tracks_.emplace_back(memory());
+        reserve_scratch();
+    }
+    sequence(const sequence& other, int) : cache_(other.cache_), tracks_(memory()), scratch_(memory()) {
+        tracks_.reserve(other.tracks_.size());
+        for (const detail::layer_track& track : other.tracks_) tracks_.emplace_back(track, memory());
+        reserve_scratch();
+    }
+    void reserve_scratch() {
+        scratch_.resize(static_cast<std::size_t>(page_tokens()) *
+                        static_cast<std::size_t>(
+                            detail::larger(shape().dim(tensor::key), shape().dim(tensor::value))));
+    }
+
+    const cache_shape& shape() const noexcept { return cache_->shape(); }
+    page_geometry geometry() const noexcept { return cache_->geometry(); }
+    int page_tokens() const noexcept { return cache_->options().page_tokens; }
+    int rollback() const noexcept { return cache_->options().rollback; }
+    std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
+
+    void check_layer(int layer) const {
+        detail::expect(layer >= 0 && layer < shape().layers, "layer ", layer, " is not among the ", shape().layers,
+                       " layers of the cache");
+    }
+    template <class T>
+    void check_input(const token_view<T>& x, const char* name, int dim) const {
+        detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
+        detail::expect(x.heads == shape().kv_heads && x.dim == dim, name, " is ", x.heads, " heads x ", x.dim,
+                       " channels but the cache holds ", shape().kv_heads, " x ", dim);
+        detail::expect(x.data != nullptr || x.tokens == 0, name, " has no data for ", x.tokens, " tokens");
+    }
+
+    template <tensor Role>
+    page_ref new_page(int format, int tokens) {
+        const std::size_t bytes = cache_->template page_bytes<Role>(format, tokens);
+        page_ref p = cache_->pool().allocate(bytes, format, tokens);
+        if (format == 0) std::memset(p->data(), 0, bytes);
+        return p;
+    }
+
+    void count_page(const page& p, int used, usage_report& u) const {
+        u.bookkeeping += sizeof(page);
+        u.not_finite += p.not_finite;
+        if (p.format == 0) {
+            u.window += p.bytes;
+            u.slack += p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(used);
+        } else {
+            u.coded += p.bytes;
+        }
+    }
+
+    // ---- append: first everything that can fail, then everything that cannot ----
+
+    /// New pages that an append will need, in the order in which it takes them.
+    struct staged_pages {
+        page_ref sink;                      // new, or the copy of a shared one
+        page_ref last;                      // copy of a shared last page that will be written
+        page_ref temporary;                 // window page for pages that are coded at once
+        std::pmr::vector<page_ref> fresh;   // window pages that stay
+        std::pmr::vector<page_ref> coded;
+        explicit staged_pages(std::pmr::memory_resource* memory) : fresh(memory), coded(memory) {}
+    };
+
+    /// Is the original of page i kept when the sequence holds n tokens?
+    bool keeps_original(int i, int n) const noexcept { return geometry().commit_at(i) > n - rollback(); }
+
+    template <tensor Role>
+    staged_pages stage(int layer, int added) {
+        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::page_table& table = track[Role];
+        const page_geometry g = geometry();
+        const int before = track.tokens, after = before + added;
+        const int pages_before = g.pages(before), pages_after = g.pages(after);
+        const int committed = detail::larger(track.committed, g.committed(after));
+        const int target = cache_->template target_format<Role>(layer);
+
+        staged_pages staged(memory());
+        if (before < g.sinks) {
+            if (!table.sink || table.sink.shared()) staged.sink = new_page<Role>(0, g.sinks);
+        }
+        const bool writes_last = pages_before > 0 && before < g.first_token(pages_before);
+        if (writes_last && table.pages.back().shared()) staged.last = new_page<Role>(0, page_tokens());
+        for (int i = pages_before; i < pages_after; ++i) {
+            if (target == 0 || i >= committed || keeps_original(i, after))
+                staged.fresh.push_back(new_page<Role>(0, page_tokens()));
+            else if (!staged.temporary)
+                staged.temporary = new_page<Role>(0, page_tokens());
+        }
+        if (target != 0) {
+            staged.coded.reserve(static_cast<std::size_t>(committed - track.committed));
+            for (int i = track.committed; i < committed; ++i)
+                staged.coded.push_back(new_page<Role>(target, page_tokens()));
+        }
+        table.pages.reserve(detail::table_capacity(static_cast<std::size_t>(pages_after)));
+        if (target != 0 && rollback() > 0)
+            table.originals.reserve(static_cast<std::size_t>(2 + (rollback() + added) / page_tokens()));
+        return staged;
+    }
+
+    template <tensor Role, class T>
+    void write(int layer, const token_view<const T>& source, staged_pages& staged) {
+        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::page_table& table = track[Role];
+        const page_geometry g = geometry();
+        const int dim = shape().dim(Role), heads = shape().kv_heads;
+        const int before = track.tokens, after = before + source.tokens;
+        const int pages_before = g.pages(before), pages_after = g.pages(after);
+        const int committed = detail::larger(track.committed, g.committed(after));
+        const bool codes = cache_->template target_format<Role>(layer) != 0;
+
+        if (before < g.sinks) {
+            if (staged.sink) {
+                if (table.sink)
+                    detail::copy_tokens<window>(*table.sink, *staged.sink, Role, dim, heads, before);
+                table.sink = std::move(staged.sink);
+            }
+            detail::write_tokens<window>(*table.sink, Role, dim, source, 0, detail::smaller(g.sinks, after) - before,
+                                         before);
+        }
+        if (staged.last) {
+            detail::copy_tokens<window>(*table.pages.back(), *staged.last, Role, dim, heads,
+                                        before - g.first_token(pages_before - 1));
+            table.pages.back() = std::move(staged.last);
+        }
+        if (codes) drop_originals(table, track.committed, after);
+        std::size_t next_fresh = 0, next_coded = 0;
+        const bool writes_last = pages_before > 0 && before < g.first_token(pages_before);
+        const int first_written = writes_last ? pages_before - 1 : pages_before;
+        for (int i = detail::smaller(track.committed, first_written); i < pages_after; ++i) {
+            const bool commit = codes && i >= track.committed && i < committed;
+            if (i < first_written && !commit) continue;
+            if (i >= pages_before) {
+                if (codes && i < committed && !keeps_original(i, after))
+                    table.pages.push_back(staged.temporary);
+                else
+                    table.pages.push_back(std::move(staged.fresh[next_fresh++]));
+            }
+            page_ref& slot = table.pages[static_cast<std::size_t>(i)];
+            if (i >= first_written) {
+                const int first = g.first_token(i);
+                const int from = detail::larger(first, before), to = detail::smaller(first + page_tokens(), after);
+                detail::write_tokens<window>(*slot, Role, dim, source, from - before, to - from, from - first);
+            }
+            if (commit) {
+                page_ref coded = std::move(staged.coded[next_coded++]);
+                code<Role>(layer, *slot, *coded);
+                if (keeps_original(i, after)) table.originals.push_back(std::move(slot));
+                slot = std::move(coded);
+            }
+        }
+    }
+
+    /// Drops the originals that no trim can need any more once the sequence holds n tokens.
+    void drop_originals(detail::page_table& table, int committed, int n) {
+        std::size_t drop = 0;
+        while (drop < table.originals.size() &&
+               !keeps_original(committed - static_cast<int>(table.originals.size() - drop), n))
+            ++drop;
+        table.originals.erase(table.originals.begin(), table.originals.begin() + static_cast<std::ptrdiff_t>(drop));
+    }
+
+    /// Codes a full window page.
+    template <tensor Role>
+    void code(int layer, const page& from, page& to) {
+        const block_shape shape_of{Role, from.tokens, shape().dim(Role)};
+        const std::size_t window_bytes = full<window>{}.block_bytes(shape_of);
+        to.not_finite = 0;
+        cache_->template table<Role>().visit(to.format, [&](const auto& scheme) {
+            const std::size_t bytes = scheme.block_bytes(shape_of);
+            for (int h = 0; h < shape().kv_heads; ++h)
+                to.not_finite += backend::template encode<window>(
+                    scheme, shape_of, block_id{layer, h},
+                    from.data() + window_bytes * static_cast<std::size_t>(h),
+                    to.data() + bytes * static_cast<std::size_t>(h), scratch_.data());
+        });
+    }
+
+    // ---- trim ----
+
+    struct trim_plan {
+        int committed = 0;       // afterwards
+        page_ref survivors[2];   // window pages for what is left of a coded page
+    };
+
+    trim_plan plan_trim(const detail::layer_track& track, int n) {
+        trim_plan plan;
+        plan.committed = track.committed;
+        if (n >= track.tokens) return plan;
+        const page_geometry g = geometry();
+        // Pages whose originals are kept go back to them, as far as a sequence of n tokens would hold them uncoded.
+        const int at_most = detail::smaller(track.committed, g.pages(n));
+        int committed = track.committed;
+        while (committed > g.committed(n) && can_restore(track, committed - 1)) --committed;
+        plan.committed = detail::smaller(committed, at_most);
+        const int last = g.pages(n) - 1;
+        const bool cuts = last >= 0 && n < g.first_token(last + 1);
+        if (cuts && last < plan.committed) {
+            plan.committed = last;
+            plan.survivors[0] = survivor<tensor::key>(track, last);
+            plan.survivors[1] = survivor<tensor::value>(track, last);
+        }
+        return plan;
+    }
+
+    /// Do both tables hold a window version of coded page i?
+    bool can_restore(const detail::layer_track& track, int i) const {
+        const auto has = [&](const detail::page_table& table) {
+            return table.pages[static_cast<std::size_t>(i)]->format == 0 ||
+                   track.committed - i <= static_cast<int>(table.originals.size());
+        };
+        return has(track[tensor::key]) && has(track[tensor::value]);
+    }
+
+    template <tensor Role>
+    page_ref survivor(const detail::layer_track& track, int i) {
+        const bool coded = track[Role].pages[static_cast<std::size_t>(i)]->format != 0;
+        return coded ? new_page<Role>(0, page_tokens()) : page_ref{};
+    }
+
+    void apply_trim(detail::layer_track& track, int layer, int n, trim_plan& plan) {
+        if (n >= track.tokens) return;
+        const int pages_left = geometry().pages(n);
+        for (const tensor role : {tensor::key, tensor::value}) {
+            detail::page_table& table = track[role];
+            page_ref& survivor_page = plan.survivors[static_cast<int>(role)];
+            if (survivor_page) {
+                const page& coded = *table.pages[static_cast<std::size_t>(plan.committed)];
+                const int count = n - geometry().first_token(plan.committed);
+                role == tensor::key ? revive<tensor::key>(layer, coded, *survivor_page, count)
+                                    : revive<tensor::value>(layer, coded, *survivor_page, count);
+                table.pages[static_cast<std::size_t>(plan.committed)] = std::move(survivor_page);
+                table.originals.clear();
+            } else {
+                int i = track.committed - 1;
+                for (; i >= plan.committed && !table.originals.empty(); --i) {
+                    table.pages[static_cast<std::size_t>(i)] = std::move(table.originals.back());
+                    table.originals.pop_back();
+                }
+            }
+            table.pages.erase(table.pages.begin() + pages_left, table.pages.end());
+            if (n == 0) table.sink = page_ref{};
+        }
+        track.tokens = n;
+        track.committed = plan.committed;
+    }
+
+    /// The first `count` tokens of a coded page as window values.
+    template <tensor Role>
+    void revive(int layer, const page& coded, page& to, int count) {
+        const int dim = shape().dim(Role);
+        const block_shape shape_of{Role, coded.tokens, dim};
+        const value_layout<window> layout(shape_of);
+        const std::size_t window_bytes = full<window>{}.block_bytes(shape_of);
+        cache_->template table<Role>().visit(coded.format, [&](const auto& scheme) {
+            const std::size_t bytes = scheme.block_bytes(shape_of);
+            for (int h = 0; h < shape().kv_heads; ++h) {
+                scheme.decode(shape_of, block_id{layer, h}, coded.data() + bytes * static_cast<std::size_t>(h),
+                              scratch_.data());
+                std::byte* const block = to.data() + window_bytes * static_cast<std::size_t>(h);
+                for (int t = 0; t < count; ++t)
+                    for (int c = 0; c < dim; ++c)
+                        detail::store_as(
+                            block + sizeof(window) * full<window>::element(layout, shape_of, t, c),
+                            window(scratch_[static_cast<std::size_t>(t * dim + c)]));
+            }
+        });
+    }
+
+    template <tensor Role>
+    void decode_tokens(int layer, int first, const token_view<float>& out) const {
+        const layer_pages all = pages(layer);
+        const int dim = shape().dim(Role);
+        std::pmr::vector<float> values(
+            static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks)) * static_cast<std::size_t>(dim),
+            memory());
+        for (int e = 0; e < all.entries(); ++e) {
+            const layer_pages::entry entry = all.at(e);
+            const int from = detail::larger(first, entry.first_token);
+            const int to = detail::smaller(first + out.tokens, entry.first_token + entry.tokens);
+            if (from >= to) continue;
+            const page& p = Role == tensor::key ? *entry.keys : *entry.values;
+            const block_shape shape_of{Role, p.tokens, dim};
+            cache_->template table<Role>().visit(p.format, [&](const auto& scheme) {
+                const std::size_t bytes = scheme.block_bytes(shape_of);
+                for (int h = 0; h < shape().kv_heads; ++h) {
+                    scheme.decode(shape_of, block_id{layer, h}, p.data() + bytes * static_cast<std::size_t>(h),
+                                  values.data());
+                    for (int t = from; t < to; ++t)
+                        for (int c = 0; c < dim; ++c)
+                            out.at(t - first, h)[c] =
+                                values[static_cast<std::size_t>((t - entry.first_token) * dim + c)];
+                }
+            });
+        }
+    }
+
+    Cache* cache_;
+    std::pmr::vector<detail::layer_track> tracks_;
+    std::pmr::vector<float> scratch_;
+};
+
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,25 @@
+// Compiler probes and every macro of kvq. Nothing else in the library defines a macro.
+//
+// KVQ_HD       marks functions that run on the host and, under nvcc, on the device
+// KVQ_INLINE   forces inlining of small functions: what is inlined everywhere cannot be merged by the linker
+//              across translation units that were built for different instruction sets
+// KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
+#pragma once
+
+#if defined(__CUDACC__)
+#define KVQ_HD __host__ __device__
+#else
+#define KVQ_HD
+#endif
+
+#if defined(_MSC_VER) && !defined(__clang__)
+#define KVQ_INLINE __forceinline
+#else
+#define KVQ_INLINE inline __attribute__((always_inline))
+#endif
+
+#if defined(__cpp_exceptions) || defined(__EXCEPTIONS) || defined(_CPPUNWIND)
+#define KVQ_EXCEPTIONS 1
+#else
+#define KVQ_EXCEPTIONS 0
+#endif

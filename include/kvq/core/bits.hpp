@@ -1,0 +1,47 @@
+// Bit-level helpers that run on host and device.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "../config.hpp"
+
+namespace kvq::inline v0_1::detail {
+
+template <class To, class From>
+KVQ_HD constexpr To bit_cast(const From& from) noexcept {
+    static_assert(sizeof(To) == sizeof(From));
+    return __builtin_bit_cast(To, from);
+}
+
+template <class T>
+KVQ_HD constexpr T ceil_div(T a, T b) noexcept {
+    return (a + b - 1) / b;
+}
+template <class T>
+KVQ_HD constexpr T round_up(T a, T multiple) noexcept {
+    return ceil_div(a, multiple) * multiple;
+}
+template <class T>
+KVQ_HD constexpr T smaller(T a, T b) noexcept {
+    return b < a ? b : a;
+}
+template <class T>
+KVQ_HD constexpr T larger(T a, T b) noexcept {
+    return a < b ? b : a;
+}
+
+/// Unaligned load and store without breaking aliasing rules; compiles to one move.
+template <class T>
+KVQ_HD KVQ_INLINE T load_as(const void* from) noexcept {
+    T value;
+    std::memcpy(&value, from, sizeof(T));
+    return value;
+}
+template <class T>
+KVQ_HD KVQ_INLINE void store_as(void* to, T value) noexcept {
+    std::memcpy(to, &value, sizeof(T));
+}
+
+}  // namespace kvq::inline v0_1::detail

@@ -1,0 +1,77 @@
+// Errors: one exception type, one place that raises it.
+//
+// Bad shapes, sizes and arguments raise kvq::error with the offending numbers in the message, before anything
+// is changed. Running out of memory or of a byte budget raises kvq::out_of_memory (a std::bad_alloc).
+// With exceptions switched off the message goes to a handler that must not return (default: print and abort).
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "../config.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// Bad argument or state. The message is one sentence that contains the numbers.
+class error : public std::invalid_argument {
+public:
+    using std::invalid_argument::invalid_argument;
+};
+
+/// No memory, or the byte budget of a page pool would be exceeded. Nothing was changed.
+class out_of_memory : public std::bad_alloc {
+public:
+    out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
+        : message_("kvq: a page of " + std::to_string(wanted) + " bytes does not fit: " + std::to_string(in_use) +
+                   " of a budget of " + std::to_string(budget) + " bytes are in use") {}
+    const char* what() const noexcept override { return message_.c_str(); }
+
+private:
+    std::string message_;
+};
+
+/// Called instead of throwing when exceptions are off. Must not return.
+using error_handler = void (*)(const char* message);
+
+inline error_handler& current_error_handler() noexcept {
+    static error_handler handler = [](const char* message) {
+        std::fprintf(stderr, "%s\n", message);
+        std::abort();
+    };
+    return handler;
+}
+
+namespace detail {
+
+template <class Error, class... Args>
+[[noreturn]] inline void raise(Args&&... args) {
+#if KVQ_EXCEPTIONS
+    throw Error(static_cast<Args&&>(args)...);
+#else
+    current_error_handler()(Error(static_cast<Args&&>(args)...).what());
+    std::abort();
+#endif
+}
+
+inline std::string to_text(const std::string& s) { return s; }
+inline std::string to_text(const char* s) { return s; }
+template <class T>
+std::string to_text(T number) {
+    return std::to_string(number);
+}
+
+/// Raises kvq::error with all arguments joined, unless `condition` holds.
+template <class... Parts>
+inline void expect(bool condition, const Parts&... parts) {
+    if (!condition) [[unlikely]] {
+        std::string message = "kvq: ";
+        ((message += to_text(parts)), ...);
+        raise<error>(message);
+    }
+}
+
+}  // namespace detail
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,58 @@
+// Rounding of scaled numbers to codes: the one place that decides it.
+//
+//   code = clamp(round_half_even((x - bias) * inverse), 0, top)
+//
+// Contract: the subtraction, the product and the rounding each happen once, in float, and are never fused, so that
+// every backend and every compiler gives the same code. (Compilers contract a*b+c into one fused operation where the
+// instruction set has it; about one 4-bit code in ten million changes. The expression above leaves nothing to fuse.)
+// NaN codes as the value nearest zero; infinities saturate.
+#pragma once
+
+#include "float_formats.hpp"
+
+namespace kvq::inline v0_1::detail {
+
+/// a*b rounded on its own: never fused with what follows.
+KVQ_HD KVQ_INLINE constexpr float rounded_product(float a, float b) noexcept {
+#if defined(__CUDA_ARCH__)
+    return __fmul_rn(a, b);
+#else
+    float product = a * b;
+    if (!__builtin_is_constant_evaluated()) {
+#if defined(__SSE__) && defined(__GNUC__)
+        __asm__("" : "+x"(product));
+#elif defined(__aarch64__) && defined(__GNUC__)
+        __asm__("" : "+w"(product));
+#elif defined(__GNUC__)
+        __asm__("" : "+m"(product));
+#else
+        volatile float barrier = product;
+        product = barrier;
+#endif
+    }
+    return product;
+#endif
+}
+
+/// Nearest integer, ties to even, for 0 <= v < 2^23.
+KVQ_HD KVQ_INLINE constexpr int round_half_even(float v) noexcept {
+    const int below = static_cast<int>(v);
+    const float rest = v - static_cast<float>(below);
+    return below + ((rest > 0.5f || (rest == 0.5f && (below & 1))) ? 1 : 0);
+}
+
+/// The code of x under x^ = scale * code + bias, with inverse = 1 / scale.
+KVQ_HD KVQ_INLINE constexpr int affine_code(float x, float bias, float inverse, int top) noexcept {
+    if (is_nan(x)) x = 0.0f;
+    const float position = rounded_product(x - bias, inverse);
+    if (!(position > 0.0f)) return 0;
+    if (position >= static_cast<float>(top)) return top;
+    return round_half_even(position);
+}
+
+/// scale * code + bias with the product rounded first, on every backend.
+KVQ_HD KVQ_INLINE constexpr float affine_value(int code, float scale, float bias) noexcept {
+    return rounded_product(scale, static_cast<float>(code)) + bias;
+}
+
+}  // namespace kvq::inline v0_1::detail

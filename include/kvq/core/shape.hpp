@@ -1,0 +1,60 @@
+// Shapes: of the whole cache, of one coded block, and where a block sits.
+//
+// A block is the part of a page that belongs to one kv head: a matrix that attention multiplies with a vector.
+//
+//   tensor  | rows (remaining axis) | columns (summed axis) | product
+//   key     | tokens                | channels              | scores = K q
+//   value   | channels              | tokens                | output = V^T p
+#pragma once
+
+#include <cstddef>
+
+#include "error.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// Which of the two tensors.
+enum class tensor : unsigned char { key, value };
+
+/// Static sizes of a cache. value_dim = 0 means "as head_dim".
+struct cache_shape {
+    int layers = 0;
+    int kv_heads = 0;
+    int head_dim = 0;
+    int value_dim = 0;
+
+    constexpr int dim(tensor role) const noexcept {
+        return role == tensor::key || value_dim == 0 ? head_dim : value_dim;
+    }
+};
+
+/// One head's share of a page.
+struct block_shape {
+    tensor role = tensor::key;
+    int tokens = 0;
+    int dim = 0;
+
+    constexpr int rows() const noexcept { return role == tensor::key ? tokens : dim; }
+    constexpr int cols() const noexcept { return role == tensor::key ? dim : tokens; }
+    constexpr std::size_t values() const noexcept {
+        return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim);
+    }
+};
+
+/// Where a block sits: schemes with per-head state (rotations, channel widths) look it up by this.
+struct block_id {
+    int layer = 0;
+    int head = 0;
+};
+
+namespace detail {
+
+inline void check_shape(const cache_shape& s) {
+    expect(s.layers >= 1, "a cache needs at least 1 layer, got ", s.layers);
+    expect(s.kv_heads >= 1, "a cache needs at least 1 kv head, got ", s.kv_heads);
+    expect(s.head_dim >= 1, "head_dim must be at least 1, got ", s.head_dim);
+    expect(s.value_dim >= 0, "value_dim must be at least 1 (or 0 for head_dim), got ", s.value_dim);
+}
+
+}  // namespace detail
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,8 @@
+// kvq: everything that needs only the standard library. Finer includes work as well; see docs/architecture.md.
+#pragma once
+
+#include "cache/cache.hpp"
+#include "estimate/bytes.hpp"
+#include "schemes/int8.hpp"
+#include "schemes/kivi.hpp"
+#include "version.hpp"

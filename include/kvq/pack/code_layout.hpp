@@ -1,0 +1,68 @@
+// Where codes of 1..8 bits lie: four consecutive columns are four bytes of a word, and narrow codes share the byte.
+//
+// A code of B bits is cut into planes of 8, 4, 2 or 1 bits (B = 8: 8; 7: 4+2+1; 6: 4+2; 5: 4+1; 4: 4; 3: 2+1; 2: 2; 1: 1),
+// the widest plane holding the lowest bits. In a plane of width w, one word serves U = 8/w quads of columns:
+// quad q of a row lies in vector q/U, in bits [w*(q%U), w*(q%U)+w) of each byte. Unpacking one quad is therefore one shift
+// and one mask for a whole vector, and the four bytes go into an integer dot product as they are.
+//
+//   vectors of a row:  [plane 0: ceil(Q/U0)] [plane 1: ceil(Q/U1)] ...      Q = quads of columns (groups padded to 4)
+#pragma once
+
+#include "tile_layout.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// The planes of a code of `Bits` bits.
+template <int Bits>
+struct code_planes {
+    static_assert(Bits >= 1 && Bits <= 8, "kvq: a code has 1 to 8 bits");
+
+    static constexpr int count = [] {
+        int n = 0;
+        for (int w = 8; w >= 1; w /= 2) n += (Bits & w) != 0;
+        return n;
+    }();
+    /// Bits of a plane: the powers of two in `Bits`, widest first.
+    KVQ_HD static constexpr int width(int plane) noexcept {
+        int w = 8;
+        for (;; w /= 2)
+            if ((Bits & w) && plane-- == 0) return w;
+    }
+    /// Position of the plane's bits in the code.
+    KVQ_HD static constexpr int shift(int plane) noexcept {
+        int bits = 0;
+        for (int p = 0; p < plane; ++p) bits += width(p);
+        return bits;
+    }
+    KVQ_HD static constexpr int quads_per_word(int plane) noexcept { return 8 / width(plane); }
+    /// Quads that fill one word of every plane: the step of loops over columns.
+    static constexpr int quads_per_step = [] {
+        int w = 1;
+        while (!(Bits & w)) w *= 2;
+        return 8 / w;
+    }();
+    /// First vector of a plane in a row of `quads` quads.
+    KVQ_HD static constexpr int first_vector(int plane, int quads) noexcept {
+        int v = 0;
+        for (int p = 0; p < plane; ++p) v += detail::ceil_div(quads, quads_per_word(p));
+        return v;
+    }
+    KVQ_HD static constexpr int vectors(int quads) noexcept { return first_vector(count, quads); }
+};
+
+template <int Bits>
+struct code_layout {
+    using planes = code_planes<Bits>;
+
+    grouped_axis cols;
+    tile_layout tiles;
+
+    KVQ_HD constexpr code_layout(grouped_axis row_axis, grouped_axis col_axis) noexcept
+        : cols(col_axis), tiles{row_axis, planes::vectors(col_axis.slots() / 4)} {}
+
+    KVQ_HD constexpr const grouped_axis& rows() const noexcept { return tiles.rows; }
+    KVQ_HD constexpr int quads() const noexcept { return cols.slots() / 4; }
+    KVQ_HD constexpr std::size_t bytes() const noexcept { return tiles.words() * 4; }
+};
+
+}  // namespace kvq::inline v0_1

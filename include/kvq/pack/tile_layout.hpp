@@ -1,0 +1,62 @@
+// How a matrix lies in 32-bit words: the summed axis inside words, the remaining axis across lanes.
+//
+//   matrix rows (remaining axis)   -> tiles of up to 32 neighbouring rows; the last tile of a row group may be lower
+//   one tile                       -> words_per_row vectors, one after the other
+//   one vector                     -> one 32-bit word of every row of the tile, side by side
+//   one word                       -> consecutive columns (summed axis) of one row
+//
+// So a SIMD lane (or a row of a tensor-core tile) is one row, a product with a vector broadcasts words of that vector,
+// and nothing is ever added across lanes. Heights are multiples of 4 rows (16 bytes). Axes may be cut into groups
+// (numbers that share parameters); a group starts on a multiple of 4, so odd groups cost padding but nothing else.
+// All offsets are relative: a block can be copied anywhere. docs/format.md draws this.
+#pragma once
+
+#include <cstddef>
+
+#include "../core/bits.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// An axis of `size` elements cut into groups of `group`; every group is padded to a multiple of 4 slots.
+struct grouped_axis {
+    int size = 0;
+    int group = 0;
+
+    KVQ_HD constexpr int groups() const noexcept { return detail::ceil_div(size, group); }
+    KVQ_HD constexpr int group_size(int g) const noexcept { return detail::smaller(group, size - g * group); }
+    /// Slots of group g: its size rounded up to 4.
+    KVQ_HD constexpr int group_slots(int g) const noexcept { return detail::round_up(group_size(g), 4); }
+    /// First slot of group g.
+    KVQ_HD constexpr int group_begin(int g) const noexcept { return g * detail::round_up(group, 4); }
+    KVQ_HD constexpr int slots() const noexcept {
+        return group_begin(groups() - 1) + group_slots(groups() - 1);
+    }
+    KVQ_HD constexpr int slot(int index) const noexcept {
+        return group_begin(index / group) + index % group;
+    }
+};
+
+struct tile_layout {
+    static constexpr int tile_rows = 32;
+
+    grouped_axis rows;
+    int words_per_row = 0;
+
+    KVQ_HD constexpr std::size_t words() const noexcept {
+        return static_cast<std::size_t>(rows.slots()) * static_cast<std::size_t>(words_per_row);
+    }
+
+    /// Index of the word `vector` of `row`. O(1).
+    KVQ_HD constexpr std::size_t word(int row, int vector) const noexcept {
+        const int group = row / rows.group;
+        const int in_group = row % rows.group;
+        const int in_tile = in_group % tile_rows;
+        const int first = rows.group_begin(group) + in_group - in_tile;
+        const int height = detail::smaller(tile_rows, rows.group_slots(group) - (in_group - in_tile));
+        return static_cast<std::size_t>(first) * static_cast<std::size_t>(words_per_row) +
+               static_cast<std::size_t>(vector) * static_cast<std::size_t>(height) +
+               static_cast<std::size_t>(in_tile);
+    }
+};
+
+}  // namespace kvq::inline v0_1

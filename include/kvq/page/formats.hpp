@@ -1,0 +1,90 @@
+// The closed list of formats that the pages of a cache may use; each page carries an index into it.
+//
+// Index 0 is always the window format (16 or 32 bit): sinks, recent tokens and pages not yet coded. With one coded format
+// the dispatch is one comparison; kernels are instantiated per scheme for K and per scheme for V, never per pair.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
+#include "../schemes/full.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// Several schemes for one tensor: cache<formats<affine<4>, affine<2>>, int8>.
+template <kv_scheme... Schemes>
+struct formats {};
+
+namespace detail {
+
+template <class F, tensor Role>
+struct format_list {
+    static_assert(kv_scheme<F>, "kvq::cache: a format must be a scheme (kv_scheme), a pair like kivi<4>, or formats<...>");
+    using type = formats<F>;
+};
+template <class... S, tensor Role>
+struct format_list<formats<S...>, Role> {
+    using type = formats<S...>;
+};
+template <class F, tensor Role>
+    requires requires {
+        typename F::keys;
+        typename F::values;
+    }
+struct format_list<F, Role> {
+    using type = formats<std::conditional_t<Role == tensor::key, typename F::keys, typename F::values>>;
+};
+
+}  // namespace detail
+
+template <tensor Role, class Window, class List>
+class format_table;
+
+template <tensor Role, class Window, class... Schemes>
+class format_table<Role, Window, formats<Schemes...>> {
+public:
+    static_assert(float_format<Window>, "kvq::cache: the window format must be float16, bfloat16 or float");
+    static_assert((detail::supports<Schemes>(Role) && ...),
+                  "kvq::cache: one of the schemes does not support this tensor (key or value)");
+    static constexpr tensor role = Role;
+    static constexpr int size = 1 + static_cast<int>(sizeof...(Schemes));
+
+    format_table() = default;
+    explicit format_table(Schemes... schemes) : schemes_(full<Window>{}, std::move(schemes)...) {}
+
+    /// Calls f(scheme) with the scheme of the given index.
+    template <class F>
+    decltype(auto) visit(int index, F&& f) const {
+        return visit_from<0>(index, f);
+    }
+
+    /// Calls f(scheme, index) for every scheme, the window included.
+    template <class F>
+    void for_each(F&& f) const {
+        [&]<std::size_t... I>(std::index_sequence<I...>) {
+            (f(std::get<I>(schemes_), static_cast<int>(I)), ...);
+        }(std::index_sequence_for<full<Window>, Schemes...>{});
+    }
+
+    /// Index of what pages are coded to when the user's list says `listed` (0-based): the window itself needs no coding.
+    int index_of(int listed) const {
+        const int index = listed + 1;
+        return visit(index, []<class S>(const S&) { return std::is_same_v<S, full<Window>>; }) ? 0 : index;
+    }
+
+    std::size_t block_bytes(int index, const block_shape& shape) const {
+        return visit(index, [&](const auto& s) { return static_cast<std::size_t>(s.block_bytes(shape)); });
+    }
+
+private:
+    template <std::size_t I, class F>
+    decltype(auto) visit_from(int index, F& f) const {
+        if constexpr (I + 1 < static_cast<std::size_t>(size))
+            if (index != static_cast<int>(I)) return visit_from<I + 1>(index, f);
+        return f(std::get<I>(schemes_));
+    }
+
+    std::tuple<full<Window>, Schemes...> schemes_;
+};
+
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,131 @@
+// A page: `page_tokens` tokens of one layer's K or V, all kv heads, in one coded piece of memory; and the pool it lives in.
+//
+//   page data = kv_heads blocks, one after the other (docs/format.md); relocatable, no pointers inside
+//
+// Pages are shared by reference counting: forked sequences hold the same pages until one of them writes.
+// Thread safety: the pool and reference counts may be used from any thread; a page's contents are written only by a
+// sequence that holds its only reference. A byte budget is never exceeded, not even for a moment.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory_resource>
+#include <utility>
+
+#include "../core/bits.hpp"
+#include "../core/error.hpp"
+
+namespace kvq::inline v0_1 {
+
+class page_pool;
+
+/// Header in front of a page's data. 64 bytes, so that the data starts on a cache line.
+struct alignas(64) page {
+    std::atomic<std::uint32_t> references{1};
+    std::uint32_t not_finite = 0;  ///< NaN and infinities met while coding
+    std::int32_t format = 0;       ///< index in the cache's list of formats; 0 is the 16-bit window
+    std::int32_t tokens = 0;       ///< capacity
+    std::size_t bytes = 0;         ///< of data
+    page_pool* pool = nullptr;
+
+    std::byte* data() noexcept { return reinterpret_cast<std::byte*>(this + 1); }
+    const std::byte* data() const noexcept { return reinterpret_cast<const std::byte*>(this + 1); }
+};
+static_assert(sizeof(page) == 64);
+
+/// Counted reference to a page.
+class page_ref {
+public:
+    page_ref() = default;
+    explicit page_ref(page* owned) noexcept : page_(owned) {}
+    page_ref(const page_ref& other) noexcept : page_(other.page_) {
+        if (page_) page_->references.fetch_add(1, std::memory_order_relaxed);
+    }
+    page_ref(page_ref&& other) noexcept : page_(std::exchange(other.page_, nullptr)) {}
+    page_ref& operator=(page_ref other) noexcept {
+        std::swap(page_, other.page_);
+        return *this;
+    }
+    ~page_ref() { release(); }
+
+    explicit operator bool() const noexcept { return page_ != nullptr; }
+    page* operator->() const noexcept { return page_; }
+    page& operator*() const noexcept { return *page_; }
+    page* get() const noexcept { return page_; }
+    bool shared() const noexcept { return page_->references.load(std::memory_order_acquire) > 1; }
+
+private:
+    inline void release() noexcept;
+    page* page_ = nullptr;
+};
+
+/// Allocates pages from a memory resource within a byte budget and counts what is in use.
+class page_pool {
+public:
+    static constexpr std::size_t no_budget = std::numeric_limits<std::size_t>::max();
+
+    explicit page_pool(std::pmr::memory_resource* memory, std::size_t budget = no_budget) noexcept
+        : memory_(memory), budget_(budget) {}
+    page_pool(const page_pool&) = delete;
+    page_pool& operator=(const page_pool&) = delete;
+
+    /// Bytes that a page with `bytes` of data takes.
+    static constexpr std::size_t allocation(std::size_t bytes) noexcept { return sizeof(page) + bytes; }
+
+    /// A page with uninitialised data. Raises out_of_memory when the budget would be exceeded, std::bad_alloc when the
+    /// memory resource fails; nothing changes then.
+    page_ref allocate(std::size_t bytes, int format, int tokens) {
+        const std::size_t total = allocation(bytes);
+        std::size_t used = in_use_.load(std::memory_order_relaxed);
+        do {
+            if (total > budget_ || used > budget_ - total) detail::raise<out_of_memory>(total, used, budget_);
+        } while (!in_use_.compare_exchange_weak(used, used + total, std::memory_order_relaxed));
+        void* memory = nullptr;
+#if KVQ_EXCEPTIONS
+        try {
+            memory = memory_->allocate(total, alignof(page));
+        } catch (...) {
+            in_use_.fetch_sub(total, std::memory_order_relaxed);
+            throw;
+        }
+#else
+        memory = memory_->allocate(total, alignof(page));
+#endif
+        page* const p = ::new (memory) page;
+        p->format = format;
+        p->tokens = tokens;
+        p->bytes = bytes;
+        p->pool = this;
+        pages_.fetch_add(1, std::memory_order_relaxed);
+        return page_ref(p);
+    }
+
+    /// Bytes of all pages, headers included.
+    std::size_t bytes_in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
+    std::size_t pages_in_use() const noexcept { return pages_.load(std::memory_order_relaxed); }
+    std::size_t budget() const noexcept { return budget_; }
+    std::pmr::memory_resource* memory() const noexcept { return memory_; }
+
+private:
+    friend class page_ref;
+    void free(page* p) noexcept {
+        const std::size_t total = allocation(p->bytes);
+        p->~page();
+        memory_->deallocate(p, total, alignof(page));
+        in_use_.fetch_sub(total, std::memory_order_relaxed);
+        pages_.fetch_sub(1, std::memory_order_relaxed);
+    }
+
+    std::pmr::memory_resource* memory_;
+    std::size_t budget_;
+    std::atomic<std::size_t> in_use_{0};
+    std::atomic<std::size_t> pages_{0};
+};
+
+inline void page_ref::release() noexcept {
+    if (page_ && page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1) page_->pool->free(page_);
+}
+
+}  // namespace kvq::inline v0_1

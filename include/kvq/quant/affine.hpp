@@ -1,0 +1,55 @@
+// Asymmetric (affine) levels: x^ = scale * code + bias, code in [0, 2^B - 1].
+//
+//   bias  = round_down(min),   scale = round_up((max - bias) / (2^B - 1))       both to the stored parameter type
+//   code  = round_half_even((x - bias) / scale)
+//
+// Contract: rounding bias down and scale up puts the whole group inside the grid of the *stored* parameters, so
+// |x - x^| <= scale/2 (plus float evaluation, about 1e-7 |x|) as long as (max - min) / (2^B - 1) is finite in the
+// parameter type. Constant groups whose value the parameter type can hold decode exactly. NaN and infinities never set
+// parameters; NaN codes as the value nearest zero, infinities saturate.
+// Source: the min-max grid of KIVI (arXiv 2402.02750, eq. 2) and MLX, with directed rounding of the parameters.
+#pragma once
+
+#include "../core/rounding.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// Scale and bias as stored.
+template <class P>
+struct stored_parameters {
+    P scale{};
+    P bias{};
+};
+
+struct asymmetric {
+    static constexpr bool has_bias = true;
+    static constexpr int min_bits = 1;
+    static constexpr const char* name = "affine";
+
+    template <int Bits>
+    static constexpr int top = (1 << Bits) - 1;
+    /// Code that stands for bias (symmetric levels: for zero).
+    template <int Bits>
+    static constexpr int zero_code = 0;
+
+    /// Parameters for finite values in [lo, hi].
+    template <int Bits, class P>
+    KVQ_HD static constexpr stored_parameters<P> fit(float lo, float hi) noexcept {
+        const P bias = detail::round_down<P>(lo);
+        const float range = hi - static_cast<float>(bias);
+        if (!(range > 0.0f)) return {P(0.0f), bias};
+        return {detail::round_up_to<P>(detail::larger(range / static_cast<float>(top<Bits>), 1.17549435e-38f)), bias};
+    }
+
+    template <int Bits>
+    KVQ_HD static constexpr int code(float x, float bias, float inverse) noexcept {
+        return detail::affine_code(x, bias, inverse, top<Bits>);
+    }
+
+    template <int Bits>
+    KVQ_HD static constexpr float value(int code, float scale, float bias) noexcept {
+        return detail::affine_value(code, scale, bias);
+    }
+};
+
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,31 @@
+// How many bits a code has and how parameters are stored: the two smallest policies of a scheme.
+#pragma once
+
+#include <concepts>
+#include <type_traits>
+
+#include "../core/float_formats.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// Width of a code, 1 to 8 bits.
+template <int Bits>
+struct bits {
+    static_assert(Bits >= 1 && Bits <= 8, "kvq::bits<B>: a code has 1 to 8 bits");
+    static constexpr int value = Bits;
+};
+
+/// A type that can store a scale or bias: trivially copyable, made from a float and read back as one.
+template <class P>
+concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_constructible_v<P> &&
+                         std::constructible_from<P, float> && std::convertible_to<P, float>;
+
+/// Scales and biases are stored as `P`: float16, bfloat16, float, or a type of your own.
+template <class P>
+struct params {
+    static_assert(parameter_type<P>,
+                  "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float");
+    using type = P;
+};
+
+}  // namespace kvq::inline v0_1

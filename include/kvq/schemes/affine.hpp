@@ -1,0 +1,19 @@
+// Group-wise asymmetric B bits (MLX, HQQ and KIVI style): x^ = scale * code + bias for every group.
+//
+// Bytes per 128 channels with fp16 parameters and groups of 64: 8 bit 136, 6 bit 104, 5 bit 88, 4 bit 72, 3 bit 56,
+// 2 bit 40. Contract: quant/affine.hpp.
+#pragma once
+
+#include "scheme.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, ...
+template <int Bits, granularity Granularity = per_token<64>, class Params = params<float16>>
+using affine = scheme<bits<Bits>, asymmetric, Granularity, Params>;
+
+static_assert(foldable<affine<4>>);
+static_assert(affine<4>{}.block_bytes({tensor::key, 64, 128}) == 64 * 72);
+static_assert(affine<8>{}.block_bytes({tensor::value, 64, 128}) == 64 * 136);
+
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,90 @@
+// What a scheme is: how one tensor (K or V) of one head is coded in a block of a page.
+//
+// Required (pages, cache and attention need no more; a struct with these members is a scheme):
+//
+//   std::string name() const
+//   std::size_t block_bytes(block_shape) const                        multiple of 16; the same for every block of a shape
+//   std::uint32_t encode(block_shape, block_id, float* values, std::byte* block) const
+//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many were not finite
+//   void decode(block_shape, block_id, const std::byte* block, float* values) const
+//
+// Optional, found by `requires`:
+//   foldable        integer codes with parameters on rows and columns: attention runs on the codes (see below)
+//   static constexpr bool supports(tensor)        a scheme for keys only or values only
+//   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
+//       a linear transform in front of the codes: decode() undoes it, attention applies it to q once, to the output once
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "../core/shape.hpp"
+#include "../pack/code_layout.hpp"
+
+namespace kvq::inline v0_1 {
+
+template <class S>
+concept kv_scheme = std::copy_constructible<S> &&
+                    requires(const S s, block_shape shape, block_id id, float* values, const std::byte* in,
+                             std::byte* out) {
+                        { s.name() } -> std::convertible_to<std::string>;
+                        { s.block_bytes(shape) } -> std::convertible_to<std::size_t>;
+                        { s.encode(shape, id, values, out) } -> std::convertible_to<std::uint32_t>;
+                        s.decode(shape, id, in, values);
+                    };
+
+namespace detail {
+template <class S>
+constexpr bool supports(tensor role) {
+    if constexpr (requires { S::supports(role); })
+        return S::supports(role);
+    else
+        return true;
+}
+}  // namespace detail
+
+template <class S>
+concept key_scheme = kv_scheme<S> && detail::supports<S>(tensor::key);
+template <class S>
+concept value_scheme = kv_scheme<S> && detail::supports<S>(tensor::value);
+
+/// Which parameters a foldable scheme has, seen from the block's matrix:
+///
+///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] * col_scale[c]
+///
+/// Absent scales are 1, absent biases 0. Row parameters may differ per column group, column parameters per row group.
+struct fold_use {
+    bool row_scale = false;
+    bool row_bias = false;
+    bool col_scale = false;
+    bool col_bias = false;
+
+    constexpr bool columns() const noexcept { return col_scale || col_bias; }
+};
+
+/// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be folded into the vectors of
+/// a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known types load as vectors.
+template <class S>
+concept foldable = kv_scheme<S> && requires(const S s, block_shape shape) {
+    { S::code_bits } -> std::convertible_to<int>;
+    { S::zero_code } -> std::convertible_to<int>;
+    { S::fold(tensor::key) } -> std::same_as<fold_use>;
+    { s.codes(shape) } -> std::same_as<code_layout<S::code_bits>>;
+    // template <class Backend> void row_parameters(shape, id, block, col_group, float* scale, float* bias) const
+    // template <class Backend> void col_parameters(shape, id, block, row_group, float* scale, float* bias) const
+};
+
+/// A scheme that transforms vectors before coding them.
+template <class S>
+concept transforming = kv_scheme<S> && requires(const S s, block_shape shape, block_id id, float* x) {
+    s.transform_query(shape, id, x);
+    s.restore_output(shape, id, x);
+};
+
+/// 16- or 32-bit values as they are (schemes/full.hpp).
+template <class S>
+concept full_precision = kv_scheme<S> && requires { typename S::value_type; } && S::is_full;
+
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,19 @@
+// KIVI: keys per channel over G tokens, values per token over G channels, recent tokens in 16 bit.
+//
+// Key outliers stay in few channels, so a channel is what should share a scale; value outliers do not.
+// Paper settings: G = 32, 128 recent tokens (cache_options::recent), 2 or 4 bits. Any width 1..8 works here.
+// Source: KIVI, arXiv 2402.02750, section 4. Contract: quant/affine.hpp.
+#pragma once
+
+#include "affine.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// A pair of schemes; pass it where a cache takes one scheme for K and V, or use ::keys and ::values.
+template <int Bits, int Group = 32, class Params = params<float16>>
+struct kivi {
+    using keys = affine<Bits, per_channel<Group>, Params>;
+    using values = affine<Bits, per_token<Group>, Params>;
+};
+
+}  // namespace kvq::inline v0_1

@@ -1,0 +1,166 @@
+// scheme<bits, levels, granularity, params>: the composed scheme that every published affine method is an alias of.
+//
+//   block = [codes][scales][biases]          each section padded to 16 bytes; docs/format.md
+//   parameters of rows    are stored [column group][row slot], those of columns [row group][column slot]
+//
+// Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>
+#pragma once
+
+#include <cstring>
+
+#include "../pack/bit_pack.hpp"
+#include "../quant/affine.hpp"
+#include "../quant/granularity.hpp"
+#include "../quant/params.hpp"
+#include "../quant/symmetric.hpp"
+#include "concepts.hpp"
+
+namespace kvq::inline v0_1 {
+
+template <class Bits, class Levels, granularity Granularity, class Params = params<float16>>
+struct scheme {
+    using levels = Levels;
+    using granularity_type = Granularity;
+    using parameter = typename Params::type;
+    static constexpr int code_bits = Bits::value;
+    static_assert(code_bits >= Levels::min_bits, "kvq::scheme: symmetric levels need at least 2 bits");
+    static constexpr int zero_code = Levels::template zero_code<code_bits>;
+
+    std::string name() const {
+        return std::string(Levels::name) + std::to_string(code_bits) + "-" + Granularity::name() + "-" +
+               parameter_name();
+    }
+
+    /// Codes of a block of shape `s`; they start at its first byte.
+    constexpr code_layout<code_bits> codes(const block_shape& s) const noexcept {
+        return {detail::row_axis<Granularity>(s), detail::col_axis<Granularity>(s)};
+    }
+
+    constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
+        return scale_offset(s) + (Levels::has_bias ? 2 : 1) * section_bytes(s);
+    }
+
+    std::uint32_t encode(const block_shape& s, block_id, const float* values, std::byte* block) const {
+        std::memset(block, 0, block_bytes(s));
+        const auto layout = codes(s);
+        const bool rows = detail::on_rows<Granularity>(s.role);
+        const grouped_axis lines = rows ? layout.rows() : layout.cols;
+        const grouped_axis cut = rows ? layout.cols : layout.rows();
+        std::uint32_t not_finite = 0;
+        for (int line = 0; line < lines.size; ++line)
+            for (int g = 0; g < cut.groups(); ++g) {
+                const auto at = [&](int i) {
+                    return values[index(s, rows ? line : g * cut.group + i, rows ? g * cut.group + i : line)];
+                };
+                const int n = cut.group_size(g);
+                float lo = 0.0f, hi = 0.0f;
+                bool any = false;
+                for (int i = 0; i < n; ++i) {
+                    const float x = at(i);
+                    if (!detail::is_finite(x)) {
+                        ++not_finite;
+                        continue;
+                    }
+                    lo = any ? detail::smaller(lo, x) : x;
+                    hi = any ? detail::larger(hi, x) : x;
+                    any = true;
+                }
+                const auto stored = Levels::template fit<code_bits, parameter>(lo, hi);
+                store_parameters(s, block, g, lines.slot(line), stored);
+                const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
+                const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+                for (int i = 0; i < n; ++i)
+                    pack_code(layout, block, rows ? line : g * cut.group + i, rows ? g * cut.group + i : line,
+                              static_cast<unsigned>(Levels::template code<code_bits>(at(i), bias, inverse)));
+            }
+        return not_finite;
+    }
+
+    void decode(const block_shape& s, block_id, const std::byte* block, float* values) const {
+        const auto layout = codes(s);
+        const bool rows = detail::on_rows<Granularity>(s.role);
+        const grouped_axis lines = rows ? layout.rows() : layout.cols;
+        const grouped_axis cut = rows ? layout.cols : layout.rows();
+        for (int r = 0; r < s.rows(); ++r)
+            for (int c = 0; c < s.cols(); ++c) {
+                const int g = (rows ? c : r) / cut.group;
+                const auto stored = load_parameters(s, block, g, lines.slot(rows ? r : c));
+                values[index(s, r, c)] = Levels::template value<code_bits>(
+                    static_cast<int>(unpack_code(layout, block, r, c)), static_cast<float>(stored.scale),
+                    static_cast<float>(stored.bias));
+            }
+    }
+
+    // Folding: what attention needs to run on the codes (schemes/concepts.hpp).
+
+    static constexpr fold_use fold(tensor role) noexcept {
+        return detail::on_rows<Granularity>(role) ? fold_use{true, Levels::has_bias, false, false}
+                                                  : fold_use{false, false, true, Levels::has_bias};
+    }
+    template <class Backend>
+    void row_parameters(const block_shape& s, block_id, const std::byte* block, int col_group, float* scale,
+                        float* bias) const {
+        load_section<Backend>(s, block, col_group, scale, bias);
+    }
+    template <class Backend>
+    void col_parameters(const block_shape& s, block_id, const std::byte* block, int row_group, float* scale,
+                        float* bias) const {
+        load_section<Backend>(s, block, row_group, scale, bias);
+    }
+
+    // Sections of the block, for encoders.
+
+    constexpr std::size_t scale_offset(const block_shape& s) const noexcept {
+        return detail::round_up(codes(s).bytes(), std::size_t{16});
+    }
+    constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
+        const auto layout = codes(s);
+        const bool rows = detail::on_rows<Granularity>(s.role);
+        const int count = rows ? layout.cols.groups() * layout.rows().slots()
+                               : layout.rows().groups() * layout.cols.slots();
+        return detail::round_up(static_cast<std::size_t>(count) * sizeof(parameter), std::size_t{16});
+    }
+    constexpr std::size_t parameter_offset(const block_shape& s, int group, int slot) const noexcept {
+        const auto layout = codes(s);
+        const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
+        return scale_offset(s) + static_cast<std::size_t>(group * slots + slot) * sizeof(parameter);
+    }
+    void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
+                          const stored_parameters<parameter>& stored) const noexcept {
+        std::byte* at = block + parameter_offset(s, group, slot);
+        detail::store_as(at, stored.scale);
+        if constexpr (Levels::has_bias) detail::store_as(at + section_bytes(s), stored.bias);
+    }
+
+private:
+    static std::string parameter_name() {
+        if constexpr (float_format<parameter>)
+            return float_name<parameter>;
+        else
+            return "p" + std::to_string(8 * sizeof(parameter));
+    }
+
+    static constexpr int index(const block_shape& s, int row, int col) noexcept {
+        return s.role == tensor::key ? row * s.dim + col : col * s.dim + row;
+    }
+
+    stored_parameters<parameter> load_parameters(const block_shape& s, const std::byte* block, int group,
+                                                 int slot) const noexcept {
+        const std::byte* at = block + parameter_offset(s, group, slot);
+        stored_parameters<parameter> stored;
+        stored.scale = detail::load_as<parameter>(at);
+        if constexpr (Levels::has_bias) stored.bias = detail::load_as<parameter>(at + section_bytes(s));
+        return stored;
+    }
+
+    template <class Backend>
+    void load_section(const block_shape& s, const std::byte* block, int group, float* scale, float* bias) const {
+        const auto layout = codes(s);
+        const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
+        const std::byte* at = block + parameter_offset(s, group, 0);
+        Backend::template load_floats<parameter>(at, slots, scale);
+        if constexpr (Levels::has_bias) Backend::template load_floats<parameter>(at + section_bytes(s), slots, bias);
+    }
+};
+
+}  // namespace kvq::inline v0_1
