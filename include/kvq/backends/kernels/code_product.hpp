@@ -77,8 +77,8 @@ private:
             const auto h = Lanes::splat(static_cast<std::int32_t>(x[2 * i]));
             const auto l = Lanes::splat(static_cast<std::int32_t>(x[2 * i + 1]));
             for (int v = 0; v < Vectors; ++v) {
-                high[i][v] = Lanes::dot(high[i][v], codes[v], h);
-                low[i][v] = Lanes::dot(low[i][v], codes[v], l);
+                high[i][v] = Lanes::template dot<Bits>(high[i][v], codes[v], h);
+                low[i][v] = Lanes::template dot<Bits>(low[i][v], codes[v], l);
             }
         }
     }

@@ -69,7 +69,8 @@ struct plain_lanes {
     static KVQ_INLINE ints add(ints a, ints b) {
         return map_ints([&](int i) { return a.v[i] + b.v[i]; });
     }
-    /// acc + the sum of four products: unsigned bytes of `codes`, signed bytes of `x`.
+    /// acc + the sum of four products: unsigned bytes of `codes` (each below 2^Bits), signed bytes of `x`.
+    template <int Bits>
     static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
         return map_ints([&](int i) {
             const auto c = static_cast<std::uint32_t>(codes.v[i]), y = static_cast<std::uint32_t>(x.v[i]);

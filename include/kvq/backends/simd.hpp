@@ -1,0 +1,42 @@
+// The SIMD backend, on xsimd: kvq::simd<> is the best architecture of this build, kvq::simd<arch::avx2> a given one.
+//
+// The same kernels as the scalar backend (backends/kernels/), in vectors of the architecture; the same bytes.
+// This is the only door to xsimd. It must not be reachable from CUDA code.
+#pragma once
+
+#include "kernels/encode.hpp"
+#include "scalar.hpp"
+#include "simd/lanes.hpp"
+
+namespace kvq::inline v0_1 {
+
+template <class Arch = arch::best>
+struct simd {
+    using architecture = Arch;
+    using lanes = simd_lanes<Arch>;
+    static constexpr const char* name() noexcept { return Arch::name(); }
+
+    template <class P>
+    static void load_floats(const std::byte* from, int n, float* out) {
+        int i = 0;
+        if constexpr (float_format<P>) {
+            for (; i + lanes::width <= n; i += lanes::width)
+                lanes::store_floats(out + i, lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P)));
+            if (i < n)
+                lanes::store_floats(out + i, lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P), n - i),
+                                    n - i);
+        } else {
+            scalar::load_floats<P>(from, n, out);
+        }
+    }
+
+    template <class Window, kv_scheme Scheme>
+    static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* window,
+                                std::byte* block, float* values) {
+        if constexpr (kernels::composed_scheme<Scheme>)
+            if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block, values).run()) return 0;
+        return scalar::encode<Window>(scheme, shape, id, window, block, values);
+    }
+};
+
+}  // namespace kvq::inline v0_1

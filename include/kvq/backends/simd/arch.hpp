@@ -1,0 +1,104 @@
+// Architectures: an instruction set is a type, and everything in this folder is a template over it.
+//
+// Types of xsimd are used where it has one; where the oldest supported xsimd (8.1) lacks a type that matters here, this
+// header derives one. `available()` asks the running CPU. `best` is the best one of this build's -march flags.
+//
+//   sse2, sse4_1, avx2 (with FMA and F16C), avx512bw, avx512vnni | neon64, neon64_dot
+//
+// Two translation units built with different -march may be linked together: their kernels differ by type, hence by symbol.
+#pragma once
+
+#if defined(__CUDACC__)
+#error "kvq/backends/simd.hpp must not be included from CUDA code: xsimd does not compile under nvcc"
+#endif
+
+#include <xsimd/xsimd.hpp>
+
+#include "../../config.hpp"
+
+namespace kvq::inline v0_1::arch {
+
+#if defined(__x86_64__) || defined(_M_X64)
+
+struct sse2 : xsimd::sse2 {
+    using registers = xsimd::sse2;
+    static constexpr const char* name() noexcept { return "sse2"; }
+    static bool available() noexcept { return true; }
+};
+struct sse4_1 : xsimd::sse4_1 {
+    using registers = xsimd::sse4_1;
+    static constexpr const char* name() noexcept { return "sse4.1"; }
+    static bool available() noexcept { return __builtin_cpu_supports("sse4.1"); }
+};
+struct avx2 : xsimd::fma3<xsimd::avx2> {
+    using registers = xsimd::fma3<xsimd::avx2>;
+    static constexpr const char* name() noexcept { return "avx2"; }
+    static bool available() noexcept { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+};
+struct avx512bw : xsimd::avx512bw {
+    using registers = xsimd::avx512bw;
+    static constexpr const char* name() noexcept { return "avx512bw"; }
+    static bool available() noexcept {
+        return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vl");
+    }
+};
+struct avx512vnni : avx512bw {
+    static constexpr const char* name() noexcept { return "avx512vnni"; }
+    static bool available() noexcept { return avx512bw::available() && __builtin_cpu_supports("avx512vnni"); }
+};
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+using best = avx512vnni;
+#elif defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+using best = avx512bw;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+using best = avx2;
+#elif defined(__SSE4_1__)
+using best = sse4_1;
+#else
+using best = sse2;
+#endif
+
+#elif defined(__aarch64__)
+
+struct neon64 : xsimd::neon64 {
+    using registers = xsimd::neon64;
+    static constexpr const char* name() noexcept { return "neon64"; }
+    static bool available() noexcept { return true; }
+};
+struct neon64_dot : neon64 {
+    static constexpr const char* name() noexcept { return "neon64+dotprod"; }
+#if defined(__ARM_FEATURE_DOTPROD)
+    static bool available() noexcept { return true; }
+#else
+    static bool available() noexcept { return false; }
+#endif
+};
+
+#if defined(__ARM_FEATURE_DOTPROD)
+using best = neon64_dot;
+#else
+using best = neon64;
+#endif
+
+#else
+#error "kvq/backends/simd.hpp knows x86-64 and AArch64; use kvq::scalar elsewhere"
+#endif
+
+/// Calls f(Arch{}) for the first architecture of the list that the running CPU has (list the best first).
+/// Each f(Arch{}) should end up in a translation unit built for that architecture; docs/performance.md shows how.
+template <class... Archs, class F>
+decltype(auto) dispatch(F&& f) {
+    return [&]<class First, class... Rest>(auto& self, First, Rest... rest) -> decltype(auto) {
+        if constexpr (sizeof...(Rest) == 0) {
+            return f(First{});
+        } else {
+            if (First::available()) return f(First{});
+            return self.template operator()<Rest...>(self, rest...);
+        }
+    }
+    .template operator()<Archs...>(f, Archs{}...);
+}
+
+}  // namespace kvq::inline v0_1::arch

@@ -1,0 +1,114 @@
+// NEON on AArch64, with and without the dot product extension: 4 lanes.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "register_ops.hpp"
+
+namespace kvq::inline v0_1::arch {
+
+template <class Arch>
+    requires std::derived_from<Arch, neon64>
+struct register_ops<Arch> {
+    using ints = xsimd::batch<std::uint32_t, xsimd::neon64>;
+    using floats = xsimd::batch<float, xsimd::neon64>;
+    static constexpr int width = 4;
+    static constexpr int row_vectors = 2;
+    static constexpr int value_vectors = 4;
+
+    static KVQ_INLINE ints load_words(const std::byte* p, int n) {
+        std::uint32_t some[4] = {};
+        __builtin_memcpy(some, p, static_cast<std::size_t>(n) * 4);
+        return vld1q_u32(some);
+    }
+    static KVQ_INLINE void store_words(std::byte* p, ints a, int n) {
+        std::uint32_t all[4];
+        vst1q_u32(all, a);
+        __builtin_memcpy(p, all, static_cast<std::size_t>(n) * 4);
+    }
+    static KVQ_INLINE floats load_floats(const float* p, int n) {
+        float some[4] = {};
+        __builtin_memcpy(some, p, static_cast<std::size_t>(n) * 4);
+        return vld1q_f32(some);
+    }
+    static KVQ_INLINE void store_floats(float* p, floats a, int n) {
+        float all[4];
+        vst1q_f32(all, a);
+        __builtin_memcpy(p, all, static_cast<std::size_t>(n) * 4);
+    }
+
+    template <int Bits>
+    static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
+        const uint8x16_t c = vreinterpretq_u8_u32(codes);
+        const int8x16_t y = vreinterpretq_s8_u32(x);
+        const int32x4_t sum = vreinterpretq_s32_u32(acc);
+        if constexpr (Bits < 8) {
+            const int8x16_t s = vreinterpretq_s8_u8(c);
+#if defined(__ARM_FEATURE_DOTPROD)
+            if constexpr (std::derived_from<Arch, neon64_dot>) return vreinterpretq_u32_s32(vdotq_s32(sum, s, y));
+#endif
+            const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(s), vget_low_s8(y)));
+            const int32x4_t high = vpaddlq_s16(vmull_high_s8(s, y));
+            return vreinterpretq_u32_s32(vaddq_s32(sum, vpaddq_s32(low, high)));
+        } else {
+            const int16x8_t c0 = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(c)));
+            const int16x8_t c1 = vreinterpretq_s16_u16(vmovl_high_u8(c));
+            const int16x8_t y0 = vmovl_s8(vget_low_s8(y)), y1 = vmovl_high_s8(y);
+            const int32x4_t low = vpaddq_s32(vmull_s16(vget_low_s16(c0), vget_low_s16(y0)), vmull_high_s16(c0, y0));
+            const int32x4_t high = vpaddq_s32(vmull_s16(vget_low_s16(c1), vget_low_s16(y1)), vmull_high_s16(c1, y1));
+            return vreinterpretq_u32_s32(vaddq_s32(sum, vpaddq_s32(low, high)));
+        }
+    }
+
+    static KVQ_INLINE floats to_floats(ints a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
+    static KVQ_INLINE ints round(floats a) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a)); }
+    static KVQ_INLINE floats as_floats(ints a) { return vreinterpretq_f32_u32(a); }
+    static KVQ_INLINE ints as_ints(floats a) { return vreinterpretq_u32_f32(a); }
+    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
+        const uint16x4_t words = vmovn_u32(a);
+        const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+        const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+        __builtin_memcpy(p, &four, 4);
+    }
+
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p) {
+        if constexpr (std::same_as<T, float>)
+            return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const std::uint8_t*>(p)));
+        else
+            return widen<T>(vreinterpret_u16_u8(vld1_u8(reinterpret_cast<const std::uint8_t*>(p))));
+    }
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p, int n) {
+        T some[4] = {};
+        __builtin_memcpy(some, p, static_cast<std::size_t>(n) * sizeof(T));
+        return load_values<T>(reinterpret_cast<const std::byte*>(some));
+    }
+    template <class T, int Half>
+    static KVQ_INLINE floats halves(ints words) {
+        return widen<T>(Half ? vshrn_n_u32(words, 16) : vmovn_u32(words));
+    }
+
+    static KVQ_INLINE floats splat_pair(const float* p) {
+        const float32x2_t pair = vld1_f32(p);
+        return vcombine_f32(pair, pair);
+    }
+    static KVQ_INLINE floats keep_even(floats a) {
+        const std::uint32_t mask[4] = {~0u, 0, ~0u, 0};
+        return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), vld1q_u32(mask)));
+    }
+    static KVQ_INLINE float sum(floats a) { return vaddvq_f32(a); }
+    static KVQ_INLINE float largest(floats a) { return vmaxvq_f32(a); }
+    static KVQ_INLINE float smallest(floats a) { return vminvq_f32(a); }
+
+private:
+    template <class T>
+    static KVQ_INLINE floats widen(uint16x4_t h) {
+        if constexpr (std::same_as<T, float16>)
+            return vcvt_f32_f16(vreinterpret_f16_u16(h));
+        else
+            return vreinterpretq_f32_u32(vshll_n_u16(h, 16));
+    }
+};
+
+}  // namespace kvq::inline v0_1::arch

@@ -1,0 +1,36 @@
+// register_ops<Arch>: the operations that xsimd does not have, one header per instruction set.
+//
+//   width, row_vectors, value_vectors, ints, floats
+//   load_words(p, n), store_words(p, a, n), load_floats(p, n), store_floats(p, a, n)     first n lanes only
+//   dot<Bits>(acc, codes, x)                  acc + sums of four u8 x s8 products
+//   to_floats, round, as_floats               between words and floats
+//   store_bytes(p, a)                         lowest byte of every word
+//   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
+//   splat_pair, keep_even, sum, largest, smallest
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/float_formats.hpp"
+#include "arch.hpp"
+
+namespace kvq::inline v0_1::arch {
+
+template <class Arch>
+struct register_ops;
+
+}  // namespace kvq::inline v0_1::arch
+
+#if defined(__SSE2__)
+#include "x86_sse.hpp"
+#endif
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "x86_avx2.hpp"
+#endif
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#include "x86_avx512.hpp"
+#endif
+#if defined(__aarch64__)
+#include "neon.hpp"
+#endif

@@ -1,0 +1,118 @@
+// AVX2 with FMA and F16C: 8 lanes.
+#pragma once
+
+#include <immintrin.h>
+
+#include "register_ops.hpp"
+
+namespace kvq::inline v0_1::arch {
+
+template <>
+struct register_ops<avx2> {
+    using ints = xsimd::batch<std::uint32_t, avx2::registers>;
+    using floats = xsimd::batch<float, avx2::registers>;
+    static constexpr int width = 8;
+    static constexpr int row_vectors = 1;
+    static constexpr int value_vectors = 2;
+
+    static KVQ_INLINE __m256i first(int n) {
+        return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    }
+
+    static KVQ_INLINE ints load_words(const std::byte* p, int n) {
+        return _mm256_maskload_epi32(reinterpret_cast<const int*>(p), first(n));
+    }
+    static KVQ_INLINE void store_words(std::byte* p, ints a, int n) {
+        _mm256_maskstore_epi32(reinterpret_cast<int*>(p), first(n), a);
+    }
+    static KVQ_INLINE floats load_floats(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
+    static KVQ_INLINE void store_floats(float* p, floats a, int n) { _mm256_maskstore_ps(p, first(n), a); }
+
+    template <int Bits>
+    static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
+        if constexpr (Bits < 8) {  // the sum of two products fits 16 bits
+            const __m256i pairs = _mm256_maddubs_epi16(codes, x);
+            return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        } else {
+            const __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
+                                                   _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+            const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
+            return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+        }
+    }
+
+    static KVQ_INLINE floats to_floats(ints a) { return _mm256_cvtepi32_ps(a); }
+    static KVQ_INLINE ints round(floats a) { return _mm256_cvtps_epi32(a); }
+    static KVQ_INLINE floats as_floats(ints a) { return _mm256_castsi256_ps(a); }
+    static KVQ_INLINE ints as_ints(floats a) { return _mm256_castps_si256(a); }
+    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
+        const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                             -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1);
+        const __m256i b = _mm256_shuffle_epi8(a, low);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p),
+                         _mm_or_si128(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
+    }
+
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p) {
+        if constexpr (std::same_as<T, float>)
+            return _mm256_loadu_ps(reinterpret_cast<const float*>(p));
+        else
+            return widen<T>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p, int n) {
+        if constexpr (std::same_as<T, float>) {
+            return _mm256_maskload_ps(reinterpret_cast<const float*>(p), first(n));
+        } else {
+            std::uint16_t some[8] = {};
+            __builtin_memcpy(some, p, static_cast<std::size_t>(n) * 2);
+            return widen<T>(_mm_loadu_si128(reinterpret_cast<const __m128i*>(some)));
+        }
+    }
+    template <class T, int Half>
+    static KVQ_INLINE floats halves(ints words) {
+        if constexpr (std::same_as<T, bfloat16>) {
+            return _mm256_castsi256_ps(Half ? _mm256_and_si256(words, _mm256_set1_epi32(-65536))
+                                            : _mm256_slli_epi32(words, 16));
+        } else {
+            const __m256i w = Half ? _mm256_srli_epi32(words, 16)
+                                   : _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+            const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(w, w), 0x08);
+            return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+        }
+    }
+
+    static KVQ_INLINE floats splat_pair(const float* p) {
+        double pair;
+        __builtin_memcpy(&pair, p, 8);
+        return _mm256_castpd_ps(_mm256_set1_pd(pair));
+    }
+    static KVQ_INLINE floats keep_even(floats a) { return _mm256_blend_ps(a, _mm256_setzero_ps(), 0xaa); }
+    static KVQ_INLINE float sum(floats a) {
+        __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+    }
+    static KVQ_INLINE float largest(floats a) {
+        __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+    }
+    static KVQ_INLINE float smallest(floats a) {
+        __m128 s = _mm_min_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+        s = _mm_min_ps(s, _mm_movehl_ps(s, s));
+        return _mm_cvtss_f32(_mm_min_ss(s, _mm_movehdup_ps(s)));
+    }
+
+private:
+    template <class T>
+    static KVQ_INLINE floats widen(__m128i values) {
+        if constexpr (std::same_as<T, float16>)
+            return _mm256_cvtph_ps(values);
+        else
+            return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(values), 16));
+    }
+};
+
+}  // namespace kvq::inline v0_1::arch

@@ -1,0 +1,96 @@
+// AVX-512 (F, BW, DQ, VL), with and without VNNI: 16 lanes.
+#pragma once
+
+#include <immintrin.h>
+
+#include "register_ops.hpp"
+
+namespace kvq::inline v0_1::arch {
+
+template <class Arch>
+    requires std::derived_from<Arch, avx512bw>
+struct register_ops<Arch> {
+    using ints = xsimd::batch<std::uint32_t, xsimd::avx512bw>;
+    using floats = xsimd::batch<float, xsimd::avx512bw>;
+    static constexpr int width = 16;
+    static constexpr int row_vectors = 2;
+    static constexpr int value_vectors = 4;
+
+    static KVQ_INLINE __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+    static KVQ_INLINE ints load_words(const std::byte* p, int n) { return _mm512_maskz_loadu_epi32(first(n), p); }
+    static KVQ_INLINE void store_words(std::byte* p, ints a, int n) { _mm512_mask_storeu_epi32(p, first(n), a); }
+    static KVQ_INLINE floats load_floats(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+    static KVQ_INLINE void store_floats(float* p, floats a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
+
+    template <int Bits>
+    static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
+#if defined(__AVX512VNNI__)
+        if constexpr (std::derived_from<Arch, avx512vnni>) return _mm512_dpbusd_epi32(acc, codes, x);
+#endif
+        if constexpr (Bits < 8) {  // the sum of two products fits 16 bits
+            const __m512i pairs = _mm512_maddubs_epi16(codes, x);
+            return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+        } else {
+            const __m512i low = _mm512_set1_epi16(255);
+            const __m512i even = _mm512_madd_epi16(_mm512_and_si512(codes, low),
+                                                   _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+            const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), _mm512_srai_epi16(x, 8));
+            return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+        }
+    }
+
+    static KVQ_INLINE floats to_floats(ints a) { return _mm512_cvtepi32_ps(a); }
+    static KVQ_INLINE ints round(floats a) { return _mm512_cvtps_epi32(a); }
+    static KVQ_INLINE floats as_floats(ints a) { return _mm512_castsi512_ps(a); }
+    static KVQ_INLINE ints as_ints(floats a) { return _mm512_castps_si512(a); }
+    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+    }
+
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p) {
+        if constexpr (std::same_as<T, float>)
+            return _mm512_loadu_ps(p);
+        else
+            return widen<T>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p, int n) {
+        if constexpr (std::same_as<T, float>)
+            return _mm512_maskz_loadu_ps(first(n), p);
+        else
+            return widen<T>(_mm256_maskz_loadu_epi16(first(n), p));
+    }
+    template <class T, int Half>
+    static KVQ_INLINE floats halves(ints words) {
+        if constexpr (std::same_as<T, bfloat16>) {
+            return _mm512_castsi512_ps(Half ? _mm512_and_si512(words, _mm512_set1_epi32(-65536))
+                                            : _mm512_slli_epi32(words, 16));
+        } else {
+            const __m512i w = Half ? _mm512_srli_epi32(words, 16) : static_cast<__m512i>(words);
+            return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(w));
+        }
+    }
+
+    static KVQ_INLINE floats splat_pair(const float* p) {
+        double pair;
+        __builtin_memcpy(&pair, p, 8);
+        return _mm512_castpd_ps(_mm512_set1_pd(pair));
+    }
+    static KVQ_INLINE floats keep_even(floats a) { return _mm512_maskz_mov_ps(0x5555, a); }
+    static KVQ_INLINE float sum(floats a) { return _mm512_reduce_add_ps(a); }
+    static KVQ_INLINE float largest(floats a) { return _mm512_reduce_max_ps(a); }
+    static KVQ_INLINE float smallest(floats a) { return _mm512_reduce_min_ps(a); }
+
+private:
+    template <class T>
+    static KVQ_INLINE floats widen(__m256i values) {
+        if constexpr (std::same_as<T, float16>)
+            return _mm512_cvtph_ps(values);
+        else
+            return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+    }
+};
+
+}  // namespace kvq::inline v0_1::arch

@@ -1,0 +1,130 @@
+// SSE2 and SSE4.1: 4 lanes. float16 is widened with integer arithmetic, exactly as core/float_formats.hpp does.
+#pragma once
+
+#include <emmintrin.h>
+#if defined(__SSSE3__)
+#include <tmmintrin.h>
+#endif
+
+#include "register_ops.hpp"
+
+namespace kvq::inline v0_1::arch {
+
+template <class Arch>
+    requires std::same_as<Arch, sse2> || std::same_as<Arch, sse4_1>
+struct register_ops<Arch> {
+    using registers = typename Arch::registers;
+    using ints = xsimd::batch<std::uint32_t, registers>;
+    using floats = xsimd::batch<float, registers>;
+    static constexpr int width = 4;
+    static constexpr int row_vectors = 1;
+    static constexpr int value_vectors = 2;
+
+    static KVQ_INLINE ints load_words(const std::byte* p, int n) {
+        std::uint32_t some[4] = {};
+        __builtin_memcpy(some, p, static_cast<std::size_t>(n) * 4);
+        return ints::load_unaligned(some);
+    }
+    static KVQ_INLINE void store_words(std::byte* p, ints a, int n) {
+        std::uint32_t all[4];
+        a.store_unaligned(all);
+        __builtin_memcpy(p, all, static_cast<std::size_t>(n) * 4);
+    }
+    static KVQ_INLINE floats load_floats(const float* p, int n) {
+        float some[4] = {};
+        __builtin_memcpy(some, p, static_cast<std::size_t>(n) * 4);
+        return floats::load_unaligned(some);
+    }
+    static KVQ_INLINE void store_floats(float* p, floats a, int n) {
+        float all[4];
+        a.store_unaligned(all);
+        __builtin_memcpy(p, all, static_cast<std::size_t>(n) * 4);
+    }
+
+    template <int Bits>
+    static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
+#if defined(__SSSE3__)
+        if constexpr (Bits < 8 && std::same_as<Arch, sse4_1>) {  // the sum of two products fits 16 bits
+            const __m128i pairs = _mm_maddubs_epi16(codes, x);
+            return _mm_add_epi32(acc, _mm_madd_epi16(pairs, _mm_set1_epi16(1)));
+        }
+#endif
+        const __m128i even = _mm_madd_epi16(_mm_and_si128(codes, _mm_set1_epi16(255)),
+                                            _mm_srai_epi16(_mm_slli_epi16(x, 8), 8));
+        const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(codes, 8), _mm_srai_epi16(x, 8));
+        return _mm_add_epi32(acc, _mm_add_epi32(even, odd));
+    }
+
+    static KVQ_INLINE floats to_floats(ints a) { return _mm_cvtepi32_ps(a); }
+    static KVQ_INLINE ints round(floats a) { return _mm_cvtps_epi32(a); }
+    static KVQ_INLINE floats as_floats(ints a) { return _mm_castsi128_ps(a); }
+    static KVQ_INLINE ints as_ints(floats a) { return _mm_castps_si128(a); }
+    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
+        const __m128i low = _mm_and_si128(a, _mm_set1_epi32(255));
+        const __m128i words = _mm_packs_epi32(low, low);
+        const int bytes = _mm_cvtsi128_si32(_mm_packus_epi16(words, words));
+        __builtin_memcpy(p, &bytes, 4);
+    }
+
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p) {
+        if constexpr (std::same_as<T, float>)
+            return _mm_loadu_ps(reinterpret_cast<const float*>(p));
+        else
+            return widen<T>(_mm_unpacklo_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)),
+                                               _mm_setzero_si128()));
+    }
+    template <class T>
+    static KVQ_INLINE floats load_values(const std::byte* p, int n) {
+        T some[4] = {};
+        __builtin_memcpy(some, p, static_cast<std::size_t>(n) * sizeof(T));
+        return load_values<T>(reinterpret_cast<const std::byte*>(some));
+    }
+    template <class T, int Half>
+    static KVQ_INLINE floats halves(ints words) {
+        return widen<T>(Half ? _mm_srli_epi32(words, 16) : _mm_and_si128(words, _mm_set1_epi32(0xffff)));
+    }
+
+    static KVQ_INLINE floats splat_pair(const float* p) {
+        double pair;
+        __builtin_memcpy(&pair, p, 8);
+        return _mm_castpd_ps(_mm_set1_pd(pair));
+    }
+    static KVQ_INLINE floats keep_even(floats a) {
+        return _mm_and_ps(a, _mm_castsi128_ps(_mm_setr_epi32(-1, 0, -1, 0)));
+    }
+    static KVQ_INLINE float sum(floats a) {
+        const __m128 s = _mm_add_ps(a, _mm_movehl_ps(a, a));
+        return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+    }
+    static KVQ_INLINE float largest(floats a) {
+        const __m128 s = _mm_max_ps(a, _mm_movehl_ps(a, a));
+        return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+    }
+    static KVQ_INLINE float smallest(floats a) {
+        const __m128 s = _mm_min_ps(a, _mm_movehl_ps(a, a));
+        return _mm_cvtss_f32(_mm_min_ss(s, _mm_shuffle_ps(s, s, 1)));
+    }
+
+private:
+    /// 16-bit patterns in 32-bit lanes.
+    template <class T>
+    static KVQ_INLINE floats widen(__m128i h) {
+        if constexpr (std::same_as<T, bfloat16>) {
+            return _mm_castsi128_ps(_mm_slli_epi32(h, 16));
+        } else {
+            const __m128i magnitude = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x7fff)), 13);
+            const __m128i sign = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x8000)), 16);
+            // Moving the exponent by a product makes subnormals right as well; 2^112.
+            const __m128 scaled = _mm_mul_ps(_mm_castsi128_ps(magnitude), _mm_castsi128_ps(_mm_set1_epi32(0x77800000)));
+            const __m128i special = _mm_cmpgt_epi32(magnitude, _mm_set1_epi32(0x0f7fffff));
+            const __m128i infinite = _mm_and_si128(special, _mm_set1_epi32(0x7f800000));
+            const __m128i quiet = _mm_and_si128(_mm_cmpgt_epi32(magnitude, _mm_set1_epi32(0x0f800000)),
+                                                _mm_set1_epi32(0x00400000));
+            return _mm_castsi128_ps(_mm_or_si128(_mm_or_si128(_mm_castps_si128(scaled), sign),
+                                                 _mm_or_si128(infinite, quiet)));
+        }
+    }
+};
+
+}  // namespace kvq::inline v0_1::arch
