@@ -3,6 +3,7 @@
 
 #include "cache/cache.hpp"
 #include "estimate/bytes.hpp"
+#include "estimate/footprint.hpp"
 #include "schemes/int8.hpp"
 #include "schemes/kivi.hpp"
 #include "version.hpp"

@@ -47,5 +47,10 @@ constexpr std::size_t table_capacity(std::size_t n) noexcept {
     return n == 0 ? 0 : capacity;
 }
 
+/// Originals that a page table has room for: as many pages as `rollback` tokens can reach back into.
+constexpr std::size_t originals_capacity(int rollback, int page_tokens) noexcept {
+    return rollback == 0 ? 0 : static_cast<std::size_t>(ceil_div(rollback, page_tokens));
+}
+
 }  // namespace detail
 }  // namespace kvq::inline v0_1

@@ -257,8 +257,7 @@ private:
                 staged.coded.push_back(new_page<Role>(target, page_tokens()));
         }
         table.pages.reserve(detail::table_capacity(static_cast<std::size_t>(pages_after)));
-        if (target != 0 && rollback() > 0)
-            table.originals.reserve(static_cast<std::size_t>(2 + (rollback() + added) / page_tokens()));
+        if (target != 0) table.originals.reserve(detail::originals_capacity(rollback(), page_tokens()));
         return staged;
     }
 

@@ -1,0 +1,112 @@
+// Footprint: the bytes that a cache will hold, before it exists, and the longest context that fits.
+//
+//   total = sequences * (pages + rollback + bookkeeping + workspace) + attention workspace
+//
+// Contract: equal to what the cache allocates, byte for byte, after tokens were appended (tests/unit/footprint.cpp counts
+// with a memory resource). `transient` bounds what an append holds on top for a moment while it codes pages.
+#pragma once
+
+#include "../cache/cache.hpp"
+
+namespace kvq::inline v0_1 {
+
+/// What attends to the cache; only needed for the attention workspace.
+struct attention_use {
+    int q_heads = 0;  ///< 0: leave the attention workspace out
+    int q_tokens = 1;
+    int threads = 1;
+};
+
+struct footprint_report {
+    std::size_t coded = 0;        ///< data of coded pages
+    std::size_t window = 0;       ///< data of 16/32-bit pages
+    std::size_t rollback = 0;     ///< originals of pages coded a moment ago
+    std::size_t bookkeeping = 0;  ///< page headers and tables
+    std::size_t workspace = 0;    ///< scratch for coding
+    std::size_t attention = 0;    ///< workspace of one attention call
+    std::size_t total = 0;        ///< the sum of the above
+    std::size_t transient = 0;    ///< upper bound of what an append adds for a moment
+};
+
+namespace detail {
+
+template <tensor Role, class Cache>
+void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
+    const page_geometry g = cache.geometry();
+    const int target = cache.template target_format<Role>(layer);
+    const auto pages = static_cast<std::size_t>(g.pages(tokens));
+    const auto committed = static_cast<std::size_t>(target == 0 ? 0 : g.committed(tokens));
+    const std::size_t window_page = cache.template page_bytes<Role>(0, g.page_tokens);
+    f.coded += committed * cache.template page_bytes<Role>(target, g.page_tokens);
+    f.window += (pages - committed) * window_page;
+    std::size_t headers = pages;
+    if (g.sinks > 0 && tokens > 0) {
+        f.window += cache.template page_bytes<Role>(0, g.sinks);
+        ++headers;
+    }
+    std::size_t originals = 0;
+    while (originals < committed && g.commit_at(static_cast<int>(committed - originals) - 1) >
+                                        tokens - cache.options().rollback)
+        ++originals;
+    f.rollback += originals * window_page;
+    f.bookkeeping += (headers + originals) * sizeof(page) + table_capacity(pages) * sizeof(page_ref);
+    if (target != 0 && tokens > 0)
+        f.bookkeeping += originals_capacity(cache.options().rollback, g.page_tokens) * sizeof(page_ref);
+    // Window pages that an append frees only after it has all its new pages: recent ones that it codes, originals that go
+    // out of reach, one that was begun and one that serves as scratch.
+    const std::size_t held = static_cast<std::size_t>(ceil_div(g.recent, g.page_tokens) + 2) +
+                             originals_capacity(cache.options().rollback, g.page_tokens);
+    f.transient = larger(f.transient, held * page_pool::allocation(window_page));
+}
+
+}  // namespace detail
+
+/// Bytes for `sequences` sequences of `tokens` tokens each. O(layers).
+template <class Cache>
+footprint_report footprint(const Cache& cache, int tokens, int sequences = 1, const attention_use& use = {}) {
+    detail::expect(tokens >= 0, "a footprint needs at least 0 tokens, got ", tokens);
+    detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
+    const cache_shape& shape = cache.shape();
+    footprint_report f;
+    for (int layer = 0; layer < shape.layers; ++layer) {
+        detail::add_layer<tensor::key>(cache, layer, tokens, f);
+        detail::add_layer<tensor::value>(cache, layer, tokens, f);
+    }
+    f.transient *= 2;
+    f.bookkeeping += static_cast<std::size_t>(shape.layers) * sizeof(detail::layer_track);
+    f.workspace = static_cast<std::size_t>(cache.options().page_tokens) *
+                  static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
+                  sizeof(float);
+    for (std::size_t* part : {&f.coded, &f.window, &f.rollback, &f.bookkeeping, &f.workspace})
+        *part *= static_cast<std::size_t>(sequences);
+    if (use.q_heads > 0) f.attention = cache.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
+    f.total = f.coded + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention;
+    return f;
+}
+
+/// Longest context such that every length up to it fits `budget` bytes, the moment of coding included; -1 if not even an
+/// empty cache does. O(page_tokens * log(result)) footprints.
+template <class Cache>
+int longest_context(const Cache& cache, std::size_t budget, int sequences = 1, const attention_use& use = {}) {
+    const auto fits = [&](int n) {
+        // Bytes fall when a page is coded, so the last page's worth of lengths decides.
+        for (int m = detail::larger(0, n - cache.options().page_tokens); m <= n; ++m) {
+            const footprint_report f = footprint(cache, m, sequences, use);
+            if (f.total + (m > 0 ? f.transient : 0) > budget) return false;
+        }
+        return true;
+    };
+    if (!fits(0)) return -1;
+    int low = 0, high = 1;
+    while (high < (1 << 29) && fits(high)) {
+        low = high;
+        high *= 2;
+    }
+    while (high - low > 1) {
+        const int middle = low + (high - low) / 2;
+        (fits(middle) ? low : high) = middle;
+    }
+    return low;
+}
+
+}  // namespace kvq::inline v0_1
