@@ -23,7 +23,7 @@ struct cache_shape {
     int head_dim = 0;
     int value_dim = 0;
 
-    constexpr int dim(tensor role) const noexcept {
+    KVQ_HD constexpr int dim(tensor role) const noexcept {
         return role == tensor::key || value_dim == 0 ? head_dim : value_dim;
     }
 };
@@ -34,9 +34,9 @@ struct block_shape {
     int tokens = 0;
     int dim = 0;
 
-    constexpr int rows() const noexcept { return role == tensor::key ? tokens : dim; }
-    constexpr int cols() const noexcept { return role == tensor::key ? dim : tokens; }
-    constexpr std::size_t values() const noexcept {
+    KVQ_HD constexpr int rows() const noexcept { return role == tensor::key ? tokens : dim; }
+    KVQ_HD constexpr int cols() const noexcept { return role == tensor::key ? dim : tokens; }
+    KVQ_HD constexpr std::size_t values() const noexcept {
         return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim);
     }
 };

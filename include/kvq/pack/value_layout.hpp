@@ -15,15 +15,15 @@ struct value_layout {
 
     tile_layout tiles;
 
-    constexpr explicit value_layout(const block_shape& s) noexcept
+    KVQ_HD constexpr explicit value_layout(const block_shape& s) noexcept
         : tiles{{s.rows(), s.rows()}, detail::ceil_div(s.cols(), values_per_word)} {}
 
     /// Index of the element (row, col), counted in T.
-    constexpr std::size_t element(int row, int col) const noexcept {
+    KVQ_HD constexpr std::size_t element(int row, int col) const noexcept {
         return tiles.word(row, col / values_per_word) * values_per_word +
                static_cast<std::size_t>(col % values_per_word);
     }
-    constexpr std::size_t bytes() const noexcept { return tiles.words() * 4; }
+    KVQ_HD constexpr std::size_t bytes() const noexcept { return tiles.words() * 4; }
 };
 
 }  // namespace kvq::inline v0_1

@@ -49,12 +49,12 @@ KVQ_HD constexpr bool on_rows(tensor role) noexcept {
 
 /// The two axes of the block's matrix; the one without parameters is cut into groups.
 template <granularity G>
-constexpr grouped_axis row_axis(const block_shape& s) noexcept {
+KVQ_HD constexpr grouped_axis row_axis(const block_shape& s) noexcept {
     const bool cut = !on_rows<G>(s.role) && G::group > 0 && G::group < s.rows();
     return {s.rows(), cut ? G::group : s.rows()};
 }
 template <granularity G>
-constexpr grouped_axis col_axis(const block_shape& s) noexcept {
+KVQ_HD constexpr grouped_axis col_axis(const block_shape& s) noexcept {
     const bool cut = on_rows<G>(s.role) && G::group > 0 && G::group < s.cols();
     return {s.cols(), cut ? G::group : s.cols()};
 }

@@ -32,11 +32,11 @@ struct scheme {
     }
 
     /// Codes of a block of shape `s`; they start at its first byte.
-    constexpr code_layout<code_bits> codes(const block_shape& s) const noexcept {
+    KVQ_HD constexpr code_layout<code_bits> codes(const block_shape& s) const noexcept {
         return {detail::row_axis<Granularity>(s), detail::col_axis<Granularity>(s)};
     }
 
-    constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
+    KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
         return scale_offset(s) + (Levels::has_bias ? 2 : 1) * section_bytes(s);
     }
 
@@ -93,7 +93,7 @@ struct scheme {
 
     // Folding: what attention needs to run on the codes (schemes/concepts.hpp).
 
-    static constexpr fold_use fold(tensor role) noexcept {
+    KVQ_HD static constexpr fold_use fold(tensor role) noexcept {
         return detail::on_rows<Granularity>(role) ? fold_use{true, Levels::has_bias, false, false}
                                                   : fold_use{false, false, true, Levels::has_bias};
     }
@@ -110,22 +110,22 @@ struct scheme {
 
     // Sections of the block, for encoders.
 
-    constexpr std::size_t scale_offset(const block_shape& s) const noexcept {
+    KVQ_HD constexpr std::size_t scale_offset(const block_shape& s) const noexcept {
         return detail::round_up(codes(s).bytes(), std::size_t{16});
     }
-    constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
+    KVQ_HD constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
         const auto layout = codes(s);
         const bool rows = detail::on_rows<Granularity>(s.role);
         const int count = rows ? layout.cols.groups() * layout.rows().slots()
                                : layout.rows().groups() * layout.cols.slots();
         return detail::round_up(static_cast<std::size_t>(count) * sizeof(parameter), std::size_t{16});
     }
-    constexpr std::size_t parameter_offset(const block_shape& s, int group, int slot) const noexcept {
+    KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s, int group, int slot) const noexcept {
         const auto layout = codes(s);
         const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
         return scale_offset(s) + static_cast<std::size_t>(group * slots + slot) * sizeof(parameter);
     }
-    void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
+    KVQ_HD void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
                           const stored_parameters<parameter>& stored) const noexcept {
         std::byte* at = block + parameter_offset(s, group, slot);
         detail::store_as(at, stored.scale);
