@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "../core/float_formats.hpp"
 #include "../pack/value_layout.hpp"
 #include "concepts.hpp"
 
@@ -17,7 +18,7 @@ struct full {
 
     std::string name() const { return float_name<T>; }
 
-    constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
+    KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
         return detail::round_up(value_layout<T>(s).bytes(), std::size_t{16});
     }
 
@@ -42,7 +43,7 @@ struct full {
                     static_cast<float>(detail::load_as<T>(block + sizeof(T) * element(layout, s, t, c)));
     }
 
-    static constexpr std::size_t element(const value_layout<T>& layout, const block_shape& s, int token,
+    KVQ_HD static constexpr std::size_t element(const value_layout<T>& layout, const block_shape& s, int token,
                                          int channel) noexcept {
         return s.role == tensor::key ? layout.element(token, channel) : layout.element(channel, token);
     }

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: MIT
+// Schemes that a user could write, chosen to be inconvenient. Pages, cache and attention must take them as they are.
+//
+//   log8, float24     parameter types of 1 and 3 bytes for the composed scheme
+//   magnitude_bytes   models the concept directly: no folding, no default constructor, state, codes that depend on where
+//                     the block sits, and it scribbles over its input
+//   product_scheme    per-channel affine codes times one factor per token; 8-bit log scales under one super-scale
+//   rotated_scheme    random signs and a Walsh-Hadamard transform in front of another scheme
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <kvq/schemes/affine.hpp>
+#include <limits>
+#include <string>
+
+namespace test {
+
+/// Sign and magnitude 0 or 2^((m - 64) / 4), m = 1..127, in one byte. Rounds to the nearest magnitude.
+struct log8 {
+    std::uint8_t code = 0;
+
+    log8() = default;
+    explicit log8(float x) noexcept {
+        const float wanted = std::fabs(x);
+        float best = wanted;
+        for (int m = 1; m < 128; ++m) {
+            const float distance = std::fabs(magnitude(m) - wanted);
+            if (distance < best) {
+                best = distance;
+                code = static_cast<std::uint8_t>(m);
+            }
+        }
+        if (x < 0.0f && code != 0) code = static_cast<std::uint8_t>(code | 0x80);
+    }
+    operator float() const noexcept {
+        const float m = magnitude(code & 0x7f);
+        return code & 0x80 ? -m : m;
+    }
+
+private:
+    static float magnitude(int m) noexcept {
+        constexpr float quarter[4] = {1.0f, 1.18920712f, 1.41421356f, 1.68179283f};
+        return m == 0 ? 0.0f : std::ldexp(quarter[m & 3], m / 4 - 16);
+    }
+};
+static_assert(sizeof(log8) == 1 && kvq::parameter_type<log8>);
+
+/// The upper three bytes of a float, rounded to nearest even. Its size is no power of two.
+struct float24 {
+    unsigned char bytes[3] = {};
+
+    float24() = default;
+    explicit float24(float x) noexcept {
+        auto u = kvq::detail::bit_cast<std::uint32_t>(x);
+        u += 0x7fu + ((u >> 8) & 1u);
+        for (int i = 0; i < 3; ++i) bytes[i] = static_cast<unsigned char>(u >> (8 * (i + 1)));
+    }
+    operator float() const noexcept {
+        std::uint32_t u = 0;
+        for (int i = 0; i < 3; ++i) u |= static_cast<std::uint32_t>(bytes[i]) << (8 * (i + 1));
+        return kvq::detail::bit_cast<float>(u);
+    }
+};
+static_assert(sizeof(float24) == 3 && kvq::parameter_type<float24>);
+
+using odd_keys = kvq::scheme<kvq::bits<3>, kvq::asymmetric, kvq::per_channel<7>, kvq::params<log8>>;
+using odd_values = kvq::scheme<kvq::bits<5>, kvq::asymmetric, kvq::per_token<5>, kvq::params<float24>>;
+static_assert(kvq::foldable<odd_keys> && kvq::foldable<odd_values>);
+
+/// One byte per number: sign and magnitude in steps of `step`, xored with a key of layer and head.
+struct magnitude_bytes {
+    float step;
+
+    explicit magnitude_bytes(float s) noexcept : step(s) {}
+
+    std::string name() const { return "magnitude-bytes"; }
+
+    std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return (s.values() + 15) / 16 * 16; }
+
+    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id& id, float* values, std::byte* block) const {
+        std::uint32_t not_finite = 0;
+        for (std::size_t i = 0; i < s.values(); ++i) {
+            float x = values[i];
+            if (!kvq::detail::is_finite(x)) ++not_finite;
+            if (std::isnan(x)) x = 0.0f;
+            const float levels = std::fabs(x) / step;
+            const int level = levels >= 127.0f ? 127 : static_cast<int>(levels + 0.5f);
+            block[i] = static_cast<std::byte>((level | (x < 0.0f ? 0x80 : 0)) ^ key(id));
+            values[i] = std::numeric_limits<float>::quiet_NaN();
+        }
+        for (std::size_t i = s.values(); i < block_bytes(s); ++i) block[i] = std::byte{0x5a};
+        return not_finite;
+    }
+
+    void decode(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block, float* values) const {
+        for (std::size_t i = 0; i < s.values(); ++i) {
+            const int code = static_cast<int>(block[i]) ^ key(id);
+            const float magnitude = step * static_cast<float>(code & 0x7f);
+            values[i] = code & 0x80 ? -magnitude : magnitude;
+        }
+    }
+
+private:
+    static int key(const kvq::block_id& id) noexcept { return (17 * id.layer + 5 * id.head + 1) & 0xff; }
+};
+static_assert(kvq::key_scheme<magnitude_bytes> && kvq::value_scheme<magnitude_bytes>);
+static_assert(!kvq::foldable<magnitude_bytes> && !std::is_default_constructible_v<magnitude_bytes>);
+
+/// x^[t][c] = factor[t] * (scale[c] * code + bias[c]),  scale[c] = super * 2^(-coded[c] / 8).
+///
+///   block = [codes][super: float, padded][coded scales: 1 byte][biases: float16][factors: float16]
+template <int Bits>
+struct product_scheme {
+    static constexpr int code_bits = Bits;
+    static constexpr int zero_code = 0;
+    static constexpr int top = (1 << Bits) - 1;
+
+    std::string name() const { return "product" + std::to_string(Bits); }
+
+    constexpr kvq::code_layout<Bits> codes(const kvq::block_shape& s) const noexcept {
+        return {{s.rows(), s.rows()}, {s.cols(), s.cols()}};
+    }
+    static constexpr kvq::fold_use fold(kvq::tensor role) noexcept {
+        return role == kvq::tensor::key ? kvq::fold_use{true, false, true, true}
+                                        : kvq::fold_use{true, true, true, false};
+    }
+    std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return sections(s).end; }
+
+    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id&, float* values, std::byte* block) const {
+        std::memset(block, 0, block_bytes(s));
+        const auto at = sections(s);
+        const auto layout = codes(s);
+        std::uint32_t not_finite = 0;
+        for (int t = 0; t < s.tokens; ++t) {
+            float* const row = values + t * s.dim;
+            float largest = 0.0f;
+            for (int c = 0; c < s.dim; ++c)
+                if (kvq::detail::is_finite(row[c]))
+                    largest = std::fmax(largest, std::fabs(row[c]));
+                else
+                    ++not_finite;
+            const kvq::float16 factor = kvq::detail::round_up_to<kvq::float16>(largest > 0.0f ? largest : 1.0f);
+            kvq::detail::store_as(block + at.factors + 2 * static_cast<std::size_t>(t), factor);
+            for (int c = 0; c < s.dim; ++c) row[c] = row[c] / static_cast<float>(factor);
+        }
+        float super = 0.0f;
+        for (int c = 0; c < s.dim; ++c) super = std::fmax(super, wanted_scale(s, values, c));
+        kvq::detail::store_as(block + at.super, super);
+        for (int c = 0; c < s.dim; ++c) {
+            const float wanted = wanted_scale(s, values, c);
+            int coded = 255;
+            while (coded > 0 && decoded_scale(super, coded) < wanted) --coded;
+            block[at.scales + static_cast<std::size_t>(c)] = static_cast<std::byte>(coded);
+            const kvq::float16 bias = kvq::detail::round_down<kvq::float16>(lowest(s, values, c));
+            kvq::detail::store_as(block + at.biases + 2 * static_cast<std::size_t>(c), bias);
+            const float scale = decoded_scale(super, coded), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+            for (int t = 0; t < s.tokens; ++t) {
+                const int code = kvq::detail::affine_code(values[t * s.dim + c], bias, inverse, top);
+                const bool key = s.role == kvq::tensor::key;
+                kvq::pack_code(layout, block, key ? t : c, key ? c : t, static_cast<unsigned>(code));
+            }
+        }
+        return not_finite;
+    }
+
+    void decode(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, float* values) const {
+        const auto layout = codes(s);
+        const bool key = s.role == kvq::tensor::key;
+        for (int t = 0; t < s.tokens; ++t)
+            for (int c = 0; c < s.dim; ++c)
+                values[t * s.dim + c] =
+                    factor(s, block, t) *
+                    (scale(s, block, c) *
+                         static_cast<float>(kvq::unpack_code(layout, block, key ? t : c, key ? c : t)) +
+                     bias(s, block, c));
+    }
+
+    template <class Backend>
+    void row_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int, float* scales,
+                        float* biases) const {
+        for (int r = 0; r < s.rows(); ++r)
+            if (s.role == kvq::tensor::key) {
+                scales[r] = factor(s, block, r);
+            } else {
+                scales[r] = scale(s, block, r);
+                biases[r] = bias(s, block, r);
+            }
+    }
+    template <class Backend>
+    void col_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int, float* scales,
+                        float* biases) const {
+        for (int c = 0; c < s.cols(); ++c)
+            if (s.role == kvq::tensor::key) {
+                scales[c] = scale(s, block, c);
+                biases[c] = bias(s, block, c);
+            } else {
+                scales[c] = factor(s, block, c);
+            }
+    }
+
+private:
+    struct section_offsets {
+        std::size_t super, scales, biases, factors, end;
+    };
+    section_offsets sections(const kvq::block_shape& s) const noexcept {
+        const auto padded = [](std::size_t n) { return (n + 15) / 16 * 16; };
+        const auto dim = static_cast<std::size_t>(s.dim), tokens = static_cast<std::size_t>(s.tokens);
+        section_offsets o{};
+        o.super = padded(codes(s).bytes());
+        o.scales = o.super + 16;
+        o.biases = o.scales + padded(dim);
+        o.factors = o.biases + padded(2 * dim);
+        o.end = o.factors + padded(2 * tokens);
+        return o;
+    }
+    static float decoded_scale(float super, int coded) noexcept {
+        constexpr float eighth[8] = {1.0f,        0.917004043f, 0.840896415f, 0.771105413f,
+                                     0.70710678f, 0.648419777f, 0.594603558f, 0.545253866f};
+        return super * std::ldexp(eighth[coded & 7], -(coded / 8));
+    }
+    static float lowest(const kvq::block_shape& s, const float* values, int c) noexcept {
+        float lo = std::numeric_limits<float>::infinity();
+        for (int t = 0; t < s.tokens; ++t)
+            if (kvq::detail::is_finite(values[t * s.dim + c])) lo = std::fmin(lo, values[t * s.dim + c]);
+        return std::isinf(lo) ? 0.0f : lo;
+    }
+    static float wanted_scale(const kvq::block_shape& s, const float* values, int c) noexcept {
+        const float bias = kvq::detail::round_down<kvq::float16>(lowest(s, values, c));
+        float hi = bias;
+        for (int t = 0; t < s.tokens; ++t)
+            if (kvq::detail::is_finite(values[t * s.dim + c])) hi = std::fmax(hi, values[t * s.dim + c]);
+        return (hi - bias) / static_cast<float>(top);
+    }
+    float factor(const kvq::block_shape& s, const std::byte* block, int t) const noexcept {
+        return kvq::detail::load_as<kvq::float16>(block + sections(s).factors + 2 * static_cast<std::size_t>(t));
+    }
+    float bias(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
+        return kvq::detail::load_as<kvq::float16>(block + sections(s).biases + 2 * static_cast<std::size_t>(c));
+    }
+    float scale(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
+        const auto at = sections(s);
+        return decoded_scale(kvq::detail::load_as<float>(block + at.super),
+                             static_cast<int>(block[at.scales + static_cast<std::size_t>(c)]));
+    }
+};
+static_assert(kvq::foldable<product_scheme<4>>);
+
+/// Codes T x with Inner, T = blocks of Walsh-Hadamard times random signs (orthogonal). Any head_dim: 48 = 32 + 16.
+template <class Inner>
+struct rotated_scheme : Inner {
+    std::string name() const { return "rotated-" + Inner::name(); }
+
+    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id& id, float* values, std::byte* block) const {
+        // A transform spreads its input over all channels: what is not finite has to go before.
+        std::uint32_t not_finite = 0;
+        for (std::size_t i = 0; i < s.values(); ++i)
+            if (!kvq::detail::is_finite(values[i])) {
+                ++not_finite;
+                values[i] = 0.0f;
+            }
+        for (int t = 0; t < s.tokens; ++t) forward(s.dim, id, values + t * s.dim);
+        return not_finite + Inner::encode(s, id, values, block);
+    }
+    void decode(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block, float* values) const {
+        Inner::decode(s, id, block, values);
+        for (int t = 0; t < s.tokens; ++t) backward(s.dim, id, values + t * s.dim);
+    }
+    void transform_query(const kvq::block_shape& s, const kvq::block_id& id, float* x) const { forward(s.dim, id, x); }
+    void restore_output(const kvq::block_shape& s, const kvq::block_id& id, float* y) const { backward(s.dim, id, y); }
+
+private:
+    static float sign(const kvq::block_id& id, int channel) noexcept {
+        auto h = static_cast<std::uint32_t>(id.layer * 73856093 ^ id.head * 19349663 ^ channel * 83492791);
+        h = (h ^ (h >> 15)) * 0x2c1b3c6du;
+        return (h >> 13) & 1u ? -1.0f : 1.0f;
+    }
+    static void walsh_hadamard(float* x, int n) noexcept {
+        for (int half = 1; half < n; half *= 2)
+            for (int i = 0; i < n; i += 2 * half)
+                for (int j = i; j < i + half; ++j) {
+                    const float a = x[j], b = x[j + half];
+                    x[j] = a + b;
+                    x[j + half] = a - b;
+                }
+        const float norm = 1.0f / std::sqrt(static_cast<float>(n));
+        for (int i = 0; i < n; ++i) x[i] *= norm;
+    }
+    static void blocks(int dim, float* x) noexcept {
+        for (int first = 0; first < dim;) {
+            int n = 1;
+            while (first + 2 * n <= dim) n *= 2;
+            walsh_hadamard(x + first, n);
+            first += n;
+        }
+    }
+    static void forward(int dim, const kvq::block_id& id, float* x) noexcept {
+        for (int c = 0; c < dim; ++c) x[c] *= sign(id, c);
+        blocks(dim, x);
+    }
+    static void backward(int dim, const kvq::block_id& id, float* x) noexcept {
+        blocks(dim, x);
+        for (int c = 0; c < dim; ++c) x[c] *= sign(id, c);
+    }
+};
+using rotated = rotated_scheme<kvq::affine<6, kvq::per_token<32>>>;
+static_assert(kvq::foldable<rotated> && kvq::transforming<rotated>);
+
+}  // namespace test
