@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: MIT
+// Caches of every kind that the tests use, and what two sequences must have in common to be called the same.
+#pragma once
+
+#include <cstring>
+#include <kvq/kvq.hpp>
+#include <kvq/schemes/affine.hpp>
+#include <vector>
+
+#include "scheme_list.hpp"
+#include "tensors.hpp"
+
+namespace test {
+
+// ---- kinds of caches ---------------------------------------------------------------------------------------------------
+
+using int8_cache = kvq::cache<kvq::int8>;
+using kivi_cache = kvq::cache<kvq::kivi<4, 32>>;
+/// Several formats for K and for V, one of them the window's own, and different ones per layer.
+using mixed_cache =
+    kvq::cache<kvq::formats<kvq::affine<3, kvq::per_channel<7>, kvq::params<kvq::bfloat16>>, kvq::full<kvq::float16>,
+                            product_scheme<4>>,
+               kvq::formats<kvq::affine<2, kvq::per_token<5>, kvq::params<float>>, kvq::full<float>, rotated>>;
+/// Nothing in it comes from kvq.
+using custom_cache = kvq::cache<kvq::formats<odd_keys, magnitude_bytes>, kvq::formats<magnitude_bytes, odd_values>>;
+using product_cache = kvq::cache<product_scheme<7>>;
+using rotated_cache = kvq::cache<rotated>;
+using plain_cache = kvq::cache<kvq::full<kvq::float16>>;
+using float_window_cache = kvq::cache<kvq::affine<8, kvq::per_channel<0>>, kvq::affine<5, kvq::per_token<0>>, kvq::scalar, float>;
+using bfloat_window_cache = kvq::cache<kvq::affine<6>, kvq::affine<7, kvq::per_channel<32>>, kvq::scalar, kvq::bfloat16>;
+
+}  // namespace test
+
+#define KVQ_TEST_CACHES                                                                                         \
+    test::int8_cache, test::kivi_cache, test::mixed_cache, test::custom_cache, test::product_cache,             \
+        test::rotated_cache, test::plain_cache, test::float_window_cache, test::bfloat_window_cache
+/// One composed, one mixed, one that is all the user's: for tests whose subject is the cache and not the scheme.
+#define KVQ_TEST_FEW_CACHES test::kivi_cache, test::mixed_cache, test::custom_cache
+
+namespace test {
+
+/// A table whose schemes are made by make_scheme.
+template <class Table>
+struct table_maker;
+template <kvq::tensor Role, class Window, class... S>
+struct table_maker<kvq::format_table<Role, Window, kvq::formats<S...>>> {
+    static kvq::format_table<Role, Window, kvq::formats<S...>> make() {
+        return kvq::format_table<Role, Window, kvq::formats<S...>>(make_scheme<S>()...);
+    }
+};
+
+template <class Cache>
+Cache make_cache(const kvq::cache_shape& shape, const kvq::cache_options& options) {
+    return Cache(shape, options, table_maker<typename Cache::key_table>::make(),
+                 table_maker<typename Cache::value_table>::make());
+}
+
+/// Formats by turns, if the cache has several.
+template <class Cache>
+std::vector<kvq::layer_format> rotate_formats(int layers, int first = 0) {
+    std::vector<kvq::layer_format> formats;
+    for (int i = first; i < first + layers; ++i)
+        formats.push_back({i % (Cache::key_table::size - 1), i % (Cache::value_table::size - 1)});
+    return formats;
+}
+
+/// Small pages, so that few tokens make many of them.
+inline kvq::cache_options random_options(generator& random) {
+    kvq::cache_options options;
+    options.sinks = random.pick(std::vector<int>{0, 0, 1, 4, 5});
+    options.recent = random.pick(std::vector<int>{0, 1, 7, 16, 40});
+    options.page_tokens = random.pick(std::vector<int>{1, 4, 7, 8, 16, 32, 33});
+    options.rollback = random.pick(std::vector<int>{0, 1, 8, 16, 50});
+    return options;
+}
+
+inline kvq::cache_shape random_cache_shape(generator& random, int layers, int most_channels = 40) {
+    kvq::cache_shape shape;
+    shape.layers = layers;
+    shape.kv_heads = random.between(1, 3);
+    shape.head_dim = random.between(1, most_channels);
+    if (random.one_in(2)) shape.value_dim = random.between(1, most_channels);
+    return shape;
+}
+
+// ---- input -------------------------------------------------------------------------------------------------------------
+
+/// K and V of a token stream; layers see different parts of it.
+struct stream {
+    tensor<float> k, v;
+
+    stream(generator& random, const kvq::cache_shape& shape, int tokens)
+        : k(random_tensor(random, tokens, shape.kv_heads, shape.head_dim)),
+          v(random_tensor(random, tokens, shape.kv_heads, shape.dim(kvq::tensor::value))) {}
+};
+
+/// Appends tokens [first, first + n) of the stream to all layers.
+template <class Sequence>
+void append(Sequence& sequence, int layers, const stream& s, int first, int n) {
+    for (int layer = 0; layer < layers; ++layer) sequence.append(layer, s.k.slice(first, n), s.v.slice(first, n));
+}
+
+// ---- what a sequence holds -----------------------------------------------------------------------------------------------
+
+struct held_page {
+    int format, first_token, tokens;
+    std::vector<std::byte> bytes;
+    bool operator==(const held_page&) const = default;
+};
+
+/// Every byte that stands for a token: coded pages as they are, and the used part of window pages.
+/// `all`: the unused part as well, which is zero as long as nothing was trimmed.
+template <class Cache>
+std::vector<held_page> contents(const Cache& cache, const typename Cache::sequence_type& sequence, bool all = false) {
+    using window = typename Cache::window;
+    std::vector<held_page> held;
+    const auto take = [&](const kvq::page& p, kvq::tensor role, int first, int tokens) {
+        held_page h{p.format, first, tokens, {}};
+        if (p.format != 0 || all) {
+            h.bytes.assign(p.data(), p.data() + p.bytes);
+        } else {
+            const kvq::block_shape shape{role, p.tokens, cache.shape().dim(role)};
+            const kvq::value_layout<window> layout(shape);
+            const std::size_t block = kvq::full<window>{}.block_bytes(shape);
+            for (int head = 0; head < cache.shape().kv_heads; ++head)
+                for (int t = 0; t < tokens; ++t)
+                    for (int c = 0; c < shape.dim; ++c) {
+                        const std::byte* at = p.data() + block * static_cast<std::size_t>(head) +
+                                              sizeof(window) * kvq::full<window>::element(layout, shape, t, c);
+                        h.bytes.insert(h.bytes.end(), at, at + sizeof(window));
+                    }
+        }
+        held.push_back(std::move(h));
+    };
+    for (int layer = 0; layer < cache.shape().layers; ++layer) {
+        if (sequence.tokens(layer) == 0) continue;
+        const auto pages = sequence.pages(layer);
+        for (int e = 0; e < pages.entries(); ++e) {
+            const auto entry = pages.at(e);
+            take(*entry.keys, kvq::tensor::key, entry.first_token, entry.tokens);
+            take(*entry.values, kvq::tensor::value, entry.first_token, entry.tokens);
+        }
+    }
+    return held;
+}
+
+/// Attention of one fixed query over every layer, bit for bit.
+template <class Cache>
+std::vector<std::uint32_t> attention_bits(const Cache& cache, const typename Cache::sequence_type& sequence,
+                                          int group = 2) {
+    generator random(99);
+    const kvq::cache_shape& shape = cache.shape();
+    std::vector<std::uint32_t> bits;
+    for (int layer = 0; layer < shape.layers; ++layer) {
+        if (sequence.tokens(layer) == 0) continue;
+        const auto q = random_tensor(random, 1, shape.kv_heads * group, shape.head_dim);
+        tensor<float> out(1, shape.kv_heads * group, shape.dim(kvq::tensor::value));
+        sequence.attend(layer, q.view(), out.view());
+        for (const float x : out.values()) bits.push_back(kvq::detail::bit_cast<std::uint32_t>(x));
+    }
+    return bits;
+}
+
+/// x^ of all tokens of one layer.
+template <class Sequence>
+tensor<float> decoded(const Sequence& sequence, const kvq::cache_shape& shape, int layer, kvq::tensor role) {
+    tensor<float> out(sequence.tokens(layer), shape.kv_heads, shape.dim(role));
+    sequence.decode(layer, role, 0, out.view());
+    return out;
+}
+
+}  // namespace test
