@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact. Every allocation of every operation is made to fail once: nothing has changed then.
+#include <doctest/doctest.h>
+
+#include "support/caches.hpp"
+#include "support/memory.hpp"
+
+using test::append;
+using test::attention_bits;
+using test::contents;
+
+namespace {
+
+/// Runs `operation` with allocation number 0, 1, 2, ... failing until it gets through; after each failure `unchanged`.
+template <class Operation, class Unchanged>
+int fail_everywhere(test::counting_resource& memory, Operation operation, Unchanged unchanged) {
+    for (int i = 0;; ++i) {
+        REQUIRE(i < 10000);
+        memory.arm(i);
+        bool failed = false;
+        try {
+            operation();
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
+        memory.arm(test::counting_resource::never);
+        if (!failed) return i;
+        INFO("allocation ", i);
+        unchanged();
+    }
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was when memory runs out", C,
+                   KVQ_TEST_FEW_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 4; ++round) {
+        test::counting_resource memory;
+        const auto shape = test::random_cache_shape(random, C::key_table::size, 8);
+        auto options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{4, 7, 8});
+        options.layers = test::rotate_formats<C>(shape.layers);
+        options.memory = &memory;
+        auto cache = test::make_cache<C>(shape, options);
+        const test::stream s(random, shape, 400);
+        {
+            auto sequence = cache.new_sequence(), twin = cache.new_sequence();
+            for (int step = 0; step < 14; ++step) {
+                const int held = sequence.tokens(0);
+                // Shared pages make copy-on-write part of what may fail.
+                auto sharing = sequence.fork();
+                const auto before = contents(cache, sequence), theirs = contents(cache, sharing, true);
+                const auto out = attention_bits(cache, sequence);
+                const auto in_use = cache.bytes_in_use();
+                const auto unchanged = [&] {
+                    REQUIRE(cache.bytes_in_use() == in_use);
+                    REQUIRE(contents(cache, sequence) == before);
+                    REQUIRE(contents(cache, sharing, true) == theirs);
+                    REQUIRE(attention_bits(cache, sequence) == out);
+                };
+                const int what = random.between(0, 3);
+                if (what < 2 && held < 300) {
+                    const int n = random.between(1, 40);
+                    for (int layer = 0; layer < shape.layers; ++layer) {
+                        // Layers that are done differ from `before`; look at this one alone.
+                        auto layer_before = contents(cache, sequence);
+                        const auto layer_in_use = cache.bytes_in_use();
+                        fail_everywhere(
+                            memory, [&] { sequence.append(layer, s.k.slice(held, n), s.v.slice(held, n)); },
+                            [&] {
+                                REQUIRE(cache.bytes_in_use() == layer_in_use);
+                                REQUIRE(sequence.tokens(layer) == held);
+                                REQUIRE(contents(cache, sequence) == layer_before);
+                                REQUIRE(contents(cache, sharing, true) == theirs);
+                            });
+                    }
+                    append(twin, shape.layers, s, held, n);
+                } else if (what == 2) {
+                    const int n = random.between(0, held);
+                    fail_everywhere(memory, [&] { sequence.trim(n); }, unchanged);
+                    twin.trim(n);
+                } else {
+                    const std::size_t bytes = memory.bytes();
+                    fail_everywhere(
+                        memory, [&] { auto copy = sequence.fork(); },
+                        [&] {
+                            REQUIRE(memory.bytes() == bytes);
+                            unchanged();
+                        });
+                    fail_everywhere(memory, [&] { attention_bits(cache, sequence); }, unchanged);
+                    fail_everywhere(memory, [&] { cache.new_sequence(); }, unchanged);
+                    fail_everywhere(
+                        memory, [&] { test::decoded(sequence, shape, 0, kvq::tensor::key); }, unchanged);
+                }
+                // After all these failures it holds what one without failures holds.
+                REQUIRE(contents(cache, sequence) == contents(cache, twin));
+            }
+        }
+        CHECK(memory.bytes() == 0);
+    }
+}

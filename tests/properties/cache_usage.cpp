@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact, to the byte. What usage() says is what the memory resource gave out.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "support/caches.hpp"
+#include "support/memory.hpp"
+
+using test::append;
+using test::attention_bits;
+using test::contents;
+
+TEST_CASE_TEMPLATE("usage() accounts for every byte that a sequence takes, after any history", C, KVQ_TEST_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 6; ++round) {
+        test::counting_resource memory;
+        const auto shape = test::random_cache_shape(random, C::key_table::size);
+        auto options = test::random_options(random);
+        options.layers = test::rotate_formats<C>(shape.layers);
+        options.memory = &memory;
+        auto cache = test::make_cache<C>(shape, options);
+        {
+            const test::stream s(random, shape, 300);
+            auto sequence = cache.new_sequence();
+            for (int step = 0; step < 30; ++step) {
+                const int held = sequence.tokens();
+                if (random.one_in(3))
+                    sequence.trim(random.between(0, held));
+                else
+                    append(sequence, shape.layers, s, held, random.between(0, std::min(70, 300 - held)));
+                const auto u = sequence.usage();
+                REQUIRE(memory.bytes() == u.bytes);
+                REQUIRE(u.bytes == u.coded + u.window + u.rollback + u.bookkeeping + u.workspace);
+                REQUIRE(cache.bytes_in_use() ==
+                        u.coded + u.window + u.rollback + cache.pool().pages_in_use() * sizeof(kvq::page));
+                REQUIRE(u.slack <= u.window);
+                REQUIRE(u.tokens == sequence.tokens());
+            }
+        }
+        CHECK(memory.bytes() == 0);
+        CHECK(memory.blocks() == 0);
+    }
+}
+
+TEST_CASE("the parts of usage(): an example that can be checked by hand") {
+    // 100 tokens, 4 of them sinks: pages of 16 begin at 4, 20, 36, 52, 68, 84, 100. With 20 recent tokens the four that end
+    // at 68 or before are coded (at 40, 56, 72 and 88 tokens); the originals of the last one are kept, because a trim by
+    // 16 to 84 tokens would want them.
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
+    kvq::cache<kvq::affine<4>> cache(shape, {.sinks = 4, .recent = 20, .page_tokens = 16, .rollback = 16});
+    test::generator random(1);
+    const test::stream s(random, shape, 100);
+    auto sequence = cache.new_sequence();
+    append(sequence, 1, s, 0, 100);
+    const auto u = sequence.usage();
+    const std::size_t coded_page = 2 * 16 * (32 + 4), window_page = 2 * 16 * 64 * 2, sink_page = 2 * 4 * 64 * 2;
+    CHECK(u.coded == 2 * 4 * coded_page);
+    CHECK(u.window == 2 * (2 * window_page + sink_page));
+    CHECK(u.slack == 0);
+    CHECK(u.rollback == 2 * window_page);
+    CHECK(u.workspace == 16 * 64 * sizeof(float));
+    CHECK(u.tokens == 100);
+    CHECK(cache.bytes_in_use() == u.coded + u.window + u.rollback + 2 * 8 * 64);
+    // The next token opens a page of which it uses one sixteenth.
+    append(sequence, 1, s, 0, 1);
+    CHECK(sequence.usage().slack == 2 * window_page / 16 * 15);
+}
+
+TEST_CASE("not_finite counts what was coded, once per number") {
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 8};
+    test::kivi_cache cache(shape, {.sinks = 1, .recent = 4, .page_tokens = 8});
+    test::generator random(test::seed());
+    test::stream s(random, shape, 33);
+    const auto at = [](auto& t, int token, int head, int channel) -> float& { return t.view().at(token, head)[channel]; };
+    at(s.k, 0, 0, 0) = NAN;        // a sink: never coded
+    at(s.k, 3, 1, 2) = NAN;        // page 0
+    at(s.k, 3, 1, 3) = INFINITY;   // page 0
+    at(s.v, 9, 0, 7) = -1e9f;      // page 1: beyond the 16-bit window, so an infinity
+    at(s.v, 30, 0, 0) = INFINITY;  // not yet coded
+    auto sequence = cache.new_sequence();
+    append(sequence, 2, s, 0, 33);
+    CHECK(sequence.usage().not_finite == 2 * 3);
+    auto copy = sequence.fork();
+    CHECK(copy.usage().not_finite == 2 * 3);
+}
+
+TEST_CASE("coded bytes per token are what the estimate says") {
+    const kvq::cache_shape shape{.layers = 3, .kv_heads = 2, .head_dim = 48, .value_dim = 40};
+    kvq::cache<kvq::kivi<4, 32>> cache(shape, {.page_tokens = 64, .rollback = 0});
+    test::generator random(1);
+    const test::stream s(random, shape, 640);
+    auto sequence = cache.new_sequence();
+    append(sequence, 3, s, 0, 640);
+    const double per_token = kvq::bytes_per_token<kvq::kivi<4, 32>::keys, kvq::kivi<4, 32>::values>(shape, 64);
+    CHECK(static_cast<double>(sequence.usage().coded) == 640 * per_token);
+    CHECK(sequence.usage().window == 0);
+}
+
+TEST_CASE_TEMPLATE("a byte budget is never exceeded, and whoever meets it can go on", C, KVQ_TEST_FEW_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 10; ++round) {
+        const auto shape = test::random_cache_shape(random, C::key_table::size, 12);
+        auto options = test::random_options(random);
+        options.layers = test::rotate_formats<C>(shape.layers);
+        options.byte_budget = static_cast<std::size_t>(random.between(2000, 60000));
+        auto cache = test::make_cache<C>(shape, options);
+        const test::stream s(random, shape, 400);
+        auto sequence = cache.new_sequence();
+        int refused = 0;
+        for (int step = 0; step < 40; ++step) {
+            const int before = sequence.tokens(0), n = random.between(1, 30);
+            const auto held = contents(cache, sequence);
+            const auto in_use = cache.bytes_in_use();
+            try {
+                sequence.append(0, s.k.slice(before, n), s.v.slice(before, n));
+                REQUIRE(sequence.tokens(0) == before + n);
+            } catch (const kvq::out_of_memory& e) {
+                ++refused;
+                REQUIRE(std::string(e.what()).find(std::to_string(options.byte_budget)) != std::string::npos);
+                REQUIRE(sequence.tokens(0) == before);
+                REQUIRE(cache.bytes_in_use() == in_use);
+                REQUIRE(contents(cache, sequence) == held);
+                // Cutting a coded page takes a window page first and may be refused as well; forgetting everything cannot.
+                try {
+                    sequence.trim(before / 2);
+                } catch (const kvq::out_of_memory&) {
+                    REQUIRE(contents(cache, sequence) == held);
+                    REQUIRE(cache.bytes_in_use() == in_use);
+                    sequence.trim(0);
+                }
+            }
+            REQUIRE(cache.bytes_in_use() <= options.byte_budget);
+            if (sequence.tokens(0) > 370) sequence.trim(0);
+        }
+        if (options.byte_budget < 4000) CHECK(refused > 0);
+    }
+}
+
+TEST_CASE("sequences of one cache share its budget") {
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 64};
+    test::generator random(1);
+    const test::stream s(random, shape, 16);
+    // Room for the two pages of one sequence and one more.
+    const std::size_t page = kvq::page_pool::allocation(16 * 64 * 2);
+    test::kivi_cache cache(shape, {.page_tokens = 16, .byte_budget = 3 * page});
+    auto first = cache.new_sequence(), second = cache.new_sequence();
+    append(first, 1, s, 0, 8);
+    CHECK_THROWS_AS(append(second, 1, s, 0, 8), kvq::out_of_memory);
+    CHECK(second.tokens() == 0);
+    CHECK(cache.bytes_in_use() == 2 * page);
+    first.trim(0);
+    append(second, 1, s, 0, 8);
+    CHECK(cache.bytes_in_use() == 2 * page);
+}
