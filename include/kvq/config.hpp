@@ -3,6 +3,7 @@
 // KVQ_HD       marks functions that run on the host and, under nvcc, on the device
 // KVQ_INLINE   forces inlining of small functions: what is inlined everywhere cannot be merged by the linker
 //              across translation units that were built for different instruction sets
+// KVQ_UNROLL   unrolls the loop that follows, completely
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
 #pragma once
 
@@ -16,6 +17,13 @@
 #define KVQ_INLINE __forceinline
 #else
 #define KVQ_INLINE inline __attribute__((always_inline))
+#endif
+
+// Loops over a handful of registers must be unrolled before registers are assigned; compilers need telling.
+#if defined(__GNUC__) && !defined(__CUDACC__)
+#define KVQ_UNROLL _Pragma("GCC unroll 16")
+#else
+#define KVQ_UNROLL
 #endif
 
 #if defined(__cpp_exceptions) || defined(__EXCEPTIONS) || defined(_CPPUNWIND)

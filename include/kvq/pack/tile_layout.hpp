@@ -18,20 +18,29 @@
 namespace kvq::inline v0_1 {
 
 /// An axis of `size` elements cut into groups of `group`; every group is padded to a multiple of 4 slots.
+/// Counts are kept, not divided out again: kernels ask for them once per block.
 struct grouped_axis {
     int size = 0;
     int group = 0;
+    int count = 0;   ///< groups
+    int stride = 0;  ///< slots from one group to the next
 
-    KVQ_HD constexpr int groups() const noexcept { return detail::ceil_div(size, group); }
+    constexpr grouped_axis() = default;
+    KVQ_HD KVQ_INLINE constexpr grouped_axis(int n, int per_group) noexcept
+        : size(n),
+          group(per_group),
+          count(n == per_group ? 1 : detail::ceil_div(n, per_group)),
+          stride(detail::round_up(per_group, 4)) {}
+
+    KVQ_HD constexpr int groups() const noexcept { return count; }
     KVQ_HD constexpr int group_size(int g) const noexcept { return detail::smaller(group, size - g * group); }
     /// Slots of group g: its size rounded up to 4.
     KVQ_HD constexpr int group_slots(int g) const noexcept { return detail::round_up(group_size(g), 4); }
     /// First slot of group g.
-    KVQ_HD constexpr int group_begin(int g) const noexcept { return g * detail::round_up(group, 4); }
-    KVQ_HD constexpr int slots() const noexcept {
-        return group_begin(groups() - 1) + group_slots(groups() - 1);
-    }
+    KVQ_HD constexpr int group_begin(int g) const noexcept { return g * stride; }
+    KVQ_HD constexpr int slots() const noexcept { return group_begin(count - 1) + group_slots(count - 1); }
     KVQ_HD constexpr int slot(int index) const noexcept {
+        if (count == 1) return index;
         return group_begin(index / group) + index % group;
     }
 };
@@ -48,8 +57,8 @@ struct tile_layout {
 
     /// Index of the word `vector` of `row`. O(1).
     KVQ_HD constexpr std::size_t word(int row, int vector) const noexcept {
-        const int group = row / rows.group;
-        const int in_group = row % rows.group;
+        const int group = rows.count == 1 ? 0 : row / rows.group;
+        const int in_group = row - group * rows.group;
         const int in_tile = in_group % tile_rows;
         const int first = rows.group_begin(group) + in_group - in_tile;
         const int height = detail::smaller(tile_rows, rows.group_slots(group) - (in_group - in_tile));

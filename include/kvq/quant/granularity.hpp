@@ -49,14 +49,16 @@ KVQ_HD constexpr bool on_rows(tensor role) noexcept {
 
 /// The two axes of the block's matrix; the one without parameters is cut into groups.
 template <granularity G>
-KVQ_HD constexpr grouped_axis row_axis(const block_shape& s) noexcept {
-    const bool cut = !on_rows<G>(s.role) && G::group > 0 && G::group < s.rows();
-    return {s.rows(), cut ? G::group : s.rows()};
+KVQ_HD KVQ_INLINE constexpr grouped_axis row_axis(const block_shape& s) noexcept {
+    if constexpr (G::group > 0)
+        if (!on_rows<G>(s.role) && G::group < s.rows()) return {s.rows(), G::group};
+    return {s.rows(), s.rows()};
 }
 template <granularity G>
-KVQ_HD constexpr grouped_axis col_axis(const block_shape& s) noexcept {
-    const bool cut = on_rows<G>(s.role) && G::group > 0 && G::group < s.cols();
-    return {s.cols(), cut ? G::group : s.cols()};
+KVQ_HD KVQ_INLINE constexpr grouped_axis col_axis(const block_shape& s) noexcept {
+    if constexpr (G::group > 0)
+        if (on_rows<G>(s.role) && G::group < s.cols()) return {s.cols(), G::group};
+    return {s.cols(), s.cols()};
 }
 
 }  // namespace detail

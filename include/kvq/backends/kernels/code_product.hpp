@@ -12,14 +12,22 @@
 
 namespace kvq::inline v0_1::kernels {
 
+/// The first n words of a vector, or all of them.
+template <class Lanes, bool Partial>
+KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
+    if constexpr (Partial)
+        return Lanes::load(from, n);
+    else
+        return Lanes::load(from);
+}
+
 /// The codes of one quad, as bytes, from the vectors of all planes of a step.
-template <class Lanes, int Bits, int Quad, int Plane = 0>
-KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const (&planes)[code_planes<Bits>::count],
-                                           std::ptrdiff_t vector_bytes, int partial) {
+template <class Lanes, int Bits, int Quad, bool Partial, int Plane = 0>
+KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
+                                           std::ptrdiff_t offset, int n) {
     using P = code_planes<Bits>;
     constexpr int width = P::width(Plane), per_word = P::quads_per_word(Plane);
-    const std::byte* from = planes[Plane] + (Quad / per_word) * vector_bytes;
-    typename Lanes::ints w = partial ? Lanes::load(from, partial) : Lanes::load(from);
+    auto w = load_vector<Lanes, Partial>(planes[Plane] + (Quad / per_word) * vector_bytes + offset, n);
     if constexpr (width < 8) {
         constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
         w = Lanes::bit_and(Lanes::template shift_right<width*(Quad % per_word)>(w),
@@ -27,62 +35,72 @@ KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const (&planes)[code
     }
     if constexpr (P::shift(Plane) > 0) w = Lanes::template shift_left<P::shift(Plane)>(w);
     if constexpr (Plane + 1 < P::count)
-        w = Lanes::bit_or(w, quad_codes<Lanes, Bits, Quad, Plane + 1>(planes, vector_bytes, partial));
+        w = Lanes::bit_or(w, quad_codes<Lanes, Bits, Quad, Partial, Plane + 1>(planes, vector_bytes, offset, n));
     return w;
 }
 
-/// Raw integer sums of `Vectors` row vectors and `Queries` vectors over the steps [0, steps).
-template <class Lanes, int Bits, int Vectors, int Queries>
-struct code_tile {
+/// Integer sums of `Vectors` row vectors with `Queries` vectors.
+template <class Lanes, int Vectors, int Queries>
+struct code_sums {
     typename Lanes::ints high[Queries][Vectors];
     typename Lanes::ints low[Queries][Vectors];
-
-    /// first: where each plane's first vector of the first step lies, at the first row of this tile part.
-    /// quads: how many there are from the first step on; a step that reaches beyond them is cut short.
-    KVQ_INLINE void run(const std::byte* const (&first)[code_planes<Bits>::count], std::ptrdiff_t vector_bytes,
-                        int steps, int quads, const std::uint32_t* x, int partial) {
-        using P = code_planes<Bits>;
-        for (int i = 0; i < Queries; ++i)
-            for (int v = 0; v < Vectors; ++v) high[i][v] = low[i][v] = Lanes::splat(0);
-        const std::byte* planes[P::count];
-        for (int p = 0; p < P::count; ++p) planes[p] = first[p];
-        using all = std::make_integer_sequence<int, P::quads_per_step>;
-        const int whole = detail::smaller(steps, quads / P::quads_per_step);
-        for (int s = 0; s < whole; ++s) {
-            add_quads(planes, vector_bytes, P::quads_per_step, x, partial, all{});
-            for (int p = 0; p < P::count; ++p)
-                planes[p] += (P::quads_per_step / P::quads_per_word(p)) * vector_bytes;
-            x += P::quads_per_step * Queries * 2;
-        }
-        if (whole < steps) add_quads(planes, vector_bytes, quads % P::quads_per_step, x, partial, all{});
-    }
-
-private:
-    template <int... Quads>
-    KVQ_INLINE void add_quads(const std::byte* const (&planes)[code_planes<Bits>::count], std::ptrdiff_t vector_bytes,
-                              int count, const std::uint32_t* x, int partial, std::integer_sequence<int, Quads...>) {
-        ((Quads < count ? add_quad<Quads>(planes, vector_bytes, x + Quads * Queries * 2, partial) : void()), ...);
-    }
-
-    template <int Quad>
-    KVQ_INLINE void add_quad(const std::byte* const (&planes)[code_planes<Bits>::count], std::ptrdiff_t vector_bytes,
-                         const std::uint32_t* x, int partial) {
-        typename Lanes::ints codes[Vectors];
-        for (int v = 0; v < Vectors; ++v) {
-            const std::byte* shifted[code_planes<Bits>::count];
-            for (int p = 0; p < code_planes<Bits>::count; ++p) shifted[p] = planes[p] + v * Lanes::width * 4;
-            codes[v] = quad_codes<Lanes, Bits, Quad>(shifted, vector_bytes, partial);
-        }
-        for (int i = 0; i < Queries; ++i) {
-            const auto h = Lanes::splat(static_cast<std::int32_t>(x[2 * i]));
-            const auto l = Lanes::splat(static_cast<std::int32_t>(x[2 * i + 1]));
-            for (int v = 0; v < Vectors; ++v) {
-                high[i][v] = Lanes::template dot<Bits>(high[i][v], codes[v], h);
-                low[i][v] = Lanes::template dot<Bits>(low[i][v], codes[v], l);
-            }
-        }
-    }
 };
+
+template <class Lanes, int Bits, int Vectors, int Queries, bool Partial, int Quad>
+KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
+                         std::ptrdiff_t vector_bytes, const std::uint32_t* x, int n) {
+    typename Lanes::ints codes[Vectors];
+    KVQ_UNROLL
+    for (int v = 0; v < Vectors; ++v)
+        codes[v] = quad_codes<Lanes, Bits, Quad, Partial>(planes, vector_bytes, v * Lanes::width * 4, n);
+    KVQ_UNROLL
+    for (int i = 0; i < Queries; ++i) {
+        const auto h = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2]));
+        const auto l = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
+        KVQ_UNROLL
+        for (int v = 0; v < Vectors; ++v) {
+            sums.high[i][v] = Lanes::template dot<Bits>(sums.high[i][v], codes[v], h);
+            sums.low[i][v] = Lanes::template dot<Bits>(sums.low[i][v], codes[v], l);
+        }
+    }
+}
+
+template <class Lanes, int Bits, int Vectors, int Queries, bool Partial, int... Quads>
+KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
+                          std::ptrdiff_t vector_bytes, int count, const std::uint32_t* x, int n,
+                          std::integer_sequence<int, Quads...>) {
+    ((Quads < count ? add_quad<Lanes, Bits, Vectors, Queries, Partial, Quads>(sums, planes, vector_bytes, x, n)
+                    : void()),
+     ...);
+}
+
+/// Sums over `steps` steps. first: where each plane's first vector lies, at the first row of this part of the tile;
+/// quads: how many there are from there on (a step that reaches beyond them is cut short); n: rows if Partial.
+template <class Lanes, int Bits, int Vectors, int Queries, bool Partial>
+KVQ_INLINE code_sums<Lanes, Vectors, Queries> sum_codes(const std::byte* const* first, std::ptrdiff_t vector_bytes,
+                                                        int steps, int quads, const std::uint32_t* x, int n) {
+    using P = code_planes<Bits>;
+    using all = std::make_integer_sequence<int, P::quads_per_step>;
+    code_sums<Lanes, Vectors, Queries> sums;
+    KVQ_UNROLL
+    for (int i = 0; i < Queries; ++i) {
+        KVQ_UNROLL
+        for (int v = 0; v < Vectors; ++v) sums.high[i][v] = sums.low[i][v] = Lanes::splat(0);
+    }
+    const std::byte* planes[P::count];
+    for (int p = 0; p < P::count; ++p) planes[p] = first[p];
+    const int whole = detail::smaller(steps, quads / P::quads_per_step);
+    for (int s = 0; s < whole; ++s) {
+        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes, P::quads_per_step, x, n, all{});
+        for (int p = 0; p < P::count; ++p)
+            planes[p] += (P::quads_per_step / P::quads_per_word(p)) * vector_bytes;
+        x += P::quads_per_step * Queries * 2;
+    }
+    if (whole < steps)
+        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes, quads % P::quads_per_step, x, n,
+                                                          all{});
+    return sums;
+}
 
 /// Everything a tile needs to turn integer sums into floats.
 struct code_product_target {
@@ -95,15 +113,16 @@ struct code_product_target {
     bool add;  // to what y holds
 };
 
-template <class Lanes, int Bits, int Vectors, int Queries>
-void code_product_tile(const std::byte* const (&first)[code_planes<Bits>::count], std::ptrdiff_t vector_bytes, int steps,
-                       int quads, const std::uint32_t* x, int rows, int slots, const code_product_target& to) {
-    code_tile<Lanes, Bits, Vectors, Queries> sums;
-    sums.run(first, vector_bytes, steps, quads, x, slots < Lanes::width ? slots : 0);
+template <class Lanes, int Bits, int Vectors, int Queries, bool Partial>
+void code_product_tile(const std::byte* const* first, std::ptrdiff_t vector_bytes, int steps, int quads,
+                       const std::uint32_t* x, int rows, int slots, const code_product_target& to) {
+    const auto sums = sum_codes<Lanes, Bits, Vectors, Queries, Partial>(first, vector_bytes, steps, quads, x, slots);
+    KVQ_UNROLL
     for (int i = 0; i < Queries; ++i) {
         const fold_scalars& s = to.scalars[i];
         const auto high_zero = Lanes::splat(-to.zero_code * s.high_sum);
         const auto low_zero = Lanes::splat(-to.zero_code * s.low_sum);
+        KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             const int n = rows - v * Lanes::width < Lanes::width ? rows - v * Lanes::width : Lanes::width;
             const bool whole = n == Lanes::width;
@@ -194,11 +213,12 @@ void code_product(const Scheme& scheme, const block_shape& shape, block_id id, c
                                                      Scheme::zero_code,
                                                      add || g > 0};
                         const auto run = [&](auto vectors, auto queries) {
-                            constexpr int V = decltype(vectors)::value;
-                            code_product_tile<Lanes, Bits, V, decltype(queries)::value>(
-                                planes, vector_bytes, steps, codes.quads() - from * P::quads_per_step, x,
-                                detail::smaller(part_rows, V * Lanes::width), slots,
-                                to);
+                            constexpr int V = decltype(vectors)::value, Q = decltype(queries)::value;
+                            const auto tile = V == 1 && slots < Lanes::width
+                                                  ? &code_product_tile<Lanes, Bits, 1, Q, true>
+                                                  : &code_product_tile<Lanes, Bits, V, Q, false>;
+                            tile(planes, vector_bytes, steps, codes.quads() - from * P::quads_per_step, x,
+                                 detail::smaller(part_rows, V * Lanes::width), slots, to);
                         };
                         const auto with_queries = [&](auto vectors) {
                             if (block_n == 4)

@@ -35,6 +35,8 @@ struct fold_scalars {
 template <int Bits>
 struct fold_layout {
     static constexpr int step = code_planes<Bits>::quads_per_step;
+    /// Bytes that storing whole vectors of pieces may write beyond the last word.
+    static constexpr std::size_t overrun = 256;
 
     grouped_axis cols;
     int sets;
@@ -59,7 +61,7 @@ struct fold_layout {
     constexpr std::size_t bytes() const noexcept {
         return detail::round_up(scalars() * sizeof(fold_scalars), std::size_t{64}) +
                detail::round_up(static_cast<std::size_t>(sets) * static_cast<std::size_t>(set_words()) *
-                                    static_cast<std::size_t>(n) * 4,
+                                    static_cast<std::size_t>(n) * 4 + overrun,
                                 std::size_t{64}) +
                3 * scratch_floats() * sizeof(float);
     }
@@ -77,6 +79,15 @@ struct fold_layout {
         return reinterpret_cast<float*>(memory + bytes() - 3 * scratch_floats() * sizeof(float));
     }
 };
+
+template <class Lanes>
+std::int32_t sum_words(typename Lanes::ints a) {
+    std::byte words[4 * Lanes::width];
+    Lanes::store(words, a);
+    std::int32_t sum = 0;
+    for (int i = 0; i < Lanes::width; ++i) sum += detail::load_as<std::int32_t>(words + 4 * i);
+    return sum;
+}
 
 /// Folds n vectors x[i] (cols floats each, x_stride apart) for products with `block`.
 template <class Lanes, class Backend, class Scheme>
@@ -138,24 +149,23 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
                     // Vectors this small are zero next to anything float can hold.
                     const float inverse = top > 1e-33f ? 32512.0f / top : 0.0f;
                     s.step = top > 1e-33f ? top / 32512.0f : 0.0f;
-                    alignas(64) std::byte high[Lanes::width], low[Lanes::width];
+                    auto sums = Lanes::splat(0), high_sums = sums;
                     for (int c = 0; c < to - from; c += Lanes::width) {
                         const auto fixed = Lanes::round(
                             Lanes::multiply(Lanes::load_floats(vector + c), Lanes::splat_float(inverse)));
-                        const auto h = Lanes::template shift_right<8>(Lanes::add(fixed, Lanes::splat(128)));
-                        Lanes::store_bytes(high, h);
-                        Lanes::store_bytes(low, fixed);
-                        for (int b = 0; b < Lanes::width && c + b < to - from; b += 4) {
-                            const auto hw = detail::load_as<std::uint32_t>(high + b);
-                            const auto lw = detail::load_as<std::uint32_t>(low + b);
-                            out[0] = hw;
-                            out[1] = lw;
-                            out += 2 * block_n;
-                            for (int k = 0; k < 4; ++k) {
-                                s.high_sum += static_cast<std::int8_t>((hw >> (8 * k)) & 255u);
-                                s.low_sum += static_cast<std::int8_t>((lw >> (8 * k)) & 255u);
-                            }
+                        const auto high = Lanes::template shift_right_signed<8>(Lanes::add(fixed, Lanes::splat(128)));
+                        Lanes::store_pieces(out, 2 * block_n, high, fixed);
+                        out += Lanes::width / 4 * 2 * block_n;
+                        if constexpr (Scheme::zero_code != 0) {
+                            sums = Lanes::add(sums, fixed);
+                            high_sums = Lanes::add(high_sums, high);
                         }
+                    }
+                    // A vector may have run over the end of the group: the next one starts where this one ends.
+                    out -= (detail::round_up(to - from, Lanes::width) - (to - from)) / 4 * 2 * block_n;
+                    if constexpr (Scheme::zero_code != 0) {
+                        s.high_sum = sum_words<Lanes>(high_sums);
+                        s.low_sum = sum_words<Lanes>(sums) - 256 * s.high_sum;
                     }
                     layout.scalars(memory)[(set * cols.groups() + g) * n + i] = s;
                 }

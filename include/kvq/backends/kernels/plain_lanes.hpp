@@ -56,6 +56,10 @@ struct plain_lanes {
             [&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) >> S); });
     }
     template <int S>
+    static KVQ_INLINE ints shift_right_signed(ints a) {
+        return map_ints([&](int i) { return a.v[i] >> S; });
+    }
+    template <int S>
     static KVQ_INLINE ints shift_left(ints a) {
         return map_ints(
             [&](int i) { return static_cast<std::int32_t>(static_cast<std::uint32_t>(a.v[i]) << S); });
@@ -156,9 +160,17 @@ struct plain_lanes {
     }
     static KVQ_INLINE floats as_floats(ints a) { return detail::load_as<floats>(a.v); }
 
-    /// The lowest byte of every word: `width` bytes at p.
-    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
-        for (int i = 0; i < width; ++i) p[i] = static_cast<std::byte>(a.v[i] & 255);
+    /// Packs the lowest bytes of four words each: word q of `high` to out[q * stride], of `low` to out[q * stride + 1].
+    static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
+        const auto pack = [](const ints& a, int q) {
+            std::uint32_t word = 0;
+            for (int k = 0; k < 4; ++k) word |= (static_cast<std::uint32_t>(a.v[4 * q + k]) & 255u) << (8 * k);
+            return word;
+        };
+        for (int q = 0; q < width / 4; ++q) {
+            out[q * stride] = pack(high, q);
+            out[q * stride + 1] = pack(low, q);
+        }
     }
 
     // 16- and 32-bit values.

@@ -11,41 +11,55 @@
 
 namespace kvq::inline v0_1::kernels {
 
-template <class Lanes, class T, int Vectors, int Queries>
+template <class Lanes, class T, bool Partial>
+KVQ_INLINE typename Lanes::floats load_value_vector(const std::byte* from, int n) {
+    if constexpr (Partial)
+        return Lanes::template load_values<T>(from, n);
+    else
+        return Lanes::template load_values<T>(from);
+}
+
+template <class Lanes, class T, int Vectors, int Queries, bool Partial>
 void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int cols, const float* x,
                         std::ptrdiff_t x_stride, int values, float* y, std::ptrdiff_t y_stride, bool add) {
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int bytes = Lanes::width * static_cast<int>(sizeof(T));
-    const int partial = values < Lanes::width ? values : 0;
     typename Lanes::floats sum[Queries][Vectors];
-    for (int i = 0; i < Queries; ++i)
+    KVQ_UNROLL
+    for (int i = 0; i < Queries; ++i) {
+        KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) sum[i][v] = Lanes::splat_float(0.0f);
+    }
 
     const int pairs = cols / per_word;
     for (int w = 0; w < pairs; ++w, words += vector_bytes) {
         typename Lanes::floats k[Vectors];
-        for (int v = 0; v < Vectors; ++v)
-            k[v] = partial ? Lanes::template load_values<T>(words + v * bytes, partial)
-                           : Lanes::template load_values<T>(words + v * bytes);
+        KVQ_UNROLL
+        for (int v = 0; v < Vectors; ++v) k[v] = load_value_vector<Lanes, T, Partial>(words + v * bytes, values);
+        KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
             const float* const from = x + i * x_stride + w * per_word;
             const auto b = per_word == 2 ? Lanes::splat_pair(from) : Lanes::splat_float(*from);
+            KVQ_UNROLL
             for (int v = 0; v < Vectors; ++v) sum[i][v] = Lanes::multiply_add(k[v], b, sum[i][v]);
         }
     }
     if (cols % per_word != 0) {
         // The other half of the last word may hold what a trim left behind.
+        KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
             const auto b = Lanes::splat_float(x[i * x_stride + cols - 1]);
+            KVQ_UNROLL
             for (int v = 0; v < Vectors; ++v) {
-                const auto k = partial ? Lanes::template load_values<T>(words + v * bytes, partial)
-                                       : Lanes::template load_values<T>(words + v * bytes);
+                const auto k = load_value_vector<Lanes, T, Partial>(words + v * bytes, values);
                 sum[i][v] = Lanes::multiply_add(Lanes::keep_even(k), b, sum[i][v]);
             }
         }
     }
 
-    for (int i = 0; i < Queries; ++i)
+    KVQ_UNROLL
+    for (int i = 0; i < Queries; ++i) {
+        KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
             float lane[Lanes::width];
             Lanes::store_floats(lane, sum[i][v]);
@@ -56,6 +70,7 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
                 out[r] = add ? out[r] + total : total;
             }
         }
+    }
 }
 
 /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
@@ -82,17 +97,18 @@ void value_product(const block_shape& shape, const std::byte* block, const float
                     // Only whole vectors inside the tile are loaded at full width; what lies beyond `rows` is dropped.
                     const int values = V == 1 && height - part < vector_rows ? (height - part) * per_word
                                                                              : V * Lanes::width;
-                    float lane_y[decltype(q)::value][V * vector_rows];
+                    constexpr int Q = decltype(q)::value;
+                    const auto product = V == 1 && values < Lanes::width ? &value_product_tile<Lanes, T, 1, Q, true>
+                                                                         : &value_product_tile<Lanes, T, V, Q, false>;
                     if (here == V * vector_rows) {
-                        value_product_tile<Lanes, T, V, decltype(q)::value>(
-                            begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
-                            y + first * y_stride + tile + part, y_stride, add);
+                        product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
+                                y + first * y_stride + tile + part, y_stride, add);
                         return;
                     }
-                    value_product_tile<Lanes, T, V, decltype(q)::value>(begin + part * 4, height * 4, cols,
-                                                                        x + first * x_stride, x_stride, values,
-                                                                        lane_y[0], V * vector_rows, false);
-                    for (int i = 0; i < decltype(q)::value; ++i)
+                    float lane_y[Q][V * vector_rows];
+                    product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values, lane_y[0],
+                            V * vector_rows, false);
+                    for (int i = 0; i < Q; ++i)
                         for (int r = 0; r < here; ++r) {
                             float& out = y[(first + i) * y_stride + tile + part + r];
                             out = add ? out + lane_y[i][r] : lane_y[i][r];

@@ -34,6 +34,10 @@ struct simd_lanes : arch::register_ops<Arch> {
             return a >> S;
     }
     template <int S>
+    static KVQ_INLINE ints shift_right_signed(ints a) {
+        return ops::template shift_signed<S>(a);
+    }
+    template <int S>
     static KVQ_INLINE ints shift_left(ints a) {
         if constexpr (S == 0)
             return a;

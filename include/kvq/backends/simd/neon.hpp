@@ -64,11 +64,13 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints round(floats a) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a)); }
     static KVQ_INLINE floats as_floats(ints a) { return vreinterpretq_f32_u32(a); }
     static KVQ_INLINE ints as_ints(floats a) { return vreinterpretq_u32_f32(a); }
-    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
-        const uint16x4_t words = vmovn_u32(a);
-        const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
-        const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
-        __builtin_memcpy(p, &four, 4);
+    template <int S>
+    static KVQ_INLINE ints shift_signed(ints a) {
+        return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), S));
+    }
+    static KVQ_INLINE void store_pieces(std::uint32_t* out, int, ints high, ints low) {
+        const uint8x8_t bytes = vmovn_u16(vcombine_u16(vmovn_u32(high), vmovn_u32(low)));
+        vst1_u8(reinterpret_cast<std::uint8_t*>(out), bytes);
     }
 
     template <class T>

@@ -4,7 +4,8 @@
 //   load_words(p, n), store_words(p, a, n), load_floats(p, n), store_floats(p, a, n)     first n lanes only
 //   dot<Bits>(acc, codes, x)                  acc + sums of four u8 x s8 products
 //   to_floats, round, as_floats               between words and floats
-//   store_bytes(p, a)                         lowest byte of every word
+//   store_pieces(out, stride, high, low)      lowest bytes, packed to words and interleaved
+//   shift_signed<S>(a)
 //   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
 //   splat_pair, keep_even, sum, largest, smallest
 #pragma once

@@ -45,12 +45,17 @@ struct register_ops<avx2> {
     static KVQ_INLINE ints round(floats a) { return _mm256_cvtps_epi32(a); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm256_castsi256_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm256_castps_si256(a); }
-    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
-        const __m256i low = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
-                                             -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1);
-        const __m256i b = _mm256_shuffle_epi8(a, low);
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(p),
-                         _mm_or_si128(_mm256_castsi256_si128(b), _mm256_extracti128_si256(b, 1)));
+    template <int S>
+    static KVQ_INLINE ints shift_signed(ints a) {
+        return _mm256_srai_epi32(a, S);
+    }
+    static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
+        const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                               0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+        const __m256i both =
+            _mm256_unpacklo_epi32(_mm256_shuffle_epi8(high, bytes), _mm256_shuffle_epi8(low, bytes));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(both));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out + stride), _mm256_extracti128_si256(both, 1));
     }
 
     template <class T>

@@ -44,8 +44,17 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints round(floats a) { return _mm512_cvtps_epi32(a); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm512_castsi512_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm512_castps_si512(a); }
-    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+    template <int S>
+    static KVQ_INLINE ints shift_signed(ints a) {
+        return _mm512_srai_epi32(a, S);
+    }
+    static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
+        const __m128i h = _mm512_cvtepi32_epi8(high), l = _mm512_cvtepi32_epi8(low);
+        const __m128i first_two = _mm_unpacklo_epi32(h, l), last_two = _mm_unpackhi_epi32(h, l);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out), first_two);
+        _mm_storeh_pd(reinterpret_cast<double*>(out + stride), _mm_castsi128_pd(first_two));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 2 * stride), last_two);
+        _mm_storeh_pd(reinterpret_cast<double*>(out + 3 * stride), _mm_castsi128_pd(last_two));
     }
 
     template <class T>

@@ -59,11 +59,14 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints round(floats a) { return _mm_cvtps_epi32(a); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm_castsi128_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm_castps_si128(a); }
-    static KVQ_INLINE void store_bytes(std::byte* p, ints a) {
-        const __m128i low = _mm_and_si128(a, _mm_set1_epi32(255));
-        const __m128i words = _mm_packs_epi32(low, low);
-        const int bytes = _mm_cvtsi128_si32(_mm_packus_epi16(words, words));
-        __builtin_memcpy(p, &bytes, 4);
+    template <int S>
+    static KVQ_INLINE ints shift_signed(ints a) {
+        return _mm_srai_epi32(a, S);
+    }
+    static KVQ_INLINE void store_pieces(std::uint32_t* out, int, ints high, ints low) {
+        const __m128i byte = _mm_set1_epi32(255);
+        const __m128i words = _mm_packs_epi32(_mm_and_si128(high, byte), _mm_and_si128(low, byte));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(words, words));
     }
 
     template <class T>
