@@ -214,10 +214,10 @@ void code_product(const Scheme& scheme, const block_shape& shape, block_id id, c
                                                      add || g > 0};
                         const auto run = [&](auto vectors, auto queries) {
                             constexpr int V = decltype(vectors)::value, Q = decltype(queries)::value;
-                            const auto tile = V == 1 && slots < Lanes::width
+                            const auto product = V == 1 && slots < Lanes::width
                                                   ? &code_product_tile<Lanes, Bits, 1, Q, true>
                                                   : &code_product_tile<Lanes, Bits, V, Q, false>;
-                            tile(planes, vector_bytes, steps, codes.quads() - from * P::quads_per_step, x,
+                            product(planes, vector_bytes, steps, codes.quads() - from * P::quads_per_step, x,
                                  detail::smaller(part_rows, V * Lanes::width), slots, to);
                         };
                         const auto with_queries = [&](auto vectors) {
