@@ -25,9 +25,9 @@ namespace kvq::inline v0_1 {
 
 namespace detail {
 
-inline constexpr int attention_rows = 16;      // query rows per task
-inline constexpr int attention_chunk = 2048;   // keys per softmax state, about
-inline constexpr int enough_tasks = 64;        // below this, chunks become tasks of their own
+inline constexpr int attention_rows = 16;     // query rows per task
+inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
+inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
 
 /// Cuts a buffer into aligned pieces; counts when there is no buffer.
 class carver {
@@ -51,7 +51,8 @@ struct attention_plan {
     int kv_heads, group, query_tokens, dim, value_dim;
     int entries, chunk_entries;
 
-    attention_plan(const cache_shape& s, const page_geometry& g, int entry_count, int q_heads, int q_tokens) noexcept
+    attention_plan(const cache_shape& s, const page_geometry& g, int entry_count, int q_heads,
+                   int q_tokens) noexcept
         : kv_heads(s.kv_heads),
           group(q_heads / s.kv_heads),
           query_tokens(q_tokens),
@@ -89,11 +90,12 @@ struct attention_scratch {
     int scores_stride;
     std::size_t bytes;
 
-    attention_scratch(const Keys& keys, const Values& values, const attention_plan& plan, const page_geometry& g,
-                      std::byte* memory) {
+    attention_scratch(const Keys& keys, const Values& values, const attention_plan& plan,
+                      const page_geometry& g, std::byte* memory) {
         carver c(memory);
         const auto rows = static_cast<std::size_t>(smaller(plan.rows(), attention_rows));
-        const auto dim = static_cast<std::size_t>(plan.dim), value_dim = static_cast<std::size_t>(plan.value_dim);
+        const auto dim = static_cast<std::size_t>(plan.dim),
+                   value_dim = static_cast<std::size_t>(plan.value_dim);
         scores_stride = round_up(larger(g.page_tokens, g.sinks), 16) + 16;
         query = c.floats(rows * dim + 16);
         turned = c.floats(transforming_count(keys) * rows * dim + 16);
@@ -109,7 +111,8 @@ struct attention_scratch {
         std::size_t most = 0;
         values.for_each([&]<class S>(const S& s, int) {
             const block_shape shape{tensor::value, g.page_tokens, plan.value_dim};
-            most = larger(most, kernels::block_product<Backend, S>::workspace_bytes(s, shape, static_cast<int>(rows)));
+            most = larger(
+                most, kernels::block_product<Backend, S>::workspace_bytes(s, shape, static_cast<int>(rows)));
         });
         value_space = c.take(most);
         bytes = c.used();
@@ -204,9 +207,13 @@ private:
     }
     int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
     int q_pos(int row) const noexcept { return pages.tokens - plan.query_tokens + row / plan.group; }
-    float* row_output(int head, int row) const noexcept { return out.at(row / plan.group, q_head(head, row)); }
+    float* row_output(int head, int row) const noexcept {
+        return out.at(row / plan.group, q_head(head, row));
+    }
     block_shape key_shape(const page& p) const noexcept { return {tensor::key, p.tokens, plan.dim}; }
-    block_shape value_shape(const page& p) const noexcept { return {tensor::value, p.tokens, plan.value_dim}; }
+    block_shape value_shape(const page& p) const noexcept {
+        return {tensor::value, p.tokens, plan.value_dim};
+    }
 
     void load_queries(int head, int first, int n, const scratch& s) const {
         float scale = 0.0f;
@@ -265,10 +272,12 @@ private:
         const block_id id{layer, head};
         keys.visit(p.format, [&]<class S>(const S& scheme) {
             using product = kernels::block_product<Backend, S>;
-            const std::byte* const block = p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
+            const std::byte* const block =
+                p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
             const float* x = s.query;
             if constexpr (transforming<S>)
-                x = s.turned + scratch::transforming_index(keys, p.format) * static_cast<std::size_t>(n * plan.dim);
+                x = s.turned +
+                    scratch::transforming_index(keys, p.format) * static_cast<std::size_t>(n * plan.dim);
             std::byte* const space = s.key_space[p.format];
             if (!product::folds_once(tensor::key) || !folded[p.format]) {
                 product::begin(scheme, shape, id, block, x, plan.dim, n, space);
@@ -279,13 +288,15 @@ private:
         });
     }
 
-    void mask_and_change(int head, int first, int n, const layer_pages::entry& entry, const scratch& s) const {
+    void mask_and_change(int head, int first, int n, const layer_pages::entry& entry,
+                         const scratch& s) const {
         for (int i = 0; i < n; ++i) {
             float* const score = s.scores + i * s.scores_stride;
             const int pos = q_pos(first + i);
             if constexpr (changing_logits<Variant>)
                 for (int t = 0; t < entry.tokens; ++t)
-                    score[t] = log2e * variant_.logit(score[t], q_head(head, first + i), pos, entry.first_token + t);
+                    score[t] =
+                        log2e * variant_.logit(score[t], q_head(head, first + i), pos, entry.first_token + t);
             constexpr float never = -std::numeric_limits<float>::infinity();
             for (int t = larger(0, pos + 1 - entry.first_token); t < entry.tokens; ++t) score[t] = never;
             if constexpr (limiting_keys<Variant>) {
@@ -308,21 +319,24 @@ private:
             if (factor != 1.0f) {
                 for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor;
                 for (std::size_t r = 0; r < rotations; ++r) {
-                    float* const turned = s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
-                                                          static_cast<std::size_t>(dim);
+                    float* const turned =
+                        s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
+                                        static_cast<std::size_t>(dim);
                     for (int d = 0; d < dim; ++d) turned[d] *= factor;
                 }
             }
         }
         values.visit(p.format, [&]<class S>(const S& scheme) {
             using product = kernels::block_product<Backend, S>;
-            const std::byte* const block = p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
+            const std::byte* const block =
+                p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
             float* to = s.part;
             if constexpr (transforming<S>)
-                to = s.rotated + scratch::transforming_index(values, p.format) * static_cast<std::size_t>(n * dim);
+                to = s.rotated +
+                     scratch::transforming_index(values, p.format) * static_cast<std::size_t>(n * dim);
             product::begin(scheme, shape, id, block, s.scores, s.scores_stride, n, s.value_space);
-            product::finish(scheme, shape, id, block, s.scores, s.scores_stride, n, dim, entry.tokens, to, dim, true,
-                            s.value_space);
+            product::finish(scheme, shape, id, block, s.scores, s.scores_stride, n, dim, entry.tokens, to,
+                            dim, true, s.value_space);
         });
     }
 
@@ -348,8 +362,8 @@ private:
 /// Bytes of workspace that one attention call needs.
 template <class Backend, class Keys, class Values>
 std::size_t attention_workspace_bytes(const Keys& keys, const Values& values, const cache_shape& shape,
-                                      const page_geometry& geometry, int tokens, int q_heads, int query_tokens,
-                                      int threads) {
+                                      const page_geometry& geometry, int tokens, int q_heads,
+                                      int query_tokens, int threads) {
     layer_pages pages;
     pages.geometry = geometry;
     pages.tokens = tokens;
@@ -362,9 +376,9 @@ std::size_t attention_workspace_bytes(const Keys& keys, const Values& values, co
 /// out = softmax(q K^T) V for the last q.tokens tokens of `pages`. Arguments must be valid (sequence::attend checks them);
 /// `memory` holds attention_workspace_bytes().
 template <class Backend, class Keys, class Values, class Variant, executor Executor>
-void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer, const layer_pages& pages,
-            token_view<const float> q, token_view<float> out, const Variant& variant, Executor& ex,
-            std::byte* memory) {
+void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer,
+            const layer_pages& pages, token_view<const float> q, token_view<float> out,
+            const Variant& variant, Executor& ex, std::byte* memory) {
     const detail::attention_plan plan(shape, pages.geometry, pages.entries(), q.heads, q.tokens);
     if (plan.tasks() == 0) return;
     const detail::attention<Backend, Keys, Values, Variant> job{

@@ -18,7 +18,8 @@ namespace kvq::inline v0_1 {
 /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; q and out: the last q.tokens of these n tokens.
 template <class Variant = causal>
 void reference_attend(const token_view<const float>& k, const token_view<const float>& v,
-                      const token_view<const float>& q, const token_view<double>& out, const Variant& variant = {}) {
+                      const token_view<const float>& q, const token_view<double>& out,
+                      const Variant& variant = {}) {
     double scale = 1.0 / std::sqrt(static_cast<double>(q.dim));
     if constexpr (detail::scaling<Variant>) scale = static_cast<double>(variant.scale(q.dim));
     const int group = q.heads / k.heads;

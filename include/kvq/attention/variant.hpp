@@ -45,32 +45,33 @@ struct alibi {
 
 namespace detail {
 template <class V>
-concept scaling = requires(const V v) { v.scale(1); };
+concept scaling = requires(const V v) {
+    v.scale(1);
+};
 template <class V>
-concept changing_logits = requires(const V v) { v.logit(0.0f, 0, 0, 0); };
+concept changing_logits = requires(const V v) {
+    v.logit(0.0f, 0, 0, 0);
+};
 template <class V>
-concept limiting_keys = requires(const V v) { v.first_key(0); };
+concept limiting_keys = requires(const V v) {
+    v.first_key(0);
+};
 }  // namespace detail
 
 /// Several variants as one.
 template <class... Parts>
 struct variant : Parts... {
-    float scale(int head_dim) const noexcept
-        requires(detail::scaling<Parts> || ...)
-    {
+    float scale(int head_dim) const noexcept requires(detail::scaling<Parts> || ...) {
         float s = 0.0f;
         (pick_scale<Parts>(s, head_dim), ...);
         return s;
     }
     float logit(float score, int q_head, int q_pos, int k_pos) const noexcept
-        requires(detail::changing_logits<Parts> || ...)
-    {
+        requires(detail::changing_logits<Parts> || ...) {
         (change<Parts>(score, q_head, q_pos, k_pos), ...);
         return score;
     }
-    int first_key(int q_pos) const noexcept
-        requires(detail::limiting_keys<Parts> || ...)
-    {
+    int first_key(int q_pos) const noexcept requires(detail::limiting_keys<Parts> || ...) {
         int first = 0;
         (limit<Parts>(first, q_pos), ...);
         return first;

@@ -14,8 +14,7 @@ public:
         : memory_(memory) {}
     workspace(const workspace&) = delete;
     workspace& operator=(const workspace&) = delete;
-    workspace(workspace&& other) noexcept
-        : memory_(other.memory_), data_(other.data_), size_(other.size_) {
+    workspace(workspace&& other) noexcept : memory_(other.memory_), data_(other.data_), size_(other.size_) {
         other.data_ = nullptr;
         other.size_ = 0;
     }

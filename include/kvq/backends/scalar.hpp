@@ -24,8 +24,8 @@ struct scalar {
     }
 
     template <class Window, kv_scheme Scheme>
-    static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* window,
-                                std::byte* block, float* values) {
+    static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id,
+                                const std::byte* window, std::byte* block, float* values) {
         full<Window>{}.decode(shape, id, window, values);
         return scheme.encode(shape, id, values, block);
     }

@@ -21,20 +21,24 @@ struct simd {
         int i = 0;
         if constexpr (float_format<P>) {
             for (; i + lanes::width <= n; i += lanes::width)
-                lanes::store_floats(out + i, lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P)));
+                lanes::store_floats(
+                    out + i, lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P)));
             if (i < n)
-                lanes::store_floats(out + i, lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P), n - i),
-                                    n - i);
+                lanes::store_floats(
+                    out + i,
+                    lanes::template load_values<P>(from + static_cast<std::size_t>(i) * sizeof(P), n - i),
+                    n - i);
         } else {
             scalar::load_floats<P>(from, n, out);
         }
     }
 
     template <class Window, kv_scheme Scheme>
-    static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* window,
-                                std::byte* block, float* values) {
+    static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id,
+                                const std::byte* window, std::byte* block, float* values) {
         if constexpr (kernels::composed_scheme<Scheme>)
-            if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block, values).run()) return 0;
+            if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block, values).run())
+                return 0;
         return scalar::encode<Window>(scheme, shape, id, window, block, values);
     }
 };

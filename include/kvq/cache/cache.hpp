@@ -17,7 +17,8 @@ namespace kvq::inline v0_1 {
 template <class KeyFormats, class ValueFormats = KeyFormats, class Backend = scalar, class Window = float16>
 class cache {
 public:
-    using key_table = format_table<tensor::key, Window, typename detail::format_list<KeyFormats, tensor::key>::type>;
+    using key_table =
+        format_table<tensor::key, Window, typename detail::format_list<KeyFormats, tensor::key>::type>;
     using value_table =
         format_table<tensor::value, Window, typename detail::format_list<ValueFormats, tensor::value>::type>;
     using backend = Backend;
@@ -39,10 +40,11 @@ public:
         detail::expect(options.page_tokens >= 1 && options.page_tokens <= 65536,
                        "page_tokens must be between 1 and 65536, got ", options.page_tokens);
         detail::expect(options.layers.empty() || static_cast<int>(options.layers.size()) == shape.layers,
-                       "formats are given for ", options.layers.size(), " layers of a cache with ", shape.layers);
+                       "formats are given for ", options.layers.size(), " layers of a cache with ",
+                       shape.layers);
         for (const layer_format& f : options.layers) {
-            detail::expect(f.key >= 0 && f.key < key_table::size - 1, "key format ", f.key, " is not among the ",
-                           key_table::size - 1, " listed ones");
+            detail::expect(f.key >= 0 && f.key < key_table::size - 1, "key format ", f.key,
+                           " is not among the ", key_table::size - 1, " listed ones");
             detail::expect(f.value >= 0 && f.value < value_table::size - 1, "value format ", f.value,
                            " is not among the ", value_table::size - 1, " listed ones");
         }
@@ -54,7 +56,9 @@ public:
 
     const cache_shape& shape() const noexcept { return shape_; }
     const cache_options& options() const noexcept { return options_; }
-    page_geometry geometry() const noexcept { return {options_.sinks, options_.recent, options_.page_tokens}; }
+    page_geometry geometry() const noexcept {
+        return {options_.sinks, options_.recent, options_.page_tokens};
+    }
     page_pool& pool() noexcept { return pool_; }
     const page_pool& pool() const noexcept { return pool_; }
     const key_table& keys() const noexcept { return keys_; }
@@ -87,8 +91,8 @@ public:
 
     /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
     std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1, int threads = 1) const {
-        return attention_workspace_bytes<Backend>(keys_, values_, shape_, geometry(), tokens, q_heads, q_tokens,
-                                                  threads);
+        return attention_workspace_bytes<Backend>(keys_, values_, shape_, geometry(), tokens, q_heads,
+                                                  q_tokens, threads);
     }
 
 private:

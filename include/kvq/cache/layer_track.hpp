@@ -4,6 +4,7 @@
 #include <memory_resource>
 #include <vector>
 
+#include "../core/shape.hpp"
 #include "options.hpp"
 
 namespace kvq::inline v0_1::detail {
@@ -27,10 +28,12 @@ struct page_table {
 
 struct layer_track {
     int tokens = 0;
-    int committed = 0;  ///< leading pages that are past the window: coded (or left as they are, if their format is the window)
+    int committed =
+        0;  ///< leading pages that are past the window: coded (or left as they are, if their format is the window)
     page_table tables[2];
 
-    explicit layer_track(std::pmr::memory_resource* memory) : tables{page_table(memory), page_table(memory)} {}
+    explicit layer_track(std::pmr::memory_resource* memory)
+        : tables{page_table(memory), page_table(memory)} {}
     layer_track(const layer_track& other, std::pmr::memory_resource* memory)
         : tokens(other.tokens),
           committed(other.committed),

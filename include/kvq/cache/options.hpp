@@ -19,9 +19,9 @@ struct cache_options {
     int sinks = 0;         ///< first tokens, kept in the window format for ever
     int recent = 0;        ///< at least this many newest tokens are kept in the window format
     int page_tokens = 64;  ///< tokens per page; multiples of 32 waste nothing
-    int rollback = 16;     ///< a trim by up to this many tokens is exact even where pages were coded meanwhile
-    std::size_t byte_budget = page_pool::no_budget;             ///< for all pages, headers included
-    std::vector<layer_format> layers = {};                      ///< empty: format 0 everywhere
+    int rollback = 16;  ///< a trim by up to this many tokens is exact even where pages were coded meanwhile
+    std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
+    std::vector<layer_format> layers = {};           ///< empty: format 0 everywhere
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
 };
 

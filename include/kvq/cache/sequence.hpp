@@ -44,8 +44,8 @@ public:
         check_input(v, "v", shape().dim(tensor::value));
         detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
         detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        detail::expect(k.tokens <= std::numeric_limits<int>::max() - track.tokens - page_tokens(), "a sequence of ",
-                       track.tokens, " tokens cannot take ", k.tokens, " more");
+        detail::expect(k.tokens <= std::numeric_limits<int>::max() - track.tokens - page_tokens(),
+                       "a sequence of ", track.tokens, " tokens cannot take ", k.tokens, " more");
         if (k.tokens == 0) return;
         auto keys = stage<tensor::key>(layer, k.tokens);
         auto values = stage<tensor::value>(layer, k.tokens);
@@ -69,29 +69,31 @@ public:
         attend(layer, q, out, variant, serial_executor{}, space);
     }
     template <class Variant, class Executor>
-    void attend(int layer, const token_view<const float>& q, const token_view<float>& out, const Variant& variant,
-                Executor&& executor, workspace& space) const {
+    void attend(int layer, const token_view<const float>& q, const token_view<float>& out,
+                const Variant& variant, Executor&& executor, workspace& space) const {
         check_layer(layer);
         const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
         detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
                        " heads, not a multiple of the ", shape().kv_heads, " kv heads");
         detail::expect(q.dim == shape().dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
                        shape().dim(tensor::key));
-        detail::expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
-                       "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
-                       q.heads, " x ", shape().dim(tensor::value));
-        detail::expect(q.tokens >= 0 && q.tokens <= track.tokens, "q has ", q.tokens, " tokens but layer ", layer,
-                       " holds ", track.tokens);
+        detail::expect(
+            out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
+            "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
+            q.heads, " x ", shape().dim(tensor::value));
+        detail::expect(q.tokens >= 0 && q.tokens <= track.tokens, "q has ", q.tokens, " tokens but layer ",
+                       layer, " holds ", track.tokens);
         if (q.tokens == 0) return;
         std::byte* const scratch = space.reserve(cache_->attention_workspace(
             track.tokens, q.heads, q.tokens, static_cast<int>(executor.concurrency())));
-        kvq::attend<backend>(cache_->keys(), cache_->values(), shape(), layer, pages(layer), q, out, variant, executor,
-                             scratch);
+        kvq::attend<backend>(cache_->keys(), cache_->values(), shape(), layer, pages(layer), q, out, variant,
+                             executor, scratch);
     }
 
     /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are).
     void trim(int n) {
-        detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ", tokens());
+        detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
+                       tokens());
         std::pmr::vector<trim_plan> plans(memory());
         plans.reserve(tracks_.size());
         for (detail::layer_track& track : tracks_) plans.push_back(plan_trim(track, n));
@@ -118,10 +120,10 @@ public:
     void decode(int layer, tensor role, int first, const token_view<float>& out) const {
         check_layer(layer);
         const int held = tracks_[static_cast<std::size_t>(layer)].tokens;
-        detail::expect(first >= 0 && out.tokens >= 0 && first <= held - out.tokens, "cannot decode tokens ", first,
-                       " to ", first + out.tokens, " of layer ", layer, ": it holds ", held);
-        detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads, " x ",
-                       out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
+        detail::expect(first >= 0 && out.tokens >= 0 && first <= held - out.tokens, "cannot decode tokens ",
+                       first, " to ", first + out.tokens, " of layer ", layer, ": it holds ", held);
+        detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads,
+                       " x ", out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
         role == tensor::key ? decode_tokens<tensor::key>(layer, first, out)
                             : decode_tokens<tensor::value>(layer, first, out);
     }
@@ -172,9 +174,9 @@ private:
         reserve_scratch();
     }
     void reserve_scratch() {
-        scratch_.resize(static_cast<std::size_t>(page_tokens()) *
-                        static_cast<std::size_t>(
-                            detail::larger(shape().dim(tensor::key), shape().dim(tensor::value))));
+        scratch_.resize(
+            static_cast<std::size_t>(page_tokens()) *
+            static_cast<std::size_t>(detail::larger(shape().dim(tensor::key), shape().dim(tensor::value))));
     }
 
     const cache_shape& shape() const noexcept { return cache_->shape(); }
@@ -184,8 +186,8 @@ private:
     std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
 
     void check_layer(int layer) const {
-        detail::expect(layer >= 0 && layer < shape().layers, "layer ", layer, " is not among the ", shape().layers,
-                       " layers of the cache");
+        detail::expect(layer >= 0 && layer < shape().layers, "layer ", layer, " is not among the ",
+                       shape().layers, " layers of the cache");
     }
     template <class T>
     void check_input(const token_view<T>& x, const char* name, int dim) const {
@@ -208,7 +210,8 @@ private:
         u.not_finite += p.not_finite;
         if (p.format == 0) {
             u.window += p.bytes;
-            u.slack += p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(used);
+            u.slack +=
+                p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(used);
         } else {
             u.coded += p.bytes;
         }
@@ -218,10 +221,10 @@ private:
 
     /// New pages that an append will need, in the order in which it takes them.
     struct staged_pages {
-        page_ref sink;                      // new, or the copy of a shared one
-        page_ref last;                      // copy of a shared last page that will be written
-        page_ref temporary;                 // window page for pages that are coded at once
-        std::pmr::vector<page_ref> fresh;   // window pages that stay
+        page_ref sink;                     // new, or the copy of a shared one
+        page_ref last;                     // copy of a shared last page that will be written
+        page_ref temporary;                // window page for pages that are coded at once
+        std::pmr::vector<page_ref> fresh;  // window pages that stay
         std::pmr::vector<page_ref> coded;
         explicit staged_pages(std::pmr::memory_resource* memory) : fresh(memory), coded(memory) {}
     };
@@ -278,8 +281,8 @@ private:
                     detail::copy_tokens<window>(*table.sink, *staged.sink, Role, dim, heads, before);
                 table.sink = std::move(staged.sink);
             }
-            detail::write_tokens<window>(*table.sink, Role, dim, source, 0, detail::smaller(g.sinks, after) - before,
-                                         before);
+            detail::write_tokens<window>(*table.sink, Role, dim, source, 0,
+                                         detail::smaller(g.sinks, after) - before, before);
         }
         if (staged.last) {
             detail::copy_tokens<window>(*table.pages.back(), *staged.last, Role, dim, heads,
@@ -302,8 +305,10 @@ private:
             page_ref& slot = table.pages[static_cast<std::size_t>(i)];
             if (i >= first_written) {
                 const int first = g.first_token(i);
-                const int from = detail::larger(first, before), to = detail::smaller(first + page_tokens(), after);
-                detail::write_tokens<window>(*slot, Role, dim, source, from - before, to - from, from - first);
+                const int from = detail::larger(first, before),
+                          to = detail::smaller(first + page_tokens(), after);
+                detail::write_tokens<window>(*slot, Role, dim, source, from - before, to - from,
+                                             from - first);
             }
             if (commit) {
                 page_ref coded = std::move(staged.coded[next_coded++]);
@@ -320,7 +325,8 @@ private:
         while (drop < table.originals.size() &&
                !keeps_original(committed - static_cast<int>(table.originals.size() - drop), n))
             ++drop;
-        table.originals.erase(table.originals.begin(), table.originals.begin() + static_cast<std::ptrdiff_t>(drop));
+        table.originals.erase(table.originals.begin(),
+                              table.originals.begin() + static_cast<std::ptrdiff_t>(drop));
     }
 
     /// Codes a full window page.
@@ -342,8 +348,8 @@ private:
     // ---- trim ----
 
     struct trim_plan {
-        int committed = 0;       // afterwards
-        page_ref survivors[2];   // window pages for what is left of a coded page
+        int committed = 0;      // afterwards
+        page_ref survivors[2];  // window pages for what is left of a coded page
     };
 
     trim_plan plan_trim(const detail::layer_track& track, int n) {
@@ -418,8 +424,8 @@ private:
         cache_->template table<Role>().visit(coded.format, [&](const auto& scheme) {
             const std::size_t bytes = scheme.block_bytes(shape_of);
             for (int h = 0; h < shape().kv_heads; ++h) {
-                scheme.decode(shape_of, block_id{layer, h}, coded.data() + bytes * static_cast<std::size_t>(h),
-                              scratch_.data());
+                scheme.decode(shape_of, block_id{layer, h},
+                              coded.data() + bytes * static_cast<std::size_t>(h), scratch_.data());
                 std::byte* const block = to.data() + window_bytes * static_cast<std::size_t>(h);
                 for (int t = 0; t < count; ++t)
                     for (int c = 0; c < dim; ++c)
@@ -435,7 +441,8 @@ private:
         const layer_pages all = pages(layer);
         const int dim = shape().dim(Role);
         std::pmr::vector<float> values(
-            static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks)) * static_cast<std::size_t>(dim),
+            static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks)) *
+                static_cast<std::size_t>(dim),
             memory());
         for (int e = 0; e < all.entries(); ++e) {
             const layer_pages::entry entry = all.at(e);
@@ -447,8 +454,8 @@ private:
             cache_->template table<Role>().visit(p.format, [&](const auto& scheme) {
                 const std::size_t bytes = scheme.block_bytes(shape_of);
                 for (int h = 0; h < shape().kv_heads; ++h) {
-                    scheme.decode(shape_of, block_id{layer, h}, p.data() + bytes * static_cast<std::size_t>(h),
-                                  values.data());
+                    scheme.decode(shape_of, block_id{layer, h},
+                                  p.data() + bytes * static_cast<std::size_t>(h), values.data());
                     for (int t = from; t < to; ++t)
                         for (int c = 0; c < dim; ++c)
                             out.at(t - first, h)[c] =

@@ -9,7 +9,8 @@ namespace kvq::inline v0_1::detail {
 
 /// Writes tokens [from, from + count) of `source` to positions [at, at + count) of every block of a window page.
 template <class Window, class T>
-void write_tokens(page& p, tensor role, int dim, const token_view<const T>& source, int from, int count, int at) {
+void write_tokens(page& p, tensor role, int dim, const token_view<const T>& source, int from, int count,
+                  int at) {
     const block_shape shape{role, p.tokens, dim};
     const value_layout<Window> layout(shape);
     const std::size_t block_bytes = full<Window>{}.block_bytes(shape);
@@ -28,7 +29,8 @@ void write_tokens(page& p, tensor role, int dim, const token_view<const T>& sour
                              Window(static_cast<float>(row[c])));
             } else {
                 for (int c = 0; c < dim; ++c)
-                    store_as(block + sizeof(Window) * layout.element(c, at + t), Window(static_cast<float>(row[c])));
+                    store_as(block + sizeof(Window) * layout.element(c, at + t),
+                             Window(static_cast<float>(row[c])));
             }
         }
     }

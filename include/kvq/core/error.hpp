@@ -25,8 +25,9 @@ public:
 class out_of_memory : public std::bad_alloc {
 public:
     out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
-        : message_("kvq: a page of " + std::to_string(wanted) + " bytes does not fit: " + std::to_string(in_use) +
-                   " of a budget of " + std::to_string(budget) + " bytes are in use") {}
+        : message_("kvq: a page of " + std::to_string(wanted) +
+                   " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +
+                   std::to_string(budget) + " bytes are in use") {}
     const char* what() const noexcept override { return message_.c_str(); }
 
 private:

@@ -58,7 +58,8 @@ struct float16 {
         const std::uint32_t exponent = (h >> 10) & 31u;
         std::uint32_t mantissa = h & 0x3ffu;
         if (exponent == 31)
-            return detail::bit_cast<float>(sign | 0x7f800000u | (mantissa ? 0x400000u : 0u) | (mantissa << 13));
+            return detail::bit_cast<float>(sign | 0x7f800000u | (mantissa ? 0x400000u : 0u) |
+                                           (mantissa << 13));
         if (exponent == 0) {
             if (mantissa == 0) return detail::bit_cast<float>(sign);
             std::uint32_t e = 113;
@@ -109,8 +110,12 @@ namespace detail {
 
 inline constexpr float max_float = 3.40282347e38f;
 
-KVQ_HD constexpr bool is_finite(float x) noexcept { return (bit_cast<std::uint32_t>(x) & 0x7fffffffu) < 0x7f800000u; }
-KVQ_HD constexpr bool is_nan(float x) noexcept { return (bit_cast<std::uint32_t>(x) & 0x7fffffffu) > 0x7f800000u; }
+KVQ_HD constexpr bool is_finite(float x) noexcept {
+    return (bit_cast<std::uint32_t>(x) & 0x7fffffffu) < 0x7f800000u;
+}
+KVQ_HD constexpr bool is_nan(float x) noexcept {
+    return (bit_cast<std::uint32_t>(x) & 0x7fffffffu) > 0x7f800000u;
+}
 
 /// Largest magnitude that `T` holds as a finite number.
 template <class T>

@@ -28,12 +28,16 @@ struct token_view {
 
     KVQ_HD constexpr token_view(T* d, int n_tokens, int n_heads, int n_dim, std::ptrdiff_t per_token,
                                 std::ptrdiff_t per_head) noexcept
-        : data(d), tokens(n_tokens), heads(n_heads), dim(n_dim), token_stride(per_token), head_stride(per_head) {}
+        : data(d),
+          tokens(n_tokens),
+          heads(n_heads),
+          dim(n_dim),
+          token_stride(per_token),
+          head_stride(per_head) {}
 
     /// A view of const elements, as functions that only read take it.
     template <class U>
-        requires std::is_same_v<T, const U>
-    KVQ_HD constexpr token_view(const token_view<U>& v) noexcept
+    requires std::is_same_v<T, const U> KVQ_HD constexpr token_view(const token_view<U>& v) noexcept
         : token_view(v.data, v.tokens, v.heads, v.dim, v.token_stride, v.head_stride) {}
 
     /// The `dim` channels of one token and head.

@@ -45,8 +45,8 @@ void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
         ++headers;
     }
     std::size_t originals = 0;
-    while (originals < committed && g.commit_at(static_cast<int>(committed - originals) - 1) >
-                                        tokens - cache.options().rollback)
+    while (originals < committed &&
+           g.commit_at(static_cast<int>(committed - originals) - 1) > tokens - cache.options().rollback)
         ++originals;
     f.rollback += originals * window_page;
     f.bookkeeping += (headers + originals) * sizeof(page) + table_capacity(pages) * sizeof(page_ref);
@@ -79,7 +79,8 @@ footprint_report footprint(const Cache& cache, int tokens, int sequences = 1, co
                   sizeof(float);
     for (std::size_t* part : {&f.coded, &f.window, &f.rollback, &f.bookkeeping, &f.workspace})
         *part *= static_cast<std::size_t>(sequences);
-    if (use.q_heads > 0) f.attention = cache.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
+    if (use.q_heads > 0)
+        f.attention = cache.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
     f.total = f.coded + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention;
     return f;
 }
@@ -87,7 +88,8 @@ footprint_report footprint(const Cache& cache, int tokens, int sequences = 1, co
 /// Longest context such that every length up to it fits `budget` bytes, the moment of coding included; -1 if not even an
 /// empty cache does. O(page_tokens * log(result)) footprints.
 template <class Cache>
-int longest_context(const Cache& cache, std::size_t budget, int sequences = 1, const attention_use& use = {}) {
+int longest_context(const Cache& cache, std::size_t budget, int sequences = 1,
+                    const attention_use& use = {}) {
     const auto fits = [&](int n) {
         // Bytes fall when a page is coded, so the last page's worth of lengths decides.
         for (int m = detail::larger(0, n - cache.options().page_tokens); m <= n; ++m) {

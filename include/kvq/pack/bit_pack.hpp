@@ -13,7 +13,8 @@ namespace kvq::inline v0_1 {
 
 /// Byte (counted from the start of the block) that holds `plane`'s bits of the code at (row, col).
 template <int Bits>
-KVQ_HD constexpr std::size_t code_byte(const code_layout<Bits>& layout, int row, int col, int plane) noexcept {
+KVQ_HD constexpr std::size_t code_byte(const code_layout<Bits>& layout, int row, int col,
+                                       int plane) noexcept {
     using planes = code_planes<Bits>;
     const int slot = layout.cols.slot(col);
     const int vector = planes::first_vector(plane, layout.quads()) + slot / 4 / planes::quads_per_word(plane);
@@ -30,13 +31,15 @@ KVQ_HD constexpr void pack_code(const code_layout<Bits>& layout, Byte* block, in
         const int width = planes::width(p);
         const unsigned part = (code >> planes::shift(p)) & ((1u << width) - 1u);
         Byte& byte = block[code_byte(layout, row, col, p)];
-        byte = static_cast<Byte>(static_cast<unsigned>(byte) | (part << (width * (quad % planes::quads_per_word(p)))));
+        byte = static_cast<Byte>(static_cast<unsigned>(byte) |
+                                 (part << (width * (quad % planes::quads_per_word(p)))));
     }
 }
 
 /// Reads one code.
 template <int Bits, class Byte>
-KVQ_HD constexpr unsigned unpack_code(const code_layout<Bits>& layout, const Byte* block, int row, int col) noexcept {
+KVQ_HD constexpr unsigned unpack_code(const code_layout<Bits>& layout, const Byte* block, int row,
+                                      int col) noexcept {
     using planes = code_planes<Bits>;
     const int quad = layout.cols.slot(col) / 4;
     unsigned code = 0;

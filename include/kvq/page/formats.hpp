@@ -19,7 +19,8 @@ namespace detail {
 
 template <class F, tensor Role>
 struct format_list {
-    static_assert(kv_scheme<F>, "kvq::cache: a format must be a scheme (kv_scheme), a pair like kivi<4>, or formats<...>");
+    static_assert(kv_scheme<F>,
+                  "kvq::cache: a format must be a scheme (kv_scheme), a pair like kivi<4>, or formats<...>");
     using type = formats<F>;
 };
 template <class... S, tensor Role>
@@ -27,10 +28,10 @@ struct format_list<formats<S...>, Role> {
     using type = formats<S...>;
 };
 template <class F, tensor Role>
-    requires requires {
-        typename F::keys;
-        typename F::values;
-    }
+requires requires {
+    typename F::keys;
+    typename F::values;
+}
 struct format_list<F, Role> {
     using type = formats<std::conditional_t<Role == tensor::key, typename F::keys, typename F::values>>;
 };
@@ -61,9 +62,10 @@ public:
     /// Calls f(scheme, index) for every scheme, the window included.
     template <class F>
     void for_each(F&& f) const {
-        [&]<std::size_t... I>(std::index_sequence<I...>) {
-            (f(std::get<I>(schemes_), static_cast<int>(I)), ...);
-        }(std::index_sequence_for<full<Window>, Schemes...>{});
+        [&]<std::size_t... Index>(std::index_sequence<Index...>) {
+            (f(std::get<Index>(schemes_), static_cast<int>(Index)), ...);
+        }
+        (std::index_sequence_for<full<Window>, Schemes...>{});
     }
 
     /// Index of what pages are coded to when the user's list says `listed` (0-based): the window itself needs no coding.
@@ -77,11 +79,11 @@ public:
     }
 
 private:
-    template <std::size_t I, class F>
+    template <std::size_t Index, class F>
     decltype(auto) visit_from(int index, F& f) const {
-        if constexpr (I + 1 < static_cast<std::size_t>(size))
-            if (index != static_cast<int>(I)) return visit_from<I + 1>(index, f);
-        return f(std::get<I>(schemes_));
+        if constexpr (Index + 1 < static_cast<std::size_t>(size))
+            if (index != static_cast<int>(Index)) return visit_from<Index + 1>(index, f);
+        return f(std::get<Index>(schemes_));
     }
 
     std::tuple<full<Window>, Schemes...> schemes_;

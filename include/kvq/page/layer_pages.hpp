@@ -14,7 +14,9 @@ struct page_geometry {
     int page_tokens = 0;
 
     /// Pages (behind the sinks) that n tokens touch.
-    constexpr int pages(int n) const noexcept { return n <= sinks ? 0 : detail::ceil_div(n - sinks, page_tokens); }
+    constexpr int pages(int n) const noexcept {
+        return n <= sinks ? 0 : detail::ceil_div(n - sinks, page_tokens);
+    }
     /// Pages that are coded once n tokens are there: whole and behind the recent window.
     constexpr int committed(int n) const noexcept {
         return n <= sinks + recent ? 0 : (n - sinks - recent) / page_tokens;

@@ -18,7 +18,8 @@ namespace kvq::inline v0_1 {
 /// One parameter set per token and `Group` channels; 0 means all channels of the head.
 template <int Group = 0>
 struct per_token {
-    static_assert(Group >= 0, "kvq::per_token<G>: the group size G must be at least 1 (or 0 for the whole head)");
+    static_assert(Group >= 0,
+                  "kvq::per_token<G>: the group size G must be at least 1 (or 0 for the whole head)");
     static constexpr int group = Group;
     static constexpr bool on_tokens = true;
     static std::string name() { return Group ? "token-g" + std::to_string(Group) : "token"; }
@@ -27,7 +28,8 @@ struct per_token {
 /// One parameter set per channel and `Group` tokens; 0 means all tokens of the page.
 template <int Group = 0>
 struct per_channel {
-    static_assert(Group >= 0, "kvq::per_channel<G>: the group size G must be at least 1 (or 0 for the whole page)");
+    static_assert(Group >= 0,
+                  "kvq::per_channel<G>: the group size G must be at least 1 (or 0 for the whole page)");
     static constexpr int group = Group;
     static constexpr bool on_tokens = false;
     static std::string name() { return Group ? "channel-g" + std::to_string(Group) : "channel"; }

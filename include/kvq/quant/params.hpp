@@ -18,13 +18,14 @@ struct bits {
 /// A type that can store a scale or bias: trivially copyable, made from a float and read back as one.
 template <class P>
 concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_constructible_v<P> &&
-                         std::constructible_from<P, float> && std::convertible_to<P, float>;
+    std::constructible_from<P, float> && std::convertible_to<P, float>;
 
 /// Scales and biases are stored as `P`: float16, bfloat16, float, or a type of your own.
 template <class P>
 struct params {
-    static_assert(parameter_type<P>,
-                  "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float");
+    static_assert(
+        parameter_type<P>,
+        "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float");
     using type = P;
 };
 

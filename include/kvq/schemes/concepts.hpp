@@ -27,13 +27,12 @@ namespace kvq::inline v0_1 {
 
 template <class S>
 concept kv_scheme = std::copy_constructible<S> &&
-                    requires(const S s, block_shape shape, block_id id, float* values, const std::byte* in,
-                             std::byte* out) {
-                        { s.name() } -> std::convertible_to<std::string>;
-                        { s.block_bytes(shape) } -> std::convertible_to<std::size_t>;
-                        { s.encode(shape, id, values, out) } -> std::convertible_to<std::uint32_t>;
-                        s.decode(shape, id, in, values);
-                    };
+    requires(const S s, block_shape shape, block_id id, float* values, const std::byte* in, std::byte* out) {
+    { s.name() } -> std::convertible_to<std::string>;
+    { s.block_bytes(shape) } -> std::convertible_to<std::size_t>;
+    { s.encode(shape, id, values, out) } -> std::convertible_to<std::uint32_t>;
+    s.decode(shape, id, in, values);
+};
 
 namespace detail {
 template <class S>
@@ -85,6 +84,8 @@ concept transforming = kv_scheme<S> && requires(const S s, block_shape shape, bl
 
 /// 16- or 32-bit values as they are (schemes/full.hpp).
 template <class S>
-concept full_precision = kv_scheme<S> && requires { typename S::value_type; } && S::is_full;
+concept full_precision = kv_scheme<S> && requires {
+    typename S::value_type;
+} && S::is_full;
 
 }  // namespace kvq::inline v0_1

@@ -43,8 +43,8 @@ struct full {
                     static_cast<float>(detail::load_as<T>(block + sizeof(T) * element(layout, s, t, c)));
     }
 
-    KVQ_HD static constexpr std::size_t element(const value_layout<T>& layout, const block_shape& s, int token,
-                                         int channel) noexcept {
+    KVQ_HD static constexpr std::size_t element(const value_layout<T>& layout, const block_shape& s,
+                                                int token, int channel) noexcept {
         return s.role == tensor::key ? layout.element(token, channel) : layout.element(channel, token);
     }
 };

@@ -126,7 +126,7 @@ struct scheme {
         return scale_offset(s) + static_cast<std::size_t>(group * slots + slot) * sizeof(parameter);
     }
     KVQ_HD void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
-                          const stored_parameters<parameter>& stored) const noexcept {
+                                 const stored_parameters<parameter>& stored) const noexcept {
         std::byte* at = block + parameter_offset(s, group, slot);
         detail::store_as(at, stored.scale);
         if constexpr (Levels::has_bias) detail::store_as(at + section_bytes(s), stored.bias);
@@ -154,12 +154,14 @@ private:
     }
 
     template <class Backend>
-    void load_section(const block_shape& s, const std::byte* block, int group, float* scale, float* bias) const {
+    void load_section(const block_shape& s, const std::byte* block, int group, float* scale,
+                      float* bias) const {
         const auto layout = codes(s);
         const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
         const std::byte* at = block + parameter_offset(s, group, 0);
         Backend::template load_floats<parameter>(at, slots, scale);
-        if constexpr (Levels::has_bias) Backend::template load_floats<parameter>(at + section_bytes(s), slots, bias);
+        if constexpr (Levels::has_bias)
+            Backend::template load_floats<parameter>(at + section_bytes(s), slots, bias);
     }
 };
 

@@ -46,8 +46,8 @@ struct block_product {
                        const float* x, std::ptrdiff_t x_stride, int n, int rows, int cols, float* y,
                        std::ptrdiff_t y_stride, bool add, std::byte* workspace) {
         if constexpr (full_precision<Scheme>) {
-            value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n, rows, cols, y, y_stride,
-                                                              add);
+            value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n, rows, cols, y,
+                                                              y_stride, add);
         } else if constexpr (foldable<Scheme>) {
             code_product<lanes, Backend>(scheme, shape, id, block, workspace, n, y, y_stride, add,
                                          reinterpret_cast<float*>(workspace + fold_bytes(scheme, shape, n)));
@@ -67,10 +67,10 @@ struct block_product {
     }
 
 private:
-    static std::size_t fold_bytes(const Scheme& scheme, const block_shape& shape, int n)
-        requires foldable<Scheme>
-    {
-        return fold_layout<Scheme::code_bits>(scheme.codes(shape), Scheme::fold(shape.role).columns(), n).bytes();
+    static std::size_t fold_bytes(const Scheme& scheme, const block_shape& shape,
+                                  int n) requires foldable<Scheme> {
+        return fold_layout<Scheme::code_bits>(scheme.codes(shape), Scheme::fold(shape.role).columns(), n)
+            .bytes();
     }
 };
 

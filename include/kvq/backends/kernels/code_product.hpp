@@ -35,7 +35,8 @@ KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::
     }
     if constexpr (P::shift(Plane) > 0) w = Lanes::template shift_left<P::shift(Plane)>(w);
     if constexpr (Plane + 1 < P::count)
-        w = Lanes::bit_or(w, quad_codes<Lanes, Bits, Quad, Partial, Plane + 1>(planes, vector_bytes, offset, n));
+        w = Lanes::bit_or(w,
+                          quad_codes<Lanes, Bits, Quad, Partial, Plane + 1>(planes, vector_bytes, offset, n));
     return w;
 }
 
@@ -69,16 +70,18 @@ template <class Lanes, int Bits, int Vectors, int Queries, bool Partial, int... 
 KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
                           std::ptrdiff_t vector_bytes, int count, const std::uint32_t* x, int n,
                           std::integer_sequence<int, Quads...>) {
-    ((Quads < count ? add_quad<Lanes, Bits, Vectors, Queries, Partial, Quads>(sums, planes, vector_bytes, x, n)
-                    : void()),
+    ((Quads < count
+          ? add_quad<Lanes, Bits, Vectors, Queries, Partial, Quads>(sums, planes, vector_bytes, x, n)
+          : void()),
      ...);
 }
 
 /// Sums over `steps` steps. first: where each plane's first vector lies, at the first row of this part of the tile;
 /// quads: how many there are from there on (a step that reaches beyond them is cut short); n: rows if Partial.
 template <class Lanes, int Bits, int Vectors, int Queries, bool Partial>
-KVQ_INLINE code_sums<Lanes, Vectors, Queries> sum_codes(const std::byte* const* first, std::ptrdiff_t vector_bytes,
-                                                        int steps, int quads, const std::uint32_t* x, int n) {
+KVQ_INLINE code_sums<Lanes, Vectors, Queries> sum_codes(const std::byte* const* first,
+                                                        std::ptrdiff_t vector_bytes, int steps, int quads,
+                                                        const std::uint32_t* x, int n) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
     code_sums<Lanes, Vectors, Queries> sums;
@@ -91,14 +94,15 @@ KVQ_INLINE code_sums<Lanes, Vectors, Queries> sum_codes(const std::byte* const* 
     for (int p = 0; p < P::count; ++p) planes[p] = first[p];
     const int whole = detail::smaller(steps, quads / P::quads_per_step);
     for (int s = 0; s < whole; ++s) {
-        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes, P::quads_per_step, x, n, all{});
+        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes, P::quads_per_step, x, n,
+                                                          all{});
         for (int p = 0; p < P::count; ++p)
             planes[p] += (P::quads_per_step / P::quads_per_word(p)) * vector_bytes;
         x += P::quads_per_step * Queries * 2;
     }
     if (whole < steps)
-        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes, quads % P::quads_per_step, x, n,
-                                                          all{});
+        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes,
+                                                          quads % P::quads_per_step, x, n, all{});
     return sums;
 }
 
@@ -116,7 +120,8 @@ struct code_product_target {
 template <class Lanes, int Bits, int Vectors, int Queries, bool Partial>
 void code_product_tile(const std::byte* const* first, std::ptrdiff_t vector_bytes, int steps, int quads,
                        const std::uint32_t* x, int rows, int slots, const code_product_target& to) {
-    const auto sums = sum_codes<Lanes, Bits, Vectors, Queries, Partial>(first, vector_bytes, steps, quads, x, slots);
+    const auto sums =
+        sum_codes<Lanes, Bits, Vectors, Queries, Partial>(first, vector_bytes, steps, quads, x, slots);
     KVQ_UNROLL
     for (int i = 0; i < Queries; ++i) {
         const fold_scalars& s = to.scalars[i];
@@ -131,7 +136,8 @@ void code_product_tile(const std::byte* const* first, std::ptrdiff_t vector_byte
             auto y = Lanes::multiply_add(Lanes::multiply_add(high, Lanes::splat_float(256.0f), low),
                                          Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
             const auto load = [&](const float* p) {
-                return whole ? Lanes::load_floats(p + v * Lanes::width) : Lanes::load_floats(p + v * Lanes::width, n);
+                return whole ? Lanes::load_floats(p + v * Lanes::width)
+                             : Lanes::load_floats(p + v * Lanes::width, n);
             };
             if (to.row_scale) y = Lanes::multiply(y, load(to.row_scale));
             if (to.row_bias) y = Lanes::multiply_add(load(to.row_bias), Lanes::splat_float(s.sum), y);
@@ -169,7 +175,9 @@ void code_product(const Scheme& scheme, const block_shape& shape, block_id id, c
 
     const std::ptrdiff_t line = rows.slots() + 16;
     float* const biases = parameters + (use.row_scale ? line * cols.groups() : 0);
-    if constexpr (requires { scheme.template row_parameters<Backend>(shape, id, block, 0, parameters, biases); })
+    if constexpr (requires {
+                      scheme.template row_parameters<Backend>(shape, id, block, 0, parameters, biases);
+                  })
         if (use.row_scale || use.row_bias)
             for (int g = 0; g < cols.groups(); ++g)
                 scheme.template row_parameters<Backend>(shape, id, block, g, parameters + g * line,
@@ -181,7 +189,8 @@ void code_product(const Scheme& scheme, const block_shape& shape, block_id id, c
         for (int rg = 0; rg < rows.groups(); ++rg) {
             const int set = use.columns() ? rg : 0;
             const std::uint32_t* const set_words =
-                layout.words(folded) + static_cast<std::size_t>(set) * static_cast<std::size_t>(layout.set_words() * n) +
+                layout.words(folded) +
+                static_cast<std::size_t>(set) * static_cast<std::size_t>(layout.set_words() * n) +
                 static_cast<std::size_t>(words_before);
             const int group_slots = rows.group_slots(rg), group_rows = rows.group_size(rg);
             for (int tile = 0; tile < group_slots; tile += tile_layout::tile_rows) {
@@ -205,20 +214,21 @@ void code_product(const Scheme& scheme, const block_shape& shape, block_id id, c
                                          from * (P::quads_per_step / P::quads_per_word(p))) *
                                             vector_bytes;
                         const int slot = rows.group_begin(rg) + tile + part;
-                        const code_product_target to{y + first * y_stride + row,
-                                                     y_stride,
-                                                     use.row_scale ? parameters + g * line + slot : nullptr,
-                                                     use.row_bias ? biases + g * line + slot : nullptr,
-                                                     layout.scalars(folded) + (set * cols.groups() + g) * n + first,
-                                                     Scheme::zero_code,
-                                                     add || g > 0};
+                        const code_product_target to{
+                            y + first * y_stride + row,
+                            y_stride,
+                            use.row_scale ? parameters + g * line + slot : nullptr,
+                            use.row_bias ? biases + g * line + slot : nullptr,
+                            layout.scalars(folded) + (set * cols.groups() + g) * n + first,
+                            Scheme::zero_code,
+                            add || g > 0};
                         const auto run = [&](auto vectors, auto queries) {
                             constexpr int V = decltype(vectors)::value, Q = decltype(queries)::value;
                             const auto product = V == 1 && slots < Lanes::width
-                                                  ? &code_product_tile<Lanes, Bits, 1, Q, true>
-                                                  : &code_product_tile<Lanes, Bits, V, Q, false>;
+                                                     ? &code_product_tile<Lanes, Bits, 1, Q, true>
+                                                     : &code_product_tile<Lanes, Bits, V, Q, false>;
                             product(planes, vector_bytes, steps, codes.quads() - from * P::quads_per_step, x,
-                                 detail::smaller(part_rows, V * Lanes::width), slots, to);
+                                    detail::smaller(part_rows, V * Lanes::width), slots, to);
                         };
                         const auto with_queries = [&](auto vectors) {
                             if (block_n == 4)

@@ -19,14 +19,20 @@ concept composed_scheme = requires {
     typename S::levels;
     typename S::granularity_type;
     typename S::parameter;
-} && (std::same_as<typename S::levels, asymmetric> || std::same_as<typename S::levels, symmetric>);
+}
+&&(std::same_as<typename S::levels, asymmetric> || std::same_as<typename S::levels, symmetric>);
 
 template <class Lanes, class Window, composed_scheme Scheme>
 class block_encoder {
 public:
     block_encoder(const Scheme& scheme, const block_shape& shape, const std::byte* window, std::byte* block,
                   float* scratch)
-        : scheme_(scheme), shape_(shape), window_(shape), codes_(scheme.codes(shape)), from_(window), to_(block),
+        : scheme_(scheme),
+          shape_(shape),
+          window_(shape),
+          codes_(scheme.codes(shape)),
+          from_(window),
+          to_(block),
           scratch_(scratch) {}
 
     bool run() {
@@ -40,10 +46,12 @@ public:
         for (int rg = 0; rg < rows.groups(); ++rg) {
             if (!on_rows) fit_columns(rg);
             for (int part = 0; part < rows.group_size(rg);) {
-                const int height = detail::smaller(tile_layout::tile_rows,
-                                                   rows.group_slots(rg) - part / tile_layout::tile_rows * tile_layout::tile_rows);
+                const int height = detail::smaller(
+                    tile_layout::tile_rows,
+                    rows.group_slots(rg) - part / tile_layout::tile_rows * tile_layout::tile_rows);
                 const int in_tile = part % tile_layout::tile_rows;
-                const int n = detail::smaller(Lanes::width, detail::smaller(rows.group_size(rg) - part, height - in_tile));
+                const int n = detail::smaller(Lanes::width,
+                                              detail::smaller(rows.group_size(rg) - part, height - in_tile));
                 if (on_rows)
                     code_rows(part, n);
                 else
@@ -97,9 +105,10 @@ private:
     KVQ_INLINE void each_column(int row, int n, int begin, int end, F&& f) const {
         int c = begin;
         const std::byte* p = from_ + 4 * window_.tiles.word(row, begin / per_word);
-        const std::ptrdiff_t step = window_.tiles.words_per_row > 1
-                                        ? 4 * static_cast<std::ptrdiff_t>(window_.tiles.word(row, 1) - window_.tiles.word(row, 0))
-                                        : 0;
+        const std::ptrdiff_t step =
+            window_.tiles.words_per_row > 1
+                ? 4 * static_cast<std::ptrdiff_t>(window_.tiles.word(row, 1) - window_.tiles.word(row, 0))
+                : 0;
         const auto load = [&] { return n == Lanes::width ? Lanes::load(p) : Lanes::load(p, n); };
         if constexpr (per_word == 2) {
             if (c % 2) {
@@ -126,7 +135,8 @@ private:
             constexpr int zero = levels::template zero_code<bits>;
             constexpr auto steps = top - static_cast<float>(zero);
             const floats v = Lanes::multiply(x, inverse);
-            const floats bounded = Lanes::min(Lanes::max(v, Lanes::splat_float(-steps)), Lanes::splat_float(steps));
+            const floats bounded =
+                Lanes::min(Lanes::max(v, Lanes::splat_float(-steps)), Lanes::splat_float(steps));
             return Lanes::add(Lanes::round(bounded), Lanes::splat(zero));
         }
     }
@@ -143,16 +153,24 @@ private:
         code_writer(const block_encoder& e, int row, int rows)
             : self(e), at(e.to_ + 4 * e.codes_.tiles.word(row, 0)), vector_bytes(0), n(rows) {
             if (e.codes_.tiles.words_per_row > 1)
-                vector_bytes = 4 * static_cast<std::ptrdiff_t>(e.codes_.tiles.word(row, 1) - e.codes_.tiles.word(row, 0));
+                vector_bytes = 4 * static_cast<std::ptrdiff_t>(e.codes_.tiles.word(row, 1) -
+                                                               e.codes_.tiles.word(row, 0));
             for (int p = 0; p < planes::count; ++p) pending[p] = Lanes::splat(0);
         }
 
         KVQ_INLINE void put(int slot, ints code) {
             switch (slot % 4) {
-                case 0: word = code; return;
-                case 1: word = Lanes::bit_or(word, Lanes::template shift_left<8>(code)); return;
-                case 2: word = Lanes::bit_or(word, Lanes::template shift_left<16>(code)); return;
-                default: word = Lanes::bit_or(word, Lanes::template shift_left<24>(code));
+                case 0:
+                    word = code;
+                    return;
+                case 1:
+                    word = Lanes::bit_or(word, Lanes::template shift_left<8>(code));
+                    return;
+                case 2:
+                    word = Lanes::bit_or(word, Lanes::template shift_left<16>(code));
+                    return;
+                default:
+                    word = Lanes::bit_or(word, Lanes::template shift_left<24>(code));
             }
             finish_quad(slot / 4);
         }
@@ -176,12 +194,14 @@ private:
                     constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
                     const ints part = Lanes::bit_and(Lanes::template shift_right<planes::shift(Plane)>(word),
                                                      Lanes::splat(static_cast<std::int32_t>(mask)));
-                    pending[Plane] = Lanes::bit_or(pending[Plane], shifted<width, per_vector>(part, quad % per_vector));
+                    pending[Plane] =
+                        Lanes::bit_or(pending[Plane], shifted<width, per_vector>(part, quad % per_vector));
                 }
                 const bool full = quad % per_vector == per_vector - 1;
                 if (Flush ? !full : full) {
                     std::byte* const to =
-                        at + (planes::first_vector(Plane, self.codes_.quads()) + quad / per_vector) * vector_bytes;
+                        at +
+                        (planes::first_vector(Plane, self.codes_.quads()) + quad / per_vector) * vector_bytes;
                     if (n == Lanes::width)
                         Lanes::store(to, pending[Plane]);
                     else
@@ -191,11 +211,11 @@ private:
                 add_planes<Plane + 1, Flush>(quad);
             }
         }
-        template <int Width, int PerVector, int I = 0>
+        template <int Width, int PerVector, int At = 0>
         static KVQ_INLINE ints shifted(ints part, int index) {
-            if constexpr (I + 1 < PerVector)
-                if (index != I) return shifted<Width, PerVector, I + 1>(part, index);
-            return Lanes::template shift_left<Width * I>(part);
+            if constexpr (At + 1 < PerVector)
+                if (index != At) return shifted<Width, PerVector, At + 1>(part, index);
+            return Lanes::template shift_left<Width * At>(part);
         }
     };
 
@@ -225,7 +245,8 @@ private:
         writer.flush();
     }
 
-    KVQ_INLINE void store_fit(std::byte* at, int i, float low, float high, float& bias, float& inverse) const {
+    KVQ_INLINE void store_fit(std::byte* at, int i, float low, float high, float& bias,
+                              float& inverse) const {
         const auto stored = levels::template fit<bits, parameter>(low, high);
         std::byte* const to = at + static_cast<std::size_t>(i) * sizeof(parameter);
         detail::store_as(to, stored.scale);
@@ -248,7 +269,9 @@ private:
             }
             for (int part = 0; part < size;) {
                 const int row = first + part;
-                const int n = detail::smaller(Lanes::width, detail::smaller(size - part, tile_layout::tile_rows - row % tile_layout::tile_rows));
+                const int n = detail::smaller(
+                    Lanes::width,
+                    detail::smaller(size - part, tile_layout::tile_rows - row % tile_layout::tile_rows));
                 const ints w = load_word(row, c / per_word, n);
                 const floats x0 = whole(half<0>(w), n);
                 lo[0] = Lanes::min(lo[0], x0);
@@ -279,7 +302,8 @@ private:
         const int row = rg * codes_.rows().group + part, cols = shape_.cols();
         code_writer writer(*this, row, n);
         each_column(row, n, 0, cols, [&](int c, floats x) {
-            writer.put(c, to_codes(x, Lanes::splat_float(scratch_[c]), Lanes::splat_float(scratch_[cols + c])));
+            writer.put(c,
+                       to_codes(x, Lanes::splat_float(scratch_[c]), Lanes::splat_float(scratch_[cols + c])));
         });
         writer.end_group(cols - 1);
         writer.flush();

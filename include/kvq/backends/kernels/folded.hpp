@@ -56,12 +56,14 @@ struct fold_layout {
         return steps * step * 2;
     }
     constexpr std::size_t scalars() const noexcept {
-        return static_cast<std::size_t>(sets) * static_cast<std::size_t>(cols.groups()) * static_cast<std::size_t>(n);
+        return static_cast<std::size_t>(sets) * static_cast<std::size_t>(cols.groups()) *
+               static_cast<std::size_t>(n);
     }
     constexpr std::size_t bytes() const noexcept {
         return detail::round_up(scalars() * sizeof(fold_scalars), std::size_t{64}) +
                detail::round_up(static_cast<std::size_t>(sets) * static_cast<std::size_t>(set_words()) *
-                                    static_cast<std::size_t>(n) * 4 + overrun,
+                                        static_cast<std::size_t>(n) * 4 +
+                                    overrun,
                                 std::size_t{64}) +
                3 * scratch_floats() * sizeof(float);
     }
@@ -70,7 +72,9 @@ struct fold_layout {
         return static_cast<std::size_t>(detail::round_up(cols.slots(), 4 * step) + 32);
     }
 
-    fold_scalars* scalars(std::byte* memory) const noexcept { return reinterpret_cast<fold_scalars*>(memory); }
+    fold_scalars* scalars(std::byte* memory) const noexcept {
+        return reinterpret_cast<fold_scalars*>(memory);
+    }
     std::uint32_t* words(std::byte* memory) const noexcept {
         return reinterpret_cast<std::uint32_t*>(
             memory + detail::round_up(scalars() * sizeof(fold_scalars), std::size_t{64}));
@@ -105,11 +109,13 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
 
     for (int set = 0; set < layout.sets; ++set) {
         if (use.columns()) {
-            if constexpr (requires { scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias); })
+            if constexpr (requires {
+                              scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
+                          })
                 scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
         }
-        std::uint32_t* words = layout.words(memory) +
-                               static_cast<std::size_t>(set) * static_cast<std::size_t>(layout.set_words() * n);
+        std::uint32_t* words = layout.words(memory) + static_cast<std::size_t>(set) *
+                                                          static_cast<std::size_t>(layout.set_words() * n);
         for (int first = 0; first < n;) {
             const int block_n = next_query_block(n - first);
             for (int i = first; i < first + block_n; ++i) {
@@ -153,7 +159,8 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
                     for (int c = 0; c < to - from; c += Lanes::width) {
                         const auto fixed = Lanes::round(
                             Lanes::multiply(Lanes::load_floats(vector + c), Lanes::splat_float(inverse)));
-                        const auto high = Lanes::template shift_right_signed<8>(Lanes::add(fixed, Lanes::splat(128)));
+                        const auto high =
+                            Lanes::template shift_right_signed<8>(Lanes::add(fixed, Lanes::splat(128)));
                         Lanes::store_pieces(out, 2 * block_n, high, fixed);
                         out += Lanes::width / 4 * 2 * block_n;
                         if constexpr (Scheme::zero_code != 0) {

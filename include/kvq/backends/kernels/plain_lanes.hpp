@@ -164,7 +164,8 @@ struct plain_lanes {
     static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
         const auto pack = [](const ints& a, int q) {
             std::uint32_t word = 0;
-            for (int k = 0; k < 4; ++k) word |= (static_cast<std::uint32_t>(a.v[4 * q + k]) & 255u) << (8 * k);
+            for (int k = 0; k < 4; ++k)
+                word |= (static_cast<std::uint32_t>(a.v[4 * q + k]) & 255u) << (8 * k);
             return word;
         };
         for (int q = 0; q < width / 4; ++q) {
@@ -178,12 +179,14 @@ struct plain_lanes {
     /// `width` consecutive values of type T.
     template <class T>
     static KVQ_INLINE floats load_values(const std::byte* p) {
-        return map_floats([&](int i) { return static_cast<float>(detail::load_as<T>(p + i * int{sizeof(T)})); });
+        return map_floats(
+            [&](int i) { return static_cast<float>(detail::load_as<T>(p + i * int{sizeof(T)})); });
     }
     template <class T>
     static KVQ_INLINE floats load_values(const std::byte* p, int n) {
-        return map_floats(
-            [&](int i) { return i < n ? static_cast<float>(detail::load_as<T>(p + i * int{sizeof(T)})) : 0.0f; });
+        return map_floats([&](int i) {
+            return i < n ? static_cast<float>(detail::load_as<T>(p + i * int{sizeof(T)})) : 0.0f;
+        });
     }
     /// The 16-bit values in the low (Half = 0) or high (1) halves of words.
     template <class T, int Half>

@@ -60,7 +60,8 @@ float softmax_tile(float* scores, int n, float& max, float& sum) {
     float factor = 1.0f;
     if (top > max) {
         float one[Lanes::width];
-        Lanes::store_floats(one, exp2_negative<Lanes>(Lanes::splat_float(max == lowest ? -1e30f : max - top)));
+        Lanes::store_floats(one,
+                            exp2_negative<Lanes>(Lanes::splat_float(max == lowest ? -1e30f : max - top)));
         factor = one[0];
     }
     sum = sum * factor + weights;

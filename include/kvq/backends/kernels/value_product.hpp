@@ -35,7 +35,8 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
     for (int w = 0; w < pairs; ++w, words += vector_bytes) {
         typename Lanes::floats k[Vectors];
         KVQ_UNROLL
-        for (int v = 0; v < Vectors; ++v) k[v] = load_value_vector<Lanes, T, Partial>(words + v * bytes, values);
+        for (int v = 0; v < Vectors; ++v)
+            k[v] = load_value_vector<Lanes, T, Partial>(words + v * bytes, values);
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
             const float* const from = x + i * x_stride + w * per_word;
@@ -75,8 +76,8 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
 
 /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
 template <class Lanes, class T>
-void value_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride, int n,
-                   int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add) {
+void value_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
+                   int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add) {
     const value_layout<T> layout(shape);
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int vector_rows = Lanes::width / per_word;
@@ -86,28 +87,30 @@ void value_product(const block_shape& shape, const std::byte* block, const float
         const int block_n = next_query_block(n - first);
         for (int tile = 0; tile < rows; tile += tile_layout::tile_rows) {
             const int height = detail::smaller(tile_layout::tile_rows, slots - tile);
-            const std::byte* const begin =
-                block + 4 * static_cast<std::size_t>(tile) * static_cast<std::size_t>(layout.tiles.words_per_row);
+            const std::byte* const begin = block + 4 * static_cast<std::size_t>(tile) *
+                                                       static_cast<std::size_t>(layout.tiles.words_per_row);
             for (int part = 0; part < height && tile + part < rows;) {
                 const int left = detail::smaller(height - part, rows - tile - part);
-                const bool several = height - part >= vectors * vector_rows && left > (vectors - 1) * vector_rows;
+                const bool several =
+                    height - part >= vectors * vector_rows && left > (vectors - 1) * vector_rows;
                 const auto run = [&](auto v, auto q) {
                     constexpr int V = decltype(v)::value;
                     const int here = detail::smaller(left, V * vector_rows);
                     // Only whole vectors inside the tile are loaded at full width; what lies beyond `rows` is dropped.
-                    const int values = V == 1 && height - part < vector_rows ? (height - part) * per_word
-                                                                             : V * Lanes::width;
+                    const int values =
+                        V == 1 && height - part < vector_rows ? (height - part) * per_word : V * Lanes::width;
                     constexpr int Q = decltype(q)::value;
-                    const auto product = V == 1 && values < Lanes::width ? &value_product_tile<Lanes, T, 1, Q, true>
-                                                                         : &value_product_tile<Lanes, T, V, Q, false>;
+                    const auto product = V == 1 && values < Lanes::width
+                                             ? &value_product_tile<Lanes, T, 1, Q, true>
+                                             : &value_product_tile<Lanes, T, V, Q, false>;
                     if (here == V * vector_rows) {
                         product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
                                 y + first * y_stride + tile + part, y_stride, add);
                         return;
                     }
                     float lane_y[Q][V * vector_rows];
-                    product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values, lane_y[0],
-                            V * vector_rows, false);
+                    product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
+                            lane_y[0], V * vector_rows, false);
                     for (int i = 0; i < Q; ++i)
                         for (int r = 0; r < here; ++r) {
                             float& out = y[(first + i) * y_stride + tile + part + r];

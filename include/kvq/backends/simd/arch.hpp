@@ -33,7 +33,9 @@ struct sse4_1 : xsimd::sse4_1 {
 struct avx2 : xsimd::fma3<xsimd::avx2> {
     using registers = xsimd::fma3<xsimd::avx2>;
     static constexpr const char* name() noexcept { return "avx2"; }
-    static bool available() noexcept { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+    static bool available() noexcept {
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    }
 };
 struct avx512bw : xsimd::avx512bw {
     using registers = xsimd::avx512bw;
@@ -86,6 +88,10 @@ using best = neon64;
 #error "kvq/backends/simd.hpp knows x86-64 and AArch64; use kvq::scalar elsewhere"
 #endif
 
+/// What xsimd does not have, per instruction set; register_ops.hpp lists it.
+template <class Arch>
+struct register_ops;
+
 /// Calls f(Arch{}) for the first architecture of the list that the running CPU has (list the best first).
 /// Each f(Arch{}) should end up in a translation unit built for that architecture; docs/performance.md shows how.
 template <class... Archs, class F>
@@ -97,8 +103,7 @@ decltype(auto) dispatch(F&& f) {
             if (First::available()) return f(First{});
             return self.template operator()<Rest...>(self, rest...);
         }
-    }
-    .template operator()<Archs...>(f, Archs{}...);
+    }.template operator()<Archs...>(f, Archs{}...);
 }
 
 }  // namespace kvq::inline v0_1::arch

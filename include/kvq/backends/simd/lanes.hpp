@@ -23,7 +23,9 @@ struct simd_lanes : arch::register_ops<Arch> {
         return ints::load_unaligned(reinterpret_cast<const std::uint32_t*>(p));
     }
     static KVQ_INLINE ints load(const std::byte* p, int n) { return ops::load_words(p, n); }
-    static KVQ_INLINE void store(std::byte* p, ints a) { a.store_unaligned(reinterpret_cast<std::uint32_t*>(p)); }
+    static KVQ_INLINE void store(std::byte* p, ints a) {
+        a.store_unaligned(reinterpret_cast<std::uint32_t*>(p));
+    }
     static KVQ_INLINE void store(std::byte* p, ints a, int n) { ops::store_words(p, a, n); }
     static KVQ_INLINE ints splat(std::int32_t x) { return ints(static_cast<std::uint32_t>(x)); }
     template <int S>

@@ -3,12 +3,17 @@
 
 #include <arm_neon.h>
 
-#include "register_ops.hpp"
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/float_formats.hpp"
+#include "arch.hpp"
 
 namespace kvq::inline v0_1::arch {
 
 template <class Arch>
-    requires std::derived_from<Arch, neon64>
+requires std::derived_from<Arch, neon64>
 struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::neon64>;
     using floats = xsimd::batch<float, xsimd::neon64>;
@@ -45,7 +50,8 @@ struct register_ops<Arch> {
         if constexpr (Bits < 8) {
             const int8x16_t s = vreinterpretq_s8_u8(c);
 #if defined(__ARM_FEATURE_DOTPROD)
-            if constexpr (std::derived_from<Arch, neon64_dot>) return vreinterpretq_u32_s32(vdotq_s32(sum, s, y));
+            if constexpr (std::derived_from<Arch, neon64_dot>)
+                return vreinterpretq_u32_s32(vdotq_s32(sum, s, y));
 #endif
             const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(s), vget_low_s8(y)));
             const int32x4_t high = vpaddlq_s16(vmull_high_s8(s, y));
@@ -54,8 +60,10 @@ struct register_ops<Arch> {
             const int16x8_t c0 = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(c)));
             const int16x8_t c1 = vreinterpretq_s16_u16(vmovl_high_u8(c));
             const int16x8_t y0 = vmovl_s8(vget_low_s8(y)), y1 = vmovl_high_s8(y);
-            const int32x4_t low = vpaddq_s32(vmull_s16(vget_low_s16(c0), vget_low_s16(y0)), vmull_high_s16(c0, y0));
-            const int32x4_t high = vpaddq_s32(vmull_s16(vget_low_s16(c1), vget_low_s16(y1)), vmull_high_s16(c1, y1));
+            const int32x4_t low =
+                vpaddq_s32(vmull_s16(vget_low_s16(c0), vget_low_s16(y0)), vmull_high_s16(c0, y0));
+            const int32x4_t high =
+                vpaddq_s32(vmull_s16(vget_low_s16(c1), vget_low_s16(y1)), vmull_high_s16(c1, y1));
             return vreinterpretq_u32_s32(vaddq_s32(sum, vpaddq_s32(low, high)));
         }
     }

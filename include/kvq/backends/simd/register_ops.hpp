@@ -10,18 +10,7 @@
 //   splat_pair, keep_even, sum, largest, smallest
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-#include "../../core/float_formats.hpp"
 #include "arch.hpp"
-
-namespace kvq::inline v0_1::arch {
-
-template <class Arch>
-struct register_ops;
-
-}  // namespace kvq::inline v0_1::arch
 
 #if defined(__SSE2__)
 #include "x86_sse.hpp"

@@ -3,7 +3,12 @@
 
 #include <immintrin.h>
 
-#include "register_ops.hpp"
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/float_formats.hpp"
+#include "arch.hpp"
 
 namespace kvq::inline v0_1::arch {
 
@@ -50,8 +55,9 @@ struct register_ops<avx2> {
         return _mm256_srai_epi32(a, S);
     }
     static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
-        const __m256i bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
-                                               0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+        const __m256i bytes =
+            _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                             0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
         const __m256i both =
             _mm256_unpacklo_epi32(_mm256_shuffle_epi8(high, bytes), _mm256_shuffle_epi8(low, bytes));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(both));
@@ -81,8 +87,8 @@ struct register_ops<avx2> {
             return _mm256_castsi256_ps(Half ? _mm256_and_si256(words, _mm256_set1_epi32(-65536))
                                             : _mm256_slli_epi32(words, 16));
         } else {
-            const __m256i w = Half ? _mm256_srli_epi32(words, 16)
-                                   : _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+            const __m256i w =
+                Half ? _mm256_srli_epi32(words, 16) : _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
             const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(w, w), 0x08);
             return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
         }

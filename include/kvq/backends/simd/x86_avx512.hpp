@@ -3,12 +3,17 @@
 
 #include <immintrin.h>
 
-#include "register_ops.hpp"
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/float_formats.hpp"
+#include "arch.hpp"
 
 namespace kvq::inline v0_1::arch {
 
 template <class Arch>
-    requires std::derived_from<Arch, avx512bw>
+requires std::derived_from<Arch, avx512bw>
 struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::avx512bw>;
     using floats = xsimd::batch<float, xsimd::avx512bw>;
@@ -18,8 +23,12 @@ struct register_ops<Arch> {
 
     static KVQ_INLINE __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
 
-    static KVQ_INLINE ints load_words(const std::byte* p, int n) { return _mm512_maskz_loadu_epi32(first(n), p); }
-    static KVQ_INLINE void store_words(std::byte* p, ints a, int n) { _mm512_mask_storeu_epi32(p, first(n), a); }
+    static KVQ_INLINE ints load_words(const std::byte* p, int n) {
+        return _mm512_maskz_loadu_epi32(first(n), p);
+    }
+    static KVQ_INLINE void store_words(std::byte* p, ints a, int n) {
+        _mm512_mask_storeu_epi32(p, first(n), a);
+    }
     static KVQ_INLINE floats load_floats(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
     static KVQ_INLINE void store_floats(float* p, floats a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
 

@@ -6,12 +6,17 @@
 #include <tmmintrin.h>
 #endif
 
-#include "register_ops.hpp"
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/float_formats.hpp"
+#include "arch.hpp"
 
 namespace kvq::inline v0_1::arch {
 
 template <class Arch>
-    requires std::same_as<Arch, sse2> || std::same_as<Arch, sse4_1>
+requires std::same_as<Arch, sse2> || std::same_as<Arch, sse4_1>
 struct register_ops<Arch> {
     using registers = typename Arch::registers;
     using ints = xsimd::batch<std::uint32_t, registers>;
@@ -119,13 +124,14 @@ private:
             const __m128i magnitude = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x7fff)), 13);
             const __m128i sign = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x8000)), 16);
             // Moving the exponent by a product makes subnormals right as well; 2^112.
-            const __m128 scaled = _mm_mul_ps(_mm_castsi128_ps(magnitude), _mm_castsi128_ps(_mm_set1_epi32(0x77800000)));
+            const __m128 scaled =
+                _mm_mul_ps(_mm_castsi128_ps(magnitude), _mm_castsi128_ps(_mm_set1_epi32(0x77800000)));
             const __m128i special = _mm_cmpgt_epi32(magnitude, _mm_set1_epi32(0x0f7fffff));
             const __m128i infinite = _mm_and_si128(special, _mm_set1_epi32(0x7f800000));
             const __m128i quiet = _mm_and_si128(_mm_cmpgt_epi32(magnitude, _mm_set1_epi32(0x0f800000)),
                                                 _mm_set1_epi32(0x00400000));
-            return _mm_castsi128_ps(_mm_or_si128(_mm_or_si128(_mm_castps_si128(scaled), sign),
-                                                 _mm_or_si128(infinite, quiet)));
+            return _mm_castsi128_ps(
+                _mm_or_si128(_mm_or_si128(_mm_castps_si128(scaled), sign), _mm_or_si128(infinite, quiet)));
         }
     }
 };

@@ -1,0 +1,41 @@
+// A 4-bit cache: append tokens, attend, draft and roll back, fork.
+#include <cstdio>
+#include <kvq/backends/simd.hpp>
+#include <kvq/kvq.hpp>
+#include <random>
+#include <vector>
+
+int main() {
+    constexpr int layers = 2, kv_heads = 2, q_heads = 8, dim = 64, tokens = 1000;
+    using keys = kvq::affine<4, kvq::per_channel<64>>;  // KIVI keys
+    using values = kvq::affine<4, kvq::per_token<64>>;  // KIVI values
+    kvq::cache<keys, values, kvq::simd<>> cache({.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
+                                                {.sinks = 4, .recent = 64});
+
+    std::mt19937 random(1);
+    std::normal_distribution<float> normal;
+    std::vector<float> k(tokens * kv_heads * dim), v(k.size()), q(q_heads * dim), out(q.size());
+    for (auto* x : {&k, &v, &q})
+        for (float& f : *x) f = normal(random);
+
+    auto sequence = cache.new_sequence();
+    for (int layer = 0; layer < layers; ++layer)
+        sequence.append(layer, kvq::token_view(k.data(), tokens, kv_heads, dim),
+                        kvq::token_view(v.data(), tokens, kv_heads, dim));
+    sequence.attend(0, kvq::token_view(q.data(), 1, q_heads, dim), kvq::token_view(out.data(), 1, q_heads, dim));
+    std::printf("%d tokens in %zu bytes (16 bit: %zu); out[0] = %f\n", sequence.tokens(), sequence.usage().bytes,
+                2 * 2 * k.size() * layers, static_cast<double>(out[0]));
+
+    // Speculative decoding: draft five tokens, accept two.
+    auto other = sequence.fork();  // shares every page
+    for (int layer = 0; layer < layers; ++layer)
+        other.append(layer, kvq::token_view(k.data(), 5, kv_heads, dim), kvq::token_view(v.data(), 5, kv_heads, dim));
+    other.trim(tokens + 2);
+    std::printf("fork has %d tokens; both together hold %zu bytes\n", other.tokens(), cache.bytes_in_use());
+
+    try {
+        other.trim(5000);
+    } catch (const kvq::error& e) {
+        std::printf("%s\n", e.what());
+    }
+}

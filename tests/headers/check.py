@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Compiles every header of the library alone.
+
+check.py <include folder> [--without simd|eigen]... <compiler> [flags...]
+
+With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
+(poison.hpp). Headers that need xsimd or Eigen are left out with --without, and go unpoisoned.
+With nvcc: everything that must be usable from device code in one translation unit, since nvcc is slow to start;
+then every *.cuh by itself.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+# Folders and files that a .cu file may include.
+DEVICE = ("version.hpp", "config.hpp", "core/", "pack/", "quant/", "schemes/", "page/")
+
+THIRD_PARTY = {"simd": "backends/simd", "eigen": "adapters/eigen"}
+
+# Headers below backends/simd of one instruction set: the processor they are for, and the flags they need there.
+INSTRUCTION_SETS = {
+    "backends/simd/x86_sse": ("x86_64", ["-march=x86-64-v2"]),
+    "backends/simd/x86_avx2": ("x86_64", ["-march=x86-64-v3"]),
+    "backends/simd/x86_avx512": ("x86_64", ["-march=x86-64-v4", "-mavx512vnni"]),
+    "backends/simd/neon": ("aarch64", []),
+}
+
+WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
+
+
+def compile_alone(compiler, flags, include, header, poisoned):
+    command = [compiler, "-std=c++20", "-fsyntax-only", *WARNINGS, *flags, "-I", str(include)]
+    if "clang" in os.path.basename(compiler):
+        command += ["-ferror-limit=3", "-Wno-sign-conversion"]  # the latter as in CMakeLists.txt
+    else:
+        command += ["-fmax-errors=3"]
+    if poisoned:
+        command += ["-include", str(HERE / "poison.hpp")]
+    command += ["-include", f"kvq/{header}", "-include", f"kvq/{header}", "-x", "c++", os.devnull]
+    return header, subprocess.run(command, capture_output=True, text=True)
+
+
+def compile_device(compiler, flags, include, headers, folder):
+    source = pathlib.Path(folder) / (headers[0].replace("/", "_") + ".cu")
+    source.write_text("".join(f"#include <kvq/{header}>\n" for header in headers))
+    command = [compiler, "-std=c++20", "-Werror", "all-warnings", *flags, "-I", str(include)]
+    command += ["-c", "-o", str(source) + ".o", str(source)]
+    return ", ".join(headers), subprocess.run(command, capture_output=True, text=True)
+
+
+def main():
+    arguments = sys.argv[1:]
+    include = pathlib.Path(arguments.pop(0))
+    left_out = []
+    while arguments[0] == "--without":
+        left_out.append(THIRD_PARTY[arguments[1]])
+        del arguments[:2]
+    compiler, *flags = arguments
+
+    root = include / "kvq"
+    headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.hpp"))
+    device_headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.cuh"))
+
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        if "nvcc" in os.path.basename(compiler):
+            groups = [[header for header in headers if header.startswith(DEVICE)], *([h] for h in device_headers)]
+            jobs = [pool.submit(compile_device, compiler, flags, include, group, folder) for group in groups if group]
+        else:
+            machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout.split("-")[0]
+            jobs = []
+            for header in headers:
+                processor, extra = INSTRUCTION_SETS.get(header.removesuffix(".hpp"), (machine, []))
+                if processor == machine and not header.startswith(tuple(left_out)):
+                    poisoned = not header.startswith(tuple(THIRD_PARTY.values()))
+                    jobs.append(pool.submit(compile_alone, compiler, [*flags, *extra], include, header, poisoned))
+        results = [job.result() for job in jobs]
+
+    failed = [(name, result) for name, result in results if result.returncode != 0]
+    for name, result in failed:
+        print(f"---- {name}\n{result.stdout}{result.stderr}")
+    print(f"{len(results) - len(failed)} of {len(results)} compile with {compiler}")
+    return 1 if failed or not results else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

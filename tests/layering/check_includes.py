@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Checks that includes between the folders of the library point only down, and a few rules that keep it light.
+
+check_includes.py <include/kvq>
+"""
+
+import pathlib
+import re
+import sys
+
+# What a layer may include besides itself; a layer is the longest key that its path starts with.
+BASE = {"version", "config"}
+CODES = BASE | {"core", "pack", "quant", "schemes"}
+PAGES = CODES | {"page"}
+KERNELS = PAGES | {"backends/kernels"}
+ATTENTION = KERNELS | {"backends/scalar", "attention"}
+CACHE = ATTENTION | {"cache"}
+ALLOWED = {
+    "version": set(),
+    "config": {"version"},
+    "core": BASE,
+    "pack": BASE | {"core"},
+    "quant": BASE | {"core", "pack"},
+    "schemes": BASE | {"core", "pack", "quant"},
+    "page": CODES,
+    "backends/kernels": PAGES,
+    "backends/scalar": KERNELS,
+    "backends/simd": KERNELS | {"backends/scalar"},
+    "backends/cuda": KERNELS,
+    "attention": KERNELS | {"backends/scalar"},
+    "cache": ATTENTION,
+    "adapters": CACHE,
+    "io": CACHE,
+    "estimate": CACHE,
+    "kvq": CACHE | {"adapters", "io", "estimate"},
+}
+
+# Headers of others: pattern, and the only paths where it may stand (none: nowhere).
+RESTRICTED = [
+    (r"ranges|iostream|regex|random", ()),
+    (r"xsimd/.*", ("backends/simd",)),
+    (r"immintrin\.h|x86intrin\.h|[a-z]mmintrin\.h|arm_neon\.h", ("backends/simd",)),
+    (r"(unsupported/)?Eigen/.*", ("adapters/eigen",)),
+    (r"cuda.*|cub/.*|cooperative_groups.*|mma\.h", ("backends/cuda", "config", "core")),
+]
+# What the umbrella leaves to the user, because it needs a third party.
+NOT_IN_UMBRELLA = ("backends/simd", "backends/cuda", "adapters/eigen")
+# Macros of optional instruction sets make two objects of one program see different code under one name.
+ISA_MACRO = re.compile(r"__(AVX|SSE3|SSSE3|SSE4|FMA__|F16C__|BMI|ARM_FEATURE)\w*")
+ISA_ALLOWED = ("backends/simd",)
+
+MAX_LINES = 600
+
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+
+
+def layer_of(path):
+    """'core/float16.hpp' -> 'core', 'backends/simd/arch.hpp' -> 'backends/simd', 'config.hpp' -> 'config'."""
+    stem = re.sub(r"\.(hpp|cuh)$", "", path)
+    matches = [name for name in ALLOWED if stem == name or stem.startswith(name + "/")]
+    return max(matches, key=len) if matches else None
+
+
+def read(root):
+    """path -> lines without comments."""
+    files = {}
+    for path in sorted([*root.rglob("*.hpp"), *root.rglob("*.cuh")]):
+        text = path.read_text()
+        without_blocks = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group().count("\n"), text, flags=re.S)
+        files[path.relative_to(root).as_posix()] = [re.sub(r"//.*", "", line) for line in without_blocks.split("\n")]
+    return files
+
+
+def check(root):
+    errors = []
+    files = read(root)
+    edges = {path: [] for path in files}
+
+    for path, lines in files.items():
+        layer = layer_of(path)
+        if layer is None:
+            errors.append(f"{path}: belongs to no layer (see ALLOWED in check_includes.py)")
+            continue
+        if len(lines) - 1 > MAX_LINES:
+            errors.append(f"{path}: {len(lines) - 1} lines, more than {MAX_LINES}")
+
+        for number, line in enumerate(lines, 1):
+            where = f"{path}:{number}"
+            macro = ISA_MACRO.search(line)
+            if macro and not path.startswith(ISA_ALLOWED):
+                errors.append(f"{where}: {macro.group()} belongs into {' or '.join(ISA_ALLOWED)}")
+
+            include = INCLUDE.match(line)
+            if not include:
+                continue
+            quote, name = include.groups()
+            target = name.removeprefix("kvq/") if name.startswith("kvq/") else None
+            if quote == '"' and target is None:
+                target = (root / path).parent.joinpath(name).resolve()
+                target = target.relative_to(root.resolve()).as_posix() if target.is_relative_to(root.resolve()) else name
+            if target is None:
+                for pattern, places in RESTRICTED:
+                    if re.fullmatch(pattern, name) and not path.startswith(places or "\0"):
+                        errors.append(f"{where}: <{name}> belongs into {' or '.join(places) or 'no header'}")
+                continue
+
+            if target not in files:
+                errors.append(f"{where}: {name} does not exist")
+                continue
+            edges[path].append(target)
+            below = layer_of(target)
+            if below != layer and below not in ALLOWED[layer]:
+                errors.append(f"{where}: {layer} must not include {below} ({name})")
+            if layer == "kvq" and target.startswith(NOT_IN_UMBRELLA):
+                errors.append(f"{where}: {name} needs a third party and stays out of the umbrella")
+
+    errors += cycles(edges)
+    return errors, files, edges
+
+
+def cycles(edges):
+    errors, done, stack = [], set(), []
+
+    def visit(path):
+        if path in stack:
+            errors.append("circle: " + " -> ".join([*stack[stack.index(path):], path]))
+        elif path not in done:
+            stack.append(path)
+            for target in edges[path]:
+                visit(target)
+            stack.pop()
+            done.add(path)
+
+    for path in edges:
+        visit(path)
+    return errors
+
+
+def main():
+    root = pathlib.Path(sys.argv[1])
+    errors, files, edges = check(root)
+    for error in errors:
+        print(error)
+    lengths = sorted(len(lines) - 1 for lines in files.values())
+    if not lengths:
+        print(f"no headers in {root}")
+        return 1
+    print(f"{len(files)} headers, {sum(map(len, edges.values()))} includes between them, "
+          f"median {lengths[len(lengths) // 2]} lines, longest {lengths[-1]}; {len(errors)} errors")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
