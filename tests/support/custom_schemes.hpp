@@ -8,6 +8,7 @@
 //   rotated_scheme    random signs and a Walsh-Hadamard transform in front of another scheme
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <kvq/schemes/affine.hpp>
@@ -150,6 +151,7 @@ struct product_scheme {
         for (int c = 0; c < s.dim; ++c) {
             const float wanted = wanted_scale(s, values, c);
             int coded = 255;
+            if (wanted > 0.0f) coded = std::min(255, 1 + static_cast<int>(8.0f * std::log2(super / wanted)));
             while (coded > 0 && decoded_scale(super, coded) < wanted) --coded;
             block[at.scales + static_cast<std::size_t>(c)] = static_cast<std::byte>(coded);
             const kvq::float16 bias = kvq::detail::round_down<kvq::float16>(lowest(s, values, c));

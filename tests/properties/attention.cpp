@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: mixed-precision reduction. Attention over pages against double arithmetic on the decoded values.
+//
+// What attend() may lose: queries and weights are fixed-point with 16 bits below their largest element, so a score moves by
+// some 2^-16 of its largest term and a weight by 2^-16 of the page's largest; float sums and exp2 add about 2^-21. Over
+// thousands of random values the errors add like sqrt(n), and so does the result, which leaves about 1e-4; the bound is
+// 5e-4, half of what the library promises.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "support/attention_error.hpp"
+
+using test::append;
+using test::measure_attention;
+
+namespace {
+
+constexpr double bound = 5e-4;
+
+/// Random histories: appended in pieces, trimmed and appended again, so that pages are of all kinds.
+template <class C, class Check>
+void for_random_sequences(test::generator& random, int rounds, int longest, Check check) {
+    for (int round = 0; round < rounds; ++round) {
+        kvq::cache_shape shape{.layers = C::key_table::size, .kv_heads = random.between(1, 2), .head_dim = 0};
+        constexpr int dims[] = {1, 2, 3, 8, 16, 48, 64, 80, 96, 128, 192, 256};
+        shape.head_dim = random.one_in(3) ? random.between(1, 256) : random.pick(dims);
+        if (random.one_in(2)) shape.value_dim = random.one_in(3) ? random.between(1, 256) : random.pick(dims);
+        auto options = test::random_options(random);
+        if (random.one_in(2)) options.page_tokens = 64;
+        options.layers = test::rotate_formats<C>(shape.layers);
+        // Long sequences where the reference can afford them.
+        const int n = std::min(random.one_in(2) ? random.between(1, 200) : random.between(1, longest),
+                               1 + 400000 / (shape.head_dim + shape.dim(kvq::tensor::value)));
+        const test::stream s(random, shape, n);
+        auto cache = test::make_cache<C>(shape, options);
+        auto sequence = cache.new_sequence();
+        const int layer = random.between(0, shape.layers - 1);
+        const auto fill = [&] {
+            while (sequence.tokens(layer) < n) {
+                const int held = sequence.tokens(layer);
+                const int count = std::min(n - held, random.between(1, n));
+                sequence.append(layer, s.k.slice(held, count), s.v.slice(held, count));
+            }
+        };
+        for (int i = random.between(0, 2); i > 0; --i) {
+            fill();
+            sequence.trim(random.between(0, n));
+        }
+        fill();
+        if (random.one_in(3)) sequence.trim(random.between(1, n));
+        INFO(sequence.tokens(), " tokens of ", shape.head_dim, "/", shape.value_dim, ", layer ", layer, ", sinks ",
+             options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens);
+        check(cache, sequence, layer);
+    }
+}
+
+/// Only where a seed is asked for, so that an ordinary run stays silent.
+void report(const test::attention_error& worst) {
+    if (std::getenv("KVQ_SEED"))
+        MESSAGE("worst relative error ", worst.relative, ", of the sum's terms ", worst.of_terms);
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("decode: one query token, any GQA ratio", C, KVQ_TEST_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    test::attention_error worst;
+    for_random_sequences<C>(random, 16, 5000, [&](const auto& cache, const auto& sequence, int layer) {
+        const int group = random.between(1, sequence.tokens() > 1000 ? 4 : 16);
+        const auto q = test::random_tensor(random, 1, cache.shape().kv_heads * group, cache.shape().head_dim);
+        const auto error = measure_attention(cache, sequence, layer, q);
+        INFO("group ", group);
+        CHECK(error.of_terms <= bound);
+        CHECK(error.relative <= bound);
+        worst.include(error);
+    });
+    report(worst);
+}
+
+TEST_CASE_TEMPLATE("prefill: many query tokens, each sees itself and what came before", C, KVQ_TEST_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    test::attention_error worst;
+    for_random_sequences<C>(random, 6, 300, [&](const auto& cache, const auto& sequence, int layer) {
+        const int group = random.between(1, 3);
+        const int rows = random.between(1, std::min(sequence.tokens(), 40));
+        const auto q = test::random_tensor(random, rows, cache.shape().kv_heads * group, cache.shape().head_dim);
+        const auto error = measure_attention(cache, sequence, layer, q);
+        INFO("group ", group, ", ", rows, " query tokens");
+        CHECK(error.of_terms <= bound);
+        CHECK(error.relative <= bound);
+        worst.include(error);
+    });
+    report(worst);
+}
+
+TEST_CASE("outlier channels, large scores and tiny values stay within the bound") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    using C = test::kivi_cache;
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
+    for (int round = 0; round < 6; ++round) {
+        C cache(shape, {.sinks = 4, .recent = 16, .page_tokens = 32});
+        test::stream s(random, shape, 400);
+        // Keys with a few channels of 20 times the size and an offset; values of any size.
+        for (int t = 0; t < 400; ++t)
+            for (int h = 0; h < 2; ++h) {
+                for (int c = 0; c < 64; c += 17) s.k.view().at(t, h)[c] = 20.0f * s.k.view().at(t, h)[c] + 30.0f;
+                if (round % 2)
+                    for (int c = 0; c < 64; ++c) s.v.view().at(t, h)[c] *= 1e-3f;
+            }
+        auto sequence = cache.new_sequence();
+        append(sequence, 1, s, 0, 400);
+        auto q = test::random_tensor(random, 3, 8, 64);
+        for (int t = 0; t < 3; ++t)
+            for (int h = 0; h < 8; ++h)
+                for (int c = 0; c < 64; c += 17) q.view().at(t, h)[c] *= 0.05f;
+        const auto error = measure_attention(cache, sequence, 0, q);
+        CHECK(error.of_terms <= bound);
+        CHECK(error.relative <= bound);
+    }
+}
+
+TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row of a prefill, single heads", C,
+                   KVQ_TEST_FEW_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for_random_sequences<C>(random, 6, 300, [&](const auto& cache, const auto& sequence, int layer) {
+        const kvq::cache_shape& shape = cache.shape();
+        const int group = random.between(1, 5), value_dim = shape.dim(kvq::tensor::value);
+        const int rows = random.between(1, std::min(sequence.tokens(), 20));
+        const auto q = test::random_tensor(random, rows, shape.kv_heads * group, shape.head_dim);
+        test::tensor<float> all(rows, shape.kv_heads * group, value_dim), last(1, shape.kv_heads * group, value_dim),
+            single(1, shape.kv_heads, value_dim);
+        sequence.attend(layer, q.view(), all.view());
+        sequence.attend(layer, q.slice(rows - 1, 1), last.view());
+        test::tensor<float> one(1, shape.kv_heads, shape.head_dim);
+        for (int member = 0; member < group; ++member) {
+            for (int h = 0; h < shape.kv_heads; ++h)
+                std::copy_n(q.view().at(rows - 1, h * group + member), shape.head_dim, one.view().at(0, h));
+            sequence.attend(layer, std::as_const(one).view(), single.view());
+            for (int h = 0; h < shape.kv_heads; ++h)
+                for (int c = 0; c < value_dim; ++c) {
+                    REQUIRE(last.view().at(0, h * group + member)[c] == all.view().at(rows - 1, h * group + member)[c]);
+                    REQUIRE(single.view().at(0, h)[c] == all.view().at(rows - 1, h * group + member)[c]);
+                }
+        }
+    });
+}
+
+TEST_CASE("decode step by step gives the rows of a prefill") {
+    // Nothing is coded, so that both see the same values; they sum in different orders, hence a few float roundings.
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 40, .value_dim = 24};
+    test::plain_cache cache(shape, {.page_tokens = 16});
+    const int n = 90;
+    const test::stream s(random, shape, n);
+    const auto q = test::random_tensor(random, n, 4, 40);
+    test::tensor<float> rows(n, 4, 24), row(1, 4, 24);
+    auto whole = cache.new_sequence(), steps = cache.new_sequence();
+    append(whole, 1, s, 0, n);
+    whole.attend(0, q.view(), rows.view());
+    for (int t = 0; t < n; ++t) {
+        append(steps, 1, s, t, 1);
+        steps.attend(0, q.slice(t, 1), row.view());
+        for (int h = 0; h < 4; ++h)
+            for (int c = 0; c < 24; ++c)
+                REQUIRE(std::fabs(row.view().at(0, h)[c] - rows.view().at(t, h)[c]) <= 16 * 0x1p-24f * 4);
+    }
+}
+
+TEST_CASE("a sequence of one token returns its value") {
+    for (const int dim : {1, 7, 64}) {
+        test::plain_cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim});
+        test::generator random(1);
+        test::tensor<float> k(1, 1, dim), v(1, 1, dim), out(1, 3, dim);
+        for (float& x : v.values()) x = static_cast<float>(kvq::float16(random.normal()));
+        auto sequence = cache.new_sequence();
+        sequence.append(0, k.view(), v.view());
+        const auto q = test::random_tensor(random, 1, 3, dim);
+        sequence.attend(0, q.view(), out.view());
+        for (int h = 0; h < 3; ++h)
+            for (int c = 0; c < dim; ++c) CHECK(out.view().at(0, h)[c] == v.view().at(0, 0)[c]);
+    }
+}

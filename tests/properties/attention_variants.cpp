@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: mixed-precision reduction (see attention.cpp) for the hooks; exact for executors.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "support/attention_error.hpp"
+
+using test::append;
+using test::measure_attention;
+
+namespace {
+
+constexpr double bound = 5e-4;
+
+/// A user's own hook: keys of odd position count half.
+struct odd_keys_fade {
+    float logit(float score, int, int, int k_pos) const noexcept { return k_pos % 2 ? score - 0.6931472f : score; }
+};
+
+/// Seven workers, one after the other, the last one first.
+struct backwards {
+    static int concurrency() { return 7; }
+    template <class F>
+    void parallel_for(int n, const F& f) const {
+        for (int i = n - 1; i >= 0; --i) f(i);
+    }
+};
+
+template <class C, class Check>
+void with_sequence(test::generator& random, int tokens, Check check) {
+    const kvq::cache_shape shape{.layers = C::key_table::size, .kv_heads = 2, .head_dim = 48, .value_dim = 40};
+    auto cache = test::make_cache<C>(
+        shape, {.sinks = 4, .recent = 20, .page_tokens = 32, .layers = test::rotate_formats<C>(shape.layers)});
+    const test::stream s(random, shape, tokens);
+    auto sequence = cache.new_sequence();
+    append(sequence, shape.layers, s, 0, tokens);
+    for (int layer = 0; layer < shape.layers; ++layer) check(cache, sequence, layer);
+}
+
+void check_error(const test::attention_error& error) {
+    CHECK(error.relative <= bound);
+    CHECK(error.of_terms <= bound);
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("scale, softcap, sliding window, ALiBi, alone and together", C, test::kivi_cache, test::mixed_cache) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    with_sequence<C>(random, 230, [&](const auto& cache, const auto& sequence, int layer) {
+        float slopes[6];
+        for (int i = 0; i < 6; ++i) slopes[i] = 0.5f / static_cast<float>(1 << i);
+        for (const int rows : {1, 3, 37}) {
+            const auto q = test::random_tensor(random, rows, 6, 48);
+            INFO("layer ", layer, ", ", rows, " query tokens");
+            const auto check = [&](const auto& v) { check_error(measure_attention(cache, sequence, layer, q, v)); };
+            check(kvq::score_scale{0.05f});
+            check(kvq::softcap{3.0f});
+            check(kvq::alibi{slopes});
+            check(odd_keys_fade{});
+            for (const int window : {1, 2, 31, 32, 64, 1000}) check(kvq::sliding_window{window});
+            check(kvq::variant{kvq::softcap{5.0f}, kvq::sliding_window{40}});
+            check(kvq::variant{kvq::score_scale{0.2f}, kvq::alibi{slopes}, odd_keys_fade{}, kvq::sliding_window{100}});
+        }
+    });
+}
+
+TEST_CASE("variants combine as written: scale replaces, logits follow one another, the narrower window wins") {
+    const float slopes[1] = {2.0f};
+    struct since_even {
+        int first_key(int q_pos) const noexcept { return q_pos / 2 * 2; }
+    };
+    const kvq::variant both{kvq::sliding_window{3}, since_even{}};
+    CHECK(both.first_key(10) == 10);
+    CHECK(both.first_key(11) == 10);
+    CHECK(kvq::variant{kvq::sliding_window{2}, since_even{}}.first_key(13) == 12);
+    CHECK(both.first_key(1) == 0);
+    const kvq::variant logits{kvq::alibi{slopes}, kvq::softcap{1.0f}};
+    CHECK(logits.logit(0.5f, 0, 3, 2) == std::tanh(-1.5f));
+    static_assert(!kvq::detail::limiting_keys<decltype(logits)> && !kvq::detail::scaling<decltype(logits)>);
+    static_assert(!kvq::detail::changing_logits<kvq::causal>);
+    CHECK(kvq::variant{kvq::score_scale{0.25f}}.scale(64) == 0.25f);
+}
+
+TEST_CASE("a window that sees everything is no window") {
+    test::generator random(test::seed());
+    with_sequence<test::kivi_cache>(random, 150, [&](const auto& cache, const auto& sequence, int layer) {
+        const auto q = test::random_tensor(random, 5, 4, 48);
+        test::tensor<float> plain(5, 4, 40), windowed(5, 4, 40);
+        sequence.attend(layer, q.view(), plain.view());
+        sequence.attend(layer, q.view(), windowed.view(), kvq::sliding_window{150});
+        CHECK(plain.values() == windowed.values());
+        (void)cache;
+    });
+}
+
+TEST_CASE_TEMPLATE("the result does not depend on the executor or the number of threads", C, test::kivi_cache,
+                   test::mixed_cache) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    // 5000 tokens are cut into chunks; few rows make the chunks tasks of their own, many rows do not.
+    for (const int tokens : {40, 5000})
+        with_sequence<C>(random, tokens, [&](const auto& cache, const auto& sequence, int layer) {
+            for (const int rows : {1, 3, 20}) {
+                const auto q = test::random_tensor(random, rows, 4, 48);
+                test::tensor<float> expected(rows, 4, 40), out(rows, 4, 40);
+                sequence.attend(layer, q.view(), expected.view());
+                kvq::workspace space;
+                for (int threads = 1; threads <= 4; ++threads) {
+                    std::fill(out.values().begin(), out.values().end(), -1.0f);
+                    sequence.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::thread_executor(threads), space);
+                    CHECK(out.values() == expected.values());
+                    CHECK(space.size() >= cache.attention_workspace(tokens, 4, rows, threads));
+                }
+#if defined(_OPENMP)
+                sequence.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::openmp_executor{}, space);
+                CHECK(out.values() == expected.values());
+#endif
+            }
+        });
+}
+
+TEST_CASE("an executor may run tasks in any order") {
+    static_assert(kvq::executor<backwards> && kvq::executor<kvq::serial_executor> && kvq::executor<kvq::thread_executor>);
+    test::generator random(test::seed());
+    with_sequence<test::kivi_cache>(random, 5000, [&](const auto&, const auto& sequence, int layer) {
+        const auto q = test::random_tensor(random, 2, 4, 48);
+        test::tensor<float> expected(2, 4, 40), out(2, 4, 40);
+        sequence.attend(layer, q.view(), expected.view());
+        kvq::workspace space;
+        sequence.attend(layer, q.view(), out.view(), kvq::causal{}, backwards{}, space);
+        CHECK(out.values() == expected.values());
+    });
+}
+
+TEST_CASE("attention is a function of what a sequence holds: repeated, forked, in a used workspace") {
+    test::generator random(test::seed());
+    with_sequence<test::custom_cache>(random, 300, [&](const auto& cache, const auto& sequence, int layer) {
+        const auto q = test::random_tensor(random, 4, 4, 48);
+        test::tensor<float> expected(4, 4, 40), out(4, 4, 40);
+        sequence.attend(layer, q.view(), expected.view());
+        kvq::workspace space;
+        std::byte* const memory = space.reserve(2 * cache.attention_workspace(300, 4, 4));
+        std::fill_n(memory, space.size(), std::byte{0xff});
+        const auto copy = sequence.fork();
+        for (int i = 0; i < 3; ++i) {
+            copy.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::serial_executor{}, space);
+            CHECK(out.values() == expected.values());
+        }
+    });
+}
+
+TEST_CASE("strided queries and outputs") {
+    test::generator random(test::seed());
+    with_sequence<test::kivi_cache>(random, 100, [&](const auto&, const auto& sequence, int layer) {
+        const auto q = test::random_tensor(random, 3, 4, 48);
+        test::tensor<float> expected(3, 4, 40);
+        sequence.attend(layer, q.view(), expected.view());
+        // Heads outermost, with gaps.
+        std::vector<float> from(5000), to(5000, -1.0f);
+        const kvq::token_view<float> qs(from.data(), 3, 4, 48, 50, 200), outs(to.data(), 3, 4, 40, 44, 400);
+        for (int t = 0; t < 3; ++t)
+            for (int h = 0; h < 4; ++h) std::copy_n(q.view().at(t, h), 48, qs.at(t, h));
+        sequence.attend(layer, qs, outs);
+        int written = 0;
+        for (const float x : to) written += x != -1.0f;
+        CHECK(written == 3 * 4 * 40);
+        for (int t = 0; t < 3; ++t)
+            for (int h = 0; h < 4; ++h) CHECK(std::equal(outs.at(t, h), outs.at(t, h) + 40, expected.view().at(t, h)));
+    });
+}

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: MIT
+// How far attention over pages is from double arithmetic on the decoded values.
+#pragma once
+
+#include <cmath>
+#include <kvq/attention/reference.hpp>
+
+#include "caches.hpp"
+
+namespace test {
+
+struct attention_error {
+    /// |out - reference| / |reference|, Euclidean norms over the whole output: the relative error of a result.
+    double relative = 0;
+    /// The largest of one query's output: |out - reference| / |sum_k p_k |v_k||. What rounding explains, whatever cancels.
+    double of_terms = 0;
+
+    void include(const attention_error& other) {
+        relative = std::fmax(relative, other.relative);
+        of_terms = std::fmax(of_terms, other.of_terms);
+    }
+};
+
+template <class Cache, class Variant = kvq::causal>
+attention_error measure_attention(const Cache& cache, const typename Cache::sequence_type& sequence, int layer,
+                                  const tensor<float>& q, const Variant& variant = {}) {
+    const kvq::cache_shape& shape = cache.shape();
+    const auto k = decoded(sequence, shape, layer, kvq::tensor::key);
+    auto v = decoded(sequence, shape, layer, kvq::tensor::value);
+    const auto qv = q.view();
+    const int value_dim = shape.dim(kvq::tensor::value);
+    tensor<float> out(qv.tokens, qv.heads, value_dim);
+    for (float& x : out.values()) x = std::numeric_limits<float>::quiet_NaN();
+    sequence.attend(layer, qv, out.view(), variant);
+
+    tensor<double> expected(qv.tokens, qv.heads, value_dim), size(qv.tokens, qv.heads, value_dim);
+    kvq::reference_attend(k.view(), std::as_const(v).view(), qv, expected.view(), variant);
+    for (float& x : v.values()) x = std::fabs(x);
+    kvq::reference_attend(k.view(), std::as_const(v).view(), qv, size.view(), variant);
+
+    attention_error worst;
+    double difference = 0, norm = 0;
+    for (int t = 0; t < qv.tokens; ++t)
+        for (int h = 0; h < qv.heads; ++h) {
+            double row_difference = 0, row_size = 0;
+            for (int c = 0; c < value_dim; ++c) {
+                const double wanted = expected.view().at(t, h)[c], terms = size.view().at(t, h)[c];
+                const double d = static_cast<double>(out.view().at(t, h)[c]) - wanted;
+                row_difference += d * d;
+                row_size += terms * terms;
+                norm += wanted * wanted;
+            }
+            difference += row_difference;
+            // Written so that a NaN is the worst of all.
+            if (!(std::sqrt(row_difference) <= worst.of_terms * std::sqrt(row_size)))
+                worst.of_terms = std::sqrt(row_difference / row_size);
+        }
+    worst.relative = difference > 0 || std::isnan(difference) ? std::sqrt(difference / norm) : 0;
+    return worst;
+}
+
+}  // namespace test

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: MIT
+// Bad input: kvq::error, one sentence with the numbers, and nothing changed.
+#include <doctest/doctest.h>
+
+#include <functional>
+
+#include "support/caches.hpp"
+
+using kvq::token_view;
+
+namespace {
+
+/// The message of the kvq::error that f raises.
+std::string message_of(const std::function<void()>& f) {
+    try {
+        f();
+    } catch (const kvq::error& e) {
+        return e.what();
+    }
+    return "no error";
+}
+
+/// One sentence that names the library and contains all of the given parts.
+void check_message(const std::function<void()>& f, const std::vector<std::string>& parts) {
+    const std::string message = message_of(f);
+    INFO(message);
+    CHECK(message.starts_with("kvq: "));
+    CHECK(message.find('\n') == std::string::npos);
+    for (const std::string& part : parts) {
+        INFO("lacks ", part);
+        CHECK(message.find(part) != std::string::npos);
+    }
+}
+
+using cache_type = kvq::cache<kvq::formats<kvq::int8, kvq::affine<4>>>;
+void make(const kvq::cache_shape& shape, const kvq::cache_options& options = {}) { cache_type cache(shape, options); }
+
+}  // namespace
+
+TEST_CASE("a cache of impossible shape or options is not made") {
+    check_message([] { make({.layers = 0, .kv_heads = 1, .head_dim = 8}); }, {"layer", "0"});
+    check_message([] { make({.layers = 1, .kv_heads = -3, .head_dim = 8}); }, {"kv head", "-3"});
+    check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = 0}); }, {"head_dim", "0"});
+    check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = 8, .value_dim = -1}); }, {"value_dim", "-1"});
+    const kvq::cache_shape good{.layers = 2, .kv_heads = 1, .head_dim = 8};
+    make(good);
+    check_message([&] { make(good, {.sinks = -1}); }, {"sinks", "-1"});
+    check_message([&] { make(good, {.recent = -2}); }, {"recent", "-2"});
+    check_message([&] { make(good, {.rollback = -5}); }, {"rollback", "-5"});
+    check_message([&] { make(good, {.page_tokens = 0}); }, {"page_tokens", "0"});
+    check_message([&] { make(good, {.page_tokens = 65537}); }, {"page_tokens", "65537", "65536"});
+    check_message([&] { make(good, {.layers = {{}, {}, {}}}); }, {"3 layers", "2"});
+    check_message([&] { make(good, {.layers = {{.key = 2}, {}}}); }, {"key format 2", "2 listed"});
+    check_message([&] { make(good, {.layers = {{}, {.value = -1}}}); }, {"value format -1", "2 listed"});
+}
+
+TEST_CASE("append refuses what does not fit, and changes nothing") {
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 8, .value_dim = 6};
+    cache_type cache(shape, {.recent = 3, .page_tokens = 8});
+    test::generator random(1);
+    const test::stream s(random, shape, 20);
+    auto sequence = cache.new_sequence();
+    test::append(sequence, 2, s, 0, 20);
+    const auto held = test::contents(cache, sequence, true);
+    const auto in_use = cache.bytes_in_use();
+
+    std::vector<float> data(4096);
+    const auto view = [&](int tokens, int heads, int dim) {
+        return token_view<const float>(data.data(), tokens, heads, dim);
+    };
+    check_message([&] { sequence.append(2, view(1, 2, 8), view(1, 2, 6)); }, {"layer 2", "2 layers"});
+    check_message([&] { sequence.append(-1, view(1, 2, 8), view(1, 2, 6)); }, {"layer -1"});
+    check_message([&] { sequence.append(0, view(1, 3, 8), view(1, 2, 6)); }, {"k is 3 heads x 8", "2 x 8"});
+    check_message([&] { sequence.append(0, view(1, 2, 7), view(1, 2, 6)); }, {"k is 2 heads x 7", "2 x 8"});
+    check_message([&] { sequence.append(0, view(1, 2, 8), view(1, 2, 8)); }, {"v is 2 heads x 8", "2 x 6"});
+    check_message([&] { sequence.append(0, view(2, 2, 8), view(3, 2, 6)); }, {"k has 2 tokens", "v has 3"});
+    check_message([&] { sequence.append(0, view(-4, 2, 8), view(-4, 2, 6)); }, {"-4 tokens"});
+    const token_view<const float> nothing(nullptr, 5, 2, 8);
+    check_message([&] { sequence.append(0, nothing, view(5, 2, 6)); }, {"no data", "5 tokens"});
+    check_message([&] { sequence.append(0, view(2147483640, 2, 8), view(2147483640, 2, 6)); }, {"20", "2147483640"});
+
+    CHECK(test::contents(cache, sequence, true) == held);
+    CHECK(cache.bytes_in_use() == in_use);
+    CHECK(sequence.tokens() == 20);
+}
+
+TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing") {
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 8, .value_dim = 6};
+    cache_type cache(shape, {.recent = 3, .page_tokens = 8});
+    test::generator random(1);
+    const test::stream s(random, shape, 20);
+    auto sequence = cache.new_sequence();
+    sequence.append(0, s.k.view(), s.v.view());
+    const auto held = test::contents(cache, sequence, true);
+
+    const std::vector<float> from(4096);
+    std::vector<float> to(4096, -1.0f);
+    const auto q = [&](int tokens, int heads, int dim) {
+        return token_view<const float>(from.data(), tokens, heads, dim);
+    };
+    const auto out = [&](int tokens, int heads, int dim) { return token_view<float>(to.data(), tokens, heads, dim); };
+    check_message([&] { sequence.attend(2, q(1, 4, 8), out(1, 4, 6)); }, {"layer 2", "2 layers"});
+    check_message([&] { sequence.attend(0, q(1, 3, 8), out(1, 3, 6)); }, {"3 heads", "2 kv heads"});
+    check_message([&] { sequence.attend(0, q(1, 0, 8), out(1, 0, 6)); }, {"0 heads"});
+    check_message([&] { sequence.attend(0, q(1, 4, 9), out(1, 4, 6)); }, {"head_dim 9", "8"});
+    check_message([&] { sequence.attend(0, q(1, 4, 8), out(1, 4, 8)); }, {"1 x 4 x 8", "1 x 4 x 6"});
+    check_message([&] { sequence.attend(0, q(2, 4, 8), out(1, 4, 6)); }, {"1 x 4 x 6", "2 x 4 x 6"});
+    check_message([&] { sequence.attend(0, q(21, 4, 8), out(21, 4, 6)); }, {"21 tokens", "20"});
+    check_message([&] { sequence.attend(1, q(1, 4, 8), out(1, 4, 6)); }, {"1 tokens", "layer 1", "0"});
+    check_message([&] { sequence.trim(21); }, {"21", "20"});
+    check_message([&] { sequence.trim(-1); }, {"-1", "20"});
+    check_message([&] { (void)sequence.tokens(7); }, {"layer 7"});
+    check_message([&] { sequence.decode(0, kvq::tensor::key, 15, out(6, 2, 8)); }, {"15", "21", "20"});
+    check_message([&] { sequence.decode(0, kvq::tensor::key, -1, out(2, 2, 8)); }, {"-1"});
+    check_message([&] { sequence.decode(0, kvq::tensor::value, 0, out(2, 2, 8)); }, {"2 x 8", "2 x 6"});
+    check_message([&] { sequence.decode(3, kvq::tensor::value, 0, out(2, 2, 6)); }, {"layer 3"});
+    check_message([] { kvq::thread_executor executor(0); }, {"thread", "0"});
+
+    CHECK(std::vector<float>(4096, -1.0f) == to);
+    CHECK(test::contents(cache, sequence, true) == held);
+}
+
+TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and allowed") {
+    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 8}, {.page_tokens = 64, .byte_budget = 1000});
+    auto sequence = cache.new_sequence();
+    const std::vector<float> data(8);
+    const token_view<const float> x(data.data(), 1, 1, 8);
+    std::string message;
+    try {
+        sequence.append(0, x, x);
+    } catch (const std::bad_alloc& e) {
+        message = e.what();
+    }
+    INFO(message);
+    CHECK(message.find(std::to_string(64 * 8 * 2 + 64)) != std::string::npos);
+    CHECK(message.find("1000") != std::string::npos);
+    CHECK(sequence.tokens() == 0);
+    CHECK(cache.bytes_in_use() == 0);
+}
+
+TEST_CASE("errors belong to the families that callers already catch") {
+    static_assert(std::is_base_of_v<std::invalid_argument, kvq::error>);
+    static_assert(std::is_base_of_v<std::bad_alloc, kvq::out_of_memory>);
+    // What must not throw says so: sequences move into containers, pages are released in destructors.
+    using sequence = cache_type::sequence_type;
+    static_assert(std::is_nothrow_move_constructible_v<sequence> && std::is_nothrow_move_assignable_v<sequence>);
+    static_assert(std::is_nothrow_destructible_v<sequence> && !std::is_copy_constructible_v<sequence>);
+    static_assert(!std::is_copy_constructible_v<cache_type>);
+}
