@@ -1,0 +1,233 @@
+// Fused decode attention: time, bandwidth of the format's own bytes, share of the read ceiling, error.
+//
+//   attention [--json] [--quick] [--only NAME] [--baseline FILE]
+//
+// FILE has lines "batch tokens q_heads kv_heads head_dim microseconds", as torch_sdpa.py prints them.
+// Every launch reads other pages than the one before (the set is larger than the second-level cache), pages are in random
+// order, contents are random. The error is against the float kernel for any shape (attend_any.cuh) on the same pages.
+#include <kvq/backends/cuda/attend.cuh>
+
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
+#include <tuple>
+
+#include "timing.cuh"
+
+namespace {
+
+using namespace kvq;
+
+struct shape {
+    int batch, tokens, q_heads, kv_heads;
+    bool operator<(const shape& o) const {
+        return std::tie(batch, tokens, q_heads, kv_heads) < std::tie(o.batch, o.tokens, o.q_heads, o.kv_heads);
+    }
+};
+
+struct settings {
+    bool json = false, quick = false;
+    std::string only;
+    std::map<shape, double> baseline, own_fp16;
+    bench::ceilings ceiling{};
+    std::byte* memory = nullptr;
+    std::size_t bytes = 0;
+};
+
+/// Random parameters (or 16-bit numbers) in every block; codes are random already.
+template <class S>
+__global__ void fill_parameters(std::byte* pages, std::size_t blocks, block_shape s) {
+    const std::size_t block_bytes = S{}.block_bytes(s);
+    const std::size_t block = blockIdx.x;
+    if (block >= blocks) return;
+    std::byte* const at = pages + block * block_bytes;
+    const auto noise = [&](std::size_t i) {
+        std::uint32_t x = static_cast<std::uint32_t>(block * 977 + i) * 0x9e3779b9u;
+        x = (x ^ (x >> 15)) * 0x85ebca6bu;
+        return static_cast<float>((x ^ (x >> 13)) >> 8) * (1.0f / 16777216.0f);
+    };
+    if constexpr (full_precision<S>) {
+        using T = typename S::value_type;
+        for (std::size_t i = threadIdx.x; i < block_bytes / sizeof(T); i += blockDim.x)
+            kvq::detail::store_as(at + i * sizeof(T), T(3.0f * (noise(i) + noise(i + 7919) - 1.0f)));
+    } else {
+        using P = typename S::parameter;
+        const std::size_t scales = S{}.scale_offset(s), section = S{}.section_bytes(s);
+        const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
+        for (std::size_t i = threadIdx.x; i < section / sizeof(P); i += blockDim.x) {
+            kvq::detail::store_as(at + scales + i * sizeof(P), P(step * (0.7f + 0.6f * noise(i))));
+            if constexpr (S::levels::has_bias)
+                kvq::detail::store_as(at + scales + section + i * sizeof(P), P(-2.0f + 0.3f * noise(i + 31)));
+        }
+    }
+}
+
+double relative_error(const std::vector<float16>& got, const std::vector<float>& want) {
+    double error = 0.0, size = 0.0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+        const double d = static_cast<double>(static_cast<float>(got[i])) - static_cast<double>(want[i]);
+        error += d * d;
+        size += static_cast<double>(want[i]) * static_cast<double>(want[i]);
+    }
+    return std::sqrt(error / size);
+}
+
+template <class Format>
+void run(const char* name, const shape& s, settings& set) {
+    if (!set.only.empty() && set.only != name) return;
+    using ref_type = cuda::cache_ref<Format>;
+    const int columns = (s.tokens + Format::page_tokens - 1) / Format::page_tokens;
+    const std::size_t key_page = ref_type::dense_key_page(s.kv_heads), value_page = ref_type::dense_value_page(s.kv_heads);
+    const std::size_t case_pages = static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(columns);
+    const std::size_t case_bytes = case_pages * (key_page + value_page);
+    // As many caches as take 0.75 GB together, at most what fits.
+    const std::size_t sets = std::max<std::size_t>(
+        1, std::min<std::size_t>((std::size_t{3} << 28) / case_bytes + 1, set.bytes / case_bytes));
+    const std::size_t pages = sets * case_pages;
+    if (pages * (key_page + value_page) > set.bytes) return;
+    ref_type cache;
+    cache.key_pages = set.memory;
+    cache.value_pages = set.memory + pages * key_page;
+    cache.key_page_bytes = key_page;
+    cache.value_page_bytes = value_page;
+    cache.sequences = s.batch;
+    cache.table_columns = columns;
+    cache.kv_heads = s.kv_heads;
+    const std::size_t blocks = pages * static_cast<std::size_t>(s.kv_heads);
+    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory),
+                                        pages * (key_page + value_page) / 4, 17u);
+    fill_parameters<typename Format::keys><<<static_cast<unsigned>(blocks), 128>>>(cache.key_pages, blocks, Format::key_shape());
+    fill_parameters<typename Format::values><<<static_cast<unsigned>(blocks), 128>>>(cache.value_pages, blocks, Format::value_shape());
+    BENCH_OK(cudaGetLastError());
+
+    std::vector<int> order(pages);
+    std::iota(order.begin(), order.end(), 0);
+    std::mt19937 random(5);
+    std::shuffle(order.begin(), order.end(), random);
+    int *table = nullptr, *tokens = nullptr;
+    const std::vector<int> lengths(static_cast<std::size_t>(s.batch), s.tokens);
+    BENCH_OK(cudaMalloc(&table, pages * sizeof(int)));
+    BENCH_OK(cudaMalloc(&tokens, lengths.size() * sizeof(int)));
+    BENCH_OK(cudaMemcpy(table, order.data(), pages * sizeof(int), cudaMemcpyHostToDevice));
+    BENCH_OK(cudaMemcpy(tokens, lengths.data(), lengths.size() * sizeof(int), cudaMemcpyHostToDevice));
+    cache.tokens = tokens;
+
+    const std::size_t q_count = static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(s.q_heads) * Format::head_dim;
+    std::vector<float16> q(q_count);
+    std::normal_distribution<float> normal;
+    for (float16& x : q) x = float16(normal(random));
+    float16 *q_device = nullptr, *out = nullptr;
+    float *wide_q = nullptr, *wide_out = nullptr;
+    BENCH_OK(cudaMalloc(&q_device, q_count * sizeof(float16)));
+    BENCH_OK(cudaMalloc(&out, q_count * sizeof(float16)));
+    BENCH_OK(cudaMalloc(&wide_q, q_count * sizeof(float)));
+    BENCH_OK(cudaMalloc(&wide_out, q_count * sizeof(float)));
+    BENCH_OK(cudaMemcpy(q_device, q.data(), q_count * sizeof(float16), cudaMemcpyHostToDevice));
+    const std::vector<float> qf(q.begin(), q.end());
+    BENCH_OK(cudaMemcpy(wide_q, qf.data(), q_count * sizeof(float), cudaMemcpyHostToDevice));
+    const std::size_t space = cuda::attend_workspace_bytes<Format, float16>(s.q_heads / s.kv_heads);
+    std::byte* workspace = nullptr;
+    BENCH_OK(cudaMalloc(&workspace, space));
+    BENCH_OK(cudaMemset(workspace, 0, space));
+    BENCH_OK(cudaMemset(out, 0xff, q_count * sizeof(float16)));
+
+    const token_view<const float16> q_view(q_device, s.batch, s.q_heads, Format::head_dim);
+    const token_view<float16> out_view(out, s.batch, s.q_heads, Format::value_dim);
+    const auto launch = [&](int i, cudaStream_t stream) {
+        ref_type c = cache;
+        c.block_table = table + static_cast<std::size_t>(i) % sets * case_pages;
+        const auto status = cuda::attend(c, q_view, out_view, {}, workspace, space, stream);
+        if (!status) {
+            std::fprintf(stderr, "%s\n", status.message);
+            std::exit(2);
+        }
+    };
+    launch(0, nullptr);
+    std::vector<float16> got(q_count);
+    std::vector<float> want(q_count);
+    BENCH_OK(cudaMemcpy(got.data(), out, q_count * sizeof(float16), cudaMemcpyDeviceToHost));
+    double error = -1.0;
+    if (!set.quick) {
+        cuda::detail::attention_args<Format, float> a{};
+        a.cache = cache;
+        a.cache.block_table = table;
+        a.work = {tokens, s.batch, 0, 0, columns * Format::page_tokens, 1, 0};
+        a.q = token_view<const float>(wide_q, s.batch, s.q_heads, Format::head_dim);
+        a.out = token_view<float>(wide_out, s.batch, s.q_heads, Format::value_dim);
+        a.scale = cuda::detail::log2e / std::sqrt(static_cast<float>(Format::head_dim));
+        a.group = a.rows = s.q_heads / s.kv_heads;
+        if (!cuda::detail::run_any(a, nullptr)) std::exit(2);
+        BENCH_OK(cudaMemcpy(want.data(), wide_out, q_count * sizeof(float), cudaMemcpyDeviceToHost));
+        error = relative_error(got, want);
+    }
+    const int count = static_cast<int>(std::max<std::size_t>(sets, std::min<std::size_t>(40, (std::size_t{1} << 31) / case_bytes + 1)));
+    const double us = bench::time_launches(count, launch, set.quick ? 5 : 9);
+    const double gbps = static_cast<double>(case_bytes) / us * 1e-3;
+    if (std::strcmp(name, "fp16") == 0) set.own_fp16[s] = us;
+    const double own = set.own_fp16.count(s) ? set.own_fp16[s] / us : 0.0;
+    const double torch = set.baseline.count(s) ? set.baseline[s] / us : 0.0;
+    if (set.json)
+        std::printf("{\"op\": \"attention\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, \"kv_heads\": %d, "
+                    "\"head_dim\": %d, \"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f, \"vs_own_fp16\": %.3f, "
+                    "\"vs_torch_cudnn\": %.3f, \"rel_error\": %.2e}\n",
+                    name, s.batch, s.tokens, s.q_heads, s.kv_heads, Format::head_dim, us, gbps, gbps / set.ceiling.read, own,
+                    torch, error);
+    else
+        std::printf("%-14s %4d x %6d  %2d/%-2d %9.1f us %7.0f GB/s %5.1f %%  own fp16 %5.2f x  torch %5.2f x  error %.1e\n",
+                    name, s.batch, s.tokens, s.q_heads, s.kv_heads, us, gbps, 100.0 * gbps / set.ceiling.read, own, torch,
+                    error);
+    std::fflush(stdout);
+    for (void* p : {static_cast<void*>(table), static_cast<void*>(tokens), static_cast<void*>(q_device),
+                    static_cast<void*>(out), static_cast<void*>(wide_q), static_cast<void*>(wide_out),
+                    static_cast<void*>(workspace)})
+        BENCH_OK(cudaFree(p));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    settings set;
+    for (int i = 1; i < argc; ++i) {
+        const std::string arg = argv[i];
+        if (arg == "--json") set.json = true;
+        if (arg == "--quick") set.quick = true;
+        if (arg == "--only" && i + 1 < argc) set.only = argv[++i];
+        if (arg == "--baseline" && i + 1 < argc) {
+            if (std::FILE* file = std::fopen(argv[++i], "r")) {
+                shape s{};
+                int dim = 0;
+                double us = 0.0;
+                while (std::fscanf(file, "%d %d %d %d %d %lf", &s.batch, &s.tokens, &s.q_heads, &s.kv_heads, &dim, &us) == 6)
+                    if (dim == 128) set.baseline[s] = us;
+                std::fclose(file);
+            }
+        }
+    }
+    set.bytes = std::size_t{18} << 30;
+    BENCH_OK(cudaMalloc(&set.memory, set.bytes));
+    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory), std::size_t{1} << 30, 1u);
+    set.ceiling = bench::measure_ceilings(set.memory, std::size_t{4} << 30);
+    if (!set.json) std::printf("read ceiling %.0f GB/s, copy ceiling %.0f GB/s\n", set.ceiling.read, set.ceiling.copy);
+
+    std::vector<shape> shapes = {{1, 131072, 32, 8}, {8, 32768, 32, 8}, {16, 2048, 32, 8}, {64, 4096, 32, 8}, {128, 8192, 32, 8}};
+    if (!set.quick) {
+        for (const auto& [q, kv] : {std::pair{64, 8}, std::pair{32, 32}})
+            for (const auto& [b, t] : {std::pair{1, 131072}, std::pair{8, 32768}, std::pair{16, 2048}, std::pair{64, 4096}, std::pair{128, 8192}})
+                if (!(kv == 32 && b == 128)) shapes.push_back({b, t, q, kv});
+    }
+    for (const shape& s : shapes) {
+        run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", s, set);
+        run<cuda::format<int8, int8, 128, 64>>("int8", s, set);
+        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("token4-g128", s, set);
+        run<cuda::kivi_format<4, 64, 128, 64>>("kivi4-g64", s, set);
+        run<cuda::kivi_format<4, 128, 128, 128>>("kivi4-g128", s, set);
+        run<cuda::kivi_format<4, 32, 128, 64>>("kivi4-g32", s, set);
+        run<cuda::kivi_format<2, 128, 128, 128>>("kivi2-g128", s, set);
+        run<cuda::kivi_format<2, 32, 128, 64>>("kivi2-g32", s, set);
+    }
+    BENCH_OK(cudaFree(set.memory));
+    return 0;
+}

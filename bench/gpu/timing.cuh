@@ -1,0 +1,109 @@
+// Timing on the device: graph replay, medians of events, the read ceiling.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+namespace bench {
+
+#define BENCH_OK(call)                                                                               \
+    do {                                                                                             \
+        const cudaError_t code_ = (call);                                                            \
+        if (code_ != cudaSuccess) {                                                                  \
+            std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, cudaGetErrorString(code_)); \
+            std::exit(2);                                                                            \
+        }                                                                                            \
+    } while (0)
+
+/// Microseconds per launch: `launch(i, stream)` is captured `count` times, the graph replayed, the median taken.
+template <class F>
+double time_launches(int count, F&& launch, int replays = 9) {
+    cudaStream_t stream;
+    BENCH_OK(cudaStreamCreate(&stream));
+    launch(0, stream);  // function attributes and modules are loaded outside the capture
+    BENCH_OK(cudaStreamSynchronize(stream));
+    BENCH_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < count; ++i) launch(i, stream);
+    cudaGraph_t graph;
+    BENCH_OK(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t exec;
+    BENCH_OK(cudaGraphInstantiate(&exec, graph, 0));
+    cudaEvent_t from, to;
+    BENCH_OK(cudaEventCreate(&from));
+    BENCH_OK(cudaEventCreate(&to));
+    std::vector<float> times;
+    for (int i = 0; i < replays + 2; ++i) {
+        BENCH_OK(cudaEventRecord(from, stream));
+        BENCH_OK(cudaGraphLaunch(exec, stream));
+        BENCH_OK(cudaEventRecord(to, stream));
+        BENCH_OK(cudaEventSynchronize(to));
+        float ms = 0.0f;
+        BENCH_OK(cudaEventElapsedTime(&ms, from, to));
+        if (i >= 2) times.push_back(ms);
+    }
+    BENCH_OK(cudaEventDestroy(from));
+    BENCH_OK(cudaEventDestroy(to));
+    BENCH_OK(cudaGraphExecDestroy(exec));
+    BENCH_OK(cudaGraphDestroy(graph));
+    BENCH_OK(cudaStreamDestroy(stream));
+    std::sort(times.begin(), times.end());
+    return 1000.0 * static_cast<double>(times[times.size() / 2]) / count;
+}
+
+__global__ void read_kernel(const uint4* from, std::size_t n, unsigned* to) {
+    unsigned sum = 0;
+    const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+    std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (; i + 3 * threads < n; i += 4 * threads) {
+        uint4 v[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) v[k] = __ldcs(from + i + static_cast<std::size_t>(k) * threads);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) sum ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    if (sum == 0x12345678u) *to = sum;
+}
+
+__global__ void copy_kernel(const uint4* from, std::size_t n, uint4* to) {
+    const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+    for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += threads)
+        to[i] = from[i];
+}
+
+__global__ void random_kernel(std::uint32_t* to, std::size_t words, std::uint32_t seed) {
+    const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+    for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += threads) {
+        std::uint32_t x = static_cast<std::uint32_t>(i) * 0x9e3779b9u + seed;
+        x = (x ^ (x >> 16)) * 0x85ebca6bu;
+        x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+        to[i] = x ^ (x >> 16);
+    }
+}
+
+struct ceilings {
+    double read, copy;  // GB/s
+};
+/// Best of a few grids over `bytes` of `memory`.
+inline ceilings measure_ceilings(std::byte* memory, std::size_t bytes) {
+    ceilings c{0.0, 0.0};
+    const std::size_t n = bytes / 16;
+    for (const unsigned grid : {264u, 528u, 1056u, 2112u}) {
+        const double us = time_launches(2, [&](int, cudaStream_t s) {
+            read_kernel<<<grid, 512, 0, s>>>(reinterpret_cast<const uint4*>(memory), n, reinterpret_cast<unsigned*>(memory));
+        });
+        c.read = std::max(c.read, static_cast<double>(bytes) / us * 1e-3);
+        const double copy_us = time_launches(2, [&](int, cudaStream_t s) {
+            copy_kernel<<<grid, 512, 0, s>>>(reinterpret_cast<const uint4*>(memory), n / 2,
+                                             reinterpret_cast<uint4*>(memory) + n / 2);
+        });
+        c.copy = std::max(c.copy, static_cast<double>(bytes) / copy_us * 1e-3);
+    }
+    return c;
+}
+
+}  // namespace bench

@@ -1,0 +1,144 @@
+// Host side of fused attention: out = softmax(q K^T) V over packed pages, for a batch of sequences, in one launch.
+//
+//   kvq::cuda::attend(cache, q, out, options, workspace, workspace_bytes, stream);
+//
+// q: [sequences * query_tokens][q_heads][head_dim], out: [sequences * query_tokens][q_heads][value_dim], any strides.
+// Workspace: attend_workspace_bytes(), zeroed once before its first use; calls leave it ready for the next one. Launches
+// that may run at the same time need workspaces of their own. Nothing is allocated, nothing waits, graphs can capture it.
+// A kernel is instantiated for every (format, type of q) that a program names: pairs are chosen by the user, here.
+#pragma once
+
+#include "attend_any.cuh"
+#include "attend_warps.cuh"
+
+namespace kvq::inline v0_1::cuda {
+
+namespace detail {
+
+/// Query rows that a thread block of the warp kernel takes: 4, 8 or 16.
+inline int rows4_for(int rows) noexcept { return rows <= 4 ? 1 : rows <= 8 ? 2 : 4; }
+
+template <class Format, class T, int Rows4>
+struct warp_launch {
+    using memory = attention_memory<Format, Rows4>;
+
+    /// Thread blocks that the current device holds at a time; 0 if the kernel cannot run there.
+    static int grid(cudaError_t& code) noexcept {
+        int device = 0, multiprocessors = 0, blocks = 0;
+        code = cudaGetDevice(&device);
+        if (code == cudaSuccess)
+            code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+        if (code == cudaSuccess)
+            code = cudaFuncSetAttribute(attend_warps_kernel<Format, T, Rows4>,
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
+        if (code == cudaSuccess)
+            code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attend_warps_kernel<Format, T, Rows4>,
+                                                                 attention_threads, memory::bytes);
+        return code == cudaSuccess ? multiprocessors * blocks : 0;
+    }
+    static std::size_t workspace(int blocks) noexcept {
+        return kvq::detail::round_up(static_cast<std::size_t>(blocks) * 4, std::size_t{256}) +
+               static_cast<std::size_t>(blocks) * 2 * memory::partial_floats * 4;
+    }
+    static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes, cudaStream_t stream) noexcept {
+        status s;
+        const int blocks = grid(s.code);
+        if (s.code != cudaSuccess || blocks == 0) {
+            if (s.code == cudaSuccess) s.code = cudaErrorInvalidConfiguration;
+            std::snprintf(s.message, sizeof s.message, "kvq: attention needs %d bytes of shared memory per block: %s",
+                          memory::bytes, cudaGetErrorString(s.code));
+            return s;
+        }
+        if (bytes < workspace(blocks) || space == nullptr)
+            return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
+        a.row_blocks = kvq::detail::ceil_div(a.rows, memory::rows);
+        a.work.lines = a.cache.kv_heads * a.row_blocks;
+        a.counters = reinterpret_cast<int*>(space);
+        a.partials = reinterpret_cast<float*>(
+            space + kvq::detail::round_up(static_cast<std::size_t>(blocks) * 4, std::size_t{256}));
+        attend_warps_kernel<Format, T, Rows4>
+            <<<static_cast<unsigned>(blocks), attention_threads, memory::bytes, stream>>>(a);
+        return launched("attention");
+    }
+};
+
+template <class Format, class T, class F>
+auto with_rows(int rows, F&& f) {
+    switch (rows4_for(rows)) {
+        case 1: return f(warp_launch<Format, T, 1>{});
+        case 2: return f(warp_launch<Format, T, 2>{});
+        default: return f(warp_launch<Format, T, 4>{});
+    }
+}
+
+template <class Format, class T>
+status check_attention(const cache_ref<Format>& cache, const token_view<const T>& q, const token_view<T>& out,
+                       const attention_options& o) noexcept {
+    if (status s = check_ref(cache, true); !s) return s;
+    if (o.query_tokens < 1) return bad_value("query_tokens is %d, must be at least 1", o.query_tokens);
+    if (q.heads < 1 || q.heads % cache.kv_heads != 0)
+        return bad_value("q has %d heads, not a multiple of the %d kv heads", q.heads, cache.kv_heads);
+    if (q.dim != Format::head_dim) return bad_value("q has head_dim %d but keys have %d", q.dim, Format::head_dim);
+    if (q.tokens != cache.sequences * o.query_tokens)
+        return bad_value("q has %d tokens but %d sequences x %d query tokens are %d", q.tokens, cache.sequences,
+                         o.query_tokens, cache.sequences * o.query_tokens);
+    if (q.tokens > 0 && q.data == nullptr) return bad_value("q is a null pointer");
+    if (out.data == nullptr && o.state_out == nullptr) return bad_value("neither out nor state_out is given");
+    if (out.data != nullptr && (out.tokens != q.tokens || out.heads != q.heads || out.dim != Format::value_dim))
+        return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim, q.tokens,
+                         q.heads, Format::value_dim);
+    if (o.window < 0) return bad_value("the sliding window is %d tokens", o.window);
+    if (!(o.softcap >= 0.0f)) return bad_value("softcap is %g", static_cast<double>(o.softcap));
+    return {};
+}
+
+}  // namespace detail
+
+/// Bytes of workspace that attend() needs for any batch with this many query heads per kv head times query tokens.
+template <class Format, class T>
+std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
+    if constexpr (detail::warps_can<Format>)
+        return detail::with_rows<Format, T>(group * query_tokens, [](auto launch) {
+            cudaError_t code = cudaSuccess;
+            return decltype(launch)::workspace(decltype(launch)::grid(code));
+        });
+    else
+        return 0;
+}
+
+/// Fused attention of a batch; see the top of this file. `options` name what is not the default.
+template <class Format, class T>
+status attend(const cache_ref<Format>& cache, const token_view<const T>& q, const token_view<T>& out,
+              const attention_options& options, void* workspace, std::size_t workspace_bytes,
+              cudaStream_t stream) noexcept {
+    static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
+    if (status s = detail::check_attention(cache, q, out, options); !s) return s;
+    if (q.tokens == 0) return {};
+    detail::attention_args<Format, T> a{};
+    a.cache = cache;
+    a.work = {cache.tokens,
+              cache.sequences,
+              0,
+              cache.first_token,
+              cache.table_columns * Format::page_tokens,
+              options.query_tokens,
+              options.window};
+    a.q = q;
+    a.out = out;
+    a.scale = options.scale != 0.0f ? options.scale : 1.0f / std::sqrt(static_cast<float>(Format::head_dim));
+    if (options.softcap == 0.0f) a.scale *= detail::log2e;
+    a.softcap = options.softcap;
+    a.lse = options.lse;
+    a.state_in = options.state_in;
+    a.state_out = options.state_out;
+    a.group = q.heads / cache.kv_heads;
+    a.rows = a.group * options.query_tokens;
+    if constexpr (detail::warps_can<Format>)
+        return detail::with_rows<Format, T>(a.rows, [&](auto launch) {
+            return decltype(launch)::run(a, static_cast<std::byte*>(workspace), workspace_bytes, stream);
+        });
+    else
+        return detail::run_any(a, stream);
+}
+
+}  // namespace kvq::inline v0_1::cuda

@@ -1,0 +1,92 @@
+// Attention over formats that the warp kernel does not take: any head_dim, page size, group size, 32-bit values.
+//
+// One thread block per query row; its warps take tokens in turn, lanes share the channels; values are read one number at
+// a time (block_access.cuh) and the states of the warps are merged at the end. Right first, slow always: use page sizes
+// of 16, 32, 64, 128 or 256 and head sizes that are multiples of 16 to get the other kernel.
+// Contract: float arithmetic; error against double below 1e-5 of the largest output.
+#pragma once
+
+#include <cmath>
+
+#include "attention_args.cuh"
+#include "block_access.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+inline constexpr int any_threads = 256;
+
+template <class Format, class T>
+__global__ void __launch_bounds__(any_threads) attend_any_kernel(const __grid_constant__ attention_args<Format, T> a) {
+    constexpr int dim = Format::head_dim, value_dim = Format::value_dim, warps = any_threads / warp_size;
+    constexpr int per_lane = ceil_div(value_dim, warp_size);
+    __shared__ float query[dim];
+    __shared__ float output[value_dim];
+    __shared__ float warp_max[warps], warp_sum[warps];
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
+    const int row = static_cast<int>(blockIdx.x) % a.rows, line = static_cast<int>(blockIdx.x) / a.rows;
+    const int kv_head = line % a.cache.kv_heads, sequence = line / a.cache.kv_heads;
+    const int token = a.row_token(sequence, row), head = a.row_head(kv_head, row);
+
+    for (int c = thread; c < dim; c += any_threads) query[c] = to_float(a.q.at(token, head)[c]) * a.scale;
+    __syncthreads();
+
+    const int length = a.work.tokens[sequence];
+    const int begin = larger(0, a.row_begin(length, row)), end = a.row_end(length, row);
+    float max = -INFINITY, sum = 0.0f, part[per_lane] = {};
+    for (int t = begin + warp; t < end; t += warps) {
+        const int page = a.cache.block_table[static_cast<std::size_t>(sequence) *
+                                                 static_cast<std::size_t>(a.cache.table_columns) +
+                                             static_cast<std::size_t>(t / Format::page_tokens)];
+        if (page < 0) continue;
+        const int in_page = t % Format::page_tokens;
+        const std::byte* const keys = a.cache.key_block(page, kv_head);
+        float score = 0.0f;
+        for (int c = lane; c < dim; c += warp_size)
+            score += query[c] * read_value<typename Format::keys>(Format::key_shape(), keys, in_page, c);
+        for (int step = warp_size / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
+        if (a.softcap > 0.0f) score = capped(score, a.softcap);
+        const float next = fmaxf(max, score);
+        const float keep = max == -INFINITY ? 0.0f : exp2f(max - next), weight = exp2f(score - next);
+        const std::byte* const values = a.cache.value_block(page, kv_head);
+#pragma unroll
+        for (int i = 0; i < per_lane; ++i) {
+            const int c = i * warp_size + lane;
+            if (c < value_dim)
+                part[i] = part[i] * keep +
+                          weight * read_value<typename Format::values>(Format::value_shape(), values, in_page, c);
+        }
+        sum = sum * keep + weight;
+        max = next;
+    }
+    if (lane == 0) {
+        warp_max[warp] = max;
+        warp_sum[warp] = sum;
+    }
+    for (int c = thread; c < value_dim; c += any_threads) output[c] = 0.0f;
+    __syncthreads();
+    float top = -INFINITY, total = 0.0f;
+    for (int w = 0; w < warps; ++w) top = fmaxf(top, warp_max[w]);
+    for (int w = 0; w < warps; ++w)
+        if (warp_max[w] > -INFINITY) total += warp_sum[w] * exp2f(warp_max[w] - top);
+    const float factor = max == -INFINITY ? 0.0f : exp2f(max - top);
+    for (int w = 0; w < warps; ++w) {
+        if (w == warp)
+#pragma unroll
+            for (int i = 0; i < per_lane; ++i)
+                if (i * warp_size + lane < value_dim) output[i * warp_size + lane] += part[i] * factor;
+        __syncthreads();
+    }
+    for (int c = thread; c < value_dim; c += any_threads) finish_channel(a, token, head, c, top, total, output[c]);
+    __syncthreads();
+    if (thread == 0) finish_header(a, token, head, top, total);
+}
+
+template <class Format, class T>
+status run_any(const attention_args<Format, T>& a, cudaStream_t stream) noexcept {
+    const long long blocks = static_cast<long long>(a.work.sequences) * a.cache.kv_heads * a.rows;
+    if (blocks > 2147483647LL) return bad_value("%lld query rows are too many for one launch", blocks);
+    attend_any_kernel<Format, T><<<static_cast<unsigned>(blocks), any_threads, 0, stream>>>(a);
+    return launched("attention (any shape)");
+}
+
+}  // namespace kvq::inline v0_1::cuda::detail

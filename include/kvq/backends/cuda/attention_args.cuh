@@ -1,0 +1,109 @@
+// What an attention call takes besides the cache: options for the user, a flat struct for kernels.
+//
+// Softmax states: [sequence * query_tokens + i][q_head][value_dim + 2] floats: max (powers of two), sum, output * sum.
+// A state that was written by one launch and read by the next makes one softmax out of several page formats, several
+// devices or several caches. An empty state has max = -infinity and sum = 0.
+#pragma once
+
+#include "../../core/token_view.hpp"
+#include "schedule.cuh"
+
+namespace kvq::inline v0_1::cuda {
+
+struct attention_options {
+    float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
+    int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
+    int query_tokens = 1;  ///< per sequence: the last ones of it, with a causal mask among them
+    float* lse = nullptr;              ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
+    const float* state_in = nullptr;   ///< softmax states to start from (see above)
+    float* state_out = nullptr;        ///< softmax states to write; may be state_in
+};
+
+namespace detail {
+
+inline constexpr float log2e = 1.44269504f;
+
+/// Kernel arguments. T: of query and output.
+template <class Format, class T>
+struct attention_args {
+    cache_ref<Format> cache;
+    work_shape work;
+    token_view<const T> q;  // tokens = sequences * query_tokens
+    token_view<T> out;
+    float scale;            // on the query; log2 e included unless there is a softcap
+    float softcap;
+    float* lse;
+    const float* state_in;
+    float* state_out;
+    int group;              // query heads per kv head
+    int rows;               // group * query_tokens: row r is query token r / group, head r % group
+    int row_blocks;
+    int* counters;          // [shares], zero before and after
+    float* partials;        // [2 * shares] states of one item's row block
+
+    __device__ __forceinline__ int row_token(int sequence, int row) const {
+        return sequence * work.query_tokens + row / group;
+    }
+    __device__ __forceinline__ int row_head(int kv_head, int row) const { return kv_head * group + row % group; }
+    /// Keys of this row end before this position of the format (position 0 is first_token).
+    __device__ __forceinline__ int row_end(int length, int row) const {
+        const int position = length - work.query_tokens + row / group;
+        return smaller(position + 1 - cache.first_token, work.capacity);
+    }
+    __device__ __forceinline__ int row_begin(int length, int row) const {
+        if (work.window == 0) return 0;
+        return length - work.query_tokens + row / group - work.window + 1 - cache.first_token;
+    }
+};
+
+/// cap * tanh(s / cap) in powers of two.
+__device__ __forceinline__ float capped(float s, float cap) {
+    const float e = exp2_fast(fminf(2.0f * log2e * s / cap, 126.0f));
+    return log2e * cap * (1.0f - 2.0f / (1.0f + e));
+}
+
+/// Writes one channel of a finished row, merged with the state that came in. `output` belongs to {max, sum}.
+template <class Format, class T>
+__device__ __forceinline__ void finish_channel(const attention_args<Format, T>& a, int token, int head, int channel,
+                                               float max, float sum, float output) {
+    const std::size_t row = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
+                            static_cast<std::size_t>(head);
+    constexpr int width = Format::value_dim + 2;
+    if (a.state_in) {
+        const float* const in = a.state_in + row * width;
+        const float in_max = in[0];
+        const float top = fmaxf(max, in_max);
+        const float mine = max == -INFINITY ? 0.0f : exp2_fast(max - top);
+        const float theirs = in_max == -INFINITY ? 0.0f : exp2_fast(in_max - top);
+        sum = sum * mine + in[1] * theirs;
+        output = output * mine + in[2 + channel] * theirs;
+        max = top;
+    }
+    if (a.out.data) a.out.at(token, head)[channel] = from_float<T>(sum > 0.0f ? output / sum : 0.0f);
+    if (a.lse && channel == 0) a.lse[row] = sum > 0.0f ? (max + log2f(sum)) / log2e : -INFINITY;
+    // max and sum are read by the threads of other channels: they are written by attention's last step (write_header).
+    if (a.state_out) a.state_out[row * width + 2 + static_cast<std::size_t>(channel)] = output;
+}
+
+/// Writes max and sum of a row's state; all threads of the row must have passed finish_channel.
+template <class Format, class T>
+__device__ __forceinline__ void finish_header(const attention_args<Format, T>& a, int token, int head, float max,
+                                              float sum) {
+    if (!a.state_out) return;
+    const std::size_t row = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
+                            static_cast<std::size_t>(head);
+    constexpr int width = Format::value_dim + 2;
+    if (a.state_in) {
+        const float in_max = a.state_in[row * width], in_sum = a.state_in[row * width + 1];
+        const float top = fmaxf(max, in_max);
+        sum = sum * (max == -INFINITY ? 0.0f : exp2_fast(max - top)) +
+              in_sum * (in_max == -INFINITY ? 0.0f : exp2_fast(in_max - top));
+        max = top;
+    }
+    a.state_out[row * width] = max;
+    a.state_out[row * width + 1] = sum;
+}
+
+}  // namespace detail
+}  // namespace kvq::inline v0_1::cuda

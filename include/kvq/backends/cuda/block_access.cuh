@@ -1,0 +1,92 @@
+// Single numbers of a block on the device, for every scheme: the slow, certain way in and out of a page.
+//
+//   read     x^ of (token, channel): the code through unpack_code, its parameters through parameter_offset
+//   encode   one line of parameters and its codes, with the same functions as the CPU, so that bytes are the same
+//
+// Contract: decoding equals the CPU's bit for bit; encoding gives the CPU's bytes (core/rounding.hpp; division and
+// products are rounded to nearest whatever compiler flags say).
+#pragma once
+
+#include "cache_ref.cuh"
+#include "ptx.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+template <class S>
+KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shape& s, const std::byte* block, int group,
+                                                                int slot) noexcept {
+    using P = typename S::parameter;
+    const std::byte* const at = block + S{}.parameter_offset(s, group, slot);
+    stored_parameters<P> stored;
+    stored.scale = kvq::detail::load_as<P>(at);
+    if constexpr (S::levels::has_bias) stored.bias = kvq::detail::load_as<P>(at + S{}.section_bytes(s));
+    return stored;
+}
+
+/// x^ of one number.
+template <class S>
+KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token, int channel) noexcept {
+    if constexpr (full_precision<S>) {
+        using T = typename S::value_type;
+        return static_cast<float>(
+            kvq::detail::load_as<T>(block + sizeof(T) * S::element(value_layout<T>(s), s, token, channel)));
+    } else {
+        const auto layout = S{}.codes(s);
+        const bool rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
+        const int row = s.role == tensor::key ? token : channel, col = s.role == tensor::key ? channel : token;
+        const int line = rows ? layout.rows().slot(row) : layout.cols.slot(col);
+        const int group = rows ? col / layout.cols.group : row / layout.rows().group;
+        const auto p = read_parameters<S>(s, block, group, line);
+        return S::levels::template value<S::code_bits>(static_cast<int>(unpack_code(layout, block, row, col)),
+                                                       static_cast<float>(p.scale), static_cast<float>(p.bias));
+    }
+}
+
+/// 1 / scale as encoders use it.
+__device__ __forceinline__ float inverse_scale(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
+
+/// Smallest and largest finite number of a set, merged over lanes.
+struct value_range {
+    float lo = 0.0f, hi = 0.0f;
+    bool any = false;
+
+    KVQ_HD void add(float x) noexcept {
+        if (!kvq::detail::is_finite(x)) return;
+        lo = any ? kvq::detail::smaller(lo, x) : x;
+        hi = any ? kvq::detail::larger(hi, x) : x;
+        any = true;
+    }
+    __device__ __forceinline__ void merge_over(unsigned lanes_mask_width) {
+        for (unsigned step = lanes_mask_width / 2; step > 0; step /= 2) {
+            const float other_lo = __shfl_xor_sync(~0u, lo, static_cast<int>(step));
+            const float other_hi = __shfl_xor_sync(~0u, hi, static_cast<int>(step));
+            const bool other_any = __shfl_xor_sync(~0u, static_cast<int>(any), static_cast<int>(step)) != 0;
+            if (!other_any) continue;
+            // -0 and +0 compare equal: which one stays must not depend on the order, and does not matter to the code.
+            lo = any ? kvq::detail::smaller(lo, other_lo) : other_lo;
+            hi = any ? kvq::detail::larger(hi, other_hi) : other_hi;
+            any = true;
+        }
+    }
+};
+
+/// Sets one code of a page that other threads may be writing to. Only its own bits change.
+template <class S>
+__device__ __forceinline__ void store_code_shared(const block_shape& s, std::byte* block, int token, int channel,
+                                                  unsigned code) {
+    using planes = typename code_layout<S::code_bits>::planes;
+    const auto layout = S{}.codes(s);
+    const int row = s.role == tensor::key ? token : channel, col = s.role == tensor::key ? channel : token;
+    const int quad = layout.cols.slot(col) / 4;
+    for (int p = 0; p < planes::count; ++p) {
+        const int width = planes::width(p);
+        const unsigned part = (code >> planes::shift(p)) & ((1u << width) - 1u);
+        const std::size_t byte = code_byte(layout, row, col, p);
+        const int shift = static_cast<int>(byte % 4) * 8 + width * (quad % planes::quads_per_word(p));
+        auto* const word = reinterpret_cast<unsigned*>(block) + byte / 4;
+        atomicAnd(word, ~(((1u << width) - 1u) << shift));
+        atomicOr(word, part << shift);
+    }
+}
+
+}  // namespace kvq::inline v0_1::cuda::detail

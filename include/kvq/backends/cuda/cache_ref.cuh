@@ -1,0 +1,130 @@
+// A paged cache in device memory, seen by kernels: pointers, strides and tables, passed by value.
+//
+// `format` fixes at compile time what decides the code of a kernel: both schemes, both head sizes and the page size.
+// The pages are byte for byte those of the CPU (docs/format.md): a page is kv_heads key (or value) blocks, one after the
+// other, so every block of one head is contiguous. Token i of a sequence lies in column i / PageTokens of its row of
+// the block table, once `first_token` has been subtracted. A negative entry means "not held in this format": a sequence
+// whose pages have several formats has one cache_ref (and one table) for each, and attention is launched once for each.
+//
+//   sinks            a 16-bit format with PageTokens = sinks, one column, first_token = 0
+//   coded pages      the coded format, first_token = sinks, -1 where a page is still in the window
+//   recent window    the 16-bit format with the same PageTokens, first_token = sinks, -1 where a page is coded
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../../schemes/affine.hpp"
+#include "../../schemes/full.hpp"
+#include "../../schemes/int8.hpp"
+#include "../../schemes/kivi.hpp"
+#include "status.cuh"
+
+namespace kvq::inline v0_1::cuda {
+
+namespace detail {
+
+template <class S>
+inline constexpr bool is_composed = false;
+template <class B, class L, class G, class P>
+inline constexpr bool is_composed<scheme<B, L, G, P>> = true;
+
+}  // namespace detail
+
+/// Schemes that kernels know: full<T> and scheme<bits, levels, granularity, params> with parameters in a float format.
+template <class S>
+concept device_scheme = full_precision<S> || (detail::is_composed<S> && float_format<typename S::parameter>);
+
+template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
+struct format {
+    static_assert(device_scheme<Keys> && device_scheme<Values>,
+                  "kvq::cuda::format: schemes must be full<T> or scheme<...> with float, float16 or bfloat16 parameters");
+    static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1, "kvq::cuda::format: sizes must be at least 1");
+    using keys = Keys;
+    using values = Values;
+    static constexpr int head_dim = HeadDim;
+    static constexpr int value_dim = ValueDim;
+    static constexpr int page_tokens = PageTokens;
+
+    KVQ_HD static constexpr block_shape key_shape() noexcept { return {tensor::key, PageTokens, HeadDim}; }
+    KVQ_HD static constexpr block_shape value_shape() noexcept { return {tensor::value, PageTokens, ValueDim}; }
+    static constexpr std::size_t key_block_bytes = Keys{}.block_bytes({tensor::key, PageTokens, HeadDim});
+    static constexpr std::size_t value_block_bytes = Values{}.block_bytes({tensor::value, PageTokens, ValueDim});
+};
+
+/// Both KIVI schemes at once: kivi_format<4, 64, 128, 64>.
+template <int Bits, int Group, int HeadDim, int PageTokens, class Params = params<float16>>
+using kivi_format = format<typename kivi<Bits, Group, Params>::keys, typename kivi<Bits, Group, Params>::values,
+                           HeadDim, PageTokens>;
+
+template <class Format>
+struct cache_ref {
+    using format_type = Format;
+
+    std::byte* key_pages = nullptr;      // page p starts at p * key_page_bytes; 16-byte aligned
+    std::byte* value_pages = nullptr;    // page p starts at p * value_page_bytes; may interleave with key_pages
+    std::size_t key_page_bytes = 0;      // distance between pages; at least kv_heads blocks
+    std::size_t value_page_bytes = 0;
+    const int* block_table = nullptr;    // [sequences][table_columns] page numbers, negative: skip
+    const int* tokens = nullptr;         // [sequences] length of every sequence, tokens before first_token included
+    int sequences = 0;
+    int table_columns = 0;
+    int kv_heads = 0;
+    int first_token = 0;
+
+    KVQ_HD std::byte* key_block(int page, int head) const noexcept {
+        return key_pages + static_cast<std::size_t>(page) * key_page_bytes +
+               static_cast<std::size_t>(head) * Format::key_block_bytes;
+    }
+    KVQ_HD std::byte* value_block(int page, int head) const noexcept {
+        return value_pages + static_cast<std::size_t>(page) * value_page_bytes +
+               static_cast<std::size_t>(head) * Format::value_block_bytes;
+    }
+    /// The block of `Role` of one page and head.
+    template <tensor Role>
+    KVQ_HD std::byte* block(int page, int head) const noexcept {
+        if constexpr (Role == tensor::key)
+            return key_block(page, head);
+        else
+            return value_block(page, head);
+    }
+    /// Page size in bytes when pages are dense.
+    static constexpr std::size_t dense_key_page(int kv_heads) noexcept {
+        return Format::key_block_bytes * static_cast<std::size_t>(kv_heads);
+    }
+    static constexpr std::size_t dense_value_page(int kv_heads) noexcept {
+        return Format::value_block_bytes * static_cast<std::size_t>(kv_heads);
+    }
+};
+
+namespace detail {
+
+template <tensor Role, class Format>
+using scheme_of = std::conditional_t<Role == tensor::key, typename Format::keys, typename Format::values>;
+template <tensor Role, class Format>
+inline constexpr int dim_of = Role == tensor::key ? Format::head_dim : Format::value_dim;
+template <tensor Role, class Format>
+inline constexpr block_shape shape_of{Role, Format::page_tokens, dim_of<Role, Format>};
+
+template <class Format>
+status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
+    if (c.kv_heads < 1) return bad_value("the cache has %d kv heads", c.kv_heads);
+    if (c.key_pages == nullptr || c.value_pages == nullptr) return bad_value("the cache has no pages (null pointer)");
+    if ((reinterpret_cast<std::uintptr_t>(c.key_pages) | reinterpret_cast<std::uintptr_t>(c.value_pages) |
+         c.key_page_bytes | c.value_page_bytes) % 16 != 0)
+        return bad_value("pages must start on 16 bytes and be a multiple of 16 bytes apart");
+    if (c.key_page_bytes < c.dense_key_page(c.kv_heads) || c.value_page_bytes < c.dense_value_page(c.kv_heads))
+        return bad_value("page strides of %zu and %zu bytes are smaller than %d heads of %zu and %zu bytes",
+                         c.key_page_bytes, c.value_page_bytes, c.kv_heads, Format::key_block_bytes,
+                         Format::value_block_bytes);
+    if (!tables) return {};
+    if (c.sequences < 0 || c.table_columns < 1)
+        return bad_value("%d sequences with %d block table columns", c.sequences, c.table_columns);
+    if (c.sequences > 0 && (c.block_table == nullptr || c.tokens == nullptr))
+        return bad_value("block table or sequence lengths are null pointers");
+    if (c.first_token < 0) return bad_value("first_token is %d", c.first_token);
+    return {};
+}
+
+}  // namespace detail
+}  // namespace kvq::inline v0_1::cuda

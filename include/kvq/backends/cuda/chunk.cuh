@@ -1,0 +1,340 @@
+// A chunk: the tokens of one block that a warp handles at a time, as a matrix for tensor cores, and its way into shared
+// memory.
+//
+//   keys    rows = tokens,   columns = channels        one block's chunk is one contiguous run of bytes (+ parameters)
+//   values  rows = channels, columns = tokens          one run per tile of 32 channels (+ parameters)
+//
+// Lane (g, t) owns rows 4g..4g+3 of every tile (one 16-byte load: rows g and g+8 of two m16 tiles) and the t-th quarter of
+// the columns. The four quarters lie whole lines of 128 bytes apart, that is in the same banks; so the 16-byte pieces of a
+// line are stored at piece ^ 2t, which makes every load of a warp conflict-free.
+// Contract: bytes arrive unchanged; rows or columns beyond the block may hold anything finite-coded, never foreign memory.
+#pragma once
+
+#include <utility>
+
+#include "cache_ref.cuh"
+#include "ptx.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+using kvq::detail::ceil_div;
+using kvq::detail::larger;
+using kvq::detail::round_up;
+using kvq::detail::smaller;
+
+inline constexpr int warp_size = 32;
+
+/// Calls f(integral_constant<int, 0>) ... f(integral_constant<int, N - 1>): loops whose index is a constant.
+template <int N, class F>
+__device__ __forceinline__ void static_for(F&& f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) {
+        (f(std::integral_constant<int, I>{}), ...);
+    }(std::make_integer_sequence<int, N>{});
+}
+
+struct lane_id {
+    int lane, g, t;
+    __device__ __forceinline__ lane_id() : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
+};
+
+__device__ __forceinline__ uint4 load_shared_16(std::uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ uint2 load_shared_8(std::uint32_t at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+
+/// Four neighbouring parameters of type P in shared memory.
+template <class P>
+__device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
+    if constexpr (sizeof(P) == 4) {
+        const uint4 v = load_shared_16(at);
+        return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+    } else {
+        const uint2 v = load_shared_8(at);
+        return {unpack_half<P, 0>(v.x), unpack_half<P, 1>(v.x), unpack_half<P, 0>(v.y), unpack_half<P, 1>(v.y)};
+    }
+}
+
+/// What the code layouts of full<T> and scheme<...> have in common.
+template <class S>
+struct word_traits {  // scheme<...>
+    static constexpr bool full = false;
+    using parameter = typename S::parameter;
+    using planes = code_planes<S::code_bits>;
+    static constexpr bool token_parameters = S::granularity_type::on_tokens;
+    static constexpr int group = S::granularity_type::group;
+    static constexpr bool has_bias = S::levels::has_bias;
+    static constexpr int zero_code = S::zero_code;
+    static constexpr int columns_per_unit = 4;  // a unit is a quad
+    static constexpr int units_per_step = planes::quads_per_step;
+    static constexpr int plane_count = planes::count;
+    KVQ_HD static constexpr int units_per_word(int plane) { return planes::quads_per_word(plane); }
+    KVQ_HD static constexpr int first_line(int plane, int units) { return planes::first_vector(plane, units); }
+    KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
+};
+template <class T>
+struct word_traits<kvq::full<T>> {
+    static constexpr bool full = true;
+    using parameter = float16;
+    static constexpr bool token_parameters = true;
+    static constexpr int group = 0;
+    static constexpr bool has_bias = false;
+    static constexpr int zero_code = 0;
+    static constexpr int columns_per_unit = 4 / static_cast<int>(sizeof(T));  // a unit is a word
+    static constexpr int units_per_step = 1;
+    static constexpr int plane_count = 1;
+    KVQ_HD static constexpr int units_per_word(int) { return 1; }
+    KVQ_HD static constexpr int first_line(int, int) { return 0; }
+    KVQ_HD static constexpr int lines(int units) { return units; }
+};
+
+template <tensor Role, class Format, int Tokens>
+struct chunk {
+    using scheme = scheme_of<Role, Format>;
+    using traits = word_traits<scheme>;
+    using parameter = typename traits::parameter;
+    static constexpr bool key = Role == tensor::key;
+    static constexpr bool full = traits::full;
+    static constexpr int dim = dim_of<Role, Format>;
+    static constexpr int page = Format::page_tokens;
+    static constexpr block_shape shape = shape_of<Role, Format>;
+
+    // Parameters: `runs` runs of `run` numbers each.
+    static constexpr bool token_parameters = traits::token_parameters;
+    static constexpr int axis = token_parameters ? dim : page;  // the axis that is cut into groups
+    static constexpr int group = traits::group == 0 || traits::group > axis ? axis : traits::group;
+    static constexpr int runs = full ? 0 : token_parameters ? ceil_div(dim, group) : larger(1, Tokens / group);
+    static constexpr int run = token_parameters ? Tokens : dim;
+    static constexpr int run_bytes = run * static_cast<int>(sizeof(parameter));
+    static constexpr int section = runs * run_bytes;
+
+    // Rows and columns.
+    static constexpr int rows = key ? Tokens : dim;
+    static constexpr int column_groups = key && token_parameters && !full ? runs : 1;
+    static constexpr int units = (key ? dim : Tokens) / traits::columns_per_unit;
+    static constexpr int page_units = (key ? dim : page) / traits::columns_per_unit;
+    static constexpr int group_units = units / column_groups;
+    static constexpr int step_units = traits::units_per_step;
+    static constexpr int group_steps = ceil_div(group_units, step_units);
+    static constexpr int lane_steps = ceil_div(group_steps, 4);
+    static constexpr int lane_units = lane_steps * step_units;      // of one column group
+    static constexpr int pairs = ceil_div(lane_units, 2);           // products of k = 2 units per lane
+    static constexpr int lines = traits::lines(units);              // of a tile in shared memory
+    static constexpr int page_lines = traits::lines(page_units);    // of a tile in the page
+    static constexpr int tile_height = key ? smaller(32, page) : 32;
+    static constexpr int tiles = ceil_div(rows, tile_height);
+    static constexpr int last_height = rows - (tiles - 1) * tile_height;
+
+    // Shared memory.
+    static constexpr int swizzle_lines = lane_steps * (step_units / traits::units_per_word(0));
+    static constexpr bool aligned = traits::plane_count == 1 && group_steps == 4 * lane_steps;
+    static constexpr int codes_bytes = rows * lines * 4;
+    static constexpr int scale_at = round_up(codes_bytes, 16);
+    static constexpr int bias_at = scale_at + section;
+    static constexpr int bytes = scale_at + section * (traits::has_bias ? 2 : 1);
+
+    /// Can the warp kernels handle this shape? (Everything else goes through attend_any.cuh.)
+    static constexpr bool supported = [] {
+        const bool shape_fits = dim % 16 == 0 && (page == 16 || page % 32 == 0) && Tokens >= 16 &&
+                                page % Tokens == 0 && Tokens % tile_height == 0;
+        if (full) return shape_fits && traits::columns_per_unit == 2;
+        bool groups_fit = true;
+        if (!token_parameters && group != page)
+            groups_fit = group % 32 == 0 && page % group == 0 && (Tokens % group == 0 || group % Tokens == 0);
+        if (!token_parameters && !key) groups_fit = groups_fit && group % Tokens == 0;
+        if (token_parameters && key && group != dim)
+            groups_fit = dim % group == 0 && group % (4 * step_units) == 0;
+        if (token_parameters && !key && group != dim) groups_fit = group % 32 == 0;
+        const bool cuts_fit = key || Tokens == page || (Tokens / 4) % step_units == 0;
+        return shape_fits && groups_fit && cuts_fit;
+    }();
+
+    __device__ __forceinline__ static std::uint32_t swizzle(int line) {
+        return static_cast<std::uint32_t>(((line / swizzle_lines) & 3) << 5);
+    }
+
+    // ---- to shared memory ----
+
+    /// Starts copying the chunk that begins at token `first` of `block` to `to`. All lanes of a warp together.
+    __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane) {
+        const std::byte* from = block + static_cast<std::size_t>(lane) * 16;
+        if constexpr (key) {
+            const std::byte* codes = from + static_cast<std::size_t>(first) * (lines * 4);
+            static_for<tiles>([&](auto tile) {
+                constexpr int T = decltype(tile)::value;
+                copy_lines<lines, tile_height, 0>(to + T * tile_height * lines * 4, codes + T * tile_height * lines * 4,
+                                                  lane);
+            });
+        } else {
+            static_for<tiles>([&](auto tile) {
+                constexpr int T = decltype(tile)::value;
+                constexpr int height = T + 1 == tiles ? last_height : tile_height;
+                static_for<traits::plane_count>([&](auto plane) {
+                    constexpr int p = decltype(plane)::value;
+                    constexpr int n = ceil_div(units, traits::units_per_word(p));
+                    const int line = Tokens == page ? traits::first_line(p, page_units)
+                                                    : traits::first_line(p, page_units) +
+                                                          first / (traits::columns_per_unit *
+                                                                   traits::units_per_word(p));
+                    copy_lines<n, height, traits::first_line(p, units)>(
+                        to + T * tile_height * lines * 4,
+                        from + T * tile_height * page_lines * 4 + static_cast<std::size_t>(line) * (height * 4), lane);
+                });
+            });
+        }
+        if constexpr (!full) {
+            constexpr std::size_t scales = scheme{}.scale_offset(shape);
+            constexpr std::size_t biases = scales + scheme{}.section_bytes(shape);
+            copy_parameters(to + scale_at, from + scales, first, lane);
+            if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, lane);
+        }
+    }
+
+    // ---- from shared memory ----
+
+    /// Units of the lane in tile `Tile`, column group `Group`, two at a time: f(pair number, rows of unit 0, of unit 1).
+    template <int Tile, int Group, class F>
+    __device__ __forceinline__ static void for_pairs(std::uint32_t at, const lane_id& id, F&& f) {
+        if constexpr (step_units == 1) {
+            static_for<pairs>([&](auto i) {
+                constexpr int I = decltype(i)::value;
+                const uint4 a = line_words<Tile, Group, 2 * I, 0, 0>(at, id);
+                if constexpr (2 * I + 1 < lane_units)
+                    f(i, a, line_words<Tile, Group, 2 * I + 1, 0, 0>(at, id));
+                else
+                    f(i, a, uint4{0, 0, 0, 0});
+            });
+        } else {
+            static_for<lane_steps>([&](auto j) {
+                constexpr int J = decltype(j)::value;
+                uint4 words[traits::lines(step_units)];
+                static_for<traits::plane_count>([&](auto plane) {
+                    constexpr int p = decltype(plane)::value;
+                    constexpr int n = step_units / traits::units_per_word(p);
+                    static_for<n>([&](auto x) {
+                        words[traits::first_line(p, step_units) + decltype(x)::value] =
+                            line_words<Tile, Group, J, p, decltype(x)::value>(at, id);
+                    });
+                });
+                static_for<step_units / 2>([&](auto x) {
+                    constexpr int X = decltype(x)::value;
+                    f(std::integral_constant<int, J * (step_units / 2) + X>{}, codes<2 * X>(words),
+                      codes<2 * X + 1>(words));
+                });
+            });
+        }
+    }
+
+    /// Parameters of the four tokens or channels that start at `index` of run `r`.
+    __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
+        return load_parameters<parameter>(at + scale_at + static_cast<std::uint32_t>(r * run + index) *
+                                                              static_cast<std::uint32_t>(sizeof(parameter)));
+    }
+    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index) {
+        return load_parameters<parameter>(at + bias_at + static_cast<std::uint32_t>(r * run + index) *
+                                                             static_cast<std::uint32_t>(sizeof(parameter)));
+    }
+
+    /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
+    __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from, int to)
+        requires(!key && full)
+    {
+        for (int w = id.lane; w < rows * lines; w += warp_size) {
+            const int tile = w / (tile_height * lines);
+            const int height = tile + 1 == tiles ? last_height : tile_height;
+            const int line = (w - tile * tile_height * lines) / height;
+            const int token = line * 2;
+            const bool low = token >= from && token < to, high = token + 1 >= from && token + 1 < to;
+            if (low && high) continue;
+            const std::uint32_t address =
+                at + (static_cast<std::uint32_t>(w * 4) ^ (height == 32 ? swizzle(line) : 0u));
+            const std::uint32_t keep = (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
+            std::uint32_t word;
+            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word & keep));
+        }
+    }
+
+private:
+    template <int Lines, int Height, int FirstLine>
+    __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from, int lane) {
+        constexpr int pieces = Lines * Height / 4;
+        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
+            const int piece = decltype(i)::value * warp_size + lane;
+            const int line = FirstLine + piece / (Height / 4);
+            const std::uint32_t at = static_cast<std::uint32_t>(piece * 16 + FirstLine * Height * 4);
+            if (pieces % warp_size == 0 || piece < pieces)
+                copy_async(to + (Height == 32 ? at ^ swizzle(line) : at), from + decltype(i)::value * warp_size * 16);
+        });
+    }
+
+    __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first, int lane) {
+        constexpr int width = static_cast<int>(sizeof(parameter));
+        if constexpr (token_parameters) {
+            const std::byte* const begin = from + static_cast<std::size_t>(first) * width;
+            static_for<runs>([&](auto r) {
+                constexpr int R = decltype(r)::value;
+                copy_plain<run_bytes>(to + R * run_bytes, begin + R * page * width, lane);
+            });
+        } else {
+            copy_plain<section>(to, from + static_cast<std::size_t>(first / group) * (dim * width), lane);
+        }
+    }
+    template <int Bytes>
+    __device__ __forceinline__ static void copy_plain(std::uint32_t to, const std::byte* from, int lane) {
+        constexpr int pieces = Bytes / 16;
+        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
+            constexpr int I = decltype(i)::value;
+            if ((I + 1) * warp_size <= pieces || I * warp_size + lane < pieces)
+                copy_async(to + static_cast<std::uint32_t>((I * warp_size + lane) * 16), from + I * warp_size * 16);
+        });
+    }
+
+    /// The four rows' words of one line of the lane.
+    template <int Tile, int Group, int Step, int Plane, int X>
+    __device__ __forceinline__ static uint4 line_words(std::uint32_t at, const lane_id& id) {
+        constexpr int per = step_units / traits::units_per_word(Plane);
+        constexpr int height = Tile + 1 == tiles ? last_height : tile_height;
+        constexpr int constant = traits::first_line(Plane, units) + (Group * group_steps + Step) * per + X;
+        const std::uint32_t tile = at + Tile * tile_height * lines * 4;
+        if constexpr (aligned && height == 32) {
+            const std::uint32_t lane_part = static_cast<std::uint32_t>(id.t * lane_steps * per * 128 +
+                                                                       ((id.g * 16) ^ (id.t << 5)));
+            return load_shared_16(tile + lane_part + constant * 128);
+        } else {
+            const int line = smaller(constant + id.t * lane_steps * per, lines - 1);
+            if constexpr (height == 32)
+                return load_shared_16(tile + (static_cast<std::uint32_t>(line * 128 + id.g * 16) ^ swizzle(line)));
+            else
+                return load_shared_16(
+                    tile + static_cast<std::uint32_t>(line * height * 4 + smaller(id.g * 16, height * 4 - 16)));
+        }
+    }
+
+    /// Codes of quad `Quad` of a step, one byte each, for four rows.
+    template <int Quad>
+    __device__ __forceinline__ static uint4 codes(const uint4 (&words)[traits::lines(step_units)]) {
+        uint4 result{0, 0, 0, 0};
+        static_for<traits::plane_count>([&](auto plane) {
+            constexpr int p = decltype(plane)::value;
+            constexpr int per = traits::units_per_word(p);
+            constexpr int width = 8 / per;
+            constexpr int right = width * (Quad % per), left = traits::planes::shift(p);
+            constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
+            const uint4& w = words[traits::first_line(p, step_units) + Quad / per];
+            const auto part = [](std::uint32_t x) { return ((x >> right) & mask) << left; };
+            result.x |= part(w.x);
+            result.y |= part(w.y);
+            result.z |= part(w.z);
+            result.w |= part(w.w);
+        });
+        return result;
+    }
+};
+
+}  // namespace kvq::inline v0_1::cuda::detail

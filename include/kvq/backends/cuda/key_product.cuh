@@ -1,0 +1,188 @@
+// Scores of a chunk: the query as two pieces in the columns of B, the packed keys as they are in A.
+//
+//   column 2h   high piece of query row h        column 2h + 1   low piece        (h = 0..3, one such tile per 4 rows)
+//   codes:      x' ~= step * (256 high + low), signed bytes, step = max|x'| / 32512     (as backends/kernels/folded.hpp)
+//   16-bit:     x' / max|x'| = high + low, each rounded to the key's own type
+//
+// Lane (g, t) ends up with rows (tokens) 4g..4g+3 of every tile for query row 4n + t: no exchange, no reduction.
+// Contract: |x' - pieces| <= 2^-16 max|x'| (codes), 2^-20 (fp16), 2^-16 (bf16); integer sums are exact.
+// Parameters of channels are multiplied into the query once per group of tokens; those of tokens into the scores.
+#pragma once
+
+#include "chunk.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+/// A query row in pieces, as registers of B: the part of lane (g, t) for column g. One set per column group.
+template <class Chunk>
+struct folded_row {
+    static constexpr int groups = Chunk::column_groups;
+    std::uint32_t pieces[groups][2 * Chunk::pairs];
+    // For the lane's own row (4n + t), not for column g:
+    float step[groups];
+    float sum[groups];   // of x'
+    float bias_dot;      // of x with the biases of channels
+    int zero[groups];    // zero_code * sum of the fixed-point numbers
+};
+
+__device__ __forceinline__ float max_abs4(float4 v, float top) {
+    return fmaxf(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))), top);
+}
+/// Sum or maximum over the lanes that share a query row: bits 0..2 of the lane number.
+template <class F>
+__device__ __forceinline__ float over_row(float v, F f) {
+    v = f(v, __shfl_xor_sync(~0u, v, 1));
+    v = f(v, __shfl_xor_sync(~0u, v, 2));
+    return f(v, __shfl_xor_sync(~0u, v, 4));
+}
+struct add_floats {
+    __device__ float operator()(float a, float b) const { return a + b; }
+};
+struct max_floats {
+    __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+/// Folds query row g/2 (`row`: shared address of [dim] floats). `slot` and `run`: where channel parameters lie, if any.
+/// Lanes with odd g prepare every second unit for their neighbour with even g and vice versa.
+template <class Chunk>
+__device__ __forceinline__ void fold_row(folded_row<Chunk>& to, std::uint32_t row, std::uint32_t slot, int run,
+                                         const lane_id& id) {
+    using traits = typename Chunk::traits;
+    constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
+    constexpr int halves = Chunk::pairs;  // units that this lane prepares, of 2 * pairs
+    const int parity = id.g & 1;
+    static_for<Chunk::column_groups>([&](auto column_group) {
+        constexpr int G = decltype(column_group)::value;
+        constexpr int width = traits::columns_per_unit;
+        float x[halves][width];
+        float top = 0.0f;
+        [[maybe_unused]] float sum = 0.0f, dot = 0.0f;
+#pragma unroll
+        for (int i = 0; i < halves; ++i) {
+            const int unit = 2 * i + parity;
+            const int in_group = id.t * Chunk::lane_units + unit;
+            const bool inside = unit < Chunk::lane_units && in_group < Chunk::group_units;
+            const int channel = (G * Chunk::group_units + (inside ? in_group : 0)) * width;
+            if constexpr (Chunk::full) {
+                const uint2 v = load_shared_8(row + static_cast<std::uint32_t>(channel * 4));
+                x[i][0] = inside ? __uint_as_float(v.x) : 0.0f;
+                x[i][1] = inside ? __uint_as_float(v.y) : 0.0f;
+                top = fmaxf(top, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
+            } else {
+                const uint4 v = load_shared_16(row + static_cast<std::uint32_t>(channel * 4));
+                float4 q{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+                if (!inside) q = {0.0f, 0.0f, 0.0f, 0.0f};
+                if constexpr (columns) {
+                    if constexpr (traits::has_bias) {
+                        const float4 b = Chunk::biases(slot, run, channel);
+                        dot += q.x * b.x + q.y * b.y + q.z * b.z + q.w * b.w;
+                    }
+                    const float4 s = Chunk::scales(slot, run, channel);
+                    q = {q.x * s.x, q.y * s.y, q.z * s.z, q.w * s.w};
+                }
+                top = max_abs4(q, top);
+                sum += q.x + q.y + q.z + q.w;
+                x[i][0] = q.x, x[i][1] = q.y, x[i][2] = q.z, x[i][3] = q.w;
+            }
+        }
+        top = over_row(top, max_floats{});
+        const float range = Chunk::full ? 1.0f : 32512.0f;
+        const float inverse = top > 1e-33f ? range / top : 0.0f;
+        [[maybe_unused]] int total = 0;
+#pragma unroll
+        for (int i = 0; i < halves; ++i) {
+            std::uint32_t high, low;
+            if constexpr (Chunk::full) {
+                using T = typename Chunk::scheme::value_type;
+                const float a = x[i][0] * inverse, b = x[i][1] * inverse;
+                high = pack_halves<T>(a, b);
+                low = pack_halves<T>(a - unpack_half<T, 0>(high), b - unpack_half<T, 1>(high));
+            } else {
+                // 1.5 * 2^23 + 128 + x: byte 1 of the sum is the high piece, byte 0 the low piece plus 128.
+                std::uint32_t y[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    y[k] = __float_as_uint(fmaf(x[i][k], inverse, 12583040.0f));
+                    if constexpr (Chunk::traits::zero_code != 0) total += static_cast<int>(y[k] - 0x4b400080u);
+                }
+                const piece_words w = split_pieces(y[0], y[1], y[2], y[3]);
+                high = w.high;
+                low = w.low ^ 0x80808080u;
+            }
+            const std::uint32_t own = parity ? low : high;
+            const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high : low, 4);
+            to.pieces[G][2 * i] = parity ? received : own;
+            to.pieces[G][2 * i + 1] = parity ? own : received;
+        }
+        // Scalars of row g/2 move to the lanes whose own row it is: row t sits in lanes 8t..8t+7.
+        to.step[G] = __shfl_sync(~0u, top > 1e-33f ? top / range : 0.0f, 8 * id.t);
+        if constexpr (!Chunk::full && Chunk::token_parameters && traits::has_bias)
+            to.sum[G] = __shfl_sync(~0u, over_row(sum, add_floats{}), 8 * id.t);
+        if constexpr (columns && traits::has_bias)
+            to.bias_dot = __shfl_sync(~0u, over_row(dot, add_floats{}), 8 * id.t);
+        if constexpr (traits::zero_code != 0) {
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            total += __shfl_xor_sync(~0u, total, 4);
+            to.zero[G] = __shfl_sync(~0u, traits::zero_code * total, 8 * id.t);
+        }
+    });
+}
+
+/// Scores of tile `Tile` for Rows4 * 4 query rows: scores[n][r] is token 4g + r of the tile, query row 4n + t.
+template <class Chunk, int Rows4, int Tile>
+__device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const folded_row<Chunk> (&query)[Rows4],
+                                           std::uint32_t slot, const lane_id& id) {
+    using traits = typename Chunk::traits;
+    using sum_type = std::conditional_t<Chunk::full, float, int>;
+    static_for<Chunk::column_groups>([&](auto column_group) {
+        constexpr int G = decltype(column_group)::value;
+        sum_type sums[2][Rows4][4] = {};
+        Chunk::template for_pairs<Tile, G>(slot, id, [&](auto pair, const uint4& a, const uint4& b) {
+            constexpr int I = decltype(pair)::value;
+#pragma unroll
+            for (int n = 0; n < Rows4; ++n) {
+                const std::uint32_t b0 = query[n].pieces[G][2 * I], b1 = query[n].pieces[G][2 * I + 1];
+                if constexpr (Chunk::full) {
+                    using T = typename Chunk::scheme::value_type;
+                    mma_values<T>(sums[0][n], a.x, a.y, b.x, b.y, b0, b1);
+                    mma_values<T>(sums[1][n], a.z, a.w, b.z, b.w, b0, b1);
+                } else {
+                    mma_codes_signed(sums[0][n], a.x, a.y, b.x, b.y, b0, b1);
+                    mma_codes_signed(sums[1][n], a.z, a.w, b.z, b.w, b0, b1);
+                }
+            }
+        });
+        float4 scale{1.0f, 1.0f, 1.0f, 1.0f}, bias{0.0f, 0.0f, 0.0f, 0.0f};
+        if constexpr (!Chunk::full && Chunk::token_parameters) {
+            const int token = Tile * Chunk::tile_height + smaller(4 * id.g, Chunk::tile_height - 4);
+            scale = Chunk::scales(slot, G, token);
+            if constexpr (traits::has_bias) bias = Chunk::biases(slot, G, token);
+        }
+        [[maybe_unused]] const float scale4[4] = {scale.x, scale.y, scale.z, scale.w};
+        [[maybe_unused]] const float bias4[4] = {bias.x, bias.y, bias.z, bias.w};
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                const sum_type high = sums[r / 2][n][2 * (r % 2)], low = sums[r / 2][n][2 * (r % 2) + 1];
+                float s;
+                if constexpr (Chunk::full) {
+                    s = (high + low) * query[n].step[G];
+                } else {
+                    int whole = 256 * high + low;
+                    if constexpr (traits::zero_code != 0) whole -= query[n].zero[G];
+                    s = static_cast<float>(whole) * query[n].step[G];
+                    if constexpr (Chunk::token_parameters) {
+                        s *= scale4[r];
+                        if constexpr (traits::has_bias) s = fmaf(bias4[r], query[n].sum[G], s);
+                    } else if constexpr (traits::has_bias) {
+                        s += query[n].bias_dot;
+                    }
+                }
+                scores[n][r] = G == 0 ? s : scores[n][r] + s;
+            }
+    });
+}
+
+}  // namespace kvq::inline v0_1::cuda::detail

@@ -1,0 +1,128 @@
+// The instructions that C++ has no word for: tensor-core products, asynchronous copies, byte permutes, exp2.
+//
+//   m16n8k32 (8-bit)    D[16][8] += A[16][32] B[32][8], integer sums, exact
+//   m16n8k16 (16-bit)   the same with fp16 or bf16 products and float sums
+//
+// Lane (g, t) = (lane / 4, lane % 4) holds of A rows g (registers 0, 2) and g+8 (1, 3), words t (0, 1) and t+4 (2, 3);
+// of B column g, words t (0) and t+4 (1); of D rows g (0, 1) and g+8 (2, 3), columns 2t and 2t+1.
+// Which number of the summed axis a word holds does not matter as long as A and B agree: pages use that freedom.
+// Contract: exp2 has a relative error of about 2e-7 and flushes subnormal results to zero (ex2.approx.ftz).
+// Source: PTX ISA 8.x, "Matrix multiply-accumulate operation using mma instruction"; sm_80 and later.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../../core/float_formats.hpp"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+/// Unsigned codes times signed pieces (keys x query).
+__device__ __forceinline__ void mma_codes_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
+                                                 std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/// Unsigned codes times unsigned pieces (values x weights).
+__device__ __forceinline__ void mma_codes_unsigned(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
+                                                   std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <class T>
+__device__ __forceinline__ void mma_values(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
+                                           std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
+    static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>);
+    if constexpr (std::is_same_v<T, float16>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+/// Two floats as one word of two 16-bit floats, the first in the low half; round to nearest even.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack_halves(float low, float high) {
+    std::uint32_t word;
+    if constexpr (std::is_same_v<T, float16>)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    else
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+__device__ __forceinline__ float half_bits_to_float(std::uint16_t bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+/// The low (0) or high (1) half of a word of two 16-bit floats.
+template <class T, int Half>
+__device__ __forceinline__ float unpack_half(std::uint32_t word) {
+    if constexpr (std::is_same_v<T, float16>)
+        return half_bits_to_float(static_cast<std::uint16_t>(Half ? word >> 16 : word & 0xffffu));
+    else
+        return __uint_as_float(Half ? word & 0xffff0000u : word << 16);
+}
+
+/// A stored number as float, by hardware conversion where there is one.
+template <class T>
+__device__ __forceinline__ float to_float(T value) {
+    if constexpr (std::is_same_v<T, float16>)
+        return half_bits_to_float(value.bits);
+    else
+        return static_cast<float>(value);
+}
+
+/// Float to T, rounded to nearest even.
+template <class T>
+__device__ __forceinline__ T from_float(float value) {
+    if constexpr (std::is_same_v<T, float16>)
+        return float16::from_bits(static_cast<std::uint16_t>(pack_halves<float16>(value, 0.0f) & 0xffffu));
+    else if constexpr (std::is_same_v<T, bfloat16>)
+        return bfloat16::from_bits(static_cast<std::uint16_t>(pack_halves<bfloat16>(value, 0.0f) & 0xffffu));
+    else
+        return T(value);
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+    return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
+}
+
+/// 16 bytes from device memory to shared memory, past the first-level cache.
+__device__ __forceinline__ void copy_async(std::uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/// Waits until at most `Pending` of this thread's groups are still under way.
+template <int Pending>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+/// Four 16-bit fixed-point numbers (low halves of y) as a word of high bytes and a word of low bytes.
+struct piece_words {
+    std::uint32_t high, low;
+};
+__device__ __forceinline__ piece_words split_pieces(std::uint32_t y0, std::uint32_t y1, std::uint32_t y2,
+                                                    std::uint32_t y3) {
+    const std::uint32_t a = __byte_perm(y0, y1, 0x5140), b = __byte_perm(y2, y3, 0x5140);
+    return {__byte_perm(a, b, 0x7632), __byte_perm(a, b, 0x5410)};
+}
+
+}  // namespace kvq::inline v0_1::cuda::detail

@@ -1,0 +1,274 @@
+// Weights of a chunk and their product with the packed values: an online softmax whose steps are chunks.
+//
+//   w = 2^(s - max of the chunk),   w' = w * value scale of the token,   w' ~= step * (256 high + low)   unsigned bytes
+//   16-bit values: w = high + low, each rounded to the values' own type
+//   state:  max' = max(max, max of the chunk),  output' = output * 2^(max - max') + step * 2^(chunk max - max') * C w
+//
+// Weights travel through shared memory once, as words of B: [group of value parameters][4 rows][column][unit].
+// Value biases are summed per group of channels and added at the end; value parameters of channels apply to the product.
+// Contract: weights are exact to 2^-17 of the largest weight of the chunk (codes), 2^-20 (fp16), 2^-15 (bf16).
+#pragma once
+
+#include "key_product.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+template <class Values>
+struct weight_words {
+    static constexpr int sets = !Values::full && Values::token_parameters ? Values::runs : 1;
+    static constexpr int units = 4 * Values::lane_units;
+    static constexpr int stride = units + 4;  // words of a column; columns fall into different banks
+    static constexpr int row_set = 8 * stride;
+    KVQ_HD static constexpr int words(int rows4) { return sets * rows4 * row_set; }
+    static constexpr int bias_sets = Values::traits::has_bias && Values::token_parameters && !Values::full ? sets : 0;
+};
+
+/// Softmax state of the rows 4n + t of a warp; `sum` and `bias` are this lane's part, `max` is the warp's.
+template <class Values, int Rows4>
+struct warp_state {
+    float max[Rows4];
+    float sum[Rows4];
+    float bias[Rows4][weight_words<Values>::bias_sets + 1];
+    float output[Values::tiles][Rows4][4];  // channel 32 * tile + 4g + i of row 4n + t
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            max[n] = -INFINITY;
+            sum[n] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < weight_words<Values>::bias_sets + 1; ++i) bias[n][i] = 0.0f;
+#pragma unroll
+            for (int tile = 0; tile < Values::tiles; ++tile)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) output[tile][n][r] = 0.0f;
+        }
+    }
+};
+
+/// Maximum or sum over the lanes with the same t: bits 2..4 of the lane number.
+template <class F>
+__device__ __forceinline__ float over_tokens(float v, F f) {
+    v = f(v, __shfl_xor_sync(~0u, v, 4));
+    v = f(v, __shfl_xor_sync(~0u, v, 8));
+    return f(v, __shfl_xor_sync(~0u, v, 16));
+}
+
+__device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+
+/// The lane's words of B; an odd last one is zero.
+template <int Units, int Registers>
+__device__ __forceinline__ void load_weights(std::uint32_t (&b)[Registers], std::uint32_t at) {
+    if constexpr (Units % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < Units; i += 4) {
+            const uint4 v = load_shared_16(at + 4u * static_cast<std::uint32_t>(i));
+            b[i] = v.x, b[i + 1] = v.y, b[i + 2] = v.z, b[i + 3] = v.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < Registers; ++i) {
+            b[i] = 0;
+            if (i < Units) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b[i]) : "r"(at + 4u * static_cast<std::uint32_t>(i)));
+        }
+    }
+}
+
+/// Factors of one chunk: of what the output holds, and of each set's product.
+template <class Values, int Rows4>
+struct chunk_factors {
+    float keep[Rows4];
+    float step[weight_words<Values>::sets][Rows4];
+};
+
+/// Turns scores into weight words in shared memory and moves the state on. `masked`: some token may be outside.
+template <class Keys, class Values, int Rows4>
+__device__ __forceinline__ void make_weights(float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
+                                             chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
+                                             std::uint32_t weights, bool masked, const lane_id& id) {
+    using words = weight_words<Values>;
+    constexpr int quads_of_tile = Keys::tile_height / 4;
+    const bool idle = Keys::tile_height == 16 && id.g >= 4;
+#pragma unroll
+    for (int n = 0; n < Rows4; ++n) {
+        float top = -INFINITY;
+#pragma unroll
+        for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                if (idle) s[tile][n][r] = -INFINITY;
+                top = fmaxf(top, s[tile][n][r]);
+            }
+        top = over_tokens(top, max_floats{});
+        const float next = fmaxf(state.max[n], top);
+        const float shift = top == -INFINITY ? 0.0f : top;
+        float sum = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                s[tile][n][r] = exp2_fast(s[tile][n][r] - shift);
+                sum += s[tile][n][r];
+            }
+        const float keep = state.max[n] == -INFINITY ? 0.0f : exp2_fast(state.max[n] - next);
+        const float take = top == -INFINITY ? 0.0f : exp2_fast(top - next);
+        state.max[n] = next;
+        state.sum[n] = fmaf(state.sum[n], keep, take * sum);
+        factors.keep[n] = keep;
+
+        static_for<words::sets>([&](auto set) {
+            constexpr int S = decltype(set)::value;
+            const std::uint32_t column = weights + 4u * static_cast<std::uint32_t>(
+                                                            (S * Rows4 + n) * words::row_set + 2 * id.t * words::stride);
+            if constexpr (Values::full) {
+                using T = typename Values::scheme::value_type;
+                factors.step[S][n] = take;
+#pragma unroll
+                for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const float a = s[tile][n][2 * half], b = s[tile][n][2 * half + 1];
+                        const std::uint32_t high = pack_halves<T>(a, b);
+                        const std::uint32_t low = pack_halves<T>(a - unpack_half<T, 0>(high), b - unpack_half<T, 1>(high));
+                        const std::uint32_t at =
+                            column + 4u * static_cast<std::uint32_t>(2 * (tile * quads_of_tile + id.g) + half);
+                        if (!idle) {
+                            store_word(at, high);
+                            store_word(at + 4 * words::stride, low);
+                        }
+                    }
+            } else {
+                float w[Keys::tiles][4];
+                float largest = 0.0f;
+                [[maybe_unused]] float biased = 0.0f;
+#pragma unroll
+                for (int tile = 0; tile < Keys::tiles; ++tile) {
+                    const int token = tile * Keys::tile_height + (idle ? 0 : 4 * id.g);
+                    float scale[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+                    [[maybe_unused]] float bias[4];
+                    if constexpr (Values::token_parameters) {
+                        const float4 v = Values::scales(slot, S, token);
+                        scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
+                        if constexpr (Values::traits::has_bias) {
+                            const float4 b = Values::biases(slot, S, token);
+                            bias[0] = b.x, bias[1] = b.y, bias[2] = b.z, bias[3] = b.w;
+                        }
+                    }
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        const float p = s[tile][n][r];
+                        // Parameters of tokens that do not exist may be anything.
+                        const bool counts = !masked || p > 0.0f;
+                        w[tile][r] = counts ? p * scale[r] : 0.0f;
+                        if constexpr (words::bias_sets > 0) biased += counts ? p * bias[r] : 0.0f;
+                        largest = fmaxf(largest, w[tile][r]);
+                    }
+                }
+                if constexpr (Values::token_parameters) largest = over_tokens(largest, max_floats{});
+                else largest = 1.0f;
+                const float inverse = largest > 1e-33f ? 65280.0f / largest : 0.0f;
+                factors.step[S][n] = largest > 1e-33f ? take * (largest / 65280.0f) : 0.0f;
+                if constexpr (words::bias_sets > 0) state.bias[n][S] = fmaf(state.bias[n][S], keep, take * biased);
+#pragma unroll
+                for (int tile = 0; tile < Keys::tiles; ++tile) {
+                    std::uint32_t y[4];
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) y[r] = __float_as_uint(fmaf(w[tile][r], inverse, 8388608.0f));
+                    const piece_words p = split_pieces(y[0], y[1], y[2], y[3]);
+                    const std::uint32_t at = column + 4u * static_cast<std::uint32_t>(tile * quads_of_tile + id.g);
+                    if (!idle) {
+                        store_word(at, p.high);
+                        store_word(at + 4 * words::stride, p.low);
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// output = output * keep + step * (values x weights) for every tile of 32 channels.
+template <class Values, int Rows4>
+__device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state, const chunk_factors<Values, Rows4>& factors,
+                                           std::uint32_t slot, std::uint32_t weights, const lane_id& id) {
+    using words = weight_words<Values>;
+    using traits = typename Values::traits;
+    using sum_type = std::conditional_t<Values::full, float, int>;
+    constexpr bool channel_parameters = !Values::full && !Values::token_parameters;
+    constexpr bool needs_total = traits::zero_code != 0 || (channel_parameters && traits::has_bias);
+    constexpr int tiles_of_set = ceil_div(Values::tiles, words::sets);
+    static_for<words::sets>([&](auto set) {
+        constexpr int S = decltype(set)::value;
+        std::uint32_t b[Rows4][2 * Values::pairs];
+        [[maybe_unused]] int total[Rows4];
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            const std::uint32_t at = weights + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set +
+                                                                               id.g * words::stride +
+                                                                               id.t * Values::lane_units);
+            load_weights<Values::lane_units>(b[n], at);
+            if constexpr (needs_total) {
+                int sums[4] = {};
+#pragma unroll
+                for (int i = 0; i < Values::pairs; ++i)
+                    mma_codes_unsigned(sums, 0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u, b[n][2 * i],
+                                       b[n][2 * i + 1]);
+                total[n] = 256 * sums[0] + sums[1];
+            }
+        }
+        static_for<tiles_of_set>([&](auto in_set) {
+            constexpr int T = S * tiles_of_set + decltype(in_set)::value;
+            if constexpr (T < Values::tiles) {
+                sum_type sums[2][Rows4][4] = {};
+                Values::template for_pairs<T, 0>(slot, id, [&](auto pair, const uint4& x, const uint4& y) {
+                    constexpr int I = decltype(pair)::value;
+#pragma unroll
+                    for (int n = 0; n < Rows4; ++n) {
+                        if constexpr (Values::full) {
+                            using V = typename Values::scheme::value_type;
+                            mma_values<V>(sums[0][n], x.x, x.y, y.x, y.y, b[n][2 * I], b[n][2 * I + 1]);
+                            mma_values<V>(sums[1][n], x.z, x.w, y.z, y.w, b[n][2 * I], b[n][2 * I + 1]);
+                        } else {
+                            mma_codes_unsigned(sums[0][n], x.x, x.y, y.x, y.y, b[n][2 * I], b[n][2 * I + 1]);
+                            mma_codes_unsigned(sums[1][n], x.z, x.w, y.z, y.w, b[n][2 * I], b[n][2 * I + 1]);
+                        }
+                    }
+                });
+                [[maybe_unused]] float scale[4], bias[4];
+                if constexpr (channel_parameters) {
+                    constexpr int height = T + 1 == Values::tiles ? Values::last_height : Values::tile_height;
+                    const int channel = T * 32 + smaller(4 * id.g, height - 4);
+                    const float4 v = Values::scales(slot, 0, channel);
+                    scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
+                    if constexpr (traits::has_bias) {
+                        const float4 w = Values::biases(slot, 0, channel);
+                        bias[0] = w.x, bias[1] = w.y, bias[2] = w.z, bias[3] = w.w;
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < Rows4; ++n)
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        const sum_type high = sums[r / 2][n][2 * (r % 2)], low = sums[r / 2][n][2 * (r % 2) + 1];
+                        float y;
+                        if constexpr (Values::full) {
+                            y = (high + low) * factors.step[S][n];
+                        } else {
+                            int whole = 256 * high + low;
+                            if constexpr (traits::zero_code != 0) whole -= traits::zero_code * total[n];
+                            y = static_cast<float>(whole) * factors.step[S][n];
+                            if constexpr (channel_parameters) {
+                                y *= scale[r];
+                                if constexpr (traits::has_bias)
+                                    y = fmaf(bias[r], static_cast<float>(total[n]) * factors.step[S][n], y);
+                            }
+                        }
+                        state.output[T][n][r] = fmaf(state.output[T][n][r], factors.keep[n], y);
+                    }
+            }
+        });
+    });
+}
+
+}  // namespace kvq::inline v0_1::cuda::detail

@@ -1,0 +1,147 @@
+// Fused attention against double arithmetic on the decoded values.
+#pragma once
+
+#include <kvq/backends/cuda/attend.cuh>
+
+#include "support.cuh"
+
+namespace test {
+
+struct attention_case {
+    int kv_heads = 2;
+    int group = 4;
+    int query_tokens = 1;
+    int window = 0;
+    float softcap = 0.0f;
+    std::vector<int> lengths;
+};
+
+/// Softmax state of one query row in double, over tokens [from, to) of one head.
+struct reference_state {
+    double max = -INFINITY, sum = 0.0;
+    std::vector<double> output;
+};
+
+template <class Format>
+reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence, std::size_t head, const float* q,
+                              int from, int to, float softcap) {
+    constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
+    reference_state r;
+    r.output.assign(value_dim, 0.0);
+    std::vector<double> scores;
+    for (int t = from; t < to; ++t) {
+        double s = 0.0;
+        for (int c = 0; c < dim; ++c)
+            s += static_cast<double>(q[c]) * b.key_values[sequence][head][static_cast<std::size_t>(t * dim + c)];
+        s /= std::sqrt(static_cast<double>(dim));
+        if (softcap > 0.0f) s = softcap * std::tanh(s / softcap);
+        scores.push_back(s);
+        r.max = std::max(r.max, s);
+    }
+    for (int t = from; t < to; ++t) {
+        const double p = std::exp(scores[static_cast<std::size_t>(t - from)] - r.max);
+        r.sum += p;
+        for (int c = 0; c < value_dim; ++c)
+            r.output[static_cast<std::size_t>(c)] +=
+                p * b.value_values[sequence][head][static_cast<std::size_t>(t * value_dim + c)];
+    }
+    return r;
+}
+
+template <class T>
+T as(float x) {
+    if constexpr (std::is_same_v<T, float>) return x;
+    else return T(x);
+}
+
+/// The largest relative error of a sequence's output rows. `name` goes into messages.
+template <class Format, class T>
+void check_attention(rng& r, const attention_case& c, const char* name, double* worst = nullptr) {
+    const coded_batch<Format> batch(r, c.kv_heads, c.lengths);
+    const device_batch<Format> device(batch);
+    const int sequences = static_cast<int>(c.lengths.size()), q_heads = c.kv_heads * c.group;
+    const int tokens = sequences * c.query_tokens;
+    constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
+    std::vector<T> q(static_cast<std::size_t>(tokens) * q_heads * dim);
+    std::vector<float> qf(q.size());
+    for (std::size_t i = 0; i < q.size(); ++i) {
+        q[i] = as<T>(normal(r));
+        qf[i] = static_cast<float>(q[i]);
+    }
+    device_buffer<T> q_device(q);
+    device_buffer<T> out(static_cast<std::size_t>(tokens) * q_heads * value_dim);
+    device_buffer<float> lse(static_cast<std::size_t>(tokens) * q_heads);
+    const std::size_t bytes = kvq::cuda::attend_workspace_bytes<Format, T>(c.group, c.query_tokens);
+    device_buffer<std::byte> workspace(bytes);
+    workspace.clear();
+    kvq::cuda::attention_options options;
+    options.query_tokens = c.query_tokens;
+    options.window = c.window;
+    options.softcap = c.softcap;
+    options.lse = lse.get();
+    for (int repeat = 0; repeat < 2; ++repeat) {  // the second call finds the workspace as the first left it
+        out.poison();
+        const auto status = kvq::cuda::attend<Format, T>(
+            device.ref, kvq::token_view<const T>(q_device.get(), tokens, q_heads, dim),
+            kvq::token_view<T>(out.get(), tokens, q_heads, value_dim), options, workspace.get(), bytes, nullptr);
+        CHECK(status, "%s: %s", name, status.message);
+        CUDA_OK(cudaDeviceSynchronize());
+    }
+    const std::vector<T> got = out.download();
+    const std::vector<float> got_lse = lse.download();
+    double largest = 0.0;
+    for (int b = 0; b < sequences; ++b)
+        for (int i = 0; i < c.query_tokens; ++i)
+            for (int h = 0; h < q_heads; ++h) {
+                const std::size_t row = static_cast<std::size_t>((b * c.query_tokens + i) * q_heads + h);
+                const int position = c.lengths[static_cast<std::size_t>(b)] - c.query_tokens + i;
+                const int from = c.window > 0 ? std::max(0, position - c.window + 1) : 0;
+                const auto expected = reference_row(batch, static_cast<std::size_t>(b),
+                                                    static_cast<std::size_t>(h / c.group), &qf[row * dim], from,
+                                                    std::max(from, position + 1), c.softcap);
+                double error = 0.0, size = 0.0;
+                for (int d = 0; d < value_dim; ++d) {
+                    const double want = expected.sum > 0.0 ? expected.output[static_cast<std::size_t>(d)] / expected.sum : 0.0;
+                    const double have = static_cast<float>(got[row * value_dim + static_cast<std::size_t>(d)]);
+                    error += (have - want) * (have - want);
+                    size += want * want;
+                    if (!(have == have)) error = INFINITY;
+                }
+                const double relative = size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
+                largest = std::max(largest, relative);
+                const double limit = std::is_same_v<T, kvq::bfloat16> ? 6e-3 : 2e-3;
+                CHECK(relative <= limit,
+                      "%s: error %.3g (sequence %d of %d tokens, query %d of %d, head %d, group %d, window %d, cap %g)",
+                      name, relative, b, c.lengths[static_cast<std::size_t>(b)], i, c.query_tokens, h, c.group,
+                      c.window, static_cast<double>(c.softcap));
+                const double want_lse = expected.sum > 0.0 ? expected.max + std::log(expected.sum) : -INFINITY;
+                const double have_lse = got_lse[row];
+                CHECK(want_lse == have_lse || std::abs(want_lse - have_lse) < 1e-3 * (1.0 + std::abs(want_lse)),
+                      "%s: lse %g, expected %g", name, have_lse, want_lse);
+            }
+    if (worst) *worst = std::max(*worst, largest);
+}
+
+/// Shapes that a format must get right.
+template <class Format, class T>
+void check_format(const char* name) {
+    constexpr int page = Format::page_tokens;
+    rng r(static_cast<unsigned>(page * 131 + Format::head_dim));
+    double worst = 0.0;
+    const std::vector<int> ragged = {page + 1, 0, 1, page - 1, page, 3 * page + page / 2, 700};
+    check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = ragged}, name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 3, .group = 1, .lengths = ragged}, name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 1, .group = 5, .lengths = {2000, 5, 77}}, name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 2, .group = 8, .lengths = ragged}, name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 1, .group = 16, .lengths = {300, 40}}, name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .query_tokens = 3, .lengths = {3, 2 * page + 1, 501}},
+                               name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 1, .group = 2, .query_tokens = 8, .window = 40, .lengths = {page + 3, 600}},
+                               name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 2, .group = 2, .window = 100, .softcap = 5.0f, .lengths = {40, 900, page}},
+                               name, &worst);
+    check_attention<Format, T>(r, {.kv_heads = 1, .group = 4, .lengths = {6000}}, name, &worst);
+    std::printf("  %-44s largest error %.2e\n", name, worst);
+}
+
+}  // namespace test

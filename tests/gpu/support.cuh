@@ -1,0 +1,200 @@
+// What the GPU tests share: checks, device memory that is poisoned, random tensors, caches built by the CPU's encoders.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include <kvq/backends/cuda/cache_ref.cuh>
+
+namespace test {
+
+inline int failures = 0;
+inline int checks = 0;
+
+#define CHECK(condition, ...)                                        \
+    do {                                                             \
+        ++test::checks;                                              \
+        if (!(condition)) {                                          \
+            if (++test::failures <= 40) {                            \
+                std::printf("FAILED %s:%d ", __FILE__, __LINE__);    \
+                std::printf(__VA_ARGS__);                            \
+                std::printf("\n");                                   \
+            }                                                        \
+        }                                                            \
+    } while (0)
+
+inline void cuda_ok(cudaError_t code, const char* what, int line) {
+    if (code != cudaSuccess) {
+        std::printf("FATAL line %d: %s: %s\n", line, what, cudaGetErrorString(code));
+        std::exit(2);
+    }
+}
+#define CUDA_OK(call) test::cuda_ok((call), #call, __LINE__)
+
+inline int report(const char* name) {
+    std::printf("%s: %d checks, %d failures\n", name, checks, failures);
+    return failures ? 1 : 0;
+}
+
+/// Device memory, filled with 0xff (NaN in every float format) before use.
+template <class T>
+class device_buffer {
+public:
+    explicit device_buffer(std::size_t n) : size_(n) {
+        CUDA_OK(cudaMalloc(&data_, n * sizeof(T) + 16));
+        poison();
+    }
+    explicit device_buffer(const std::vector<T>& host) : device_buffer(host.size()) { upload(host); }
+    device_buffer(const device_buffer&) = delete;
+    device_buffer& operator=(const device_buffer&) = delete;
+    ~device_buffer() { cudaFree(data_); }
+    void poison() { CUDA_OK(cudaMemset(data_, 0xff, size_ * sizeof(T) + 16)); }
+    void clear() { CUDA_OK(cudaMemset(data_, 0, size_ * sizeof(T) + 16)); }
+    void upload(const std::vector<T>& host) {
+        CUDA_OK(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    std::vector<T> download() const {
+        std::vector<T> host(size_);
+        CUDA_OK(cudaMemcpy(host.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
+        return host;
+    }
+    T* get() const { return data_; }
+    std::size_t size() const { return size_; }
+
+private:
+    T* data_ = nullptr;
+    std::size_t size_;
+};
+
+using rng = std::mt19937;
+
+inline float normal(rng& r) { return std::normal_distribution<float>{}(r); }
+inline int uniform(rng& r, int lo, int hi) { return std::uniform_int_distribution<int>{lo, hi}(r); }
+
+/// Keys and values as models make them: some channels are much larger than others, some tokens are spikes.
+inline std::vector<float> tensor_values(rng& r, int tokens, int dim) {
+    std::vector<float> factor(static_cast<std::size_t>(dim));
+    for (float& f : factor) f = uniform(r, 0, 15) == 0 ? 6.0f : 1.0f;
+    std::vector<float> x(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim));
+    for (int t = 0; t < tokens; ++t) {
+        const float size = uniform(r, 0, 31) == 0 ? 4.0f : 1.0f;
+        for (int c = 0; c < dim; ++c)
+            x[static_cast<std::size_t>(t * dim + c)] = size * factor[static_cast<std::size_t>(c)] * normal(r);
+    }
+    return x;
+}
+
+/// Makes what a block holds for tokens from `used` on unusable: a kernel that looks at it gets NaN.
+template <class S>
+void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
+    for (int t = used; t < s.tokens; ++t) {
+        if constexpr (kvq::full_precision<S>) {
+            using T = typename S::value_type;
+            for (int c = 0; c < s.dim; ++c)
+                std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff, sizeof(T));
+        } else if (S::granularity_type::on_tokens) {
+            using P = typename S::parameter;
+            const int group = S::granularity_type::group;
+            const int groups = group > 0 && group < s.dim ? (s.dim + group - 1) / group : 1;
+            for (int g = 0; g < groups; ++g) {
+                std::byte* const at = block + S{}.parameter_offset(s, g, t);
+                std::memset(at, 0xff, sizeof(P));
+                if (S::levels::has_bias) std::memset(at + S{}.section_bytes(s), 0xff, sizeof(P));
+            }
+        }
+    }
+}
+
+/// A batch of sequences whose pages the CPU coded; decoded values beside them.
+template <class Format>
+struct coded_batch {
+    using F = Format;
+    int kv_heads;
+    std::vector<int> lengths;
+    int columns, pages;
+    std::vector<int> table;                    // [sequences][columns]
+    std::vector<std::byte> keys, values;       // pages
+    // Decoded: [sequence][head][token][dim]
+    std::vector<std::vector<std::vector<float>>> key_values, value_values;
+
+    coded_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false)
+        : kv_heads(heads), lengths(std::move(tokens)) {
+        int longest = 1, used_pages = 0;
+        for (const int n : lengths) {
+            longest = std::max(longest, n);
+            used_pages += (n + F::page_tokens - 1) / F::page_tokens;
+        }
+        columns = (longest + F::page_tokens - 1) / F::page_tokens;
+        pages = used_pages + 3;
+        std::vector<int> order(static_cast<std::size_t>(pages));
+        for (int i = 0; i < pages; ++i) order[static_cast<std::size_t>(i)] = i;
+        std::shuffle(order.begin(), order.end(), r);
+        const auto heads_ = static_cast<std::size_t>(kv_heads);
+        keys.assign(static_cast<std::size_t>(pages) * heads_ * F::key_block_bytes, std::byte{0xff});
+        values.assign(static_cast<std::size_t>(pages) * heads_ * F::value_block_bytes, std::byte{0xff});
+        table.assign(lengths.size() * static_cast<std::size_t>(columns), with_holes ? -1 : pages - 1);
+        key_values.resize(lengths.size());
+        value_values.resize(lengths.size());
+        std::size_t next = 0;
+        for (std::size_t b = 0; b < lengths.size(); ++b) {
+            const int n = lengths[b];
+            key_values[b].assign(heads_, std::vector<float>(static_cast<std::size_t>(n) * F::head_dim));
+            value_values[b].assign(heads_, std::vector<float>(static_cast<std::size_t>(n) * F::value_dim));
+            for (int p = 0; p * F::page_tokens < n; ++p) {
+                const int page = order[next++];
+                table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(p)] = page;
+                for (std::size_t h = 0; h < heads_; ++h) {
+                    const std::size_t block = static_cast<std::size_t>(page) * heads_ + h;
+                    code<typename F::keys>(r, F::key_shape(), &keys[block * F::key_block_bytes],
+                                           key_values[b][h].data(), p * F::page_tokens, n);
+                    code<typename F::values>(r, F::value_shape(), &values[block * F::value_block_bytes],
+                                             value_values[b][h].data(), p * F::page_tokens, n);
+                }
+            }
+        }
+    }
+
+private:
+    template <class S>
+    static void code(rng& r, const kvq::block_shape& s, std::byte* block, float* decoded, int first, int n) {
+        std::vector<float> x = tensor_values(r, s.tokens, s.dim);
+        S{}.encode(s, {}, x.data(), block);
+        S{}.decode(s, {}, block, x.data());
+        const int used = std::min(s.tokens, n - first);
+        std::copy(x.begin(), x.begin() + used * s.dim, decoded + static_cast<std::size_t>(first) * s.dim);
+        poison_tokens<S>(s, block, used);
+    }
+};
+
+/// A coded batch in device memory.
+template <class Format>
+struct device_batch {
+    device_buffer<std::byte> keys, values;
+    device_buffer<int> table, lengths;
+    kvq::cuda::cache_ref<Format> ref;
+
+    explicit device_batch(const coded_batch<Format>& b)
+        : keys(b.keys), values(b.values), table(b.table), lengths(b.lengths) {
+        ref.key_pages = keys.get();
+        ref.value_pages = values.get();
+        ref.key_page_bytes = kvq::cuda::cache_ref<Format>::dense_key_page(b.kv_heads);
+        ref.value_page_bytes = kvq::cuda::cache_ref<Format>::dense_value_page(b.kv_heads);
+        ref.block_table = table.get();
+        ref.tokens = lengths.get();
+        ref.sequences = static_cast<int>(b.lengths.size());
+        ref.table_columns = b.columns;
+        ref.kv_heads = b.kv_heads;
+    }
+};
+
+}  // namespace test
