@@ -28,13 +28,13 @@ inline std::vector<float> random_block(generator& random, const kvq::block_shape
 }
 
 /// Every token, or every channel, gets its own kind of trouble.
-inline std::vector<float> hostile_block(generator& random, const kvq::block_shape& shape) {
+inline std::vector<float> hostile_block(generator& random, const kvq::block_shape& shape, bool finite = false) {
     std::vector<float> x(shape.values());
     const bool by_token = random.one_in(2);
     const auto tokens = static_cast<std::size_t>(shape.tokens), dim = static_cast<std::size_t>(shape.dim);
     std::vector<float> line(by_token ? dim : tokens);
     for (std::size_t i = 0; i < (by_token ? tokens : dim); ++i) {
-        fill_hostile(random, line.data(), line.size());
+        fill_hostile(random, line.data(), line.size(), finite);
         for (std::size_t j = 0; j < line.size(); ++j) x[by_token ? i * dim + j : j * dim + i] = line[j];
     }
     return x;

@@ -76,12 +76,13 @@ inline const std::vector<float>& hostile_values() {
     return values;
 }
 
-/// Fills x with one of several kinds of trouble: constants, zeros, subnormals, +-65504, mixed magnitudes, hostile values
-/// among normal ones, nothing but NaN.
-inline void fill_hostile(generator& random, float* x, std::size_t n) {
-    const int kind = random.between(0, 8);
+/// Fills x with one of several kinds of trouble: constants, zeros of both signs, subnormals, +-65504, mixed magnitudes,
+/// hostile values among normal ones, nothing but NaN. `finite`: finite even as 16-bit floats.
+inline void fill_hostile(generator& random, float* x, std::size_t n, bool finite = false) {
+    const int kind = random.between(0, 9);
     const float constant = random.one_in(3) ? 0.0f : random.any_magnitude(-10, 10);
-    for (std::size_t i = 0; i < n; ++i) switch (kind) {
+    for (std::size_t i = 0; i < n; ++i) {
+        switch (kind) {
             case 0: x[i] = constant; break;
             case 1: x[i] = random.any_magnitude(-149, -120); break;
             case 2: x[i] = random.one_in(2) ? 65504.0f : -65504.0f; break;
@@ -90,8 +91,14 @@ inline void fill_hostile(generator& random, float* x, std::size_t n) {
             case 5: x[i] = random.one_in(4) ? random.pick(hostile_values()) : random.normal(); break;
             case 6: x[i] = std::numeric_limits<float>::quiet_NaN(); break;
             case 7: x[i] = 1000.0f + random.normal() * 1e-3f; break;
+            case 8:  // as a rectifier leaves it, zeros of either sign
+                x[i] = random.normal();
+                if (x[i] < 0.5f) x[i] = random.one_in(2) ? 0.0f : -0.0f;
+                break;
             default: x[i] = random.normal(); break;
         }
+        if (finite && !(x[i] >= -65504.0f && x[i] <= 65504.0f)) x[i] = x[i] < 0.0f ? -65504.0f : 65504.0f;
+    }
 }
 
 }  // namespace test

@@ -35,7 +35,8 @@ struct asymmetric {
     /// Parameters for finite values in [lo, hi].
     template <int Bits, class P>
     KVQ_HD static constexpr stored_parameters<P> fit(float lo, float hi) noexcept {
-        const P bias = detail::round_down<P>(lo);
+        // Which of -0 and +0 is the minimum depends on the order of comparisons; + 0 makes it +0.
+        const P bias = detail::round_down<P>(lo + 0.0f);
         const float range = hi - static_cast<float>(bias);
         if (!(range > 0.0f)) return {P(0.0f), bias};
         return {

@@ -13,14 +13,16 @@
 
 namespace kvq::inline v0_1::kernels {
 
-/// A scheme that encode_block knows how to write: composed of the library's own levels.
 template <class S>
-concept composed_scheme = requires {
-    typename S::levels;
-    typename S::granularity_type;
-    typename S::parameter;
-}
-&&(std::same_as<typename S::levels, asymmetric> || std::same_as<typename S::levels, symmetric>);
+inline constexpr bool is_composed = false;
+template <class Bits, class Levels, class Granularity, class Params>
+inline constexpr bool is_composed<scheme<Bits, Levels, Granularity, Params>> =
+    std::same_as<Levels, asymmetric> || std::same_as<Levels, symmetric>;
+
+/// A scheme that block_encoder knows how to write: composed of the library's own levels, and not a type derived from one,
+/// whose encode() may do more (transform, search).
+template <class S>
+concept composed_scheme = is_composed<S>;
 
 template <class Lanes, class Window, composed_scheme Scheme>
 class block_encoder {

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact. Every backend writes the bytes that scheme::encode writes. Built for several -march.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <kvq/backends/scalar.hpp>
+#include <kvq/backends/simd.hpp>
+
+#include "support/caches.hpp"
+#include "support/blocks.hpp"
+
+namespace {
+
+using native = kvq::simd<>;
+
+/// The block as the scheme itself codes it, and as a backend does.
+template <class Window, class Backend, class S>
+void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id, const std::vector<float>& x) {
+    const kvq::full<Window> full;
+    std::vector<std::byte> window(full.block_bytes(shape));
+    full.encode(shape, id, x.data(), window.data());
+
+    std::vector<float> rounded(shape.values());
+    full.decode(shape, id, window.data(), rounded.data());
+    std::vector<std::byte> expected(scheme.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
+    const std::uint32_t not_finite = scheme.encode(shape, id, rounded.data(), expected.data());
+
+    std::vector<float> scratch(shape.values() + 16, 1e30f);
+    const std::uint32_t counted =
+        Backend::template encode<Window>(scheme, shape, id, window.data(), got.data(), scratch.data());
+    CHECK(counted == not_finite);
+    const auto difference = std::mismatch(expected.begin(), expected.end(), got.begin());
+    CHECK(difference.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
+    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
+    for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
+}
+
+template <class S, class Window>
+void check_scheme(test::generator& random, int rounds) {
+    const S scheme = test::make_scheme<S>();
+    const std::string from = kvq::float_name<Window>, on = native::name();
+    INFO(scheme.name(), " from ", from, " on ", on);
+    for (int round = 0; round < rounds; ++round) {
+        const auto shape = test::random_shape(random);
+        const int kind = random.between(0, 3);
+        INFO(shape, ", kind of numbers ", kind);
+        const auto x = kind < 2 ? test::random_block(random, shape) : test::hostile_block(random, shape, kind == 2);
+        const kvq::block_id id{random.between(0, 3), random.between(0, 3)};
+        check_block<Window, native>(scheme, shape, id, x);
+        check_block<Window, kvq::scalar>(scheme, shape, id, x);
+    }
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("same bytes from every backend", S, KVQ_TEST_SCHEMES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    check_scheme<S, kvq::float16>(random, 60);
+}
+
+TEST_CASE_TEMPLATE("same bytes from 32-bit and bfloat16 windows", S, kvq::int8, kvq::kivi<4>::keys, kvq::kivi<4>::values,
+                   test::odd_keys, test::odd_values, test::rotated) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    check_scheme<S, float>(random, 40);
+    check_scheme<S, kvq::bfloat16>(random, 40);
+}
+
+TEST_CASE("every 16-bit pattern, one page of each") {
+    // All finite fp16 values appear as somebody's neighbour; groups of 32 see magnitudes close together and far apart.
+    const kvq::block_shape shape{kvq::tensor::key, 64, 64};
+    const kvq::affine<4, kvq::per_token<32>> rows;
+    const kvq::affine<4, kvq::per_channel<32>> columns;
+    for (std::uint32_t first = 0; first < 0x10000; first += 64 * 64)
+        for (const std::uint32_t step : {1u, 4099u}) {
+            std::vector<float> x(shape.values());
+            for (std::size_t i = 0; i < x.size(); ++i) {
+                auto bits = static_cast<std::uint16_t>(first + step * i);
+                if ((bits & 0x7c00u) == 0x7c00u) bits = static_cast<std::uint16_t>(bits & 0x83ffu);
+                x[i] = kvq::float16::from_bits(bits);
+            }
+            check_block<kvq::float16, native>(rows, shape, {}, x);
+            check_block<kvq::float16, native>(columns, shape, {}, x);
+        }
+}
+
+TEST_CASE_TEMPLATE("stored parameters load as the same floats", P, float, kvq::float16, kvq::bfloat16, test::log8,
+                   test::float24) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int n = 0; n <= 70; ++n) {
+        std::vector<std::byte> bytes(static_cast<std::size_t>(n) * sizeof(P));
+        for (std::byte& b : bytes) b = static_cast<std::byte>(random.bits());
+        std::vector<float> expected(static_cast<std::size_t>(n) + 8, 3.0f), got = expected;
+        kvq::scalar::load_floats<P>(bytes.data(), n, expected.data());
+        native::load_floats<P>(bytes.data(), n, got.data());
+        int wrong = 0;
+        for (std::size_t i = 0; i < got.size(); ++i)
+            wrong += kvq::detail::bit_cast<std::uint32_t>(got[i]) != kvq::detail::bit_cast<std::uint32_t>(expected[i]) &&
+                     !(std::isnan(got[i]) && std::isnan(expected[i]));
+        CHECK(wrong == 0);
+    }
+}
+
+TEST_CASE("a cache holds the same bytes on every backend, whatever its history") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    using keys = kvq::formats<kvq::affine<3, kvq::per_channel<7>>, kvq::int8, test::magnitude_bytes>;
+    using values = kvq::formats<kvq::affine<4, kvq::per_token<32>>, test::rotated>;
+    using reference = kvq::cache<keys, values, kvq::scalar>;
+    using other = kvq::cache<keys, values, native>;
+    for (int round = 0; round < 6; ++round) {
+        const auto shape = test::random_cache_shape(random, 3, 70);
+        auto options = test::random_options(random);
+        options.layers = test::rotate_formats<reference>(3);
+        auto a = test::make_cache<reference>(shape, options);
+        auto b = test::make_cache<other>(shape, options);
+        auto x = a.new_sequence();
+        auto y = b.new_sequence();
+        test::stream s(random, shape, 200);
+        for (float& v : s.v.values())
+            if (random.one_in(200)) v = random.pick(test::hostile_values());
+        for (int step = 0; step < 12; ++step) {
+            const int held = x.tokens(), n = random.between(0, std::min(60, 200 - held)), cut = random.between(0, held);
+            const bool trims = random.one_in(4);
+            if (trims) {
+                x.trim(cut);
+                y.trim(cut);
+            } else {
+                test::append(x, 3, s, held, n);
+                test::append(y, 3, s, held, n);
+            }
+            REQUIRE(test::contents(a, x) == test::contents(b, y));
+            REQUIRE(x.usage().not_finite == y.usage().not_finite);
+        }
+    }
+}
