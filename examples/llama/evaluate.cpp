@@ -1,0 +1,130 @@
+#include "evaluate.hpp"
+
+#include "progress.hpp"
+#include "tokenizer.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+namespace llama {
+namespace {
+
+struct window_result {
+    divergence_sums sums;
+    double bytes_held = 0.0;
+    int tokens_held = 0;
+};
+
+// The window convention: every window is begin-of-text and the next (window - 1) tokens of the input, and all of the
+// latter are predicted, so that each token of the input counts once. The last window may be shorter.
+std::vector<window_result> evaluate_window(const model& llama, std::span<const int> text,
+                                           std::span<const scheme_choice> schemes, progress_bar& progress) {
+    std::vector<int> input{tokenizer::begin_of_text};
+    input.insert(input.end(), text.begin(), text.end() - 1);
+
+    std::vector<window_result> results;
+    std::vector<matrix> states;
+    for (const scheme_choice& scheme : schemes) {
+        const auto cache = scheme.entry->make(llama.shape(), scheme.settings);
+        states.push_back(llama.forward(input, 0, *cache));
+        results.push_back({{}, static_cast<double>(cache->bytes()), static_cast<int>(input.size())});
+        progress.advance();
+    }
+
+    // States are small, logits are not: they exist for a few tokens at a time, the baseline's first.
+    constexpr Eigen::Index chunk = 32;
+    const auto count = static_cast<Eigen::Index>(text.size());
+    for (Eigen::Index begin = 0; begin < count; begin += chunk) {
+        const Eigen::Index rows = std::min(chunk, count - begin);
+        std::vector<distribution> baseline;
+        for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
+            const matrix logits = llama.logits(states[scheme].middleRows(begin, rows));
+            for (Eigen::Index row = 0; row < rows; ++row) {
+                distribution current(logits.row(row));
+                if (scheme == 0) {
+                    baseline.push_back(current);
+                }
+                results[scheme].sums += compare(baseline[static_cast<std::size_t>(row)], current,
+                                                text[static_cast<std::size_t>(begin + row)]);
+            }
+        }
+    }
+    return results;
+}
+
+// Calls work(0) ... work(count - 1) on several threads; an exception in one of them ends all and comes out
+// here.
+template <class Work>
+void run_parallel(int count, int threads, const Work& work) {
+    std::atomic<int> next = 0;
+    std::exception_ptr failure;
+    std::mutex failure_mutex;
+    const auto worker = [&] {
+        try {
+            for (int index = next++; index < count; index = next++) {
+                work(index);
+            }
+        } catch (...) {
+            const std::lock_guard lock(failure_mutex);
+            failure = std::current_exception();
+            next = count;
+        }
+    };
+    {
+        std::vector<std::jthread> helpers;
+        for (int helper = 1; helper < std::min(threads, count); ++helper) {
+            helpers.emplace_back(worker);
+        }
+        worker();
+    }
+    if (failure) {
+        std::rethrow_exception(failure);
+    }
+}
+
+}  // namespace
+
+std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
+                                    std::span<const scheme_choice> schemes,
+                                    const evaluation_settings& settings) {
+    const std::size_t step = static_cast<std::size_t>(settings.window - 1);
+    const std::size_t windows = (tokens.size() + step - 1) / step;
+
+    std::vector<std::vector<window_result>> by_window(windows);
+    {
+        progress_bar progress(static_cast<int>(windows * schemes.size()), settings.show_progress);
+        run_parallel(static_cast<int>(windows), settings.threads, [&](int window) {
+            const std::size_t index = static_cast<std::size_t>(window), begin = index * step;
+            const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
+            by_window[index] = evaluate_window(llama, text, schemes, progress);
+        });
+    }
+
+    std::vector<scheme_result> results;
+    for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
+        window_result total;
+        for (const auto& window : by_window) {
+            total.sums += window[scheme].sums;
+            total.bytes_held += window[scheme].bytes_held;
+            total.tokens_held += window[scheme].tokens_held;
+        }
+        const scheme_choice& choice = schemes[scheme];
+        const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
+        const double bytes = choice.entry->bytes_per_token(llama.shape(), choice.settings.page_tokens);
+        const double baseline_perplexity = results.empty() ? perplexity : results.front().perplexity;
+        const double baseline_bytes = results.empty() ? bytes : results.front().bytes_per_token;
+        results.push_back({choice.label, total.sums.tokens, perplexity,
+                           100.0 * (perplexity / baseline_perplexity - 1.0),
+                           total.sums.kl_divergence / total.sums.tokens,
+                           static_cast<double>(total.sums.same_top) / total.sums.tokens, bytes,
+                           baseline_bytes / bytes, total.bytes_held / total.tokens_held});
+    }
+    return results;
+}
+
+}  // namespace llama

@@ -1,0 +1,52 @@
+#include "generate.hpp"
+
+#include <chrono>
+#include <ostream>
+#include <stdexcept>
+
+namespace llama {
+
+generation_result generate(const model& llama, const tokenizer& pieces, const scheme_choice& scheme,
+                           const generation_settings& settings, std::ostream& out) {
+    std::vector<int> prompt{tokenizer::begin_of_text};
+    for (const int token : pieces.encode(settings.prompt)) {
+        prompt.push_back(token);
+    }
+    const int context = llama.shape().context, prompt_tokens = static_cast<int>(prompt.size());
+    // The last token is only printed; it needs no place in the cache.
+    const int room = context - prompt_tokens + 1;
+    if (room < 1 || settings.steps > room) {
+        throw std::invalid_argument("a prompt of " + std::to_string(prompt_tokens) + " tokens and " +
+                                    std::to_string(settings.steps) + " steps do not fit into a context of " +
+                                    std::to_string(context));
+    }
+    const int steps = settings.steps > 0 ? settings.steps : room;
+
+    const auto cache = scheme.entry->make(llama.shape(), scheme.settings);
+    sampler pick(settings.sampler);
+    out << settings.prompt << std::flush;
+
+    matrix states = llama.forward(prompt, 0, *cache);
+    generation_result result{.prompt_tokens = prompt_tokens, .tokens_held = prompt_tokens};
+    const auto start = std::chrono::steady_clock::now();
+    int previous = prompt.back();
+    while (result.generated_tokens < steps) {
+        const matrix logits = llama.logits(states.bottomRows(1));
+        const int token = pick({logits.data(), static_cast<std::size_t>(logits.size())});
+        if (token == tokenizer::begin_of_text || token == tokenizer::end_of_text) {
+            break;
+        }
+        out << pieces.decode(previous, token) << std::flush;
+        previous = token;
+        if (++result.generated_tokens < steps) {
+            states = llama.forward({&token, 1}, result.tokens_held, *cache);
+            ++result.tokens_held;
+        }
+    }
+    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    result.bytes_held = cache->bytes();
+    out << '\n';
+    return result;
+}
+
+}  // namespace llama

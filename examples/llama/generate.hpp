@@ -1,0 +1,33 @@
+// Text, token by token, from a cache of any scheme.
+#pragma once
+
+#include "model.hpp"
+#include "sampler.hpp"
+#include "schemes.hpp"
+#include "tokenizer.hpp"
+
+#include <iosfwd>
+#include <string>
+
+namespace llama {
+
+struct generation_settings {
+    std::string prompt;
+    int steps = 0;  // 0: until the context is full
+    sampling sampler;
+};
+
+struct generation_result {
+    int prompt_tokens = 0;  // begin-of-text included
+    int generated_tokens = 0;
+    double seconds = 0.0;  // for the generated tokens alone
+    int tokens_held = 0;
+    std::size_t bytes_held = 0;
+};
+
+// Streams the prompt and its continuation up to an end-of-text token.
+// Throws std::invalid_argument when prompt and steps do not fit into the context.
+generation_result generate(const model& llama, const tokenizer& pieces, const scheme_choice& scheme,
+                           const generation_settings& settings, std::ostream& out);
+
+}  // namespace llama

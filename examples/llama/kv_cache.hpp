@@ -1,0 +1,28 @@
+// What the model asks of a cache; one sequence of one model.
+#pragma once
+
+#include "checkpoint.hpp"
+
+#include <cstddef>
+
+namespace llama {
+
+class kv_cache {
+public:
+    using rows = Eigen::Ref<matrix>;
+    using const_rows = Eigen::Ref<const matrix>;
+
+    virtual ~kv_cache() = default;
+
+    // Adds tokens to one layer; both are [tokens][kv_heads * head_dim].
+    virtual void append(int layer, const const_rows& keys, const const_rows& values) = 0;
+
+    // Attention of the last tokens of that layer over everything before and including them;
+    // queries and out are [tokens][heads * head_dim].
+    virtual void attend(int layer, const const_rows& queries, rows out) = 0;
+
+    // Bytes this sequence holds now, window included.
+    virtual std::size_t bytes() const = 0;
+};
+
+}  // namespace llama

@@ -1,0 +1,59 @@
+// One sequence in a kvq::cache behind the interface of the model. Only the schemes_*.cpp include this.
+#pragma once
+
+#include <kvq/adapters/eigen.hpp>
+#include <kvq/backends/simd.hpp>
+#include <kvq/kvq.hpp>
+
+#include "schemes.hpp"
+
+namespace llama {
+
+template <class Keys, class Values, class Window>
+class kvq_cache final : public kv_cache {
+public:
+    kvq_cache(const model_shape& shape, const cache_settings& settings)
+        : shape_(shape),
+          cache_(cache_shape(shape),
+                 {.sinks = settings.sinks, .recent = settings.recent, .page_tokens = settings.page_tokens}),
+          sequence_(cache_.new_sequence()) {}
+
+    void append(int layer, const const_rows& keys, const const_rows& values) override {
+        sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
+                         kvq::tokens_of(values, shape_.kv_heads));
+    }
+
+    void attend(int layer, const const_rows& queries, rows out) override {
+        sequence_.attend(layer, kvq::tokens_of(queries, shape_.heads), kvq::tokens_of(out, shape_.heads),
+                         kvq::causal{}, kvq::serial_executor{}, workspace_);
+    }
+
+    std::size_t bytes() const override { return sequence_.usage().bytes; }
+
+    static constexpr kvq::cache_shape cache_shape(const model_shape& shape) {
+        return {.layers = shape.layers, .kv_heads = shape.kv_heads, .head_dim = shape.head_dim()};
+    }
+
+private:
+    using cache = kvq::cache<Keys, Values, kvq::simd<>, Window>;
+
+    model_shape shape_;
+    cache cache_;
+    typename cache::sequence_type sequence_;
+    kvq::workspace workspace_;  // kept, so that decoding does not allocate
+};
+
+// Window is what sinks, recent tokens and pages not yet full are kept in.
+template <class Keys, class Values, class Window = kvq::float16>
+constexpr scheme_entry kvq_entry(std::string_view name) {
+    using cache = kvq_cache<Keys, Values, Window>;
+    return {name,
+            [](const model_shape& shape, const cache_settings& settings) -> std::unique_ptr<kv_cache> {
+                return std::make_unique<cache>(shape, settings);
+            },
+            [](const model_shape& shape, int page_tokens) {
+                return kvq::bytes_per_token<Keys, Values>(cache::cache_shape(shape), page_tokens);
+            }};
+}
+
+}  // namespace llama

@@ -1,0 +1,184 @@
+// kvq_llama generate | evaluate: a small Llama engine whose cache is kvq.
+#include "evaluate.hpp"
+#include "generate.hpp"
+#include "progress.hpp"
+#include "report.hpp"
+#include "token_source.hpp"
+
+#include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <stdexcept>
+
+namespace {
+
+struct options {
+    std::string model_path, tokenizer_path, input_path;
+    double rope_theta = 10000.0;
+    llama::cache_settings cache;
+
+    std::string scheme = "kivi-4+s4+r32";
+    int samples = 1;
+    llama::generation_settings generation;
+
+    std::vector<std::string> schemes{"int8",          "affine-8",      "affine-4",     "affine-3",
+                                     "affine-2",      "kivi-4",        "kivi-3",       "kivi-2",
+                                     "kivi-4+s4+r32", "kivi-3+s4+r32", "kivi-2+s4+r32"};
+    int window = 0, tokens = 0;
+    llama::evaluation_settings evaluation;
+    bool json = false;
+};
+
+void run_generate(const options& chosen) {
+    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    const llama::tokenizer pieces(chosen.tokenizer_path);
+    llama::check_vocabulary(pieces, model.shape().vocab);
+    const llama::scheme_choice scheme = llama::parse_scheme(chosen.scheme, chosen.cache);
+
+    llama::generation_result total;
+    llama::generation_settings settings = chosen.generation;
+    for (int sample = 0; sample < chosen.samples; ++sample) {
+        std::cout << (sample > 0 ? "\n" : "");
+        const auto result = llama::generate(model, pieces, scheme, settings, std::cout);
+        total.generated_tokens += result.generated_tokens;
+        total.seconds += result.seconds;
+        total.tokens_held += result.tokens_held;
+        total.bytes_held += result.bytes_held;
+        ++settings.sampler.seed;
+    }
+    std::fprintf(
+        stderr, "%s: %d tokens, %.1f tokens/s; the cache held %d tokens in %zu bytes, %.1f bytes/token\n",
+        scheme.label.c_str(), total.generated_tokens, total.generated_tokens / total.seconds,
+        total.tokens_held, total.bytes_held, static_cast<double>(total.bytes_held) / total.tokens_held);
+}
+
+std::vector<int> read_input(const options& chosen, const llama::model& model) {
+    if (chosen.input_path.ends_with(".u16")) {
+        return llama::read_token_ids(chosen.input_path, model.shape().vocab);
+    }
+    if (chosen.tokenizer_path.empty()) {
+        throw std::invalid_argument("a text needs --tokenizer (a file of token ids ends in .u16)");
+    }
+    const llama::tokenizer pieces(chosen.tokenizer_path);
+    llama::check_vocabulary(pieces, model.shape().vocab);
+    return llama::read_text(chosen.input_path, pieces);
+}
+
+void run_evaluate(const options& chosen) {
+    std::vector<llama::scheme_choice> schemes{
+        llama::parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
+    for (const std::string& name : chosen.schemes) {
+        if (name != "fp16") {
+            schemes.push_back(llama::parse_scheme(name, chosen.cache));
+        }
+    }
+
+    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    llama::evaluation_settings settings = chosen.evaluation;
+    settings.window = chosen.window > 0 ? chosen.window : std::min(512, model.shape().context);
+    if (settings.window < 2 || settings.window > model.shape().context) {
+        throw std::invalid_argument("--window " + std::to_string(settings.window) +
+                                    " is not between 2 and the context of " +
+                                    std::to_string(model.shape().context) + " tokens");
+    }
+    std::vector<int> tokens = read_input(chosen, model);
+    if (chosen.tokens > 0 && static_cast<std::size_t>(chosen.tokens) < tokens.size()) {
+        tokens.resize(static_cast<std::size_t>(chosen.tokens));
+    }
+
+    const auto results = llama::evaluate(model, tokens, schemes, settings);
+    if (chosen.json) {
+        llama::write_json(std::cout, results);
+    } else {
+        const llama::model_shape& shape = model.shape();
+        std::cout << shape.layers << " layers, " << shape.heads << '/' << shape.kv_heads << " heads of "
+                  << shape.head_dim() << " channels; " << tokens.size() << " tokens in windows of "
+                  << settings.window << ", pages of " << chosen.cache.page_tokens << "\n\n";
+        llama::write_table(std::cout, results);
+    }
+}
+
+void add_common_options(CLI::App& command, options& chosen) {
+    command.add_option("model", chosen.model_path, "llama2.c checkpoint (legacy format, fp32)")->required();
+    command.add_option("--rope-theta", chosen.rope_theta, "base of the rotary frequencies")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    command.add_option("--sinks", chosen.cache.sinks, "first tokens kept in 16 bit")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    command.add_option("--recent", chosen.cache.recent, "last tokens kept in 16 bit")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    command.add_option("--page-tokens", chosen.cache.page_tokens, "tokens coded together")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    command.footer("A scheme may override --sinks and --recent: kivi-4+s4+r32. Schemes: " +
+                   llama::all_scheme_names());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    options chosen;
+    CLI::App app("A small Llama engine that keeps its key/value cache in kvq.", "kvq_llama");
+    app.require_subcommand(1);
+
+    CLI::App& generate = *app.add_subcommand("generate", "Continue a prompt.");
+    add_common_options(generate, chosen);
+    generate.add_option("--tokenizer", chosen.tokenizer_path, "llama2.c tokenizer")->required();
+    generate.add_option("--scheme", chosen.scheme, "how the cache is coded")->capture_default_str();
+    generate.add_option("--prompt", chosen.generation.prompt, "text to continue");
+    generate
+        .add_option("--steps", chosen.generation.steps, "tokens to generate, 0: until the context is full")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    generate
+        .add_option("--temperature", chosen.generation.sampler.temperature, "0: always the likeliest token")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    generate
+        .add_option("--top-p", chosen.generation.sampler.top_p, "share of the likeliest tokens to draw from")
+        ->check(CLI::Range(0.0, 1.0))
+        ->capture_default_str();
+    generate.add_option("--seed", chosen.generation.sampler.seed, "of the random numbers")
+        ->capture_default_str();
+    generate.add_option("--samples", chosen.samples, "texts to generate, one seed after the other")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    generate.callback([&] { run_generate(chosen); });
+
+    CLI::App& evaluate = *app.add_subcommand("evaluate", "Compare schemes with the 16-bit cache on a text.");
+    add_common_options(evaluate, chosen);
+    evaluate.add_option("input", chosen.input_path, "text, or 16-bit token ids in a file named *.u16")
+        ->required();
+    evaluate.add_option("--tokenizer", chosen.tokenizer_path, "llama2.c tokenizer, for a text");
+    evaluate.add_option("--schemes", chosen.schemes, "schemes to compare, separated by commas")
+        ->delimiter(',')
+        ->capture_default_str();
+    evaluate.add_option("--tokens", chosen.tokens, "use only the first tokens of the input, 0: all")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    evaluate.add_option("--window", chosen.window, "tokens of a window, 0: the context or 512")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    evaluate.add_option("--threads", chosen.evaluation.threads, "windows evaluated at the same time")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    evaluate.add_flag("--json", chosen.json, "one JSON object a line instead of a table");
+    chosen.evaluation.show_progress = llama::stderr_is_terminal();
+    evaluate.add_flag("--progress,!--no-progress", chosen.evaluation.show_progress, "show a progress bar");
+    evaluate.callback([&] { run_evaluate(chosen); });
+
+    try {
+        app.parse(argc, argv);
+    } catch (const CLI::ParseError& error) {
+        return app.exit(error);
+    } catch (const std::exception& error) {
+        std::cerr << "kvq_llama: " << error.what() << '\n';
+        return 1;
+    }
+    return 0;
+}

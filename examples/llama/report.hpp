@@ -1,0 +1,16 @@
+// The results of an evaluation, for people and for programs.
+#pragma once
+
+#include "evaluate.hpp"
+
+#include <iosfwd>
+#include <span>
+
+namespace llama {
+
+void write_table(std::ostream& out, std::span<const scheme_result> results);
+
+// One JSON object a line.
+void write_json(std::ostream& out, std::span<const scheme_result> results);
+
+}  // namespace llama

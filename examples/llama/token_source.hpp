@@ -1,0 +1,20 @@
+// The tokens to evaluate on: a text file, or a file of token ids (16-bit, little-endian) for foreign
+// tokenizers.
+#pragma once
+
+#include "tokenizer.hpp"
+
+#include <string>
+#include <vector>
+
+namespace llama {
+
+// Throws std::runtime_error when model and tokenizer do not belong together.
+void check_vocabulary(const tokenizer& pieces, int vocab);
+
+std::vector<int> read_text(const std::string& path, const tokenizer& pieces);
+
+// Throws std::runtime_error for an id that is not in a vocabulary of this size.
+std::vector<int> read_token_ids(const std::string& path, int vocab);
+
+}  // namespace llama
