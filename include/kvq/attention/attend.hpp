@@ -259,14 +259,16 @@ private:
             const layer_pages::entry entry = pages.at(e);
             if (entry.first_token > last_pos) break;
             if (entry.first_token + entry.tokens <= first_key) continue;
-            score_page(head, n, entry, s, folded);
+            const layer_pages::entry next = e + 1 < plan.entries ? pages.at(e + 1) : entry;
+            score_page(head, n, entry, next, s, folded);
             mask_and_change(head, first, n, entry, s);
-            weigh_page(head, n, entry, s, max, sum);
+            weigh_page(head, n, entry, next, s, max, sum);
         }
         restore_outputs(head, n, s);
     }
 
-    void score_page(int head, int n, const layer_pages::entry& entry, const scratch& s, bool* folded) const {
+    void score_page(int head, int n, const layer_pages::entry& entry, const layer_pages::entry& next,
+                    const scratch& s, bool* folded) const {
         const page& p = *entry.keys;
         const block_shape shape = key_shape(p);
         const block_id id{layer, head};
@@ -284,7 +286,7 @@ private:
                 folded[p.format] = true;
             }
             product::finish(scheme, shape, id, block, x, plan.dim, n, entry.tokens, plan.dim, s.scores,
-                            s.scores_stride, false, space);
+                            s.scores_stride, false, ahead(p, *next.keys), space);
         });
     }
 
@@ -306,8 +308,8 @@ private:
         }
     }
 
-    void weigh_page(int head, int n, const layer_pages::entry& entry, const scratch& s, float* max,
-                    float* sum) const {
+    void weigh_page(int head, int n, const layer_pages::entry& entry, const layer_pages::entry& next,
+                    const scratch& s, float* max, float* sum) const {
         const page& p = *entry.values;
         const block_shape shape = value_shape(p);
         const block_id id{layer, head};
@@ -336,8 +338,16 @@ private:
                      scratch::transforming_index(values, p.format) * static_cast<std::size_t>(n * dim);
             product::begin(scheme, shape, id, block, s.scores, s.scores_stride, n, s.value_space);
             product::finish(scheme, shape, id, block, s.scores, s.scores_stride, n, dim, entry.tokens, to,
-                            dim, true, s.value_space);
+                            dim, true, ahead(p, *next.values), s.value_space);
         });
+    }
+
+    /// From a block to the same head's block of the page that is read next; 0 where that has another layout.
+    static std::ptrdiff_t ahead(const page& now, const page& next) noexcept {
+        return now.format == next.format && now.bytes == next.bytes
+                   ? static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.data()) -
+                                                 reinterpret_cast<std::uintptr_t>(now.data()))
+                   : 0;
     }
 
     /// Outputs that were summed in a transformed basis go back and join the others.

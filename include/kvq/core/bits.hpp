@@ -44,4 +44,15 @@ KVQ_HD KVQ_INLINE void store_as(void* to, T value) noexcept {
     std::memcpy(to, &value, sizeof(T));
 }
 
+/// Asks for the cache line at p; any address is allowed.
+KVQ_INLINE void prefetch([[maybe_unused]] const void* p) noexcept {
+#if defined(__CUDACC__)
+#elif defined(__x86_64__) && defined(__GNUC__)
+    // g++ takes its own builtin for a read of any memory, and writes all accumulators back before it.
+    __asm__ volatile("prefetcht0 (%0)" : : "r"(p));
+#elif defined(__GNUC__)
+    __builtin_prefetch(p);
+#endif
+}
+
 }  // namespace kvq::inline v0_1::detail

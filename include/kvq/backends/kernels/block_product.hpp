@@ -29,7 +29,9 @@ struct block_product {
             return 0;
         } else if constexpr (foldable<Scheme>) {
             return fold_bytes(scheme, shape, n) +
-                   detail::round_up(row_parameter_floats(scheme, shape) * sizeof(float), std::size_t{64});
+                   detail::round_up(
+                       code_product<lanes, Backend, Scheme>::parameter_floats(scheme, shape) * sizeof(float),
+                       std::size_t{64});
         } else {
             return detail::round_up(shape.values() * sizeof(float), std::size_t{64});
         }
@@ -41,16 +43,18 @@ struct block_product {
             fold<lanes, Backend>(scheme, shape, id, block, x, x_stride, n, workspace);
     }
 
-    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a coded block is always full).
+    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a coded
+    /// block is always full). ahead: distance to the block that will be read next, for prefetching.
     static void finish(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                        const float* x, std::ptrdiff_t x_stride, int n, int rows, int cols, float* y,
-                       std::ptrdiff_t y_stride, bool add, std::byte* workspace) {
+                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
         if constexpr (full_precision<Scheme>) {
             value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n, rows, cols, y,
-                                                              y_stride, add);
+                                                              y_stride, add, ahead);
         } else if constexpr (foldable<Scheme>) {
-            code_product<lanes, Backend>(scheme, shape, id, block, workspace, n, y, y_stride, add,
-                                         reinterpret_cast<float*>(workspace + fold_bytes(scheme, shape, n)));
+            float* const parameters = reinterpret_cast<float*>(workspace + fold_bytes(scheme, shape, n));
+            code_product<lanes, Backend, Scheme>(scheme, shape, id, block, workspace, n, parameters)
+                .run(y, y_stride, add, ahead);
         } else {
             float* const values = reinterpret_cast<float*>(workspace);
             scheme.decode(shape, id, block, values);

@@ -76,12 +76,32 @@ KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::b
      ...);
 }
 
-/// Sums over `steps` steps. first: where each plane's first vector lies, at the first row of this part of the tile;
-/// quads: how many there are from there on (a step that reaches beyond them is cut short); n: rows if Partial.
+/// The part of a block that one call works on: some rows of a tile, the columns of one group.
+struct code_part {
+    const std::byte* const* planes;  ///< each plane's first vector, at the first of the rows
+    std::ptrdiff_t vector_bytes;
+    std::ptrdiff_t ahead;  ///< distance to what should be fetched meanwhile
+    int steps;
+    int quads;  ///< from the first step to the end of the row: a step that reaches beyond is cut short
+    int slots;  ///< rows that may be loaded
+    const std::uint32_t* x;
+};
+
+/// Prefetches what the next block has where this one has the vectors of a step.
+template <class Lanes, int Bits, int Vectors, int Plane = 0>
+KVQ_INLINE void fetch_ahead(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
+                            std::ptrdiff_t ahead) {
+    using P = code_planes<Bits>;
+    const std::byte* const from = planes[Plane] + ahead;
+    for (int v = 0; v < P::quads_per_step / P::quads_per_word(Plane); ++v)
+        for (int line = 0; line < Vectors * Lanes::width * 4; line += 64)
+            detail::prefetch(from + v * vector_bytes + line);
+    if constexpr (Plane + 1 < P::count)
+        fetch_ahead<Lanes, Bits, Vectors, Plane + 1>(planes, vector_bytes, ahead);
+}
+
 template <class Lanes, int Bits, int Vectors, int Queries, bool Partial>
-KVQ_INLINE code_sums<Lanes, Vectors, Queries> sum_codes(const std::byte* const* first,
-                                                        std::ptrdiff_t vector_bytes, int steps, int quads,
-                                                        const std::uint32_t* x, int n) {
+KVQ_INLINE code_sums<Lanes, Vectors, Queries> sum_codes(const code_part& part) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
     code_sums<Lanes, Vectors, Queries> sums;
@@ -91,54 +111,56 @@ KVQ_INLINE code_sums<Lanes, Vectors, Queries> sum_codes(const std::byte* const* 
         for (int v = 0; v < Vectors; ++v) sums.high[i][v] = sums.low[i][v] = Lanes::splat(0);
     }
     const std::byte* planes[P::count];
-    for (int p = 0; p < P::count; ++p) planes[p] = first[p];
-    const int whole = detail::smaller(steps, quads / P::quads_per_step);
+    for (int p = 0; p < P::count; ++p) planes[p] = part.planes[p];
+    const std::uint32_t* x = part.x;
+    const int whole = detail::smaller(part.steps, part.quads / P::quads_per_step);
     for (int s = 0; s < whole; ++s) {
-        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes, P::quads_per_step, x, n,
-                                                          all{});
+        fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
+        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, part.vector_bytes, P::quads_per_step,
+                                                          x, part.slots, all{});
         for (int p = 0; p < P::count; ++p)
-            planes[p] += (P::quads_per_step / P::quads_per_word(p)) * vector_bytes;
+            planes[p] += (P::quads_per_step / P::quads_per_word(p)) * part.vector_bytes;
         x += P::quads_per_step * Queries * 2;
     }
-    if (whole < steps)
-        add_quads<Lanes, Bits, Vectors, Queries, Partial>(sums, planes, vector_bytes,
-                                                          quads % P::quads_per_step, x, n, all{});
+    if (whole < part.steps)
+        add_quads<Lanes, Bits, Vectors, Queries, Partial>(
+            sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slots, all{});
     return sums;
 }
 
-/// Everything a tile needs to turn integer sums into floats.
-struct code_product_target {
+/// Where the sums of a part go, and what turns them into floats.
+struct code_target {
     float* y;
     std::ptrdiff_t y_stride;
-    const float* row_scale;  // null: 1
-    const float* row_bias;   // null: 0
+    int rows;
+    const float* row_scale;  ///< null: 1
+    const float* row_bias;   ///< null: 0
     const fold_scalars* scalars;
-    int zero_code;
-    bool add;  // to what y holds
+    bool add;  ///< to what y holds
 };
 
-template <class Lanes, int Bits, int Vectors, int Queries, bool Partial>
-void code_product_tile(const std::byte* const* first, std::ptrdiff_t vector_bytes, int steps, int quads,
-                       const std::uint32_t* x, int rows, int slots, const code_product_target& to) {
-    const auto sums =
-        sum_codes<Lanes, Bits, Vectors, Queries, Partial>(first, vector_bytes, steps, quads, x, slots);
+template <class Lanes, int Bits, int ZeroCode, int Vectors, int Queries, bool Partial>
+void multiply_part(const code_part& part, const code_target& to) {
+    const auto sums = sum_codes<Lanes, Bits, Vectors, Queries, Partial>(part);
     KVQ_UNROLL
     for (int i = 0; i < Queries; ++i) {
         const fold_scalars& s = to.scalars[i];
-        const auto high_zero = Lanes::splat(-to.zero_code * s.high_sum);
-        const auto low_zero = Lanes::splat(-to.zero_code * s.low_sum);
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            const int n = rows - v * Lanes::width < Lanes::width ? rows - v * Lanes::width : Lanes::width;
+            const int n = detail::smaller(to.rows - v * Lanes::width, Lanes::width);
             const bool whole = n == Lanes::width;
-            const auto high = Lanes::to_floats(Lanes::add(sums.high[i][v], high_zero));
-            const auto low = Lanes::to_floats(Lanes::add(sums.low[i][v], low_zero));
-            auto y = Lanes::multiply_add(Lanes::multiply_add(high, Lanes::splat_float(256.0f), low),
-                                         Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
             const auto load = [&](const float* p) {
                 return whole ? Lanes::load_floats(p + v * Lanes::width)
                              : Lanes::load_floats(p + v * Lanes::width, n);
             };
+            auto high = sums.high[i][v], low = sums.low[i][v];
+            if constexpr (ZeroCode != 0) {
+                high = Lanes::add(high, Lanes::splat(-ZeroCode * s.high_sum));
+                low = Lanes::add(low, Lanes::splat(-ZeroCode * s.low_sum));
+            }
+            auto y = Lanes::multiply_add(Lanes::to_floats(high), Lanes::splat_float(256.0f),
+                                         Lanes::to_floats(low));
+            y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
             if (to.row_scale) y = Lanes::multiply(y, load(to.row_scale));
             if (to.row_bias) y = Lanes::multiply_add(load(to.row_bias), Lanes::splat_float(s.sum), y);
             float* const out = to.y + i * to.y_stride;
@@ -151,106 +173,148 @@ void code_product_tile(const std::byte* const* first, std::ptrdiff_t vector_byte
     }
 }
 
-/// Floats of scratch that code_product needs for row parameters.
-template <class Scheme>
-std::size_t row_parameter_floats(const Scheme& scheme, const block_shape& shape) {
-    const auto codes = scheme.codes(shape);
-    const fold_use use = Scheme::fold(shape.role);
-    const int arrays = (use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0);
-    return static_cast<std::size_t>(arrays) * static_cast<std::size_t>(codes.cols.groups()) *
-           static_cast<std::size_t>(codes.rows().slots() + 16);
-}
-
-/// y[i][r] (+)= sum_c X^[r][c] x[i][c] for the n vectors in `folded`.
+/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n vectors that were folded for this block.
 template <class Lanes, class Backend, class Scheme>
-void code_product(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
-                  std::byte* folded, int n, float* y, std::ptrdiff_t y_stride, bool add, float* parameters) {
-    constexpr int Bits = Scheme::code_bits;
-    using P = code_planes<Bits>;
-    const fold_use use = Scheme::fold(shape.role);
-    const auto codes = scheme.codes(shape);
-    const fold_layout<Bits> layout(codes, use.columns(), n);
-    const grouped_axis& rows = codes.rows();
-    const grouped_axis& cols = codes.cols;
+class code_product {
+public:
+    /// `parameters`: scratch of parameter_floats().
+    code_product(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
+                 std::byte* folded, int n, float* parameters)
+        : use_(Scheme::fold(shape.role)),
+          codes_(scheme.codes(shape)),
+          layout_(codes_, use_.columns(), n),
+          block_(block),
+          words_(layout_.words(folded)),
+          scalars_(layout_.scalars(folded)),
+          line_(parameter_line(codes_)),
+          scales_(use_.row_scale ? parameters : nullptr),
+          biases_(use_.row_bias ? parameters + (use_.row_scale ? line_ * codes_.cols.groups() : 0)
+                                : nullptr) {
+        if constexpr (requires {
+                          scheme.template row_parameters<Backend>(shape, id, block, 0, parameters,
+                                                                  parameters);
+                      })
+            if (use_.row_scale || use_.row_bias)
+                for (int g = 0; g < codes_.cols.groups(); ++g)
+                    scheme.template row_parameters<Backend>(shape, id, block, g,
+                                                            scales_ ? scales_ + g * line_ : nullptr,
+                                                            biases_ ? biases_ + g * line_ : nullptr);
+    }
 
-    const std::ptrdiff_t line = rows.slots() + 16;
-    float* const biases = parameters + (use.row_scale ? line * cols.groups() : 0);
-    if constexpr (requires {
-                      scheme.template row_parameters<Backend>(shape, id, block, 0, parameters, biases);
-                  })
-        if (use.row_scale || use.row_bias)
-            for (int g = 0; g < cols.groups(); ++g)
-                scheme.template row_parameters<Backend>(shape, id, block, g, parameters + g * line,
-                                                        biases + g * line);
+    /// Floats that row parameters take as scratch.
+    static std::size_t parameter_floats(const Scheme& scheme, const block_shape& shape) {
+        const auto codes = scheme.codes(shape);
+        const fold_use use = Scheme::fold(shape.role);
+        return static_cast<std::size_t>((use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0)) *
+               static_cast<std::size_t>(codes.cols.groups()) *
+               static_cast<std::size_t>(parameter_line(codes));
+    }
 
-    int words_before = 0;  // of the query block, per query
-    for (int first = 0; first < n;) {
-        const int block_n = next_query_block(n - first);
-        for (int rg = 0; rg < rows.groups(); ++rg) {
-            const int set = use.columns() ? rg : 0;
-            const std::uint32_t* const set_words =
-                layout.words(folded) +
-                static_cast<std::size_t>(set) * static_cast<std::size_t>(layout.set_words() * n) +
-                static_cast<std::size_t>(words_before);
-            const int group_slots = rows.group_slots(rg), group_rows = rows.group_size(rg);
-            for (int tile = 0; tile < group_slots; tile += tile_layout::tile_rows) {
-                const int height = detail::smaller(tile_layout::tile_rows, group_slots - tile);
-                const std::byte* const tile_begin =
-                    block + 4 * static_cast<std::size_t>(rows.group_begin(rg) + tile) *
-                                static_cast<std::size_t>(codes.tiles.words_per_row);
-                const std::ptrdiff_t vector_bytes = height * 4;
-                for (int part = 0; part < height;) {
-                    const int row = rg * rows.group + tile + part;
-                    const int slots = height - part;
-                    const int part_rows = group_rows - tile - part;
-                    const bool several = Lanes::row_vectors > 1 && slots >= Lanes::row_vectors * Lanes::width;
-                    const std::uint32_t* x = set_words;
-                    for (int g = 0; g < cols.groups(); ++g) {
-                        const int from = layout.first_step(g), steps = layout.last_step(g) - from;
-                        const std::byte* planes[P::count];
-                        for (int p = 0; p < P::count; ++p)
-                            planes[p] = tile_begin + part * 4 +
-                                        (P::first_vector(p, codes.quads()) +
-                                         from * (P::quads_per_step / P::quads_per_word(p))) *
-                                            vector_bytes;
-                        const int slot = rows.group_begin(rg) + tile + part;
-                        const code_product_target to{
-                            y + first * y_stride + row,
-                            y_stride,
-                            use.row_scale ? parameters + g * line + slot : nullptr,
-                            use.row_bias ? biases + g * line + slot : nullptr,
-                            layout.scalars(folded) + (set * cols.groups() + g) * n + first,
-                            Scheme::zero_code,
-                            add || g > 0};
-                        const auto run = [&](auto vectors, auto queries) {
-                            constexpr int V = decltype(vectors)::value, Q = decltype(queries)::value;
-                            const auto product = V == 1 && slots < Lanes::width
-                                                     ? &code_product_tile<Lanes, Bits, 1, Q, true>
-                                                     : &code_product_tile<Lanes, Bits, V, Q, false>;
-                            product(planes, vector_bytes, steps, codes.quads() - from * P::quads_per_step, x,
-                                    detail::smaller(part_rows, V * Lanes::width), slots, to);
-                        };
-                        const auto with_queries = [&](auto vectors) {
-                            if (block_n == 4)
-                                run(vectors, std::integral_constant<int, 4>{});
-                            else if (block_n == 2)
-                                run(vectors, std::integral_constant<int, 2>{});
-                            else
-                                run(vectors, std::integral_constant<int, 1>{});
-                        };
-                        if (several)
-                            with_queries(std::integral_constant<int, Lanes::row_vectors>{});
-                        else
-                            with_queries(std::integral_constant<int, 1>{});
-                        x += steps * P::quads_per_step * block_n * 2;
-                    }
-                    part += several ? Lanes::row_vectors * Lanes::width : Lanes::width;
+    /// ahead: distance in bytes from this block to the one that will be read next; 0 if there is none.
+    void run(float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead) const {
+        const grouped_axis& rows = codes_.rows();
+        const std::uint32_t* block_words = words_;
+        for (int first = 0; first < layout_.n;) {
+            const int queries = next_query_block(layout_.n - first);
+            for (int rg = 0; rg < rows.groups(); ++rg) {
+                const int set = use_.columns() ? rg : 0;
+                const std::uint32_t* const x =
+                    block_words + static_cast<std::size_t>(set) *
+                                      static_cast<std::size_t>(layout_.set_words()) *
+                                      static_cast<std::size_t>(layout_.n);
+                for (int tile = 0; tile < rows.group_slots(rg); tile += tile_layout::tile_rows) {
+                    const int height = detail::smaller(tile_layout::tile_rows, rows.group_slots(rg) - tile);
+                    const position at{first,
+                                      queries,
+                                      set,
+                                      rows.group_begin(rg) + tile,
+                                      height,
+                                      rows.group_size(rg) - tile,
+                                      rg * rows.group + tile};
+                    run_tile(at, x, y, y_stride, add, ahead);
                 }
             }
+            block_words += layout_.set_words() * queries;
+            first += queries;
         }
-        words_before += layout.set_words() * block_n;
-        first += block_n;
     }
-}
+
+private:
+    static constexpr int bits = Scheme::code_bits;
+    using planes = code_planes<bits>;
+
+    /// One tile for one query block.
+    struct position {
+        int first_query, queries, set;
+        int slot;    // first row slot of the tile
+        int height;  // slots
+        int rows;    // rows from there to the end of the group
+        int row;     // first row
+    };
+
+    static std::ptrdiff_t parameter_line(const code_layout<bits>& codes) { return codes.rows().slots() + 16; }
+
+    void run_tile(const position& at, const std::uint32_t* x, float* y, std::ptrdiff_t y_stride, bool add,
+                  std::ptrdiff_t ahead) const {
+        const std::byte* const begin = block_ + 4 * static_cast<std::size_t>(at.slot) *
+                                                    static_cast<std::size_t>(codes_.tiles.words_per_row);
+        for (int part = 0; part < at.height;) {
+            const int slots = at.height - part;
+            const bool several = Lanes::row_vectors > 1 && slots >= Lanes::row_vectors * Lanes::width;
+            const std::uint32_t* group_x = x;
+            for (int g = 0; g < codes_.cols.groups(); ++g) {
+                const int from = layout_.first_step(g), steps = layout_.last_step(g) - from;
+                const std::ptrdiff_t vector_bytes = at.height * 4;
+                const std::byte* first[planes::count];
+                for (int p = 0; p < planes::count; ++p)
+                    first[p] = begin + part * 4 +
+                               (planes::first_vector(p, codes_.quads()) +
+                                from * (planes::quads_per_step / planes::quads_per_word(p))) *
+                                   vector_bytes;
+                const code_part what{
+                    first, vector_bytes, ahead, steps, codes_.quads() - from * planes::quads_per_step,
+                    slots, group_x};
+                const std::ptrdiff_t line = g * line_ + at.slot + part;
+                const code_target to{
+                    y + at.first_query * y_stride + at.row + part,
+                    y_stride,
+                    at.rows - part,
+                    scales_ ? scales_ + line : nullptr,
+                    biases_ ? biases_ + line : nullptr,
+                    scalars_ + (at.set * codes_.cols.groups() + g) * layout_.n + at.first_query,
+                    add || g > 0};
+                if (several)
+                    multiply<Lanes::row_vectors, false>(at.queries, what, to);
+                else if (slots >= Lanes::width)
+                    multiply<1, false>(at.queries, what, to);
+                else
+                    multiply<1, true>(at.queries, what, to);
+                group_x += steps * planes::quads_per_step * at.queries * 2;
+            }
+            part += several ? Lanes::row_vectors * Lanes::width : Lanes::width;
+        }
+    }
+
+    template <int Vectors, bool Partial>
+    static void multiply(int queries, const code_part& what, const code_target& to) {
+        constexpr int zero = Scheme::zero_code;
+        if (queries == 4)
+            multiply_part<Lanes, bits, zero, Vectors, 4, Partial>(what, to);
+        else if (queries == 2)
+            multiply_part<Lanes, bits, zero, Vectors, 2, Partial>(what, to);
+        else
+            multiply_part<Lanes, bits, zero, Vectors, 1, Partial>(what, to);
+    }
+
+    fold_use use_;
+    code_layout<bits> codes_;
+    fold_layout<bits> layout_;
+    const std::byte* block_;
+    const std::uint32_t* words_;
+    const fold_scalars* scalars_;
+    std::ptrdiff_t line_;
+    float* scales_;
+    float* biases_;
+};
 
 }  // namespace kvq::inline v0_1::kernels

@@ -21,7 +21,8 @@ KVQ_INLINE typename Lanes::floats load_value_vector(const std::byte* from, int n
 
 template <class Lanes, class T, int Vectors, int Queries, bool Partial>
 void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int cols, const float* x,
-                        std::ptrdiff_t x_stride, int values, float* y, std::ptrdiff_t y_stride, bool add) {
+                        std::ptrdiff_t x_stride, int values, float* y, std::ptrdiff_t y_stride, bool add,
+                        std::ptrdiff_t ahead) {
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int bytes = Lanes::width * static_cast<int>(sizeof(T));
     typename Lanes::floats sum[Queries][Vectors];
@@ -33,6 +34,7 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
 
     const int pairs = cols / per_word;
     for (int w = 0; w < pairs; ++w, words += vector_bytes) {
+        for (int line = 0; line < Vectors * bytes; line += 64) detail::prefetch(words + line + ahead);
         typename Lanes::floats k[Vectors];
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v)
@@ -75,9 +77,11 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
 }
 
 /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
+/// ahead: distance in bytes from this block to the one that will be read next; 0 if there is none.
 template <class Lanes, class T>
 void value_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
-                   int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add) {
+                   int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                   std::ptrdiff_t ahead) {
     const value_layout<T> layout(shape);
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int vector_rows = Lanes::width / per_word;
@@ -105,12 +109,12 @@ void value_product(const block_shape& shape, const std::byte* block, const float
                                              : &value_product_tile<Lanes, T, V, Q, false>;
                     if (here == V * vector_rows) {
                         product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
-                                y + first * y_stride + tile + part, y_stride, add);
+                                y + first * y_stride + tile + part, y_stride, add, ahead);
                         return;
                     }
                     float lane_y[Q][V * vector_rows];
                     product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
-                            lane_y[0], V * vector_rows, false);
+                            lane_y[0], V * vector_rows, false, ahead);
                     for (int i = 0; i < Q; ++i)
                         for (int r = 0; r < here; ++r) {
                             float& out = y[(first + i) * y_stride + tile + part + r];
