@@ -1,0 +1,9 @@
+// expect: deleted
+// SPDX-License-Identifier: MIT
+#include <kvq/kvq.hpp>
+
+// Sharing pages is what fork() is for; a copy would hide it.
+auto copy(const kvq::cache<kvq::int8>::sequence_type& sequence) {
+    kvq::cache<kvq::int8>::sequence_type other(sequence);
+    return other.tokens();
+}
