@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact. Every operation of the SIMD lanes is what plain arithmetic says, lane by lane.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <kvq/backends/kernels/plain_lanes.hpp>
+#include <kvq/backends/simd.hpp>
+#include <vector>
+
+#include "support/random.hpp"
+
+namespace {
+
+using kvq::detail::bit_cast;
+
+/// Lanes as arrays, so that any width compares with plain arithmetic.
+template <class L>
+struct lanes_of {
+    static constexpr int width = L::width;
+    using words = std::vector<std::int32_t>;
+    using numbers = std::vector<float>;
+
+    static typename L::ints in(const words& w) { return L::load(reinterpret_cast<const std::byte*>(w.data())); }
+    static typename L::floats in(const numbers& x) { return L::load_floats(x.data()); }
+    static words out(typename L::ints a) {
+        words w(width);
+        L::store(reinterpret_cast<std::byte*>(w.data()), a);
+        return w;
+    }
+    static numbers out(typename L::floats a) {
+        numbers x(width);
+        L::store_floats(x.data(), a);
+        return x;
+    }
+};
+
+bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+template <class L>
+struct fixture {
+    using io = lanes_of<L>;
+    test::generator random{test::seed()};
+
+    typename io::words words() {
+        typename io::words w(L::width);
+        for (auto& x : w) x = static_cast<std::int32_t>(random.bits());
+        return w;
+    }
+    typename io::numbers numbers(float factor = 1.0f) {
+        typename io::numbers x(L::width);
+        for (float& v : x) v = factor * random.normal();
+        return x;
+    }
+    template <class F>
+    void each(F f) {
+        for (int i = 0; i < L::width; ++i) f(static_cast<std::size_t>(i));
+    }
+};
+
+template <class L, int Bits>
+void check_dot(fixture<L>& f) {
+    using io = lanes_of<L>;
+    auto acc = f.words(), codes = f.words(), x = f.words();
+    for (auto& a : acc) a >>= 4;
+    for (auto& c : codes) c &= static_cast<std::int32_t>(((1u << Bits) - 1u) * 0x01010101u);
+    // Pieces of a folded vector lie in [-128, 127]; the extremes are the ones that overflow 16-bit halves.
+    if (f.random.one_in(3))
+        for (auto& v : x) v = f.random.one_in(2) ? static_cast<std::int32_t>(0x80808080u) : 0x7f7f7f7f;
+    if (f.random.one_in(3))
+        for (auto& c : codes) c = static_cast<std::int32_t>(((1u << Bits) - 1u) * 0x01010101u);
+    const auto got = io::out(L::template dot<Bits>(io::in(acc), io::in(codes), io::in(x)));
+    f.each([&](std::size_t i) {
+        std::int32_t sum = acc[i];
+        for (int b = 0; b < 32; b += 8)
+            sum += static_cast<std::int32_t>((static_cast<std::uint32_t>(codes[i]) >> b) & 255u) *
+                   static_cast<std::int8_t>((static_cast<std::uint32_t>(x[i]) >> b) & 255u);
+        REQUIRE(got[i] == sum);
+    });
+}
+
+template <class L, class T>
+void check_values(fixture<L>& f) {
+    using io = lanes_of<L>;
+    // Guarded by a page of their own size: partial loads must not read behind their count (ASan sees it).
+    for (int n = 0; n <= L::width; ++n) {
+        std::vector<T> stored(static_cast<std::size_t>(n));
+        for (T& v : stored) v = T(f.random.one_in(4) ? f.random.pick(test::hostile_values()) : f.random.normal());
+        const auto* const bytes = reinterpret_cast<const std::byte*>(stored.data());
+        const auto got = n == L::width ? io::out(L::template load_values<T>(bytes))
+                                       : io::out(L::template load_values<T>(bytes, n));
+        f.each([&](std::size_t i) {
+            REQUIRE(same(got[i], i < stored.size() ? static_cast<float>(stored[i]) : 0.0f));
+        });
+    }
+    if constexpr (sizeof(T) == 2) {
+        const auto w = f.words();
+        const auto low = io::out(L::template halves<T, 0>(io::in(w))), high = io::out(L::template halves<T, 1>(io::in(w)));
+        f.each([&](std::size_t i) {
+            const auto u = static_cast<std::uint32_t>(w[i]);
+            REQUIRE(same(low[i], T::from_bits(static_cast<std::uint16_t>(u & 0xffffu))));
+            REQUIRE(same(high[i], T::from_bits(static_cast<std::uint16_t>(u >> 16))));
+        });
+    }
+}
+
+}  // namespace
+
+#define KVQ_TEST_LANES kvq::plain_lanes, kvq::simd<>::lanes
+
+TEST_CASE_TEMPLATE("words: shifts, masks, sums, partial loads and stores", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (int round = 0; round < 200; ++round) {
+        const auto a = f.words(), b = f.words();
+        const auto u = [](std::int32_t x) { return static_cast<std::uint32_t>(x); };
+        const auto right = io::out(L::template shift_right<5>(io::in(a))), left = io::out(L::template shift_left<7>(io::in(a))),
+                   arithmetic = io::out(L::template shift_right_signed<8>(io::in(a))),
+                   none = io::out(L::template shift_right<0>(io::in(a))), both = io::out(L::bit_and(io::in(a), io::in(b))),
+                   either = io::out(L::bit_or(io::in(a), io::in(b))), splat = io::out(L::splat(a[0]));
+        typename io::words small_a = a, small_b = b;
+        for (auto& x : small_a) x /= 2;
+        for (auto& x : small_b) x /= 2;
+        const auto sum = io::out(L::add(io::in(small_a), io::in(small_b)));
+        f.each([&](std::size_t i) {
+            REQUIRE(u(right[i]) == u(a[i]) >> 5);
+            REQUIRE(u(left[i]) == u(a[i]) << 7);
+            REQUIRE(arithmetic[i] == a[i] >> 8);
+            REQUIRE(none[i] == a[i]);
+            REQUIRE(both[i] == (a[i] & b[i]));
+            REQUIRE(either[i] == (a[i] | b[i]));
+            REQUIRE(splat[i] == a[0]);
+            REQUIRE(sum[i] == small_a[i] + small_b[i]);
+        });
+    }
+    for (int n = 0; n < L::width; ++n) {
+        const auto a = f.words();
+        const std::vector<std::int32_t> few(a.begin(), a.begin() + n);
+        const auto loaded = io::out(L::load(reinterpret_cast<const std::byte*>(few.data()), n));
+        std::vector<std::int32_t> stored(static_cast<std::size_t>(n));
+        L::store(reinterpret_cast<std::byte*>(stored.data()), io::in(a), n);
+        CHECK(stored == few);
+        f.each([&](std::size_t i) { REQUIRE(loaded[i] == (i < few.size() ? few[i] : 0)); });
+    }
+}
+
+TEST_CASE_TEMPLATE("integer dot products are exact at every width, extremes included", L, KVQ_TEST_LANES) {
+    fixture<L> f;
+    for (int round = 0; round < 300; ++round) {
+        check_dot<L, 1>(f);
+        check_dot<L, 2>(f);
+        check_dot<L, 3>(f);
+        check_dot<L, 4>(f);
+        check_dot<L, 5>(f);
+        check_dot<L, 6>(f);
+        check_dot<L, 7>(f);
+        check_dot<L, 8>(f);
+    }
+}
+
+TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads and stores", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (int round = 0; round < 200; ++round) {
+        const auto a = f.numbers(), b = f.numbers(), c = f.numbers();
+        const auto sum = io::out(L::add(io::in(a), io::in(b))), difference = io::out(L::subtract(io::in(a), io::in(b))),
+                   product = io::out(L::multiply(io::in(a), io::in(b))),
+                   fused = io::out(L::multiply_add(io::in(a), io::in(b), io::in(c))),
+                   most = io::out(L::max(io::in(a), io::in(b))), least = io::out(L::min(io::in(a), io::in(b))),
+                   size = io::out(L::abs(io::in(a))), above = io::out(L::keep_above(io::in(a), io::in(b), 0.25f)),
+                   even = io::out(L::keep_even(io::in(a))), pair = io::out(L::splat_pair(a.data() + 1)),
+                   one = io::out(L::splat_float(a[0]));
+        double total = 0, magnitude = 0;
+        float largest = a[0], smallest = a[0];
+        f.each([&](std::size_t i) {
+            REQUIRE(sum[i] == a[i] + b[i]);
+            REQUIRE(difference[i] == a[i] - b[i]);
+            REQUIRE(product[i] == a[i] * b[i]);
+            // Fused or not: between one and two roundings.
+            REQUIRE(std::fabs(static_cast<double>(fused[i]) -
+                              (static_cast<double>(a[i]) * static_cast<double>(b[i]) + static_cast<double>(c[i]))) <=
+                    0x1p-23 * (std::fabs(static_cast<double>(a[i] * b[i])) + std::fabs(static_cast<double>(c[i]))));
+            REQUIRE(most[i] == std::fmax(a[i], b[i]));
+            REQUIRE(least[i] == std::fmin(a[i], b[i]));
+            REQUIRE(size[i] == std::fabs(a[i]));
+            REQUIRE(above[i] == (b[i] > 0.25f ? a[i] : 0.0f));
+            REQUIRE(even[i] == (i % 2 ? 0.0f : a[i]));
+            REQUIRE(pair[i] == a[1 + i % 2]);
+            REQUIRE(one[i] == a[0]);
+            total += static_cast<double>(a[i]);
+            magnitude += std::fabs(static_cast<double>(a[i]));
+            largest = std::fmax(largest, a[i]);
+            smallest = std::fmin(smallest, a[i]);
+        });
+        REQUIRE(std::fabs(static_cast<double>(L::sum(io::in(a))) - total) <= L::width * 0x1p-24 * magnitude);
+        REQUIRE(L::largest(io::in(a)) == largest);
+        REQUIRE(L::smallest(io::in(a)) == smallest);
+    }
+    for (int n = 0; n < L::width; ++n) {
+        const auto a = f.numbers();
+        const std::vector<float> few(a.begin(), a.begin() + n);
+        const auto loaded = io::out(L::load_floats(few.data(), n));
+        std::vector<float> stored(static_cast<std::size_t>(n));
+        L::store_floats(stored.data(), io::in(a), n);
+        CHECK(stored == few);
+        f.each([&](std::size_t i) { REQUIRE(loaded[i] == (i < few.size() ? few[i] : 0.0f)); });
+    }
+    // What a trim left in odd lanes may be anything.
+    const auto nothing = io::out(L::keep_even(L::splat_float(std::numeric_limits<float>::quiet_NaN())));
+    f.each([&](std::size_t i) { REQUIRE((i % 2 ? nothing[i] == 0.0f : std::isnan(nothing[i]))); });
+}
+
+TEST_CASE_TEMPLATE("rounding is to nearest, ties to even", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (int round = 0; round < 3000; ++round) {
+        typename io::numbers x(L::width);
+        for (float& v : x)
+            v = f.random.one_in(3) ? static_cast<float>(f.random.between(-40000, 40000)) + 0.5f : 32512.0f * (2.0f * f.random.uniform() - 1.0f);
+        const auto r = io::out(L::round(io::in(x)));
+        const auto back = io::out(L::to_floats(io::in(r)));
+        f.each([&](std::size_t i) {
+            REQUIRE(static_cast<float>(r[i]) == std::nearbyint(x[i]));
+            REQUIRE(back[i] == static_cast<float>(r[i]));
+        });
+    }
+    const auto bits = f.words();
+    const auto seen = io::out(L::as_floats(io::in(bits)));
+    f.each([&](std::size_t i) { REQUIRE(same(seen[i], bit_cast<float>(bits[i]))); });
+}
+
+TEST_CASE_TEMPLATE("pieces: lowest bytes of four words each, high and low side by side", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (const int stride : {2, 4, 8}) {
+        // As kernels have it: bytes of a fixed-point number, sign extended.
+        auto high = f.words(), low = f.words();
+        for (auto& x : high) x = static_cast<std::int8_t>(x & 255);
+        std::vector<std::uint32_t> out(static_cast<std::size_t>(L::width / 4 * stride), 0xabababab);
+        L::store_pieces(out.data(), stride, io::in(high), io::in(low));
+        for (int q = 0; q < L::width / 4; ++q)
+            for (int i = 0; i < stride; ++i) {
+                std::uint32_t expected = 0xabababab;
+                if (i < 2) {
+                    expected = 0;
+                    for (int k = 0; k < 4; ++k) {
+                        const auto& from = i == 0 ? high : low;
+                        expected |= (static_cast<std::uint32_t>(from[static_cast<std::size_t>(4 * q + k)]) & 255u) << (8 * k);
+                    }
+                }
+                CHECK(out[static_cast<std::size_t>(q * stride + i)] == expected);
+            }
+    }
+}
+
+TEST_CASE_TEMPLATE("16- and 32-bit values load exactly, whole and in part", L, KVQ_TEST_LANES) {
+    fixture<L> f;
+    for (int round = 0; round < 100; ++round) {
+        check_values<L, float>(f);
+        check_values<L, kvq::float16>(f);
+        check_values<L, kvq::bfloat16>(f);
+    }
+}
