@@ -1,6 +1,6 @@
 // Fused decode attention: time, bandwidth of the format's own bytes, share of the read ceiling, error.
 //
-//   attention [--json] [--quick] [--only NAME] [--baseline FILE]
+//   attention [--json] [--quick] [--only NAME] [--batch N] [--baseline FILE]
 //
 // FILE has lines "batch tokens q_heads kv_heads head_dim microseconds", as torch_sdpa.py prints them.
 // Every launch reads other pages than the one before (the set is larger than the second-level cache), pages are in random
@@ -31,6 +31,7 @@ struct shape {
 struct settings {
     bool json = false, quick = false;
     std::string only;
+    int batch = 0;
     std::map<shape, double> baseline, own_fp16;
     bench::ceilings ceiling{};
     std::byte* memory = nullptr;
@@ -77,7 +78,7 @@ double relative_error(const std::vector<float16>& got, const std::vector<float>&
 
 template <class Format>
 void run(const char* name, const shape& s, settings& set) {
-    if (!set.only.empty() && set.only != name) return;
+    if ((!set.only.empty() && set.only != name) || (set.batch && set.batch != s.batch)) return;
     using ref_type = cuda::cache_ref<Format>;
     const int columns = (s.tokens + Format::page_tokens - 1) / Format::page_tokens;
     const std::size_t key_page = ref_type::dense_key_page(s.kv_heads), value_page = ref_type::dense_value_page(s.kv_heads);
@@ -154,7 +155,7 @@ void run(const char* name, const shape& s, settings& set) {
         cuda::detail::attention_args<Format, float> a{};
         a.cache = cache;
         a.cache.block_table = table;
-        a.work = {tokens, s.batch, 0, 0, columns * Format::page_tokens, 1, 0};
+        a.work = {tokens, s.batch, 0, 0, 0, columns * Format::page_tokens, 1, 0};
         a.q = token_view<const float>(wide_q, s.batch, s.q_heads, Format::head_dim);
         a.out = token_view<float>(wide_out, s.batch, s.q_heads, Format::value_dim);
         a.scale = cuda::detail::log2e / std::sqrt(static_cast<float>(Format::head_dim));
@@ -194,6 +195,7 @@ int main(int argc, char** argv) {
         const std::string arg = argv[i];
         if (arg == "--json") set.json = true;
         if (arg == "--quick") set.quick = true;
+        if (arg == "--batch" && i + 1 < argc) set.batch = std::atoi(argv[++i]);
         if (arg == "--only" && i + 1 < argc) set.only = argv[++i];
         if (arg == "--baseline" && i + 1 < argc) {
             if (std::FILE* file = std::fopen(argv[++i], "r")) {

@@ -51,8 +51,8 @@ struct warp_launch {
         }
         if (bytes < workspace(blocks) || space == nullptr)
             return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
-        a.row_blocks = kvq::detail::ceil_div(a.rows, memory::rows);
-        a.work.lines = a.cache.kv_heads * a.row_blocks;
+        a.work.row_blocks = kvq::detail::ceil_div(a.rows, memory::rows);
+        a.work.lines = a.cache.kv_heads * a.work.row_blocks;
         a.counters = reinterpret_cast<int*>(space);
         a.partials = reinterpret_cast<float*>(
             space + kvq::detail::round_up(static_cast<std::size_t>(blocks) * 4, std::size_t{256}));
@@ -118,6 +118,7 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
     a.cache = cache;
     a.work = {cache.tokens,
               cache.sequences,
+              0,
               0,
               cache.first_token,
               cache.table_columns * Format::page_tokens,

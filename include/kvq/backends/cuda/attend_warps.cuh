@@ -63,75 +63,116 @@ struct attention_memory {
     static constexpr int partial_floats = rows * (Format::value_dim + 2);
 };
 
-/// Feeds a warp's ring: key and value units of its chunks, in order, across items.
+/// Feeds a warp's ring: key and value units of its chunks in turn, across items. Page numbers are fetched a chunk ahead.
 template <class Memory, class Format, class T>
 struct unit_feed {
     using keys = typename Memory::keys;
     using values = typename Memory::values;
     const attention_args<Format, T>& a;
-    item_walk<Memory::tokens> walk;
-    int chunk_index;  // relative to the item
-    int page;         // of the chunk; fetched one unit ahead
+    item_walk<Memory::tokens> walk;  // of the chunk after the current one
+    int index;                       // of that chunk, relative to its item
+    int next_page, next_first, next_head;
+    int page, first, head;           // of the current chunk
     int slot = 0;
     unsigned present = 0;  // bit per slot: does it hold a chunk?
-    bool value_next = false;
 
     __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args, const item_walk<Memory::tokens>& start,
                                          int warp)
-        : a(args), walk(start), chunk_index(start.item.from + warp) {
+        : a(args), walk(start), index(start.item.from + warp - attention_warps) {
+        seek(warp);
+        advance(warp);
+    }
+    /// Starts the next unit's copy into the next slot of the ring at `ring`.
+    template <tensor Role>
+    __device__ __forceinline__ void issue(std::uint32_t ring, int warp, int lane) {
+        const std::uint32_t to = ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes);
+        const unsigned bit = 1u << slot;
+        if (page >= 0) {
+            present |= bit;
+            if constexpr (Role == tensor::key)
+                keys::copy(to, a.cache.key_block(page, head), first, lane);
+            else
+                values::copy(to, a.cache.value_block(page, head), first, lane);
+        } else {
+            present &= ~bit;
+        }
+        copy_commit();
+        if constexpr (Role == tensor::value) advance(warp);
+        slot = slot + 1 == Memory::slots ? 0 : slot + 1;
+    }
+
+private:
+    __device__ __forceinline__ void advance(int warp) {
+        page = next_page;
+        first = next_first;
+        head = next_head;
         seek(warp);
     }
     __device__ __forceinline__ void seek(int warp) {
-        while (!walk.done() && chunk_index >= walk.item.to) {
+        index += attention_warps;
+        while (!walk.done() && index >= walk.item.to) {
             walk.next();
-            chunk_index = walk.item.from + warp;
+            index = walk.item.from + warp;
         }
-        page = -1;
-        if (!walk.done()) {
-            const int token = (walk.item.first + chunk_index) * Memory::tokens;
-            const int column = token / Format::page_tokens;
-            if (chunk_index < walk.item.real)
-                page = a.cache.block_table[static_cast<std::size_t>(walk.item.sequence) *
-                                               static_cast<std::size_t>(a.cache.table_columns) +
-                                           static_cast<std::size_t>(column)];
+        next_page = -1;
+        const int token = (walk.item.first + index) * Memory::tokens;
+        const int column = token / Format::page_tokens;
+        if (!walk.done() && index < walk.item.real && column < a.cache.table_columns) {
+            next_page = __ldg(a.cache.block_table + static_cast<std::size_t>(walk.item.sequence) *
+                                                        static_cast<std::size_t>(a.cache.table_columns) +
+                              static_cast<std::size_t>(column));
+            next_first = token % Format::page_tokens;
+            next_head = walk.item.kv_head;
         }
-    }
-    /// Starts the next unit's copy into the next slot of the ring at `ring`.
-    __device__ __forceinline__ void issue(std::uint32_t ring, int warp, int lane) {
-        const std::uint32_t to = ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes);
-        const bool holds = page >= 0;
-        present = (present & ~(1u << slot)) | (holds ? 1u << slot : 0u);
-        if (holds) {
-            const int first = ((walk.item.first + chunk_index) * Memory::tokens) % Format::page_tokens;
-            const int head = walk.item.line / a.row_blocks;
-            if (value_next)
-                values::copy(to, a.cache.value_block(page, head), first, lane);
-            else
-                keys::copy(to, a.cache.key_block(page, head), first, lane);
-        }
-        copy_commit();
-        if (value_next) {
-            chunk_index += attention_warps;
-            seek(warp);
-        }
-        value_next = !value_next;
-        slot = slot + 1 == Memory::slots ? 0 : slot + 1;
     }
 };
 
-/// Brings the query rows of an item to shared memory, scaled, as floats; rows that do not exist are zero.
+/// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero.
 template <class Memory, class Format, class T>
-__device__ __forceinline__ void load_query(const attention_args<Format, T>& a, const item_part& item, float* query) {
-    const int kv_head = item.line / a.row_blocks;
-    const int first_row = item.line % a.row_blocks * Memory::rows;
-    for (int i = static_cast<int>(threadIdx.x); i < Memory::rows * Format::head_dim; i += attention_threads) {
-        const int row = first_row + i / Format::head_dim, channel = i % Format::head_dim;
-        float x = 0.0f;
-        if (row < a.rows)
-            x = to_float(a.q.at(a.row_token(item.sequence, row), a.row_head(kv_head, row))[channel]) * a.scale;
-        query[i] = x;
+struct query_rows {
+    static constexpr int per_load = 8;  // channels of one thread
+    static constexpr int pieces = Memory::rows * Format::head_dim / per_load;
+    static constexpr int loads = ceil_div(pieces, attention_threads);
+    T values[loads][per_load];
+
+    __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item) {
+        const int first_row = item.row_block * Memory::rows;
+#pragma unroll
+        for (int i = 0; i < loads; ++i) {
+            const int piece = i * attention_threads + static_cast<int>(threadIdx.x);
+            const int row = first_row + piece / (Format::head_dim / per_load);
+            const int channel = piece % (Format::head_dim / per_load) * per_load;
+            if (piece < pieces && row < a.rows) {
+                const T* const from = a.q.at(a.row_token(item.sequence, row), a.row_head(item.kv_head, row)) + channel;
+                if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+                    constexpr int words = per_load * static_cast<int>(sizeof(T)) / 16;
+                    uint4 raw[words];
+#pragma unroll
+                    for (int w = 0; w < words; ++w) raw[w] = __ldg(reinterpret_cast<const uint4*>(from) + w);
+                    __builtin_memcpy(values[i], raw, sizeof raw);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < per_load; ++k) values[i][k] = from[k];
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < per_load; ++k) values[i][k] = T(0.0f);
+            }
+        }
     }
-}
+    __device__ __forceinline__ void store(float* query, float scale) const {
+#pragma unroll
+        for (int i = 0; i < loads; ++i) {
+            const int piece = i * attention_threads + static_cast<int>(threadIdx.x);
+            if (piece >= pieces) continue;
+            float4* const to = reinterpret_cast<float4*>(query + piece * per_load);
+#pragma unroll
+            for (int k = 0; k < per_load; k += 4)
+                to[k / 4] = {to_float(values[i][k]) * scale, to_float(values[i][k + 1]) * scale,
+                             to_float(values[i][k + 2]) * scale, to_float(values[i][k + 3]) * scale};
+        }
+    }
+};
 
 /// Softmax state of the rows of a block part, in shared memory.
 struct block_state {
@@ -206,8 +247,8 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
 template <class Memory, class Format, class T>
 __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, const item_part& item,
                                            const block_state& state) {
-    const int kv_head = item.line / a.row_blocks;
-    const int first_row = item.line % a.row_blocks * Memory::rows;
+    const int kv_head = item.kv_head;
+    const int first_row = item.row_block * Memory::rows;
     const int rows = smaller(Memory::rows, a.rows - first_row);
     for (int i = static_cast<int>(threadIdx.x); i < rows * Format::value_dim; i += attention_threads) {
         const int row = i / Format::value_dim, channel = i % Format::value_dim;
@@ -233,49 +274,75 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
         return a.partials + static_cast<std::size_t>(slot) * static_cast<std::size_t>(Memory::partial_floats);
     };
     float* const mine = partial(2 * share + (first_of_share ? 0 : 1));
-    for (int i = thread; i < rows * dim; i += attention_threads)
-        __stcg(mine + 2 * rows + i, state.output[i / dim * Memory::output_stride + i % dim]);
+    for (int i = thread; i < rows * dim / 4; i += attention_threads)
+        __stcg(reinterpret_cast<float4*>(mine + 2 * rows) + i,
+               *reinterpret_cast<const float4*>(state.output + i / (dim / 4) * Memory::output_stride + i % (dim / 4) * 4));
     for (int i = thread; i < rows; i += attention_threads) {
         __stcg(mine + i, state.max[i]);
         __stcg(mine + rows + i, state.sum[i]);
     }
     const int from = plan.holder(item.begin), to = plan.holder(item.begin + item.count - 1);
-    __threadfence();
     __syncthreads();
     // atomicInc returns to zero after the last block, so the counter is ready for the next launch.
-    if (thread == 0)
+    if (thread == 0) {
+        __threadfence();
         *flag = static_cast<int>(atomicInc(reinterpret_cast<unsigned*>(a.counters + from),
                                            static_cast<unsigned>(to - from))) == to - from;
+        __threadfence();
+    }
     __syncthreads();
     if (!*flag) return;
-    __threadfence();
     const bool from_is_first = plan.begin(from) == item.begin;
     const auto part = [&](int s) { return partial(2 * s + (s == from && !from_is_first ? 1 : 0)); };
-    static_assert(attention_threads % rows == 0);
-    constexpr int threads_of_row = attention_threads / rows;
+    // A row belongs to `threads_of_row` neighbouring lanes; each takes every so-manieth group of 4 channels.
+    constexpr int threads_of_row = smaller(warp_size, attention_threads / rows);
+    static_assert(threads_of_row * rows == attention_threads && dim % 4 == 0);
     const int row = thread / threads_of_row, lane = thread % threads_of_row;
     float top = -INFINITY;
-    for (int s = from; s <= to; ++s) top = fmaxf(top, __ldcg(part(s) + row));
-    constexpr int mine_count = ceil_div(dim, threads_of_row);
-    float sum = 0.0f, output[mine_count] = {};
-    if (top > -INFINITY) {
-#pragma unroll 4
-        for (int s = from; s <= to; ++s) {
-            const float* const p = part(s);
-            const float m = __ldcg(p + row);
-            const float factor = m == -INFINITY ? 0.0f : exp2_fast(m - top);
-            sum = fmaf(__ldcg(p + rows + row), factor, sum);
+    for (int s = from + lane; s <= to; s += threads_of_row) top = fmaxf(top, __ldcg(part(s) + row));
 #pragma unroll
-            for (int i = 0; i < mine_count; ++i) {
-                const int channel = i * threads_of_row + lane;
-                if (channel < dim) output[i] = fmaf(__ldcg(p + 2 * rows + row * dim + channel), factor, output[i]);
+    for (int step = threads_of_row / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    constexpr int groups = ceil_div(dim / 4, threads_of_row);
+    float sum = 0.0f;
+    float4 output[groups] = {};
+    if (top > -INFINITY) {
+        constexpr int at_once = groups <= 2 ? 8 : 4;  // parts whose loads are under way together
+        for (int begin = from; begin <= to; begin += at_once) {
+            float m[at_once], l[at_once];
+            float4 v[at_once][groups];
+#pragma unroll
+            for (int k = 0; k < at_once; ++k) {
+                const float* const p = part(smaller(begin + k, to));
+                m[k] = begin + k <= to ? __ldcg(p + row) : -INFINITY;
+                l[k] = __ldcg(p + rows + row);
+#pragma unroll
+                for (int i = 0; i < groups; ++i) {
+                    const int channel = (i * threads_of_row + lane) * 4;
+                    if (channel < dim)
+                        v[k][i] = __ldcg(reinterpret_cast<const float4*>(p + 2 * rows + row * dim + channel));
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < at_once; ++k) {
+                const float factor = m[k] == -INFINITY ? 0.0f : exp2_fast(m[k] - top);
+                sum = fmaf(l[k], factor, sum);
+#pragma unroll
+                for (int i = 0; i < groups; ++i) {
+                    output[i].x = fmaf(v[k][i].x, factor, output[i].x);
+                    output[i].y = fmaf(v[k][i].y, factor, output[i].y);
+                    output[i].z = fmaf(v[k][i].z, factor, output[i].z);
+                    output[i].w = fmaf(v[k][i].w, factor, output[i].w);
+                }
             }
         }
     }
     __syncthreads();
-    for (int i = 0; i < mine_count; ++i)
-        if (i * threads_of_row + lane < dim)
-            state.output[row * Memory::output_stride + i * threads_of_row + lane] = output[i];
+#pragma unroll
+    for (int i = 0; i < groups; ++i) {
+        const int channel = (i * threads_of_row + lane) * 4;
+        if (channel < dim)
+            *reinterpret_cast<float4*>(state.output + row * Memory::output_stride + channel) = output[i];
+    }
     if (lane == 0) {
         state.max[row] = top;
         state.sum[row] = sum;
@@ -293,7 +360,8 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
     constexpr int rows = memory::rows;
     extern __shared__ __align__(128) std::byte shared[];
     const lane_id id;
-    const int warp = static_cast<int>(threadIdx.x) / warp_size;
+    // The shuffle tells the compiler that all lanes have the same number.
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / warp_size, 0);
 
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
@@ -314,101 +382,107 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
     walk.clip();
 
     unit_feed<memory, Format, T> feed(a, walk, warp);
+    query_rows<memory, Format, T> query_part;
+    query_part.fetch(a, walk.item);
+    static_assert(memory::slots % 2 == 1);  // after a unit of keys has been used, one of values follows into its slot
 #pragma unroll
-    for (int i = 0; i < memory::slots; ++i) feed.issue(ring, warp, id.lane);
+    for (int i = 0; i < memory::slots; ++i)
+        if (i % 2 == 0)
+            feed.template issue<tensor::key>(ring, warp, id.lane);
+        else
+            feed.template issue<tensor::value>(ring, warp, id.lane);
     // Weights of units that no token fills stay zero.
     for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
         store_word(weights + 4u * static_cast<std::uint32_t>(i), 0);
 
     int slot = 0;
-    const auto next_unit = [&] {
+    const auto next_unit = [&](auto role) {
         __syncwarp();
-        feed.issue(ring, warp, id.lane);
+        feed.template issue<decltype(role)::value>(ring, warp, id.lane);
         slot = slot + 1 == memory::slots ? 0 : slot + 1;
     };
+    constexpr std::integral_constant<tensor, tensor::key> next_keys;
+    constexpr std::integral_constant<tensor, tensor::value> next_values;
     const auto wait_unit = [&] {
         copy_wait<memory::slots - 1>();
         __syncwarp();
         return ring + static_cast<std::uint32_t>(slot * memory::slot_bytes);
     };
 
-    for (; !walk.done(); walk.next()) {
+    while (!walk.done()) {
         const item_part item = walk.item;
-        load_query<memory>(a, item, query);
+        query_part.store(query, a.scale);
         __syncthreads();
-        const std::uint32_t query_at = shared_address(query);
+        const std::uint32_t query_at = shared_address(query + id.g / 2 * memory::query_stride);
         const int length = a.work.tokens[item.sequence];
-        const int first_row = item.line % a.row_blocks * rows;
+        const int first_row = item.row_block * rows, last_row = smaller(first_row + rows, a.rows) - 1;
+        // Tokens that every row sees: [common_begin, common_end); that some row sees: [any_begin, any_end).
+        const int any_begin = a.row_begin(length, first_row), common_begin = a.row_begin(length, last_row);
+        const int common_end = a.row_end(length, first_row), any_end = a.row_end(length, last_row);
         warp_state<values, Rows4> state;
         state.clear();
         folded_row<keys> folded[Rows4];
-        const auto fold = [&](std::uint32_t at, int run) {
-#pragma unroll
-            for (int n = 0; n < Rows4; ++n)
-                fold_row(folded[n],
-                         query_at + 4u * static_cast<std::uint32_t>((4 * n + id.g / 2) * memory::query_stride), at, run,
-                         id);
-        };
         constexpr bool fold_once = keys::full || keys::token_parameters;
-        if constexpr (fold_once) fold(0, 0);
+        constexpr int tiles_of_run = fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
+        if constexpr (fold_once) fold_rows(folded, query_at, memory::query_stride, 0, 0, id);
 
         for (int index = item.from + warp; index < item.to; index += attention_warps) {
             std::uint32_t at = wait_unit();
-            if (((feed.present >> slot) & 1u) == 0) {  // not held in this format
-                next_unit();
-                wait_unit();
-                next_unit();
-                continue;
-            }
-            float scores[keys::tiles][Rows4][4];
-            constexpr int tiles_of_run = fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
-            static_for<keys::tiles>([&](auto tile) {
-                constexpr int Tile = decltype(tile)::value;
-                if constexpr (!fold_once && Tile % tiles_of_run == 0) fold(at, Tile / tiles_of_run);
-                score_tile<keys, Rows4, Tile>(scores[Tile], folded, at, id);
-            });
-            next_unit();
-
+            const bool present = ((feed.present >> slot) & 1u) != 0;  // held in this format
             const int first = (item.first + index) * memory::tokens;
-            if (a.softcap > 0.0f) {
-#pragma unroll
-                for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
-                    float& s = scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4];
-                    s = capped(s, a.softcap);
-                }
-            }
-            const bool masked = first + memory::tokens > a.row_end(length, first_row) ||
-                                (a.work.window > 0 &&
-                                 first < a.row_begin(length, smaller(first_row + rows, a.rows) - 1));
-            if (masked) {
-#pragma unroll
-                for (int n = 0; n < Rows4; ++n) {
-                    const int row = first_row + 4 * n + id.t;
-                    const int begin = a.row_begin(length, row), end = row < a.rows ? a.row_end(length, row) : 0;
-#pragma unroll
-                    for (int tile = 0; tile < keys::tiles; ++tile)
-#pragma unroll
-                        for (int r = 0; r < 4; ++r) {
-                            const int token = first + tile * keys::tile_height + 4 * id.g + r;
-                            if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
-                        }
-                }
-            }
-            at = wait_unit();
+            float scores[keys::tiles][Rows4][4];
             chunk_factors<values, Rows4> factors;
-            make_weights<keys, values, Rows4>(scores, state, factors, at, weights, masked, id);
-            if constexpr (values::full) {
-                if (masked) {
-                    const int last_row = smaller(first_row + rows, a.rows) - 1;
-                    values::clear_columns(at, id, a.row_begin(length, first_row) - first,
-                                          a.row_end(length, last_row) - first);
+            bool masked = false;
+            if (present) {
+                static_for<keys::tiles>([&](auto tile) {
+                    constexpr int Tile = decltype(tile)::value;
+                    if constexpr (!fold_once && Tile % tiles_of_run == 0)
+                        fold_rows(folded, query_at, memory::query_stride, at, Tile / tiles_of_run, id);
+                    score_tile<keys, Rows4, Tile>(scores[Tile], folded, at, id);
+                });
+                if (a.softcap > 0.0f) {
+#pragma unroll
+                    for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
+                        float& s = scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4];
+                        s = capped(s, a.softcap);
+                    }
                 }
+                masked = first + memory::tokens > common_end || first < common_begin;
+                if (masked) {
+#pragma unroll
+                    for (int n = 0; n < Rows4; ++n) {
+                        const int row = first_row + 4 * n + id.t;
+                        const int begin = a.row_begin(length, row), end = row < a.rows ? a.row_end(length, row) : 0;
+#pragma unroll
+                        for (int tile = 0; tile < keys::tiles; ++tile)
+#pragma unroll
+                            for (int r = 0; r < 4; ++r) {
+                                const int token = first + tile * keys::tile_height + 4 * id.g + r;
+                                if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
+                            }
+                    }
+                }
+                soften<keys, values, Rows4>(scores, state, factors, id);
             }
-            __syncwarp();
-            add_values<values, Rows4>(state, factors, at, weights, id);
-            next_unit();
+            next_unit(next_values);
+            at = wait_unit();
+            if (present) {
+                if (masked) {  // what tokens outside hold may be anything, even NaN
+                    if constexpr (values::full)
+                        values::clear_columns(at, id, any_begin - first, any_end - first);
+                    else if constexpr (values::token_parameters)
+                        values::clear_parameters(at, id, any_begin - first, any_end - first);
+                    __syncwarp();
+                }
+                store_weights<keys, values, Rows4>(scores, state, factors, at, weights, id);
+                __syncwarp();
+                add_values<values, Rows4>(state, factors, at, weights, id);
+            }
+            next_unit(next_keys);
         }
 
+        walk.next();
+        if (!walk.done()) query_part.fetch(a, walk.item);
         const bool whole = item.from == 0 && item.to == item.count;
         merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id);
         if (whole)

@@ -38,7 +38,6 @@ struct attention_args {
     float* state_out;
     int group;              // query heads per kv head
     int rows;               // group * query_tokens: row r is query token r / group, head r % group
-    int row_blocks;
     int* counters;          // [shares], zero before and after
     float* partials;        // [2 * shares] states of one item's row block
 

@@ -260,6 +260,24 @@ struct chunk {
         }
     }
 
+    /// Zeroes the parameters of tokens outside [from, to), for the same reason.
+    __device__ __forceinline__ static void clear_parameters(std::uint32_t at, const lane_id& id, int from, int to)
+        requires(!full && token_parameters)
+    {
+        constexpr int width = static_cast<int>(sizeof(parameter));
+        for (int i = id.lane; i < runs * run; i += warp_size) {
+            const int token = i % run;
+            if (token >= from && token < to) continue;
+            for (int part = 0; part < (traits::has_bias ? 2 : 1); ++part) {
+                const std::uint32_t address = at + static_cast<std::uint32_t>((part ? bias_at : scale_at) + i * width);
+                if constexpr (width == 4)
+                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(0u));
+                else
+                    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<std::uint16_t>(0)));
+            }
+        }
+    }
+
 private:
     template <int Lines, int Height, int FirstLine>
     __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from, int lane) {

@@ -20,9 +20,9 @@ struct folded_row {
     std::uint32_t pieces[groups][2 * Chunk::pairs];
     // For the lane's own row (4n + t), not for column g:
     float step[groups];
-    float sum[groups];   // of x'
-    float bias_dot;      // of x with the biases of channels
-    int zero[groups];    // zero_code * sum of the fixed-point numbers
+    float sum[groups];     // of x', where tokens have biases
+    float offset[groups];  // x times the biases of channels, and what rounding x took from a code in the middle
+    int zero[groups];      // zero_code * sum of the fixed-point numbers
 };
 
 __device__ __forceinline__ float max_abs4(float4 v, float top) {
@@ -42,89 +42,110 @@ struct max_floats {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-/// Folds query row g/2 (`row`: shared address of [dim] floats). `slot` and `run`: where channel parameters lie, if any.
-/// Lanes with odd g prepare every second unit for their neighbour with even g and vice versa.
-template <class Chunk>
-__device__ __forceinline__ void fold_row(folded_row<Chunk>& to, std::uint32_t row, std::uint32_t slot, int run,
-                                         const lane_id& id) {
+/// Folds the query rows 4n + g/2 (`rows`: shared address of row g/2 of [rows][stride] floats) with the channel parameters
+/// in `run` of `slot`, if there are any. Lanes with odd g prepare every second unit for their neighbour with even g and
+/// vice versa.
+/// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so that the
+/// rounding of x is multiplied by numbers half as large.
+template <class Chunk, int Rows4>
+__device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
+                                          std::uint32_t slot, int run, const lane_id& id) {
     using traits = typename Chunk::traits;
     constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
+    constexpr int width = traits::columns_per_unit;
     constexpr int halves = Chunk::pairs;  // units that this lane prepares, of 2 * pairs
     const int parity = id.g & 1;
     static_for<Chunk::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
-        constexpr int width = traits::columns_per_unit;
-        float x[halves][width];
-        float top = 0.0f;
-        [[maybe_unused]] float sum = 0.0f, dot = 0.0f;
+        int channel[halves];
+        bool inside[halves];
+        [[maybe_unused]] float4 scale[halves], bias[halves];
 #pragma unroll
         for (int i = 0; i < halves; ++i) {
-            const int unit = 2 * i + parity;
-            const int in_group = id.t * Chunk::lane_units + unit;
-            const bool inside = unit < Chunk::lane_units && in_group < Chunk::group_units;
-            const int channel = (G * Chunk::group_units + (inside ? in_group : 0)) * width;
-            if constexpr (Chunk::full) {
-                const uint2 v = load_shared_8(row + static_cast<std::uint32_t>(channel * 4));
-                x[i][0] = inside ? __uint_as_float(v.x) : 0.0f;
-                x[i][1] = inside ? __uint_as_float(v.y) : 0.0f;
-                top = fmaxf(top, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
-            } else {
-                const uint4 v = load_shared_16(row + static_cast<std::uint32_t>(channel * 4));
-                float4 q{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-                if (!inside) q = {0.0f, 0.0f, 0.0f, 0.0f};
-                if constexpr (columns) {
-                    if constexpr (traits::has_bias) {
-                        const float4 b = Chunk::biases(slot, run, channel);
-                        dot += q.x * b.x + q.y * b.y + q.z * b.z + q.w * b.w;
+            const int unit = 2 * i + parity, in_group = id.t * Chunk::lane_units + unit;
+            inside[i] = (Chunk::lane_units % 2 == 0 || unit < Chunk::lane_units) &&
+                        (4 * Chunk::lane_units == Chunk::group_units || in_group < Chunk::group_units);
+            channel[i] = (G * Chunk::group_units + (inside[i] ? in_group : 0)) * width;
+            if constexpr (columns) {
+                scale[i] = Chunk::scales(slot, run, channel[i]);
+                if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i]);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            const std::uint32_t row = rows + static_cast<std::uint32_t>(16 * n * stride);
+            float x[halves][width];
+            float top = 0.0f;
+            [[maybe_unused]] float sum = 0.0f, dot = 0.0f;
+#pragma unroll
+            for (int i = 0; i < halves; ++i) {
+                if constexpr (Chunk::full) {
+                    const uint2 v = load_shared_8(row + static_cast<std::uint32_t>(channel[i] * 4));
+                    x[i][0] = inside[i] ? __uint_as_float(v.x) : 0.0f;
+                    x[i][1] = inside[i] ? __uint_as_float(v.y) : 0.0f;
+                    top = fmaxf(top, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
+                } else {
+                    const uint4 v = load_shared_16(row + static_cast<std::uint32_t>(channel[i] * 4));
+                    float4 q{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+                    if (!inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
+                    if constexpr (columns && traits::has_bias) {
+                        dot = fmaf(q.x, bias[i].x, dot), dot = fmaf(q.y, bias[i].y, dot);
+                        dot = fmaf(q.z, bias[i].z, dot), dot = fmaf(q.w, bias[i].w, dot);
                     }
-                    const float4 s = Chunk::scales(slot, run, channel);
-                    q = {q.x * s.x, q.y * s.y, q.z * s.z, q.w * s.w};
+                    if constexpr (columns)
+                        q = {q.x * scale[i].x, q.y * scale[i].y, q.z * scale[i].z, q.w * scale[i].w};
+                    top = max_abs4(q, top);
+                    if constexpr (traits::has_bias) sum += (q.x + q.y) + (q.z + q.w);
+                    x[i][0] = q.x, x[i][1] = q.y, x[i][2] = q.z, x[i][3] = q.w;
                 }
-                top = max_abs4(q, top);
-                sum += q.x + q.y + q.z + q.w;
-                x[i][0] = q.x, x[i][1] = q.y, x[i][2] = q.z, x[i][3] = q.w;
             }
-        }
-        top = over_row(top, max_floats{});
-        const float range = Chunk::full ? 1.0f : 32512.0f;
-        const float inverse = top > 1e-33f ? range / top : 0.0f;
-        [[maybe_unused]] int total = 0;
+            top = over_row(top, max_floats{});
+            const float range = Chunk::full ? 1.0f : 32512.0f;
+            const float inverse = top > 1e-33f ? __fdividef(range, top) : 0.0f;
+            const float step = top * (1.0f / range);
+            [[maybe_unused]] int total = 0;
 #pragma unroll
-        for (int i = 0; i < halves; ++i) {
-            std::uint32_t high, low;
-            if constexpr (Chunk::full) {
-                using T = typename Chunk::scheme::value_type;
-                const float a = x[i][0] * inverse, b = x[i][1] * inverse;
-                high = pack_halves<T>(a, b);
-                low = pack_halves<T>(a - unpack_half<T, 0>(high), b - unpack_half<T, 1>(high));
-            } else {
-                // 1.5 * 2^23 + 128 + x: byte 1 of the sum is the high piece, byte 0 the low piece plus 128.
-                std::uint32_t y[4];
+            for (int i = 0; i < halves; ++i) {
+                std::uint32_t high, low;
+                if constexpr (Chunk::full) {
+                    using T = typename Chunk::scheme::value_type;
+                    const float a = x[i][0] * inverse, b = x[i][1] * inverse;
+                    high = pack_halves<T>(a, b);
+                    low = pack_halves<T>(a - unpack_half<T, 0>(high), b - unpack_half<T, 1>(high));
+                } else {
+                    // 1.5 * 2^23 + 128 + x: byte 1 of the sum is the high piece, byte 0 the low piece plus 128.
+                    std::uint32_t y[4];
 #pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    y[k] = __float_as_uint(fmaf(x[i][k], inverse, 12583040.0f));
-                    if constexpr (Chunk::traits::zero_code != 0) total += static_cast<int>(y[k] - 0x4b400080u);
+                    for (int k = 0; k < 4; ++k) y[k] = __float_as_uint(fmaf(x[i][k], inverse, 12583040.0f));
+                    total += static_cast<int>((y[0] + y[1]) + (y[2] + y[3]) - 4u * 0x4b400080u);
+                    const piece_words w = split_pieces(y[0], y[1], y[2], y[3]);
+                    high = w.high;
+                    low = w.low ^ 0x80808080u;
                 }
-                const piece_words w = split_pieces(y[0], y[1], y[2], y[3]);
-                high = w.high;
-                low = w.low ^ 0x80808080u;
+                const std::uint32_t own = parity ? low : high;
+                const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high : low, 4);
+                to[n].pieces[G][2 * i] = parity ? received : own;
+                to[n].pieces[G][2 * i + 1] = parity ? own : received;
             }
-            const std::uint32_t own = parity ? low : high;
-            const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high : low, 4);
-            to.pieces[G][2 * i] = parity ? received : own;
-            to.pieces[G][2 * i + 1] = parity ? own : received;
-        }
-        // Scalars of row g/2 move to the lanes whose own row it is: row t sits in lanes 8t..8t+7.
-        to.step[G] = __shfl_sync(~0u, top > 1e-33f ? top / range : 0.0f, 8 * id.t);
-        if constexpr (!Chunk::full && Chunk::token_parameters && traits::has_bias)
-            to.sum[G] = __shfl_sync(~0u, over_row(sum, add_floats{}), 8 * id.t);
-        if constexpr (columns && traits::has_bias)
-            to.bias_dot = __shfl_sync(~0u, over_row(dot, add_floats{}), 8 * id.t);
-        if constexpr (traits::zero_code != 0) {
-            total += __shfl_xor_sync(~0u, total, 1);
-            total += __shfl_xor_sync(~0u, total, 2);
-            total += __shfl_xor_sync(~0u, total, 4);
-            to.zero[G] = __shfl_sync(~0u, traits::zero_code * total, 8 * id.t);
+            // Scalars of row g/2 move to the lanes whose own row it is: row t sits in lanes 8t..8t+7.
+            to[n].step[G] = __shfl_sync(~0u, step, 8 * id.t);
+            if constexpr (!Chunk::full) {
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                total += __shfl_xor_sync(~0u, total, 4);
+                if constexpr (traits::has_bias) {
+                    constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
+                    const float rest = middle * (over_row(sum, add_floats{}) - step * static_cast<float>(total));
+                    if constexpr (columns)
+                        to[n].offset[G] = __shfl_sync(~0u, over_row(dot, add_floats{}) + rest, 8 * id.t);
+                    else {
+                        to[n].offset[G] = __shfl_sync(~0u, rest, 8 * id.t);
+                        to[n].sum[G] = __shfl_sync(~0u, over_row(sum, add_floats{}), 8 * id.t);
+                    }
+                }
+                if constexpr (traits::zero_code != 0)
+                    to[n].zero[G] = __shfl_sync(~0u, traits::zero_code * total, 8 * id.t);
+            }
         }
     });
 }
@@ -172,12 +193,14 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
                 } else {
                     int whole = 256 * high + low;
                     if constexpr (traits::zero_code != 0) whole -= query[n].zero[G];
-                    s = static_cast<float>(whole) * query[n].step[G];
+                    s = static_cast<float>(whole);
+                    if constexpr (traits::has_bias)
+                        s = fmaf(s, query[n].step[G], query[n].offset[G]);
+                    else
+                        s *= query[n].step[G];
                     if constexpr (Chunk::token_parameters) {
                         s *= scale4[r];
                         if constexpr (traits::has_bias) s = fmaf(bias4[r], query[n].sum[G], s);
-                    } else if constexpr (traits::has_bias) {
-                        s += query[n].bias_dot;
                     }
                 }
                 scores[n][r] = G == 0 ? s : scores[n][r] + s;

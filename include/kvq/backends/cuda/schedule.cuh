@@ -19,6 +19,7 @@ struct work_shape {
     const int* tokens;  // [sequences]
     int sequences;
     int lines;          // items of a sequence: kv_heads * row_blocks
+    int row_blocks;
     int first_token;    // position of the first token of this format's first page
     int capacity;       // tokens that the block table can name
     int query_tokens;
@@ -44,7 +45,8 @@ struct work_shape {
 /// The part of one item that a thread block handles.
 struct item_part {
     int sequence;
-    int line;       // kv_head * row_blocks + row block
+    int line;       // kv_head * row_blocks + row_block
+    int kv_head, row_block;
     int begin;      // of the item, in the line of all chunks
     int count;      // chunks of the item
     int first;      // chunk of the sequence with which the item begins
@@ -66,8 +68,12 @@ struct item_walk {
     }
     __device__ __forceinline__ void next() {
         item.begin += item.count;
+        if (++item.row_block == work.row_blocks) {
+            item.row_block = 0;
+            ++item.kv_head;
+        }
         if (++item.line == work.lines) {
-            item.line = 0;
+            item.line = item.kv_head = 0;
             if (++item.sequence < work.sequences) {
                 const auto span = work.template chunks<Tokens>(item.sequence);
                 item.first = span.first;
@@ -148,6 +154,8 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, int lea
     __syncthreads();
     start.sequence = shared[0];
     start.line = shared[1];
+    start.kv_head = start.line / work.row_blocks;
+    start.row_block = start.line % work.row_blocks;
     start.begin = shared[2];
     start.first = shared[3];
     start.count = shared[4];

@@ -76,20 +76,18 @@ __device__ __forceinline__ void load_weights(std::uint32_t (&b)[Registers], std:
     }
 }
 
-/// Factors of one chunk: of what the output holds, and of each set's product.
+/// Factors of one chunk: of what the state holds, of what is added, and of each set's product.
 template <class Values, int Rows4>
 struct chunk_factors {
     float keep[Rows4];
+    float take[Rows4];
     float step[weight_words<Values>::sets][Rows4];
 };
 
-/// Turns scores into weight words in shared memory and moves the state on. `masked`: some token may be outside.
+/// Scores become weights relative to the largest of the chunk; the state moves on.
 template <class Keys, class Values, int Rows4>
-__device__ __forceinline__ void make_weights(float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
-                                             chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
-                                             std::uint32_t weights, bool masked, const lane_id& id) {
-    using words = weight_words<Values>;
-    constexpr int quads_of_tile = Keys::tile_height / 4;
+__device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
+                                       chunk_factors<Values, Rows4>& factors, const lane_id& id) {
     const bool idle = Keys::tile_height == 16 && id.g >= 4;
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
@@ -112,19 +110,43 @@ __device__ __forceinline__ void make_weights(float (&s)[Keys::tiles][Rows4][4], 
                 s[tile][n][r] = exp2_fast(s[tile][n][r] - shift);
                 sum += s[tile][n][r];
             }
-        const float keep = state.max[n] == -INFINITY ? 0.0f : exp2_fast(state.max[n] - next);
-        const float take = top == -INFINITY ? 0.0f : exp2_fast(top - next);
+        factors.keep[n] = state.max[n] == -INFINITY ? 0.0f : exp2_fast(state.max[n] - next);
+        factors.take[n] = top == -INFINITY ? 0.0f : exp2_fast(top - next);
         state.max[n] = next;
-        state.sum[n] = fmaf(state.sum[n], keep, take * sum);
-        factors.keep[n] = keep;
+        state.sum[n] = fmaf(state.sum[n], factors.keep[n], factors.take[n] * sum);
+    }
+}
 
-        static_for<words::sets>([&](auto set) {
-            constexpr int S = decltype(set)::value;
-            const std::uint32_t column = weights + 4u * static_cast<std::uint32_t>(
-                                                            (S * Rows4 + n) * words::row_set + 2 * id.t * words::stride);
+/// Writes the weights as words of B, times the value scales of the tokens; adds up what value biases contribute.
+template <class Keys, class Values, int Rows4>
+__device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
+                                              chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
+                                              std::uint32_t weights, const lane_id& id) {
+    using words = weight_words<Values>;
+    constexpr int quads_of_tile = Keys::tile_height / 4;
+    const bool idle = Keys::tile_height == 16 && id.g >= 4;
+    const std::uint32_t lane_at = weights + 4u * static_cast<std::uint32_t>(2 * id.t * words::stride);
+    static_for<words::sets>([&](auto set) {
+        constexpr int S = decltype(set)::value;
+        [[maybe_unused]] float scale[Keys::tiles][4], bias[Keys::tiles][4];
+        if constexpr (!Values::full && Values::token_parameters) {
+#pragma unroll
+            for (int tile = 0; tile < Keys::tiles; ++tile) {
+                const int token = tile * Keys::tile_height + (idle ? 0 : 4 * id.g);
+                const float4 v = Values::scales(slot, S, token);
+                scale[tile][0] = v.x, scale[tile][1] = v.y, scale[tile][2] = v.z, scale[tile][3] = v.w;
+                if constexpr (Values::traits::has_bias) {
+                    const float4 b = Values::biases(slot, S, token);
+                    bias[tile][0] = b.x, bias[tile][1] = b.y, bias[tile][2] = b.z, bias[tile][3] = b.w;
+                }
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            const std::uint32_t column = lane_at + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set);
             if constexpr (Values::full) {
                 using T = typename Values::scheme::value_type;
-                factors.step[S][n] = take;
+                factors.step[S][n] = factors.take[n];
 #pragma unroll
                 for (int tile = 0; tile < Keys::tiles; ++tile)
 #pragma unroll
@@ -141,36 +163,29 @@ __device__ __forceinline__ void make_weights(float (&s)[Keys::tiles][Rows4][4], 
                     }
             } else {
                 float w[Keys::tiles][4];
-                float largest = 0.0f;
-                [[maybe_unused]] float biased = 0.0f;
+                float largest = 1.0f;
+                if constexpr (Values::token_parameters) {
+                    largest = 0.0f;
+                    [[maybe_unused]] float biased = 0.0f;
 #pragma unroll
-                for (int tile = 0; tile < Keys::tiles; ++tile) {
-                    const int token = tile * Keys::tile_height + (idle ? 0 : 4 * id.g);
-                    float scale[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-                    [[maybe_unused]] float bias[4];
-                    if constexpr (Values::token_parameters) {
-                        const float4 v = Values::scales(slot, S, token);
-                        scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
-                        if constexpr (Values::traits::has_bias) {
-                            const float4 b = Values::biases(slot, S, token);
-                            bias[0] = b.x, bias[1] = b.y, bias[2] = b.z, bias[3] = b.w;
+                    for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) {
+                            w[tile][r] = s[tile][n][r] * scale[tile][r];
+                            if constexpr (words::bias_sets > 0) biased = fmaf(s[tile][n][r], bias[tile][r], biased);
+                            largest = fmaxf(largest, w[tile][r]);
                         }
-                    }
+                    largest = over_tokens(largest, max_floats{});
+                    if constexpr (words::bias_sets > 0)
+                        state.bias[n][S] = fmaf(state.bias[n][S], factors.keep[n], factors.take[n] * biased);
+                } else {
 #pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        const float p = s[tile][n][r];
-                        // Parameters of tokens that do not exist may be anything.
-                        const bool counts = !masked || p > 0.0f;
-                        w[tile][r] = counts ? p * scale[r] : 0.0f;
-                        if constexpr (words::bias_sets > 0) biased += counts ? p * bias[r] : 0.0f;
-                        largest = fmaxf(largest, w[tile][r]);
-                    }
+                    for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) w[tile][r] = s[tile][n][r];
                 }
-                if constexpr (Values::token_parameters) largest = over_tokens(largest, max_floats{});
-                else largest = 1.0f;
-                const float inverse = largest > 1e-33f ? 65280.0f / largest : 0.0f;
-                factors.step[S][n] = largest > 1e-33f ? take * (largest / 65280.0f) : 0.0f;
-                if constexpr (words::bias_sets > 0) state.bias[n][S] = fmaf(state.bias[n][S], keep, take * biased);
+                const float inverse = largest > 1e-33f ? __fdividef(65280.0f, largest) : 0.0f;
+                factors.step[S][n] = factors.take[n] * (largest * (1.0f / 65280.0f));
 #pragma unroll
                 for (int tile = 0; tile < Keys::tiles; ++tile) {
                     std::uint32_t y[4];
@@ -184,8 +199,8 @@ __device__ __forceinline__ void make_weights(float (&s)[Keys::tiles][Rows4][4], 
                     }
                 }
             }
-        });
-    }
+        }
+    });
 }
 
 /// output = output * keep + step * (values x weights) for every tile of 32 channels.
