@@ -15,26 +15,28 @@ constexpr double bound = 5e-4;
 template <class K, class V, class Window = kvq::float16>
 using simd_cache = kvq::cache<K, V, kvq::simd<>, Window>;
 
-using every_width =
-    simd_cache<kvq::formats<kvq::affine<1, kvq::per_token<0>>, kvq::affine<3, kvq::per_token<64>>,
-                            kvq::affine<4, kvq::per_channel<7>>, kvq::affine<6, kvq::per_channel<0>>,
-                            kvq::affine<8, kvq::per_channel<64>>>,
-               kvq::formats<kvq::affine<2, kvq::per_token<32>>, kvq::affine<4, kvq::per_token<5>>,
-                            kvq::affine<5, kvq::per_channel<7>>, kvq::affine<7, kvq::per_channel<32>>, kvq::int8>>;
-using users = simd_cache<kvq::formats<test::odd_keys, test::magnitude_bytes, test::product_scheme<4>, test::rotated>,
-                         kvq::formats<test::rotated, test::product_scheme<7>, test::odd_values, test::magnitude_bytes>>;
+using every_width = simd_cache<
+    kvq::formats<kvq::affine<1, kvq::per_token<0>>, kvq::affine<3, kvq::per_token<64>>,
+                 kvq::affine<4, kvq::per_channel<7>>, kvq::affine<6, kvq::per_channel<0>>,
+                 kvq::affine<8, kvq::per_channel<64>>>,
+    kvq::formats<kvq::affine<2, kvq::per_token<32>>, kvq::affine<4, kvq::per_token<5>>,
+                 kvq::affine<5, kvq::per_channel<7>>, kvq::affine<7, kvq::per_channel<32>>, kvq::int8>>;
+using users =
+    simd_cache<kvq::formats<test::odd_keys, test::magnitude_bytes, test::product_scheme<4>, test::rotated>,
+               kvq::formats<test::rotated, test::product_scheme<7>, test::odd_values, test::magnitude_bytes>>;
 using float_window = simd_cache<kvq::affine<8>, kvq::full<kvq::bfloat16>, float>;
 using bfloat_window = simd_cache<kvq::kivi<4>, kvq::kivi<4>, kvq::bfloat16>;
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("SIMD attention against double arithmetic: any width, shape, mix and length", C, every_width, users,
-                   float_window, bfloat_window) {
+TEST_CASE_TEMPLATE("SIMD attention against double arithmetic: any width, shape, mix and length", C,
+                   every_width, users, float_window, bfloat_window) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 10; ++round) {
-        kvq::cache_shape shape{.layers = C::key_table::size - 1, .kv_heads = random.between(1, 2), .head_dim = 0};
+        kvq::cache_shape shape{
+            .layers = C::key_table::size - 1, .kv_heads = random.between(1, 2), .head_dim = 0};
         shape.head_dim = random.pick(std::vector<int>{1, 2, 3, 8, 15, 16, 17, 31, 48, 64, 80, 96, 128, 256});
         shape.value_dim = random.one_in(2) ? 0 : random.between(1, 130);
         auto options = test::random_options(random);
@@ -47,11 +49,12 @@ TEST_CASE_TEMPLATE("SIMD attention against double arithmetic: any width, shape, 
         for (int layer = 0; layer < shape.layers; ++layer) {
             sequence.append(layer, s.k.view(), s.v.view());
             const int rows = n > 300 || random.one_in(2) ? 1 : random.between(1, std::min(n, 21));
-            const auto q = test::random_tensor(random, rows, shape.kv_heads * random.between(1, 6), shape.head_dim);
+            const auto q =
+                test::random_tensor(random, rows, shape.kv_heads * random.between(1, 6), shape.head_dim);
             const std::string on = kvq::simd<>::name();
             INFO(on, ": ", n, " tokens of ", shape.head_dim, "/", shape.value_dim, ", layer ", layer,
-                 ", sinks ", options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens, ", ", rows,
-                 " query tokens of ", q.view().heads, " heads");
+                 ", sinks ", options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens,
+                 ", ", rows, " query tokens of ", q.view().heads, " heads");
             const auto error = test::measure_attention(cache, sequence, layer, q);
             CHECK(error.relative <= bound);
             CHECK(error.of_terms <= bound);

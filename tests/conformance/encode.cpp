@@ -6,8 +6,8 @@
 #include <kvq/backends/scalar.hpp>
 #include <kvq/backends/simd.hpp>
 
-#include "support/caches.hpp"
 #include "support/blocks.hpp"
+#include "support/caches.hpp"
 
 namespace {
 
@@ -15,7 +15,8 @@ using native = kvq::simd<>;
 
 /// The block as the scheme itself codes it, and as a backend does.
 template <class Window, class Backend, class S>
-void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id, const std::vector<float>& x) {
+void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id,
+                 const std::vector<float>& x) {
     const kvq::full<Window> full;
     std::vector<std::byte> window(full.block_bytes(shape));
     full.encode(shape, id, x.data(), window.data());
@@ -44,7 +45,8 @@ void check_scheme(test::generator& random, int rounds) {
         const auto shape = test::random_shape(random);
         const int kind = random.between(0, 3);
         INFO(shape, ", kind of numbers ", kind);
-        const auto x = kind < 2 ? test::random_block(random, shape) : test::hostile_block(random, shape, kind == 2);
+        const auto x =
+            kind < 2 ? test::random_block(random, shape) : test::hostile_block(random, shape, kind == 2);
         const kvq::block_id id{random.between(0, 3), random.between(0, 3)};
         check_block<Window, native>(scheme, shape, id, x);
         check_block<Window, kvq::scalar>(scheme, shape, id, x);
@@ -60,8 +62,8 @@ TEST_CASE_TEMPLATE("same bytes from every backend", S, KVQ_TEST_SCHEMES) {
     check_scheme<S, kvq::float16>(random, 60);
 }
 
-TEST_CASE_TEMPLATE("same bytes from 32-bit and bfloat16 windows", S, kvq::int8, kvq::kivi<4>::keys, kvq::kivi<4>::values,
-                   test::odd_keys, test::odd_values, test::rotated) {
+TEST_CASE_TEMPLATE("same bytes from 32-bit and bfloat16 windows", S, kvq::int8, kvq::kivi<4>::keys,
+                   kvq::kivi<4>::values, test::odd_keys, test::odd_values, test::rotated) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -87,8 +89,8 @@ TEST_CASE("every 16-bit pattern, one page of each") {
         }
 }
 
-TEST_CASE_TEMPLATE("stored parameters load as the same floats", P, float, kvq::float16, kvq::bfloat16, test::log8,
-                   test::float24) {
+TEST_CASE_TEMPLATE("stored parameters load as the same floats", P, float, kvq::float16, kvq::bfloat16,
+                   test::log8, test::float24) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -100,7 +102,8 @@ TEST_CASE_TEMPLATE("stored parameters load as the same floats", P, float, kvq::f
         native::load_floats<P>(bytes.data(), n, got.data());
         int wrong = 0;
         for (std::size_t i = 0; i < got.size(); ++i)
-            wrong += kvq::detail::bit_cast<std::uint32_t>(got[i]) != kvq::detail::bit_cast<std::uint32_t>(expected[i]) &&
+            wrong += kvq::detail::bit_cast<std::uint32_t>(got[i]) !=
+                         kvq::detail::bit_cast<std::uint32_t>(expected[i]) &&
                      !(std::isnan(got[i]) && std::isnan(expected[i]));
         CHECK(wrong == 0);
     }
@@ -126,7 +129,8 @@ TEST_CASE("a cache holds the same bytes on every backend, whatever its history")
         for (float& v : s.v.values())
             if (random.one_in(200)) v = random.pick(test::hostile_values());
         for (int step = 0; step < 12; ++step) {
-            const int held = x.tokens(), n = random.between(0, std::min(60, 200 - held)), cut = random.between(0, held);
+            const int held = x.tokens(), n = random.between(0, std::min(60, 200 - held)),
+                      cut = random.between(0, held);
             const bool trims = random.one_in(4);
             if (trims) {
                 x.trim(cut);

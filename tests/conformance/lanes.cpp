@@ -20,7 +20,9 @@ struct lanes_of {
     using words = std::vector<std::int32_t>;
     using numbers = std::vector<float>;
 
-    static typename L::ints in(const words& w) { return L::load(reinterpret_cast<const std::byte*>(w.data())); }
+    static typename L::ints in(const words& w) {
+        return L::load(reinterpret_cast<const std::byte*>(w.data()));
+    }
     static typename L::floats in(const numbers& x) { return L::load_floats(x.data()); }
     static words out(typename L::ints a) {
         words w(width);
@@ -84,7 +86,8 @@ void check_values(fixture<L>& f) {
     // Guarded by a page of their own size: partial loads must not read behind their count (ASan sees it).
     for (int n = 0; n <= L::width; ++n) {
         std::vector<T> stored(static_cast<std::size_t>(n));
-        for (T& v : stored) v = T(f.random.one_in(4) ? f.random.pick(test::hostile_values()) : f.random.normal());
+        for (T& v : stored)
+            v = T(f.random.one_in(4) ? f.random.pick(test::hostile_values()) : f.random.normal());
         const auto* const bytes = reinterpret_cast<const std::byte*>(stored.data());
         const auto got = n == L::width ? io::out(L::template load_values<T>(bytes))
                                        : io::out(L::template load_values<T>(bytes, n));
@@ -94,7 +97,8 @@ void check_values(fixture<L>& f) {
     }
     if constexpr (sizeof(T) == 2) {
         const auto w = f.words();
-        const auto low = io::out(L::template halves<T, 0>(io::in(w))), high = io::out(L::template halves<T, 1>(io::in(w)));
+        const auto low = io::out(L::template halves<T, 0>(io::in(w))),
+                   high = io::out(L::template halves<T, 1>(io::in(w)));
         f.each([&](std::size_t i) {
             const auto u = static_cast<std::uint32_t>(w[i]);
             REQUIRE(same(low[i], T::from_bits(static_cast<std::uint16_t>(u & 0xffffu))));
@@ -113,9 +117,11 @@ TEST_CASE_TEMPLATE("words: shifts, masks, sums, partial loads and stores", L, KV
     for (int round = 0; round < 200; ++round) {
         const auto a = f.words(), b = f.words();
         const auto u = [](std::int32_t x) { return static_cast<std::uint32_t>(x); };
-        const auto right = io::out(L::template shift_right<5>(io::in(a))), left = io::out(L::template shift_left<7>(io::in(a))),
+        const auto right = io::out(L::template shift_right<5>(io::in(a))),
+                   left = io::out(L::template shift_left<7>(io::in(a))),
                    arithmetic = io::out(L::template shift_right_signed<8>(io::in(a))),
-                   none = io::out(L::template shift_right<0>(io::in(a))), both = io::out(L::bit_and(io::in(a), io::in(b))),
+                   none = io::out(L::template shift_right<0>(io::in(a))),
+                   both = io::out(L::bit_and(io::in(a), io::in(b))),
                    either = io::out(L::bit_or(io::in(a), io::in(b))), splat = io::out(L::splat(a[0]));
         typename io::words small_a = a, small_b = b;
         for (auto& x : small_a) x /= 2;
@@ -157,16 +163,19 @@ TEST_CASE_TEMPLATE("integer dot products are exact at every width, extremes incl
     }
 }
 
-TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads and stores", L, KVQ_TEST_LANES) {
+TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads and stores", L,
+                   KVQ_TEST_LANES) {
     using io = lanes_of<L>;
     fixture<L> f;
     for (int round = 0; round < 200; ++round) {
         const auto a = f.numbers(), b = f.numbers(), c = f.numbers();
-        const auto sum = io::out(L::add(io::in(a), io::in(b))), difference = io::out(L::subtract(io::in(a), io::in(b))),
+        const auto sum = io::out(L::add(io::in(a), io::in(b))),
+                   difference = io::out(L::subtract(io::in(a), io::in(b))),
                    product = io::out(L::multiply(io::in(a), io::in(b))),
                    fused = io::out(L::multiply_add(io::in(a), io::in(b), io::in(c))),
-                   most = io::out(L::max(io::in(a), io::in(b))), least = io::out(L::min(io::in(a), io::in(b))),
-                   size = io::out(L::abs(io::in(a))), above = io::out(L::keep_above(io::in(a), io::in(b), 0.25f)),
+                   most = io::out(L::max(io::in(a), io::in(b))),
+                   least = io::out(L::min(io::in(a), io::in(b))), size = io::out(L::abs(io::in(a))),
+                   above = io::out(L::keep_above(io::in(a), io::in(b), 0.25f)),
                    even = io::out(L::keep_even(io::in(a))), pair = io::out(L::splat_pair(a.data() + 1)),
                    one = io::out(L::splat_float(a[0]));
         double total = 0, magnitude = 0;
@@ -177,8 +186,10 @@ TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads a
             REQUIRE(product[i] == a[i] * b[i]);
             // Fused or not: between one and two roundings.
             REQUIRE(std::fabs(static_cast<double>(fused[i]) -
-                              (static_cast<double>(a[i]) * static_cast<double>(b[i]) + static_cast<double>(c[i]))) <=
-                    0x1p-23 * (std::fabs(static_cast<double>(a[i] * b[i])) + std::fabs(static_cast<double>(c[i]))));
+                              (static_cast<double>(a[i]) * static_cast<double>(b[i]) +
+                               static_cast<double>(c[i]))) <=
+                    0x1p-23 *
+                        (std::fabs(static_cast<double>(a[i] * b[i])) + std::fabs(static_cast<double>(c[i]))));
             REQUIRE(most[i] == std::fmax(a[i], b[i]));
             REQUIRE(least[i] == std::fmin(a[i], b[i]));
             REQUIRE(size[i] == std::fabs(a[i]));
@@ -215,7 +226,8 @@ TEST_CASE_TEMPLATE("rounding is to nearest, ties to even", L, KVQ_TEST_LANES) {
     for (int round = 0; round < 3000; ++round) {
         typename io::numbers x(L::width);
         for (float& v : x)
-            v = f.random.one_in(3) ? static_cast<float>(f.random.between(-40000, 40000)) + 0.5f : 32512.0f * (2.0f * f.random.uniform() - 1.0f);
+            v = f.random.one_in(3) ? static_cast<float>(f.random.between(-40000, 40000)) + 0.5f
+                                   : 32512.0f * (2.0f * f.random.uniform() - 1.0f);
         const auto r = io::out(L::round(io::in(x)));
         const auto back = io::out(L::to_floats(io::in(r)));
         f.each([&](std::size_t i) {
@@ -244,7 +256,9 @@ TEST_CASE_TEMPLATE("pieces: lowest bytes of four words each, high and low side b
                     expected = 0;
                     for (int k = 0; k < 4; ++k) {
                         const auto& from = i == 0 ? high : low;
-                        expected |= (static_cast<std::uint32_t>(from[static_cast<std::size_t>(4 * q + k)]) & 255u) << (8 * k);
+                        expected |=
+                            (static_cast<std::uint32_t>(from[static_cast<std::size_t>(4 * q + k)]) & 255u)
+                            << (8 * k);
                     }
                 }
                 CHECK(out[static_cast<std::size_t>(q * stride + i)] == expected);

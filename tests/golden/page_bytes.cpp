@@ -68,15 +68,16 @@ std::vector<std::byte> block_of(const S& scheme, const kvq::block_shape& shape, 
     return block;
 }
 
-#define KVQ_GOLDEN_SCHEMES                                                                                           \
-    kvq::full<kvq::float16>, kvq::full<kvq::bfloat16>, kvq::full<float>, kvq::int8, kvq::affine<1>, kvq::affine<2>,   \
-        kvq::affine<3>, kvq::affine<4>, kvq::affine<5>, kvq::affine<6>, kvq::affine<7>, kvq::affine<8>,              \
-        kvq::affine<4, kvq::per_token<0>>, kvq::affine<4, kvq::per_token<32>>, kvq::affine<3, kvq::per_token<5>>,    \
-        kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::bfloat16>>,                                              \
-        kvq::affine<4, kvq::per_token<32>, kvq::params<float>>, kvq::affine<1, kvq::per_channel<0>>,                 \
-        kvq::kivi<2>::keys, kvq::affine<3, kvq::per_channel<7>>, kvq::kivi<4>::keys,                                 \
-        kvq::affine<5, kvq::per_channel<32>>, kvq::affine<6, kvq::per_channel<64>>,                                  \
-        kvq::affine<8, kvq::per_channel<32>>, kvq::scheme<kvq::bits<4>, kvq::symmetric, kvq::per_channel<32>>
+#define KVQ_GOLDEN_SCHEMES                                                                                 \
+    kvq::full<kvq::float16>, kvq::full<kvq::bfloat16>, kvq::full<float>, kvq::int8, kvq::affine<1>,        \
+        kvq::affine<2>, kvq::affine<3>, kvq::affine<4>, kvq::affine<5>, kvq::affine<6>, kvq::affine<7>,    \
+        kvq::affine<8>, kvq::affine<4, kvq::per_token<0>>, kvq::affine<4, kvq::per_token<32>>,             \
+        kvq::affine<3, kvq::per_token<5>>, kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::bfloat16>>, \
+        kvq::affine<4, kvq::per_token<32>, kvq::params<float>>, kvq::affine<1, kvq::per_channel<0>>,       \
+        kvq::kivi<2>::keys, kvq::affine<3, kvq::per_channel<7>>, kvq::kivi<4>::keys,                       \
+        kvq::affine<5, kvq::per_channel<32>>, kvq::affine<6, kvq::per_channel<64>>,                        \
+        kvq::affine<8, kvq::per_channel<32>>,                                                              \
+        kvq::scheme<kvq::bits<4>, kvq::symmetric, kvq::per_channel<32>>
 
 }  // namespace
 
@@ -86,8 +87,8 @@ TEST_CASE_TEMPLATE("bytes of a block", S, KVQ_GOLDEN_SCHEMES) {
         const char letter = role == kvq::tensor::key ? 'K' : 'V';
         const auto block = block_of(scheme, {role, tokens, dim}, input());
         if (std::getenv("KVQ_PRINT_GOLDEN")) {
-            std::printf("    {\"%s\", '%c', %zu, 0x%016llxu, \"%s\"},\n", scheme.name().c_str(), letter, block.size(),
-                        static_cast<unsigned long long>(fnv1a(block)), hex(block, 16).c_str());
+            std::printf("    {\"%s\", '%c', %zu, 0x%016llxu, \"%s\"},\n", scheme.name().c_str(), letter,
+                        block.size(), static_cast<unsigned long long>(fnv1a(block)), hex(block, 16).c_str());
             continue;
         }
         INFO(scheme.name(), " ", letter);
@@ -106,17 +107,20 @@ TEST_CASE_TEMPLATE("bytes of a block", S, KVQ_GOLDEN_SCHEMES) {
 // The worked example of docs/format.md: 4 tokens of 8 channels, 4 bits per token. Every token holds its codes plus its
 // number, from 0 to 15 each, so that scales are 1 and biases are the tokens' numbers.
 TEST_CASE("the worked example of docs/format.md") {
-    const int codes[4][8] = {{0, 1, 2, 3, 4, 5, 6, 15}, {15, 7, 0, 8, 9, 1, 2, 3}, {0, 15, 1, 14, 2, 13, 3, 12}, {10, 11, 12, 13, 14, 15, 0, 1}};
+    const int codes[4][8] = {{0, 1, 2, 3, 4, 5, 6, 15},
+                             {15, 7, 0, 8, 9, 1, 2, 3},
+                             {0, 15, 1, 14, 2, 13, 3, 12},
+                             {10, 11, 12, 13, 14, 15, 0, 1}};
     std::vector<float> x;
     for (int t = 0; t < 4; ++t)
         for (const int code : codes[t]) x.push_back(static_cast<float>(code + t));
     const kvq::affine<4, kvq::per_token<0>> scheme;
 
     CHECK(hex(block_of(scheme, {kvq::tensor::key, 4, 8}, x), 99) ==
-          "405162f3"  // token 0: channels 0|4, 1|5, 2|6, 3|7
-          "9f172038"  // token 1
-          "20df31ce"  // token 2
-          "eafb0c1d"  // token 3
+          "405162f3"                            // token 0: channels 0|4, 1|5, 2|6, 3|7
+          "9f172038"                            // token 1
+          "20df31ce"                            // token 2
+          "eafb0c1d"                            // token 3
           "003c003c003c003c0000000000000000"    // scales 1, 1, 1, 1 and padding
           "0000003c004000420000000000000000");  // biases 0, 1, 2, 3 and padding
     CHECK(hex(block_of(scheme, {kvq::tensor::value, 4, 8}, x), 99) ==
@@ -137,31 +141,38 @@ TEST_CASE("the worked example of docs/format.md") {
     for (int t = 0; t < 4; ++t)
         for (int c = 0; c < 8; ++c) x[static_cast<std::size_t>(t * 8 + c)] = static_cast<float>(small[c]);
     CHECK(hex(block_of(kvq::affine<3, kvq::per_token<0>>{}, {kvq::tensor::key, 4, 8}, x), 32) ==
-          "0005" "0a0f" "00050a0f00050a0f00050a0f"          // low two bits: channels 0|4, 1|5, 2|6, 3|7
-          "0202" "0202" "020202020202020202020202");  // high bit: 0 for channels 0..3, 1 for 4..7
+          "00050a0f00050a0f00050a0f00050a0f"    // low two bits of channels 0|4, 1|5, 2|6, 3|7
+          "02020202020202020202020202020202");  // high bit: 0 in channels 0..3, 1 in 4..7
 
     // 16-bit values: two columns per word.
-    CHECK(hex(block_of(kvq::full<kvq::float16>{}, {kvq::tensor::key, 4, 4}, {0, 1, 2, 3, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3}), 99) ==
-          "0000003c" "003c003c" "00400040" "00420042"    // channels 0 and 1 of tokens 0..3
-          "00400042" "003c003c" "00400040" "00420042");  // channels 2 and 3
+    CHECK(hex(block_of(kvq::full<kvq::float16>{}, {kvq::tensor::key, 4, 4},
+                       {0, 1, 2, 3, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3}),
+              99) ==
+          "0000003c003c003c0040004000420042"    // channels 0 and 1 of tokens 0, 1, 2, 3
+          "00400042003c003c0040004000420042");  // channels 2 and 3
 }
 
 TEST_CASE("a page is its heads' blocks, one after the other") {
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 3, .head_dim = 20, .value_dim = 12};
     kvq::cache<kvq::kivi<4>> cache(shape, {.page_tokens = 32, .rollback = 0});
     std::vector<float> k(32 * 3 * 20), v(32 * 3 * 12);
-    for (std::size_t i = 0; i < k.size(); ++i) k[i] = static_cast<float>(static_cast<int>(i * 7 % 61) - 30) / 8.0f;
-    for (std::size_t i = 0; i < v.size(); ++i) v[i] = static_cast<float>(static_cast<int>(i * 11 % 53) - 26) / 8.0f;
+    for (std::size_t i = 0; i < k.size(); ++i)
+        k[i] = static_cast<float>(static_cast<int>(i * 7 % 61) - 30) / 8.0f;
+    for (std::size_t i = 0; i < v.size(); ++i)
+        v[i] = static_cast<float>(static_cast<int>(i * 11 % 53) - 26) / 8.0f;
     auto sequence = cache.new_sequence();
-    sequence.append(0, kvq::token_view<const float>(k.data(), 32, 3, 20), kvq::token_view<const float>(v.data(), 32, 3, 12));
+    sequence.append(0, kvq::token_view<const float>(k.data(), 32, 3, 20),
+                    kvq::token_view<const float>(v.data(), 32, 3, 12));
     const auto entry = sequence.pages(0).at(0);
-    const auto check = [](const kvq::page& p, const auto& scheme, kvq::tensor role, int channels, const std::vector<float>& all) {
+    const auto check = [](const kvq::page& p, const auto& scheme, kvq::tensor role, int channels,
+                          const std::vector<float>& all) {
         REQUIRE(p.format == 1);
         std::vector<std::byte> expected;
         for (int h = 0; h < 3; ++h) {
             std::vector<float> one;
             for (int t = 0; t < 32; ++t)
-                for (int c = 0; c < channels; ++c) one.push_back(all[static_cast<std::size_t>((t * 3 + h) * channels + c)]);
+                for (int c = 0; c < channels; ++c)
+                    one.push_back(all[static_cast<std::size_t>((t * 3 + h) * channels + c)]);
             const auto block = block_of(scheme, {role, 32, channels}, one);
             expected.insert(expected.end(), block.begin(), block.end());
         }

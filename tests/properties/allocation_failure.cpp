@@ -80,7 +80,8 @@ TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was whe
                     append(twin, shape.layers, s, held, n);
                 } else if (what == 2) {
                     const int n = random.between(0, held);
-                    fail_everywhere(memory, [&] { sequence.trim(n); }, unchanged);
+                    fail_everywhere(
+                        memory, [&] { sequence.trim(n); }, unchanged);
                     twin.trim(n);
                 } else {
                     const std::size_t bytes = memory.bytes();
@@ -90,8 +91,10 @@ TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was whe
                             REQUIRE(memory.bytes() == bytes);
                             unchanged();
                         });
-                    fail_everywhere(memory, [&] { attention_bits(cache, sequence); }, unchanged);
-                    fail_everywhere(memory, [&] { cache.new_sequence(); }, unchanged);
+                    fail_everywhere(
+                        memory, [&] { attention_bits(cache, sequence); }, unchanged);
+                    fail_everywhere(
+                        memory, [&] { cache.new_sequence(); }, unchanged);
                     fail_everywhere(
                         memory, [&] { test::decoded(sequence, shape, 0, kvq::tensor::key); }, unchanged);
                 }

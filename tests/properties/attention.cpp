@@ -49,8 +49,8 @@ void for_random_sequences(test::generator& random, int rounds, int longest, Chec
         }
         fill();
         if (random.one_in(3)) sequence.trim(random.between(1, n));
-        INFO(sequence.tokens(), " tokens of ", shape.head_dim, "/", shape.value_dim, ", layer ", layer, ", sinks ",
-             options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens);
+        INFO(sequence.tokens(), " tokens of ", shape.head_dim, "/", shape.value_dim, ", layer ", layer,
+             ", sinks ", options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens);
         check(cache, sequence, layer);
     }
 }
@@ -88,7 +88,8 @@ TEST_CASE_TEMPLATE("prefill: many query tokens, each sees itself and what came b
     for_random_sequences<C>(random, 6, 300, [&](const auto& cache, const auto& sequence, int layer) {
         const int group = random.between(1, 3);
         const int rows = random.between(1, std::min(sequence.tokens(), 40));
-        const auto q = test::random_tensor(random, rows, cache.shape().kv_heads * group, cache.shape().head_dim);
+        const auto q =
+            test::random_tensor(random, rows, cache.shape().kv_heads * group, cache.shape().head_dim);
         const auto error = measure_attention(cache, sequence, layer, q);
         INFO("group ", group, ", ", rows, " query tokens");
         CHECK(error.of_terms <= bound);
@@ -110,7 +111,8 @@ TEST_CASE("outlier channels, large scores and tiny values stay within the bound"
         // Keys with a few channels of 20 times the size and an offset; values of any size.
         for (int t = 0; t < 400; ++t)
             for (int h = 0; h < 2; ++h) {
-                for (int c = 0; c < 64; c += 17) s.k.view().at(t, h)[c] = 20.0f * s.k.view().at(t, h)[c] + 30.0f;
+                for (int c = 0; c < 64; c += 17)
+                    s.k.view().at(t, h)[c] = 20.0f * s.k.view().at(t, h)[c] + 30.0f;
                 if (round % 2)
                     for (int c = 0; c < 64; ++c) s.v.view().at(t, h)[c] *= 1e-3f;
             }
@@ -126,6 +128,26 @@ TEST_CASE("outlier channels, large scores and tiny values stay within the bound"
     }
 }
 
+TEST_CASE_TEMPLATE("NaN and infinities that were coded do not reach the output", C, test::kivi_cache,
+                   test::int8_cache, test::product_cache, test::rotated_cache) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 40};
+    C cache(shape, {.page_tokens = 16});
+    test::stream s(random, shape, 160);
+    const float poison[] = {NAN, -NAN, INFINITY, -INFINITY, 1e6f};
+    for (auto* x : {&s.k, &s.v})
+        for (float& v : x->values())
+            if (random.one_in(50)) v = random.pick(poison);
+    auto sequence = cache.new_sequence();
+    append(sequence, 1, s, 0, 160);
+    CHECK(sequence.usage().not_finite > 0);
+    const auto error = measure_attention(cache, sequence, 0, test::random_tensor(random, 3, 4, 40));
+    CHECK(error.relative <= bound);
+    CHECK(error.of_terms <= bound);
+}
+
 TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row of a prefill, single heads", C,
                    KVQ_TEST_FEW_CACHES) {
     const auto seed = test::seed();
@@ -136,8 +158,8 @@ TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row o
         const int group = random.between(1, 5), value_dim = shape.dim(kvq::tensor::value);
         const int rows = random.between(1, std::min(sequence.tokens(), 20));
         const auto q = test::random_tensor(random, rows, shape.kv_heads * group, shape.head_dim);
-        test::tensor<float> all(rows, shape.kv_heads * group, value_dim), last(1, shape.kv_heads * group, value_dim),
-            single(1, shape.kv_heads, value_dim);
+        test::tensor<float> all(rows, shape.kv_heads * group, value_dim),
+            last(1, shape.kv_heads * group, value_dim), single(1, shape.kv_heads, value_dim);
         sequence.attend(layer, q.view(), all.view());
         sequence.attend(layer, q.slice(rows - 1, 1), last.view());
         test::tensor<float> one(1, shape.kv_heads, shape.head_dim);
@@ -147,7 +169,8 @@ TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row o
             sequence.attend(layer, std::as_const(one).view(), single.view());
             for (int h = 0; h < shape.kv_heads; ++h)
                 for (int c = 0; c < value_dim; ++c) {
-                    REQUIRE(last.view().at(0, h * group + member)[c] == all.view().at(rows - 1, h * group + member)[c]);
+                    REQUIRE(last.view().at(0, h * group + member)[c] ==
+                            all.view().at(rows - 1, h * group + member)[c]);
                     REQUIRE(single.view().at(0, h)[c] == all.view().at(rows - 1, h * group + member)[c]);
                 }
         }

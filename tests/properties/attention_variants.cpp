@@ -15,7 +15,9 @@ constexpr double bound = 5e-4;
 
 /// A user's own hook: keys of odd position count half.
 struct odd_keys_fade {
-    float logit(float score, int, int, int k_pos) const noexcept { return k_pos % 2 ? score - 0.6931472f : score; }
+    float logit(float score, int, int, int k_pos) const noexcept {
+        return k_pos % 2 ? score - 0.6931472f : score;
+    }
 };
 
 /// Seven workers, one after the other, the last one first.
@@ -29,9 +31,11 @@ struct backwards {
 
 template <class C, class Check>
 void with_sequence(test::generator& random, int tokens, Check check) {
-    const kvq::cache_shape shape{.layers = C::key_table::size, .kv_heads = 2, .head_dim = 48, .value_dim = 40};
+    const kvq::cache_shape shape{
+        .layers = C::key_table::size, .kv_heads = 2, .head_dim = 48, .value_dim = 40};
     auto cache = test::make_cache<C>(
-        shape, {.sinks = 4, .recent = 20, .page_tokens = 32, .layers = test::rotate_formats<C>(shape.layers)});
+        shape,
+        {.sinks = 4, .recent = 20, .page_tokens = 32, .layers = test::rotate_formats<C>(shape.layers)});
     const test::stream s(random, shape, tokens);
     auto sequence = cache.new_sequence();
     append(sequence, shape.layers, s, 0, tokens);
@@ -45,7 +49,8 @@ void check_error(const test::attention_error& error) {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("scale, softcap, sliding window, ALiBi, alone and together", C, test::kivi_cache, test::mixed_cache) {
+TEST_CASE_TEMPLATE("scale, softcap, sliding window, ALiBi, alone and together", C, test::kivi_cache,
+                   test::mixed_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -55,19 +60,23 @@ TEST_CASE_TEMPLATE("scale, softcap, sliding window, ALiBi, alone and together", 
         for (const int rows : {1, 3, 37}) {
             const auto q = test::random_tensor(random, rows, 6, 48);
             INFO("layer ", layer, ", ", rows, " query tokens");
-            const auto check = [&](const auto& v) { check_error(measure_attention(cache, sequence, layer, q, v)); };
+            const auto check = [&](const auto& v) {
+                check_error(measure_attention(cache, sequence, layer, q, v));
+            };
             check(kvq::score_scale{0.05f});
             check(kvq::softcap{3.0f});
             check(kvq::alibi{slopes});
             check(odd_keys_fade{});
             for (const int window : {1, 2, 31, 32, 64, 1000}) check(kvq::sliding_window{window});
             check(kvq::variant{kvq::softcap{5.0f}, kvq::sliding_window{40}});
-            check(kvq::variant{kvq::score_scale{0.2f}, kvq::alibi{slopes}, odd_keys_fade{}, kvq::sliding_window{100}});
+            check(kvq::variant{kvq::score_scale{0.2f}, kvq::alibi{slopes}, odd_keys_fade{},
+                               kvq::sliding_window{100}});
         }
     });
 }
 
-TEST_CASE("variants combine as written: scale replaces, logits follow one another, the narrower window wins") {
+TEST_CASE(
+    "variants combine as written: scale replaces, logits follow one another, the narrower window wins") {
     const float slopes[1] = {2.0f};
     struct since_even {
         int first_key(int q_pos) const noexcept { return q_pos / 2 * 2; }
@@ -111,7 +120,8 @@ TEST_CASE_TEMPLATE("the result does not depend on the executor or the number of 
                 kvq::workspace space;
                 for (int threads = 1; threads <= 4; ++threads) {
                     std::fill(out.values().begin(), out.values().end(), -1.0f);
-                    sequence.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::thread_executor(threads), space);
+                    sequence.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::thread_executor(threads),
+                                    space);
                     CHECK(out.values() == expected.values());
                     CHECK(space.size() >= cache.attention_workspace(tokens, 4, rows, threads));
                 }
@@ -124,7 +134,8 @@ TEST_CASE_TEMPLATE("the result does not depend on the executor or the number of 
 }
 
 TEST_CASE("an executor may run tasks in any order") {
-    static_assert(kvq::executor<backwards> && kvq::executor<kvq::serial_executor> && kvq::executor<kvq::thread_executor>);
+    static_assert(kvq::executor<backwards> && kvq::executor<kvq::serial_executor> &&
+                  kvq::executor<kvq::thread_executor>);
     test::generator random(test::seed());
     with_sequence<test::kivi_cache>(random, 5000, [&](const auto&, const auto& sequence, int layer) {
         const auto q = test::random_tensor(random, 2, 4, 48);
@@ -169,6 +180,7 @@ TEST_CASE("strided queries and outputs") {
         for (const float x : to) written += x != -1.0f;
         CHECK(written == 3 * 4 * 40);
         for (int t = 0; t < 3; ++t)
-            for (int h = 0; h < 4; ++h) CHECK(std::equal(outs.at(t, h), outs.at(t, h) + 40, expected.view().at(t, h)));
+            for (int h = 0; h < 4; ++h)
+                CHECK(std::equal(outs.at(t, h), outs.at(t, h) + 40, expected.view().at(t, h)));
     });
 }

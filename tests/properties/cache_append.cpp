@@ -10,8 +10,8 @@ using test::append;
 using test::attention_bits;
 using test::contents;
 
-TEST_CASE_TEMPLATE("tokens at once, one by one, or in random pieces: the same bytes and the same attention", C,
-                   KVQ_TEST_CACHES) {
+TEST_CASE_TEMPLATE("tokens at once, one by one, or in random pieces: the same bytes and the same attention",
+                   C, KVQ_TEST_CACHES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -20,8 +20,9 @@ TEST_CASE_TEMPLATE("tokens at once, one by one, or in random pieces: the same by
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<C>(shape.layers);
         const int n = random.between(1, 150);
-        INFO(n, " tokens, ", shape.kv_heads, " x ", shape.head_dim, "/", shape.value_dim, ", sinks ", options.sinks,
-             ", recent ", options.recent, ", pages of ", options.page_tokens, ", rollback ", options.rollback);
+        INFO(n, " tokens, ", shape.kv_heads, " x ", shape.head_dim, "/", shape.value_dim, ", sinks ",
+             options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens, ", rollback ",
+             options.rollback);
         const test::stream s(random, shape, n);
         auto cache = test::make_cache<C>(shape, options);
 
@@ -72,7 +73,8 @@ TEST_CASE("input format and strides do not matter, only values do") {
 
     // One row of a larger tensor: K, V and other things interleaved, mutable data.
     std::vector<float> joined(70 * 200, -1.0f);
-    const kvq::token_view<float> kj(joined.data() + 7, 70, 3, 20, 200, 25), vj(joined.data() + 100, 70, 3, 12, 200, 30);
+    const kvq::token_view<float> kj(joined.data() + 7, 70, 3, 20, 200, 25),
+        vj(joined.data() + 100, 70, 3, 12, 200, 30);
     for (int t = 0; t < 70; ++t)
         for (int h = 0; h < 3; ++h) {
             std::copy_n(k.view().at(t, h), 20, kj.at(t, h));
@@ -83,7 +85,8 @@ TEST_CASE("input format and strides do not matter, only values do") {
     CHECK(contents(cache, sequence, true) == bytes);
 }
 
-TEST_CASE_TEMPLATE("pages are coded when they lie behind the recent window, sinks never", C, KVQ_TEST_CACHES) {
+TEST_CASE_TEMPLATE("pages are coded when they lie behind the recent window, sinks never", C,
+                   KVQ_TEST_CACHES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -104,8 +107,8 @@ TEST_CASE_TEMPLATE("pages are coded when they lie behind the recent window, sink
                     REQUIRE(entry.first_token == next_token);
                     next_token += entry.tokens;
                     const bool sink = entry.first_token < options.sinks;
-                    const bool behind = !sink && entry.tokens == options.page_tokens &&
-                                        next_token <= n - options.recent;
+                    const bool behind =
+                        !sink && entry.tokens == options.page_tokens && next_token <= n - options.recent;
                     REQUIRE(entry.keys->format ==
                             (behind ? cache.template target_format<kvq::tensor::key>(layer) : 0));
                     REQUIRE(entry.values->format ==
@@ -117,8 +120,9 @@ TEST_CASE_TEMPLATE("pages are coded when they lie behind the recent window, sink
     }
 }
 
-TEST_CASE_TEMPLATE("what is in the window is the input rounded once; what is coded is the scheme's x^ of that", C,
-                   KVQ_TEST_CACHES) {
+TEST_CASE_TEMPLATE(
+    "what is in the window is the input rounded once; what is coded is the scheme's x^ of that", C,
+    KVQ_TEST_CACHES) {
     using window = typename C::window;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -133,7 +137,8 @@ TEST_CASE_TEMPLATE("what is in the window is the input rounded once; what is cod
         auto sequence = cache.new_sequence();
         append(sequence, shape.layers, s, 0, n);
         for (int layer = 0; layer < shape.layers; ++layer) {
-            const auto check = [&]<kvq::tensor Role>(std::integral_constant<kvq::tensor, Role>, const auto& input) {
+            const auto check = [&]<kvq::tensor Role>(std::integral_constant<kvq::tensor, Role>,
+                                                     const auto& input) {
                 const auto got = test::decoded(sequence, shape, layer, Role);
                 const auto pages = sequence.pages(layer);
                 int wrong = 0;

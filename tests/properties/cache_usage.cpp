@@ -12,7 +12,8 @@ using test::append;
 using test::attention_bits;
 using test::contents;
 
-TEST_CASE_TEMPLATE("usage() accounts for every byte that a sequence takes, after any history", C, KVQ_TEST_CACHES) {
+TEST_CASE_TEMPLATE("usage() accounts for every byte that a sequence takes, after any history", C,
+                   KVQ_TEST_CACHES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -57,7 +58,8 @@ TEST_CASE("the parts of usage(): an example that can be checked by hand") {
     auto sequence = cache.new_sequence();
     append(sequence, 1, s, 0, 100);
     const auto u = sequence.usage();
-    const std::size_t coded_page = 2 * 16 * (32 + 4), window_page = 2 * 16 * 64 * 2, sink_page = 2 * 4 * 64 * 2;
+    const std::size_t coded_page = 2 * 16 * (32 + 4), window_page = 2 * 16 * 64 * 2,
+                      sink_page = 2 * 4 * 64 * 2;
     CHECK(u.coded == 2 * 4 * coded_page);
     CHECK(u.window == 2 * (2 * window_page + sink_page));
     CHECK(u.slack == 0);
@@ -75,7 +77,9 @@ TEST_CASE("not_finite counts what was coded, once per number") {
     test::kivi_cache cache(shape, {.sinks = 1, .recent = 4, .page_tokens = 8});
     test::generator random(test::seed());
     test::stream s(random, shape, 33);
-    const auto at = [](auto& t, int token, int head, int channel) -> float& { return t.view().at(token, head)[channel]; };
+    const auto at = [](auto& t, int token, int head, int channel) -> float& {
+        return t.view().at(token, head)[channel];
+    };
     at(s.k, 0, 0, 0) = NAN;        // a sink: never coded
     at(s.k, 3, 1, 2) = NAN;        // page 0
     at(s.k, 3, 1, 3) = INFINITY;   // page 0
@@ -95,12 +99,14 @@ TEST_CASE("coded bytes per token are what the estimate says") {
     const test::stream s(random, shape, 640);
     auto sequence = cache.new_sequence();
     append(sequence, 3, s, 0, 640);
-    const double per_token = kvq::bytes_per_token<kvq::kivi<4, 32>::keys, kvq::kivi<4, 32>::values>(shape, 64);
+    const double per_token =
+        kvq::bytes_per_token<kvq::kivi<4, 32>::keys, kvq::kivi<4, 32>::values>(shape, 64);
     CHECK(static_cast<double>(sequence.usage().coded) == 640 * per_token);
     CHECK(sequence.usage().window == 0);
 }
 
-TEST_CASE_TEMPLATE("a byte budget is never exceeded, and whoever meets it can go on", C, KVQ_TEST_FEW_CACHES) {
+TEST_CASE_TEMPLATE("a byte budget is never exceeded, and whoever meets it can go on", C,
+                   KVQ_TEST_FEW_CACHES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -36,7 +36,8 @@ TEST_CASE_TEMPLATE("product scheme: half a step of its two-factor grid", S, test
         for (int t = 0; t < shape.tokens; ++t) {
             double largest = 0;
             for (int c = 0; c < shape.dim; ++c)
-                largest = std::fmax(largest, std::fabs(static_cast<double>(x[static_cast<std::size_t>(t * shape.dim + c)])));
+                largest = std::fmax(
+                    largest, std::fabs(static_cast<double>(x[static_cast<std::size_t>(t * shape.dim + c)])));
             for (int c = 0; c < shape.dim; ++c) {
                 const auto i = static_cast<std::size_t>(t * shape.dim + c);
                 REQUIRE(std::fabs(static_cast<double>(x[i]) - static_cast<double>(y[i])) <=
@@ -54,7 +55,8 @@ TEST_CASE("rotated scheme: the transform is orthogonal, for any dim, and one inv
     for (const int dim : {1, 2, 3, 8, 48, 80, 96, 127, 128}) {
         const kvq::block_shape shape{kvq::tensor::key, 1, dim};
         const kvq::block_id id{random.between(0, 5), random.between(0, 5)};
-        const auto a = random.normals(static_cast<std::size_t>(dim)), b = random.normals(static_cast<std::size_t>(dim));
+        const auto a = random.normals(static_cast<std::size_t>(dim)),
+                   b = random.normals(static_cast<std::size_t>(dim));
         auto ta = a, tb = b;
         scheme.transform_query(shape, id, ta.data());
         scheme.transform_query(shape, id, tb.data());

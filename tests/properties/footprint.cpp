@@ -10,7 +10,8 @@
 
 using test::append;
 
-TEST_CASE_TEMPLATE("footprint() equals what a cache allocates, at once or token by token", C, KVQ_TEST_CACHES) {
+TEST_CASE_TEMPLATE("footprint() equals what a cache allocates, at once or token by token", C,
+                   KVQ_TEST_CACHES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -22,8 +23,8 @@ TEST_CASE_TEMPLATE("footprint() equals what a cache allocates, at once or token 
         options.memory = &memory;
         auto cache = test::make_cache<C>(shape, options);
         const int n = random.between(0, 250);
-        INFO(n, " tokens, sinks ", options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens,
-             ", rollback ", options.rollback);
+        INFO(n, " tokens, sinks ", options.sinks, ", recent ", options.recent, ", pages of ",
+             options.page_tokens, ", rollback ", options.rollback);
         const test::stream s(random, shape, 250);
         auto whole = cache.new_sequence();
         append(whole, shape.layers, s, 0, n);
@@ -54,8 +55,8 @@ TEST_CASE_TEMPLATE("a decoding cache never holds more than footprint() and its t
         options.layers = test::rotate_formats<C>(shape.layers);
         options.memory = &memory;
         auto cache = test::make_cache<C>(shape, options);
-        INFO("sinks ", options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens, ", rollback ",
-             options.rollback);
+        INFO("sinks ", options.sinks, ", recent ", options.recent, ", pages of ", options.page_tokens,
+             ", rollback ", options.rollback);
         const test::stream s(random, shape, 200);
         auto sequence = cache.new_sequence();
         for (int n = 1; n <= 200; ++n) {

@@ -43,7 +43,8 @@ void for_each_group(const S& s, const block_shape& shape, const std::vector<floa
             std::vector<coded_number> group;
             for (int i = 0; i < cut.group_size(g); ++i) {
                 const int other = g * cut.group + i;
-                const auto index = static_cast<std::size_t>(on_tokens ? line * shape.dim + other : other * shape.dim + line);
+                const auto index =
+                    static_cast<std::size_t>(on_tokens ? line * shape.dim + other : other * shape.dim + line);
                 group.push_back({static_cast<double>(x[index]), static_cast<double>(y[index]),
                                  static_cast<double>(scale), static_cast<double>(bias)});
             }
@@ -93,7 +94,8 @@ TEST_CASE_TEMPLATE("encode writes every byte of the block, no other, and the sam
     }
 }
 
-TEST_CASE_TEMPLATE("encode counts what is not finite; coded blocks decode to finite numbers", S, KVQ_TEST_SCHEMES) {
+TEST_CASE_TEMPLATE("encode counts what is not finite; coded blocks decode to finite numbers", S,
+                   KVQ_TEST_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -114,7 +116,8 @@ TEST_CASE_TEMPLATE("encode counts what is not finite; coded blocks decode to fin
     }
 }
 
-TEST_CASE_TEMPLATE("every number decodes to the nearest value of its group's grid", S, KVQ_TEST_AFFINE_SCHEMES) {
+TEST_CASE_TEMPLATE("every number decodes to the nearest value of its group's grid", S,
+                   KVQ_TEST_AFFINE_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -123,23 +126,26 @@ TEST_CASE_TEMPLATE("every number decodes to the nearest value of its group's gri
     for (int round = 0; round < 30; ++round) {
         const auto shape = test::random_shape(random, 96);
         INFO(shape);
-        const auto x = random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
+        const auto x =
+            random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         int too_far = 0;
-        for_each_group(scheme, shape, x, test::encoded(scheme, shape, x), [&](const std::vector<coded_number>& group) {
-            for (const coded_number& n : group) {
-                if (std::isnan(n.x)) continue;
-                const auto [low, high] = grid<S>(n);
-                const double inside = std::clamp(n.x, low, high);
-                // All-zero groups have scale 0 and saturate to their only value.
-                too_far += !(std::fabs(n.decoded - inside) <= n.scale / 2 + evaluation<S>(n));
-            }
-        });
+        for_each_group(scheme, shape, x, test::encoded(scheme, shape, x),
+                       [&](const std::vector<coded_number>& group) {
+                           for (const coded_number& n : group) {
+                               if (std::isnan(n.x)) continue;
+                               const auto [low, high] = grid<S>(n);
+                               const double inside = std::clamp(n.x, low, high);
+                               // All-zero groups have scale 0 and saturate to their only value.
+                               too_far += !(std::fabs(n.decoded - inside) <= n.scale / 2 + evaluation<S>(n));
+                           }
+                       });
         CHECK(too_far == 0);
     }
 }
 
-TEST_CASE_TEMPLATE("|x - x^| <= scale / 2: directed rounding of the parameters keeps the group inside its grid", S,
-                   KVQ_TEST_AFFINE_SCHEMES) {
+TEST_CASE_TEMPLATE(
+    "|x - x^| <= scale / 2: directed rounding of the parameters keeps the group inside its grid", S,
+    KVQ_TEST_AFFINE_SCHEMES) {
     using P = typename S::parameter;
     if constexpr (kvq::float_format<P>) {
         const auto seed = test::seed();
@@ -150,10 +156,12 @@ TEST_CASE_TEMPLATE("|x - x^| <= scale / 2: directed rounding of the parameters k
         for (int round = 0; round < 30; ++round) {
             const auto shape = test::random_shape(random, 96);
             INFO(shape);
-            const auto x = random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
+            const auto x =
+                random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
             int too_far = 0;
             for_each_group(
-                scheme, shape, x, test::encoded(scheme, shape, x), [&](const std::vector<coded_number>& group) {
+                scheme, shape, x, test::encoded(scheme, shape, x),
+                [&](const std::vector<coded_number>& group) {
                     double lo = HUGE_VAL, hi = -HUGE_VAL;
                     for (const coded_number& n : group)
                         if (std::isfinite(n.x)) lo = std::min(lo, n.x), hi = std::max(hi, n.x);
@@ -181,22 +189,27 @@ TEST_CASE_TEMPLATE("parameters waste at most one rounding: scale <= (range / ste
         const S scheme;
         INFO(scheme.name());
         // One unit in the last place of P for normal numbers, plus float evaluation.
-        constexpr double ulp = std::is_same_v<P, float> ? 0x1p-23 : std::is_same_v<P, kvq::float16> ? 0x1p-10 : 0x1p-7;
+        constexpr double ulp = std::is_same_v<P, float>          ? 0x1p-23
+                               : std::is_same_v<P, kvq::float16> ? 0x1p-10
+                                                                 : 0x1p-7;
         for (int round = 0; round < 10; ++round) {
             const auto shape = test::random_shape(random, 96);
             INFO(shape);
             const auto x = test::random_block(random, shape);
-            for_each_group(
-                scheme, shape, x, test::encoded(scheme, shape, x), [&](const std::vector<coded_number>& group) {
-                    double lo = HUGE_VAL, hi = -HUGE_VAL;
-                    for (const coded_number& n : group) lo = std::min(lo, n.x), hi = std::max(hi, n.x);
-                    constexpr int steps = S::levels::template top<S::code_bits> - S::zero_code;
-                    const double bias = group.front().bias;
-                    if (S::levels::has_bias) REQUIRE((bias <= lo && bias >= lo - ulp * std::fabs(lo)));
-                    const double exact = (S::levels::has_bias ? hi - bias : std::max(-lo, hi)) / steps;
-                    const double smallest = std::is_same_v<P, kvq::float16> ? 0x1p-24 : 0.0;
-                    REQUIRE(group.front().scale <= exact * (1 + ulp) * (1 + 0x1p-22) + smallest);
-                });
+            for_each_group(scheme, shape, x, test::encoded(scheme, shape, x),
+                           [&](const std::vector<coded_number>& group) {
+                               double lo = HUGE_VAL, hi = -HUGE_VAL;
+                               for (const coded_number& n : group)
+                                   lo = std::min(lo, n.x), hi = std::max(hi, n.x);
+                               constexpr int steps = S::levels::template top<S::code_bits> - S::zero_code;
+                               const double bias = group.front().bias;
+                               if (S::levels::has_bias)
+                                   REQUIRE((bias <= lo && bias >= lo - ulp * std::fabs(lo)));
+                               const double exact =
+                                   (S::levels::has_bias ? hi - bias : std::max(-lo, hi)) / steps;
+                               const double smallest = std::is_same_v<P, kvq::float16> ? 0x1p-24 : 0.0;
+                               REQUIRE(group.front().scale <= exact * (1 + ulp) * (1 + 0x1p-22) + smallest);
+                           });
         }
     }
 }
@@ -218,9 +231,10 @@ TEST_CASE_TEMPLATE("constant groups are exact where the parameter type can hold 
             if (S::levels::has_bias || value == 0.0f)
                 REQUIRE(y == value);
             else  // the largest number of a symmetric group is steps * scale, scale rounded up to P once, then to float
-                REQUIRE(std::fabs(y - value) <= std::fabs(value) * (std::is_same_v<P, float>           ? 0x1p-22f
-                                                                    : std::is_same_v<P, kvq::float16> ? 0x1p-10f
-                                                                                                      : 0x1p-7f));
+                REQUIRE(std::fabs(y - value) <=
+                        std::fabs(value) * (std::is_same_v<P, float>          ? 0x1p-22f
+                                            : std::is_same_v<P, kvq::float16> ? 0x1p-10f
+                                                                              : 0x1p-7f));
         }
     }
 }
@@ -274,20 +288,22 @@ TEST_CASE_TEMPLATE("NaN becomes the grid's value nearest zero, infinities the en
         const float shift = random.pick(std::vector<float>{0.0f, 10.0f, -10.0f});
         for (float& v : x) v = random.one_in(6) ? random.pick(test::hostile_values()) : v + shift;
         int wrong = 0;
-        for_each_group(scheme, shape, x, test::encoded(scheme, shape, x), [&](const std::vector<coded_number>& group) {
-            for (const coded_number& n : group) {
-                const auto [low, high] = grid<S>(n);
-                const double wanted = std::isnan(n.x) ? std::clamp(0.0, low, high) : n.x > 0 ? high : low;
-                if (std::isfinite(n.x) || n.scale == 0.0) continue;
-                const double slack = (std::isnan(n.x) ? n.scale / 2 : 0.0) + evaluation<S>(n);
-                wrong += !(std::fabs(n.decoded - wanted) <= slack);
-            }
-        });
+        for_each_group(
+            scheme, shape, x, test::encoded(scheme, shape, x), [&](const std::vector<coded_number>& group) {
+                for (const coded_number& n : group) {
+                    const auto [low, high] = grid<S>(n);
+                    const double wanted = std::isnan(n.x) ? std::clamp(0.0, low, high) : n.x > 0 ? high : low;
+                    if (std::isfinite(n.x) || n.scale == 0.0) continue;
+                    const double slack = (std::isnan(n.x) ? n.scale / 2 : 0.0) + evaluation<S>(n);
+                    wrong += !(std::fabs(n.decoded - wanted) <= slack);
+                }
+            });
         CHECK(wrong == 0);
     }
 }
 
-TEST_CASE_TEMPLATE("full precision rounds once and keeps infinities and NaN", T, float, kvq::float16, kvq::bfloat16) {
+TEST_CASE_TEMPLATE("full precision rounds once and keeps infinities and NaN", T, float, kvq::float16,
+                   kvq::bfloat16) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -22,8 +22,8 @@ struct attention_error {
 };
 
 template <class Cache, class Variant = kvq::causal>
-attention_error measure_attention(const Cache& cache, const typename Cache::sequence_type& sequence, int layer,
-                                  const tensor<float>& q, const Variant& variant = {}) {
+attention_error measure_attention(const Cache& cache, const typename Cache::sequence_type& sequence,
+                                  int layer, const tensor<float>& q, const Variant& variant = {}) {
     const kvq::cache_shape& shape = cache.shape();
     const auto k = decoded(sequence, shape, layer, kvq::tensor::key);
     auto v = decoded(sequence, shape, layer, kvq::tensor::value);

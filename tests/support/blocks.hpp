@@ -28,7 +28,8 @@ inline std::vector<float> random_block(generator& random, const kvq::block_shape
 }
 
 /// Every token, or every channel, gets its own kind of trouble.
-inline std::vector<float> hostile_block(generator& random, const kvq::block_shape& shape, bool finite = false) {
+inline std::vector<float> hostile_block(generator& random, const kvq::block_shape& shape,
+                                        bool finite = false) {
     std::vector<float> x(shape.values());
     const bool by_token = random.one_in(2);
     const auto tokens = static_cast<std::size_t>(shape.tokens), dim = static_cast<std::size_t>(shape.dim);
@@ -50,8 +51,8 @@ std::vector<std::byte> encoded(const Scheme& scheme, const kvq::block_shape& sha
 }
 
 template <class Scheme>
-std::vector<float> decoded(const Scheme& scheme, const kvq::block_shape& shape, const std::vector<std::byte>& block,
-                           kvq::block_id id = {}) {
+std::vector<float> decoded(const Scheme& scheme, const kvq::block_shape& shape,
+                           const std::vector<std::byte>& block, kvq::block_id id = {}) {
     std::vector<float> values(shape.values());
     scheme.decode(shape, id, block.data(), values.data());
     return values;

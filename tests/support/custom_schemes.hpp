@@ -79,7 +79,8 @@ struct magnitude_bytes {
 
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return (s.values() + 15) / 16 * 16; }
 
-    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id& id, float* values, std::byte* block) const {
+    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id& id, float* values,
+                         std::byte* block) const {
         std::uint32_t not_finite = 0;
         for (std::size_t i = 0; i < s.values(); ++i) {
             float x = values[i];
@@ -94,7 +95,8 @@ struct magnitude_bytes {
         return not_finite;
     }
 
-    void decode(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block, float* values) const {
+    void decode(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block,
+                float* values) const {
         for (std::size_t i = 0; i < s.values(); ++i) {
             const int code = static_cast<int>(block[i]) ^ key(id);
             const float magnitude = step * static_cast<float>(code & 0x7f);
@@ -128,7 +130,8 @@ struct product_scheme {
     }
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return sections(s).end; }
 
-    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id&, float* values, std::byte* block) const {
+    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id&, float* values,
+                         std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto at = sections(s);
         const auto layout = codes(s);
@@ -141,7 +144,8 @@ struct product_scheme {
                     largest = std::fmax(largest, std::fabs(row[c]));
                 else
                     ++not_finite;
-            const kvq::float16 factor = kvq::detail::round_up_to<kvq::float16>(largest > 0.0f ? largest : 1.0f);
+            const kvq::float16 factor =
+                kvq::detail::round_up_to<kvq::float16>(largest > 0.0f ? largest : 1.0f);
             kvq::detail::store_as(block + at.factors + 2 * static_cast<std::size_t>(t), factor);
             for (int c = 0; c < s.dim; ++c) row[c] = row[c] / static_cast<float>(factor);
         }
@@ -166,21 +170,21 @@ struct product_scheme {
         return not_finite;
     }
 
-    void decode(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, float* values) const {
+    void decode(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block,
+                float* values) const {
         const auto layout = codes(s);
         const bool key = s.role == kvq::tensor::key;
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c)
-                values[t * s.dim + c] =
-                    factor(s, block, t) *
-                    (scale(s, block, c) *
-                         static_cast<float>(kvq::unpack_code(layout, block, key ? t : c, key ? c : t)) +
-                     bias(s, block, c));
+                values[t * s.dim + c] = factor(s, block, t) *
+                                        (scale(s, block, c) * static_cast<float>(kvq::unpack_code(
+                                                                  layout, block, key ? t : c, key ? c : t)) +
+                                         bias(s, block, c));
     }
 
     template <class Backend>
-    void row_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int, float* scales,
-                        float* biases) const {
+    void row_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int,
+                        float* scales, float* biases) const {
         for (int r = 0; r < s.rows(); ++r)
             if (s.role == kvq::tensor::key) {
                 scales[r] = factor(s, block, r);
@@ -190,8 +194,8 @@ struct product_scheme {
             }
     }
     template <class Backend>
-    void col_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int, float* scales,
-                        float* biases) const {
+    void col_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block, int,
+                        float* scales, float* biases) const {
         for (int c = 0; c < s.cols(); ++c)
             if (s.role == kvq::tensor::key) {
                 scales[c] = scale(s, block, c);
@@ -235,10 +239,12 @@ private:
         return (hi - bias) / static_cast<float>(top);
     }
     float factor(const kvq::block_shape& s, const std::byte* block, int t) const noexcept {
-        return kvq::detail::load_as<kvq::float16>(block + sections(s).factors + 2 * static_cast<std::size_t>(t));
+        return kvq::detail::load_as<kvq::float16>(block + sections(s).factors +
+                                                  2 * static_cast<std::size_t>(t));
     }
     float bias(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
-        return kvq::detail::load_as<kvq::float16>(block + sections(s).biases + 2 * static_cast<std::size_t>(c));
+        return kvq::detail::load_as<kvq::float16>(block + sections(s).biases +
+                                                  2 * static_cast<std::size_t>(c));
     }
     float scale(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
         const auto at = sections(s);
@@ -253,7 +259,8 @@ template <class Inner>
 struct rotated_scheme : Inner {
     std::string name() const { return "rotated-" + Inner::name(); }
 
-    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id& id, float* values, std::byte* block) const {
+    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id& id, float* values,
+                         std::byte* block) const {
         // A transform spreads its input over all channels: what is not finite has to go before.
         std::uint32_t not_finite = 0;
         for (std::size_t i = 0; i < s.values(); ++i)
@@ -264,12 +271,17 @@ struct rotated_scheme : Inner {
         for (int t = 0; t < s.tokens; ++t) forward(s.dim, id, values + t * s.dim);
         return not_finite + Inner::encode(s, id, values, block);
     }
-    void decode(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block, float* values) const {
+    void decode(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block,
+                float* values) const {
         Inner::decode(s, id, block, values);
         for (int t = 0; t < s.tokens; ++t) backward(s.dim, id, values + t * s.dim);
     }
-    void transform_query(const kvq::block_shape& s, const kvq::block_id& id, float* x) const { forward(s.dim, id, x); }
-    void restore_output(const kvq::block_shape& s, const kvq::block_id& id, float* y) const { backward(s.dim, id, y); }
+    void transform_query(const kvq::block_shape& s, const kvq::block_id& id, float* x) const {
+        forward(s.dim, id, x);
+    }
+    void restore_output(const kvq::block_shape& s, const kvq::block_id& id, float* y) const {
+        backward(s.dim, id, y);
+    }
 
 private:
     static float sign(const kvq::block_id& id, int channel) noexcept {

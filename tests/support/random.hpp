@@ -69,10 +69,29 @@ private:
 /// What real tensors should not hold, but do.
 inline const std::vector<float>& hostile_values() {
     using limits = std::numeric_limits<float>;
-    static const std::vector<float> values = {
-        limits::quiet_NaN(), -limits::quiet_NaN(), limits::infinity(), -limits::infinity(), limits::denorm_min(),
-        -limits::denorm_min(), 1e-40f, limits::min(), -limits::min(), 6.1e-5f, 5.9e-8f, 65504.0f, -65504.0f, 65519.9f,
-        65520.0f, -70000.0f, 0.0f, -0.0f, 1.0f, -1.0f, 1e30f, -1e30f, 3e-8f};
+    static const std::vector<float> values = {limits::quiet_NaN(),
+                                              -limits::quiet_NaN(),
+                                              limits::infinity(),
+                                              -limits::infinity(),
+                                              limits::denorm_min(),
+                                              -limits::denorm_min(),
+                                              1e-40f,
+                                              limits::min(),
+                                              -limits::min(),
+                                              6.1e-5f,
+                                              5.9e-8f,
+                                              65504.0f,
+                                              -65504.0f,
+                                              65519.9f,
+                                              65520.0f,
+                                              -70000.0f,
+                                              0.0f,
+                                              -0.0f,
+                                              1.0f,
+                                              -1.0f,
+                                              1e30f,
+                                              -1e30f,
+                                              3e-8f};
     return values;
 }
 
@@ -83,19 +102,37 @@ inline void fill_hostile(generator& random, float* x, std::size_t n, bool finite
     const float constant = random.one_in(3) ? 0.0f : random.any_magnitude(-10, 10);
     for (std::size_t i = 0; i < n; ++i) {
         switch (kind) {
-            case 0: x[i] = constant; break;
-            case 1: x[i] = random.any_magnitude(-149, -120); break;
-            case 2: x[i] = random.one_in(2) ? 65504.0f : -65504.0f; break;
-            case 3: x[i] = random.any_magnitude(-60, 60); break;
-            case 4: x[i] = random.pick(hostile_values()); break;
-            case 5: x[i] = random.one_in(4) ? random.pick(hostile_values()) : random.normal(); break;
-            case 6: x[i] = std::numeric_limits<float>::quiet_NaN(); break;
-            case 7: x[i] = 1000.0f + random.normal() * 1e-3f; break;
+            case 0:
+                x[i] = constant;
+                break;
+            case 1:
+                x[i] = random.any_magnitude(-149, -120);
+                break;
+            case 2:
+                x[i] = random.one_in(2) ? 65504.0f : -65504.0f;
+                break;
+            case 3:
+                x[i] = random.any_magnitude(-60, 60);
+                break;
+            case 4:
+                x[i] = random.pick(hostile_values());
+                break;
+            case 5:
+                x[i] = random.one_in(4) ? random.pick(hostile_values()) : random.normal();
+                break;
+            case 6:
+                x[i] = std::numeric_limits<float>::quiet_NaN();
+                break;
+            case 7:
+                x[i] = 1000.0f + random.normal() * 1e-3f;
+                break;
             case 8:  // as a rectifier leaves it, zeros of either sign
                 x[i] = random.normal();
                 if (x[i] < 0.5f) x[i] = random.one_in(2) ? 0.0f : -0.0f;
                 break;
-            default: x[i] = random.normal(); break;
+            default:
+                x[i] = random.normal();
+                break;
         }
         if (finite && !(x[i] >= -65504.0f && x[i] <= 65504.0f)) x[i] = x[i] < 0.0f ? -65504.0f : 65504.0f;
     }

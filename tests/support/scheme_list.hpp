@@ -19,20 +19,22 @@ using affine_scheme = kvq::affine<Bits, Granularity, kvq::params<P>>;
 }  // namespace test
 
 /// Composed schemes: codes, scales and biases in the documented sections. For TEST_CASE_TEMPLATE.
-#define KVQ_TEST_AFFINE_SCHEMES                                                                                      \
-    kvq::int8, test::affine_scheme<1, kvq::per_token<0>>, test::affine_scheme<2, kvq::per_token<32>, kvq::bfloat16>, \
-        test::affine_scheme<3, kvq::per_token<5>, float>, test::affine_scheme<4, kvq::per_token<64>>,                \
-        test::affine_scheme<5, kvq::per_token<64>, kvq::bfloat16>, test::affine_scheme<6, kvq::per_token<32>>,       \
-        test::affine_scheme<7, kvq::per_token<0>, float>, test::affine_scheme<8, kvq::per_token<64>>,                \
-        test::affine_scheme<1, kvq::per_channel<32>>, kvq::kivi<2>::keys,                                            \
-        test::affine_scheme<3, kvq::per_channel<7>, float>, kvq::kivi<4, 64>::keys, kvq::kivi<4>::values,            \
-        test::affine_scheme<5, kvq::per_channel<5>, kvq::bfloat16>, test::affine_scheme<6, kvq::per_channel<0>>,     \
-        test::affine_scheme<7, kvq::per_channel<64>, float>, test::affine_scheme<8, kvq::per_channel<0>>,            \
-        test::symmetric_scheme<4, kvq::per_channel<32>, kvq::bfloat16>,                                              \
+#define KVQ_TEST_AFFINE_SCHEMES                                                                           \
+    kvq::int8, test::affine_scheme<1, kvq::per_token<0>>,                                                 \
+        test::affine_scheme<2, kvq::per_token<32>, kvq::bfloat16>,                                        \
+        test::affine_scheme<3, kvq::per_token<5>, float>, test::affine_scheme<4, kvq::per_token<64>>,     \
+        test::affine_scheme<5, kvq::per_token<64>, kvq::bfloat16>,                                        \
+        test::affine_scheme<6, kvq::per_token<32>>, test::affine_scheme<7, kvq::per_token<0>, float>,     \
+        test::affine_scheme<8, kvq::per_token<64>>, test::affine_scheme<1, kvq::per_channel<32>>,         \
+        kvq::kivi<2>::keys, test::affine_scheme<3, kvq::per_channel<7>, float>, kvq::kivi<4, 64>::keys,   \
+        kvq::kivi<4>::values, test::affine_scheme<5, kvq::per_channel<5>, kvq::bfloat16>,                 \
+        test::affine_scheme<6, kvq::per_channel<0>>, test::affine_scheme<7, kvq::per_channel<64>, float>, \
+        test::affine_scheme<8, kvq::per_channel<0>>,                                                      \
+        test::symmetric_scheme<4, kvq::per_channel<32>, kvq::bfloat16>,                                   \
         test::symmetric_scheme<2, kvq::per_token<5>, kvq::float16>, test::odd_keys, test::odd_values
 
 /// Schemes that keep values, and schemes of users that share nothing with the composed ones.
-#define KVQ_TEST_OTHER_SCHEMES \
+#define KVQ_TEST_OTHER_SCHEMES                                                                  \
     kvq::full<float>, kvq::full<kvq::float16>, kvq::full<kvq::bfloat16>, test::magnitude_bytes, \
         test::product_scheme<4>, test::product_scheme<7>, test::rotated
 

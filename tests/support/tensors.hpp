@@ -16,7 +16,8 @@ template <class T>
 class tensor {
 public:
     tensor(int tokens, int heads, int dim, order memory_order = order::nhd)
-        : values_(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(heads) * static_cast<std::size_t>(dim)),
+        : values_(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(heads) *
+                  static_cast<std::size_t>(dim)),
           view_(memory_order == order::nhd ? kvq::token_view<T>(values_.data(), tokens, heads, dim)
                                            : kvq::token_view<T>(values_.data(), tokens, heads, dim, dim,
                                                                 static_cast<std::ptrdiff_t>(tokens) * dim)) {}

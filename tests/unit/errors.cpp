@@ -33,7 +33,9 @@ void check_message(const std::function<void()>& f, const std::vector<std::string
 }
 
 using cache_type = kvq::cache<kvq::formats<kvq::int8, kvq::affine<4>>>;
-void make(const kvq::cache_shape& shape, const kvq::cache_options& options = {}) { cache_type cache(shape, options); }
+void make(const kvq::cache_shape& shape, const kvq::cache_options& options = {}) {
+    cache_type cache(shape, options);
+}
 
 }  // namespace
 
@@ -41,7 +43,8 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([] { make({.layers = 0, .kv_heads = 1, .head_dim = 8}); }, {"layer", "0"});
     check_message([] { make({.layers = 1, .kv_heads = -3, .head_dim = 8}); }, {"kv head", "-3"});
     check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = 0}); }, {"head_dim", "0"});
-    check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = 8, .value_dim = -1}); }, {"value_dim", "-1"});
+    check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = 8, .value_dim = -1}); },
+                  {"value_dim", "-1"});
     const kvq::cache_shape good{.layers = 2, .kv_heads = 1, .head_dim = 8};
     make(good);
     check_message([&] { make(good, {.sinks = -1}); }, {"sinks", "-1"});
@@ -77,7 +80,8 @@ TEST_CASE("append refuses what does not fit, and changes nothing") {
     check_message([&] { sequence.append(0, view(-4, 2, 8), view(-4, 2, 6)); }, {"-4 tokens"});
     const token_view<const float> nothing(nullptr, 5, 2, 8);
     check_message([&] { sequence.append(0, nothing, view(5, 2, 6)); }, {"no data", "5 tokens"});
-    check_message([&] { sequence.append(0, view(2147483640, 2, 8), view(2147483640, 2, 6)); }, {"20", "2147483640"});
+    check_message([&] { sequence.append(0, view(2147483640, 2, 8), view(2147483640, 2, 6)); },
+                  {"20", "2147483640"});
 
     CHECK(test::contents(cache, sequence, true) == held);
     CHECK(cache.bytes_in_use() == in_use);
@@ -98,7 +102,9 @@ TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing")
     const auto q = [&](int tokens, int heads, int dim) {
         return token_view<const float>(from.data(), tokens, heads, dim);
     };
-    const auto out = [&](int tokens, int heads, int dim) { return token_view<float>(to.data(), tokens, heads, dim); };
+    const auto out = [&](int tokens, int heads, int dim) {
+        return token_view<float>(to.data(), tokens, heads, dim);
+    };
     check_message([&] { sequence.attend(2, q(1, 4, 8), out(1, 4, 6)); }, {"layer 2", "2 layers"});
     check_message([&] { sequence.attend(0, q(1, 3, 8), out(1, 3, 6)); }, {"3 heads", "2 kv heads"});
     check_message([&] { sequence.attend(0, q(1, 0, 8), out(1, 0, 6)); }, {"0 heads"});
@@ -121,7 +127,8 @@ TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing")
 }
 
 TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and allowed") {
-    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 8}, {.page_tokens = 64, .byte_budget = 1000});
+    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 8},
+                                {.page_tokens = 64, .byte_budget = 1000});
     auto sequence = cache.new_sequence();
     const std::vector<float> data(8);
     const token_view<const float> x(data.data(), 1, 1, 8);
@@ -143,7 +150,8 @@ TEST_CASE("errors belong to the families that callers already catch") {
     static_assert(std::is_base_of_v<std::bad_alloc, kvq::out_of_memory>);
     // What must not throw says so: sequences move into containers, pages are released in destructors.
     using sequence = cache_type::sequence_type;
-    static_assert(std::is_nothrow_move_constructible_v<sequence> && std::is_nothrow_move_assignable_v<sequence>);
+    static_assert(std::is_nothrow_move_constructible_v<sequence> &&
+                  std::is_nothrow_move_assignable_v<sequence>);
     static_assert(std::is_nothrow_destructible_v<sequence> && !std::is_copy_constructible_v<sequence>);
     static_assert(!std::is_copy_constructible_v<cache_type>);
 }

@@ -47,7 +47,9 @@ double rounded_in_double(float x) {
     return std::fabs(rounded) > limit ? std::copysign(HUGE_VAL, static_cast<double>(x)) : rounded;
 }
 
-bool same(double a, double b) { return (std::isnan(a) && std::isnan(b)) || (a == b && std::signbit(a) == std::signbit(b)); }
+bool same(double a, double b) {
+    return (std::isnan(a) && std::isnan(b)) || (a == b && std::signbit(a) == std::signbit(b));
+}
 
 /// Every float whose neighbourhood decides something: each 16-bit value, the midpoint to the next, and their neighbours.
 template <class T, class Check>
@@ -121,7 +123,8 @@ TEST_CASE_TEMPLATE("NaN stays NaN and keeps its sign and upper payload", T, floa
         }
 }
 
-TEST_CASE_TEMPLATE("round_down and round_up_to are the neighbours from below and above", T, float16, bfloat16) {
+TEST_CASE_TEMPLATE("round_down and round_up_to are the neighbours from below and above", T, float16,
+                   bfloat16) {
     int wrong = 0;
     for_each_interesting_float<T>([&](float x) {
         if (!std::isfinite(x)) return;
@@ -149,9 +152,11 @@ TEST_CASE("largest finite values") {
 }
 
 TEST_CASE("conversions work at compile time") {
-    static_assert(float16(1.0f).bits == 0x3c00 && float16(65504.0f).bits == 0x7bff && float16(65520.0f).bits == 0x7c00);
+    static_assert(float16(1.0f).bits == 0x3c00 && float16(65504.0f).bits == 0x7bff &&
+                  float16(65520.0f).bits == 0x7c00);
     static_assert(float16(5.9604645e-8f).bits == 1 && float16(2.9802322e-8f).bits == 0);
-    static_assert(bfloat16(1.0f).bits == 0x3f80 && static_cast<float>(bfloat16::from_bits(0x4049)) == 3.140625f);
+    static_assert(bfloat16(1.0f).bits == 0x3f80 &&
+                  static_cast<float>(bfloat16::from_bits(0x4049)) == 3.140625f);
 }
 
 #if defined(__F16C__)
@@ -165,7 +170,9 @@ TEST_CASE("float16 is what F16C computes, bit for bit") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const auto check = [&](float x) { wrong += _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT) != float16::from_float(x); };
+    const auto check = [&](float x) {
+        wrong += _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT) != float16::from_float(x);
+    };
     for_each_interesting_float<float16>(check);
     for (int i = 0; i < 1'000'000; ++i) check(bit_cast<float>(static_cast<std::uint32_t>(random.bits())));
     CHECK(wrong == 0);

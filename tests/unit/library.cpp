@@ -31,7 +31,8 @@ TEST_CASE("bits per number, parameters included") {
 }
 
 TEST_CASE("concepts say which schemes attention runs on codes of") {
-    static_assert(kvq::foldable<kvq::int8> && !kvq::transforming<kvq::int8> && !kvq::full_precision<kvq::int8>);
+    static_assert(kvq::foldable<kvq::int8> && !kvq::transforming<kvq::int8> &&
+                  !kvq::full_precision<kvq::int8>);
     static_assert(kvq::full_precision<kvq::full<kvq::float16>> && !kvq::foldable<kvq::full<kvq::float16>>);
     static_assert(kvq::transforming<test::rotated> && kvq::foldable<test::rotated>);
     static_assert(!kvq::kv_scheme<int> && !kvq::kv_scheme<std::string>);
@@ -56,7 +57,8 @@ TEST_CASE("fold: row parameters where they remain, column parameters where they 
 
 TEST_CASE("page geometry: sinks, whole pages behind the recent window, when each is coded") {
     constexpr kvq::page_geometry g{.sinks = 4, .recent = 10, .page_tokens = 16};
-    static_assert(g.pages(0) == 0 && g.pages(4) == 0 && g.pages(5) == 1 && g.pages(20) == 1 && g.pages(21) == 2);
+    static_assert(g.pages(0) == 0 && g.pages(4) == 0 && g.pages(5) == 1 && g.pages(20) == 1 &&
+                  g.pages(21) == 2);
     for (int n = 0; n < 300; ++n) {
         const int committed = g.committed(n);
         CHECK((committed == 0 || g.commit_at(committed - 1) <= n));

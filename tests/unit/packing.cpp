@@ -49,7 +49,8 @@ TEST_CASE_TEMPLATE("unpack(pack(codes)) = codes", W, KVQ_TEST_WIDTHS) {
     for (int round = 0; round < 40; ++round) {
         const auto layout = random_layout<W::bits>(random);
         const int rows = layout.rows().size, cols = layout.cols.size;
-        INFO(rows, " rows in groups of ", layout.rows().group, ", ", cols, " columns in groups of ", layout.cols.group);
+        INFO(rows, " rows in groups of ", layout.rows().group, ", ", cols, " columns in groups of ",
+             layout.cols.group);
         // Guard bytes behind the block show writes out of bounds.
         std::vector<std::byte> block(layout.bytes() + 64);
         std::vector<unsigned> codes;
@@ -62,7 +63,8 @@ TEST_CASE_TEMPLATE("unpack(pack(codes)) = codes", W, KVQ_TEST_WIDTHS) {
         for (int r = 0; r < rows; ++r)
             for (int c = 0; c < cols; ++c)
                 wrong += kvq::unpack_code(layout, block.data(), r, c) !=
-                         codes[static_cast<std::size_t>(r) * static_cast<std::size_t>(cols) + static_cast<std::size_t>(c)];
+                         codes[static_cast<std::size_t>(r) * static_cast<std::size_t>(cols) +
+                               static_cast<std::size_t>(c)];
         CHECK(wrong == 0);
         for (std::size_t i = layout.bytes(); i < block.size(); ++i) CHECK(block[i] == std::byte{0});
     }
@@ -80,9 +82,10 @@ TEST_CASE_TEMPLATE("every code has bits of its own, and together they fill the b
         for (int r = 0; r < layout.rows().size; ++r)
             for (int c = 0; c < layout.cols.size; ++c)
                 kvq::pack_code(layout, block.data(), r, c, (1u << W::bits) - 1u);
-        for (const std::byte b : block) set_bits += static_cast<std::size_t>(__builtin_popcount(static_cast<unsigned>(b)));
-        CHECK(set_bits == static_cast<std::size_t>(layout.rows().size) * static_cast<std::size_t>(layout.cols.size) *
-                              W::bits);
+        for (const std::byte b : block)
+            set_bits += static_cast<std::size_t>(__builtin_popcount(static_cast<unsigned>(b)));
+        CHECK(set_bits == static_cast<std::size_t>(layout.rows().size) *
+                              static_cast<std::size_t>(layout.cols.size) * W::bits);
     }
 }
 
@@ -127,10 +130,12 @@ TEST_CASE("packing is constexpr") {
         const code_layout<3> layout({5, 5}, {9, 3});
         std::array<unsigned char, 4096> block{};
         for (int r = 0; r < 5; ++r)
-            for (int c = 0; c < 9; ++c) kvq::pack_code(layout, block.data(), r, c, static_cast<unsigned>((r * 9 + c) % 8));
+            for (int c = 0; c < 9; ++c)
+                kvq::pack_code(layout, block.data(), r, c, static_cast<unsigned>((r * 9 + c) % 8));
         for (int r = 0; r < 5; ++r)
             for (int c = 0; c < 9; ++c)
-                if (kvq::unpack_code(layout, block.data(), r, c) != static_cast<unsigned>((r * 9 + c) % 8)) return false;
+                if (kvq::unpack_code(layout, block.data(), r, c) != static_cast<unsigned>((r * 9 + c) % 8))
+                    return false;
         return layout.bytes() <= block.size();
     }();
     static_assert(recovered);
@@ -154,13 +159,14 @@ TEST_CASE("grouped axis: groups start on multiples of 4 slots, indices map to di
         }
 }
 
-TEST_CASE_TEMPLATE("value layout: every element has a place of its own inside the block", T, float, kvq::float16) {
+TEST_CASE_TEMPLATE("value layout: every element has a place of its own inside the block", T, float,
+                   kvq::float16) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 30; ++round) {
-        const kvq::block_shape shape{random.one_in(2) ? kvq::tensor::key : kvq::tensor::value, random.between(1, 70),
-                                     random.between(1, 70)};
+        const kvq::block_shape shape{random.one_in(2) ? kvq::tensor::key : kvq::tensor::value,
+                                     random.between(1, 70), random.between(1, 70)};
         const kvq::value_layout<T> layout(shape);
         std::vector<int> seen(layout.bytes() / sizeof(T));
         for (int r = 0; r < shape.rows(); ++r)

@@ -97,7 +97,8 @@ TEST_CASE("softmax_tile: tiles of any size and cut give the same softmax as doub
         const int n = random.between(1, 70);
         std::vector<float> scores(static_cast<std::size_t>(n));
         const float spread = random.pick(std::vector<float>{0.1f, 3.0f, 60.0f});
-        for (float& s : scores) s = random.one_in(9) ? -std::numeric_limits<float>::infinity() : spread * random.normal();
+        for (float& s : scores)
+            s = random.one_in(9) ? -std::numeric_limits<float>::infinity() : spread * random.normal();
         double top = -HUGE_VAL, sum = 0;
         for (const float s : scores) top = std::fmax(top, static_cast<double>(s));
         for (const float s : scores) sum += std::isinf(top) ? 0 : std::exp2(static_cast<double>(s) - top);
@@ -107,7 +108,8 @@ TEST_CASE("softmax_tile: tiles of any size and cut give the same softmax as doub
         std::vector<double> factors;  // of what was seen before
         for (int first = 0; first < n;) {
             const int count = std::min(n - first, random.between(1, 40));
-            const float factor = kvq::kernels::softmax_tile<kvq::plain_lanes>(weights.data() + first, count, max, total);
+            const float factor =
+                kvq::kernels::softmax_tile<kvq::plain_lanes>(weights.data() + first, count, max, total);
             for (int i = 0; i < first; ++i) weights[static_cast<std::size_t>(i)] *= factor;
             first += count;
         }
@@ -117,7 +119,8 @@ TEST_CASE("softmax_tile: tiles of any size and cut give the same softmax as doub
         for (int i = 0; i < n; ++i) {
             const auto s = scores[static_cast<std::size_t>(i)];
             const double wanted = std::isinf(s) ? 0 : std::exp2(static_cast<double>(s) - top);
-            CHECK(std::fabs(static_cast<double>(weights[static_cast<std::size_t>(i)]) - wanted) <= 1e-5 * wanted + 0x1p-125);
+            CHECK(std::fabs(static_cast<double>(weights[static_cast<std::size_t>(i)]) - wanted) <=
+                  1e-5 * wanted + 0x1p-125);
         }
     }
 }
