@@ -33,11 +33,9 @@ grouped_axis random_axis(test::generator& random) {
 /// Blocks cut at most one axis into groups, as granularities do.
 template <int Bits>
 code_layout<Bits> random_layout(test::generator& random) {
-    grouped_axis rows = random_axis(random), cols = random_axis(random);
-    (random.one_in(2) ? rows.group : cols.group) = random.one_in(2) ? rows.size : cols.size;
-    rows.group = std::min(rows.group, rows.size);
-    cols.group = std::min(cols.group, cols.size);
-    return {rows, cols};
+    const grouped_axis cut = random_axis(random), other = random_axis(random);
+    const grouped_axis whole(other.size, other.size);
+    return random.one_in(2) ? code_layout<Bits>(cut, whole) : code_layout<Bits>(whole, cut);
 }
 
 }  // namespace
