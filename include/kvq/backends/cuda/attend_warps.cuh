@@ -19,13 +19,16 @@ inline constexpr int attention_warps = 4;
 inline constexpr int attention_threads = attention_warps * warp_size;
 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight.
+#ifndef XU
+#define XU 9216
+#endif
 template <class Format>
 constexpr int chunk_tokens() {
     constexpr int page = Format::page_tokens;
     int tokens = page <= 128 ? page : 128;
     constexpr int least = smaller(32, page);  // a tile of keys
     constexpr int widest = static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
-    while (tokens > least && tokens * widest > 9216) tokens /= 2;
+    while (tokens > least && tokens * widest > XU) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
     if (!values::full && !values::token_parameters)
         while (tokens > least && tokens > values::group) tokens /= 2;
@@ -48,17 +51,27 @@ struct attention_memory {
     using words = weight_words<values>;
     static constexpr int rows = 4 * Rows4;
     static constexpr int slot_bytes = round_up(larger(keys::bytes, values::bytes), 128);
-    static constexpr int slots = 3;
+#ifndef XS
+#define XS 3
+#endif
+#ifndef XB
+#define XB 4
+#endif
+#ifndef XU
+#define XU 9216
+#endif
+    static constexpr int slots = XS;
     static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
     static constexpr int warp_bytes = slots * slot_bytes + weight_bytes;
     static constexpr int query_stride = Format::head_dim;
     static constexpr int query_bytes = round_up(rows * query_stride * 4, 128);
     static constexpr int output_stride = Format::value_dim + 8;
-    static constexpr int output_bytes = round_up(rows * output_stride * 4, 128);
+    static constexpr int output_half = rows * output_stride;  // floats; there are two, which add up to the output
+    static constexpr int output_bytes = round_up(2 * output_half * 4, 128);
     static constexpr int scalar_bytes = 128 + 2 * attention_warps * rows * 4 + 2 * rows * 4;
     static constexpr int bytes =
         attention_warps * warp_bytes + query_bytes + output_bytes + round_up(scalar_bytes, 128);
-    static constexpr int blocks = larger(1, smaller(Rows4 == 1 ? 4 : Rows4 == 2 ? 3 : 2, 232448 / (bytes + 1024)));
+    static constexpr int blocks = larger(1, smaller(Rows4 == 1 ? XB : Rows4 == 2 ? 3 : 2, 232448 / (bytes + 1024)));
     /// Floats of one partial state in the workspace.
     static constexpr int partial_floats = rows * (Format::value_dim + 2);
 };
@@ -219,23 +232,27 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
     }
     constexpr int sets = larger(1, weight_words<Values>::bias_sets);
     constexpr int tiles_of_set = ceil_div(Values::tiles, sets);
-    for (int w = 0; w < attention_warps; ++w) {
-        if (w == warp) {
+    // Warps 2 and 3 write, 0 and 1 add and write over it, then the two halves are one addition apart (output_at).
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+        if (warp / 2 == 1 - turn) {
+            float* const half = to.output + warp % 2 * Memory::output_half;
 #pragma unroll
             for (int n = 0; n < Rows4; ++n)
 #pragma unroll
                 for (int tile = 0; tile < Values::tiles; ++tile) {
                     const int channel = 32 * tile + 4 * id.g;
                     if (channel < Values::dim) {
-                        float* const at = to.output + (4 * n + id.t) * Memory::output_stride + channel;
+                        float4* const at =
+                            reinterpret_cast<float4*>(half + (4 * n + id.t) * Memory::output_stride + channel);
                         float b = 0.0f;
                         if constexpr (weight_words<Values>::bias_sets > 0) b = bias[n][tile / tiles_of_set];
-                        float4 v = w == 0 ? float4{0.0f, 0.0f, 0.0f, 0.0f} : *reinterpret_cast<float4*>(at);
+                        float4 v = turn == 0 ? float4{0.0f, 0.0f, 0.0f, 0.0f} : *at;
                         v.x = fmaf(state.output[tile][n][0] + b, factor[n], v.x);
                         v.y = fmaf(state.output[tile][n][1] + b, factor[n], v.y);
                         v.z = fmaf(state.output[tile][n][2] + b, factor[n], v.z);
                         v.w = fmaf(state.output[tile][n][3] + b, factor[n], v.w);
-                        *reinterpret_cast<float4*>(at) = v;
+                        *at = v;
                     }
                 }
         }
@@ -253,7 +270,9 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     for (int i = static_cast<int>(threadIdx.x); i < rows * Format::value_dim; i += attention_threads) {
         const int row = i / Format::value_dim, channel = i % Format::value_dim;
         finish_channel(a, a.row_token(item.sequence, first_row + row), a.row_head(kv_head, first_row + row), channel,
-                       state.max[row], state.sum[row], state.output[row * Memory::output_stride + channel]);
+                       state.max[row], state.sum[row],
+                       state.output[row * Memory::output_stride + channel] +
+                           state.output[Memory::output_half + row * Memory::output_stride + channel]);
     }
     if (a.state_out) {
         __syncthreads();
@@ -274,9 +293,13 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
         return a.partials + static_cast<std::size_t>(slot) * static_cast<std::size_t>(Memory::partial_floats);
     };
     float* const mine = partial(2 * share + (first_of_share ? 0 : 1));
-    for (int i = thread; i < rows * dim / 4; i += attention_threads)
+    for (int i = thread; i < rows * dim / 4; i += attention_threads) {
+        const float* const from = state.output + i / (dim / 4) * Memory::output_stride + i % (dim / 4) * 4;
+        const float4 a_half = *reinterpret_cast<const float4*>(from);
+        const float4 b_half = *reinterpret_cast<const float4*>(from + Memory::output_half);
         __stcg(reinterpret_cast<float4*>(mine + 2 * rows) + i,
-               *reinterpret_cast<const float4*>(state.output + i / (dim / 4) * Memory::output_stride + i % (dim / 4) * 4));
+               float4{a_half.x + b_half.x, a_half.y + b_half.y, a_half.z + b_half.z, a_half.w + b_half.w});
+    }
     for (int i = thread; i < rows; i += attention_threads) {
         __stcg(mine + i, state.max[i]);
         __stcg(mine + rows + i, state.sum[i]);
@@ -340,8 +363,11 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
 #pragma unroll
     for (int i = 0; i < groups; ++i) {
         const int channel = (i * threads_of_row + lane) * 4;
-        if (channel < dim)
-            *reinterpret_cast<float4*>(state.output + row * Memory::output_stride + channel) = output[i];
+        if (channel < dim) {
+            float* const at = state.output + row * Memory::output_stride + channel;
+            *reinterpret_cast<float4*>(at) = output[i];
+            *reinterpret_cast<float4*>(at + Memory::output_half) = float4{0.0f, 0.0f, 0.0f, 0.0f};
+        }
     }
     if (lane == 0) {
         state.max[row] = top;
@@ -376,15 +402,16 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
                              reinterpret_cast<float*>(block_memory + memory::query_bytes)};
 
     item_walk<memory::tokens> walk{a.work, 0, 0, {}};
-    const share_plan plan = find_share<memory::tokens, attention_threads>(a.work, attention_warps, walk.item,
-                                                                          walk.share_begin, walk.share_end, flag);
+    const share_plan plan = find_share(a.work, attention_warps, walk);
     if (walk.share_begin >= walk.share_end) return;
-    walk.clip();
 
     unit_feed<memory, Format, T> feed(a, walk, warp);
     query_rows<memory, Format, T> query_part;
     query_part.fetch(a, walk.item);
-    static_assert(memory::slots % 2 == 1);  // after a unit of keys has been used, one of values follows into its slot
+    // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
+    constexpr bool turns = memory::slots % 2 == 1;
+    constexpr std::integral_constant<tensor, turns ? tensor::value : tensor::key> after_keys;
+    constexpr std::integral_constant<tensor, turns ? tensor::key : tensor::value> after_values;
 #pragma unroll
     for (int i = 0; i < memory::slots; ++i)
         if (i % 2 == 0)
@@ -401,8 +428,6 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
         feed.template issue<decltype(role)::value>(ring, warp, id.lane);
         slot = slot + 1 == memory::slots ? 0 : slot + 1;
     };
-    constexpr std::integral_constant<tensor, tensor::key> next_keys;
-    constexpr std::integral_constant<tensor, tensor::value> next_values;
     const auto wait_unit = [&] {
         copy_wait<memory::slots - 1>();
         __syncwarp();
@@ -464,7 +489,7 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
                 }
                 soften<keys, values, Rows4>(scores, state, factors, id);
             }
-            next_unit(next_values);
+            next_unit(after_keys);
             at = wait_unit();
             if (present) {
                 if (masked) {  // what tokens outside hold may be anything, even NaN
@@ -478,7 +503,7 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
                 __syncwarp();
                 add_values<values, Rows4>(state, factors, at, weights, id);
             }
-            next_unit(next_keys);
+            next_unit(after_values);
         }
 
         walk.next();

@@ -99,14 +99,13 @@ struct share_plan {
     }
 };
 
-/// Counts all chunks and finds where the share of this thread block begins. All threads take part and get the same.
-template <int Tokens, int Threads>
-__device__ __forceinline__ share_plan find_share(const work_shape& work, int least_chunks, item_part& start,
-                                                 int& share_begin, int& share_end, int* shared) {
-    const int thread = static_cast<int>(threadIdx.x);
-    // Thread i adds up sequences [i * each, (i + 1) * each).
-    const int each = ceil_div(work.sequences, Threads);
-    const int from = smaller(thread * each, work.sequences), to = smaller(from + each, work.sequences);
+/// Counts all chunks and finds where the share of this thread block begins. Every warp does it for itself: no barrier.
+template <int Tokens>
+__device__ __forceinline__ share_plan find_share(const work_shape& work, int least_chunks, item_walk<Tokens>& walk) {
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    // Lane i adds up sequences [i * each, (i + 1) * each).
+    const int each = ceil_div(work.sequences, warp_size);
+    const int from = smaller(lane * each, work.sequences), to = smaller(from + each, work.sequences);
     int sum = 0;
     for (int b = from; b < to; ++b) sum += work.template chunks<Tokens>(b).count;
     sum *= work.lines;
@@ -114,53 +113,45 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, int lea
 #pragma unroll
     for (int step = 1; step < warp_size; step *= 2) {
         const int other = __shfl_up_sync(~0u, before, step);
-        if (thread % warp_size >= step) before += other;
+        if (lane >= step) before += other;
     }
-    if (thread % warp_size == warp_size - 1) shared[thread / warp_size] = before;
-    __syncthreads();
-    int total = 0;
-#pragma unroll
-    for (int w = 0; w < Threads / warp_size; ++w) {
-        if (w == thread / warp_size) before += total;
-        total += shared[w];
-    }
+    const int total = __shfl_sync(~0u, before, warp_size - 1);
     before -= sum;
-    __syncthreads();
-    share_plan plan{total, smaller(static_cast<int>(gridDim.x), ceil_div(total, least_chunks))};
+    const share_plan plan{total, smaller(static_cast<int>(gridDim.x), ceil_div(total, least_chunks))};
     const int share = static_cast<int>(blockIdx.x);
     if (share >= plan.shares) {
-        share_begin = share_end = 0;
+        walk.share_begin = walk.share_end = walk.item.begin = 0;
         return plan;
     }
-    share_begin = plan.begin(share);
-    share_end = plan.begin(share + 1);
-    if (share_begin >= before && share_begin < before + sum) {
+    walk.share_begin = plan.begin(share);
+    walk.share_end = plan.begin(share + 1);
+    // The lane whose sequences hold the share's first chunk finds the item and tells the others.
+    int sequence = 0, line = 0, begin = 0;
+    const bool mine = walk.share_begin >= before && walk.share_begin < before + sum;
+    if (mine) {
         for (int b = from; b < to; ++b) {
-            const auto span = work.template chunks<Tokens>(b);
-            const int size = span.count * work.lines;
-            if (share_begin < before + size) {
-                const int line = (share_begin - before) / span.count;
-                shared[0] = b;
-                shared[1] = line;
-                shared[2] = before + line * span.count;
-                shared[3] = span.first;
-                shared[4] = span.count;
-                shared[5] = span.real;
+            const int count = work.template chunks<Tokens>(b).count;
+            if (walk.share_begin < before + count * work.lines) {
+                sequence = b;
+                line = (walk.share_begin - before) / count;
+                begin = before + line * count;
                 break;
             }
-            before += size;
+            before += count * work.lines;
         }
     }
-    __syncthreads();
-    start.sequence = shared[0];
-    start.line = shared[1];
-    start.kv_head = start.line / work.row_blocks;
-    start.row_block = start.line % work.row_blocks;
-    start.begin = shared[2];
-    start.first = shared[3];
-    start.count = shared[4];
-    start.real = shared[5];
-    __syncthreads();
+    const int source = __ffs(static_cast<int>(__ballot_sync(~0u, mine))) - 1;
+    item_part& item = walk.item;
+    item.sequence = __shfl_sync(~0u, sequence, source);
+    item.line = __shfl_sync(~0u, line, source);
+    item.begin = __shfl_sync(~0u, begin, source);
+    item.kv_head = item.line / work.row_blocks;
+    item.row_block = item.line % work.row_blocks;
+    const auto span = work.template chunks<Tokens>(item.sequence);
+    item.first = span.first;
+    item.count = span.count;
+    item.real = span.real;
+    walk.clip();
     return plan;
 }
 

@@ -83,7 +83,7 @@ struct code_part {
     std::ptrdiff_t ahead;  ///< distance to what should be fetched meanwhile
     int steps;
     int quads;  ///< from the first step to the end of the row: a step that reaches beyond is cut short
-    int slots;  ///< rows that may be loaded
+    int slots;  ///< rows that may be loaded into one vector
     const std::uint32_t* x;
 };
 
@@ -260,7 +260,7 @@ private:
                                                     static_cast<std::size_t>(codes_.tiles.words_per_row);
         for (int part = 0; part < at.height;) {
             const int slots = at.height - part;
-            const bool several = Lanes::row_vectors > 1 && slots >= Lanes::row_vectors * Lanes::width;
+            const bool several = slots >= Lanes::row_vectors * Lanes::width;
             const std::uint32_t* group_x = x;
             for (int g = 0; g < codes_.cols.groups(); ++g) {
                 const int from = layout_.first_step(g), steps = layout_.last_step(g) - from;
@@ -283,12 +283,11 @@ private:
                     biases_ ? biases_ + line : nullptr,
                     scalars_ + (at.set * codes_.cols.groups() + g) * layout_.n + at.first_query,
                     add || g > 0};
+                // Rows come in fours: registers of four are never cut.
                 if (several)
                     multiply<Lanes::row_vectors, false>(at.queries, what, to);
-                else if (slots >= Lanes::width)
-                    multiply<1, false>(at.queries, what, to);
                 else
-                    multiply<1, true>(at.queries, what, to);
+                    multiply<1, (Lanes::width > 4)>(at.queries, what, to);
                 group_x += steps * planes::quads_per_step * at.queries * 2;
             }
             part += several ? Lanes::row_vectors * Lanes::width : Lanes::width;

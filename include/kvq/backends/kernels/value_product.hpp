@@ -100,13 +100,11 @@ void value_product(const block_shape& shape, const std::byte* block, const float
                 const auto run = [&](auto v, auto q) {
                     constexpr int V = decltype(v)::value;
                     const int here = detail::smaller(left, V * vector_rows);
-                    // Only whole vectors inside the tile are loaded at full width; what lies beyond `rows` is dropped.
-                    const int values =
-                        V == 1 && height - part < vector_rows ? (height - part) * per_word : V * Lanes::width;
                     constexpr int Q = decltype(q)::value;
-                    const auto product = V == 1 && values < Lanes::width
-                                             ? &value_product_tile<Lanes, T, 1, Q, true>
-                                             : &value_product_tile<Lanes, T, V, Q, false>;
+                    // Vectors stay inside the tile; what lies beyond `rows` is dropped. Rows come in fours, so vectors
+                    // of up to four are never cut.
+                    const int values = detail::smaller(height - part, V * vector_rows) * per_word;
+                    constexpr auto product = &value_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>;
                     if (here == V * vector_rows) {
                         product(begin + part * 4, height * 4, cols, x + first * x_stride, x_stride, values,
                                 y + first * y_stride + tile + part, y_stride, add, ahead);
