@@ -1,0 +1,158 @@
+// Decode attention, one query token over a long cache: time, bytes, share of the read bandwidth measured in the same run, ratio
+// to this library's 16-bit pages, and the error against double precision on the decoded values.
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <cstdio>
+#include <kvq/attention/reference.hpp>
+#include <kvq/backends/simd.hpp>
+#include <kvq/kvq.hpp>
+#include <nlohmann/json.hpp>
+
+#include "support.hpp"
+
+namespace {
+
+struct shape {
+    int q_heads = 32, kv_heads = 8, head_dim = 128, tokens = 16384, threads = 1, page_tokens = 128;
+};
+
+struct row {
+    std::string scheme;
+    double bits, ns, bytes, roofline, rel_error;
+};
+
+template <class Keys, class Values>
+row measure(const char* name, const shape& s) {
+    using cache_type = kvq::cache<Keys, Values, kvq::simd<>>;
+    bench::huge_page_resource huge;
+    // One piece for the pages of any format; what is not touched costs nothing.
+    std::pmr::monotonic_buffer_resource memory(
+        static_cast<std::size_t>(s.tokens) * static_cast<std::size_t>(s.kv_heads * s.head_dim) * 6 +
+            (64u << 20),
+        &huge);
+    kvq::cache_options options;
+    options.page_tokens = s.page_tokens;
+    options.memory = &memory;
+    cache_type cache({1, s.kv_heads, s.head_dim}, options);
+    auto sequence = cache.new_sequence();
+    const int step = 1024;
+    const auto values = static_cast<std::size_t>(s.kv_heads * s.head_dim);
+    for (int done = 0; done < s.tokens; done += step) {
+        const int n = std::min(step, s.tokens - done);
+        const auto k =
+            bench::random_floats(static_cast<std::size_t>(n) * values, static_cast<unsigned>(2 * done + 1));
+        const auto v =
+            bench::random_floats(static_cast<std::size_t>(n) * values, static_cast<unsigned>(2 * done + 2));
+        sequence.append(0, kvq::token_view(k.data(), n, s.kv_heads, s.head_dim),
+                        kvq::token_view(v.data(), n, s.kv_heads, s.head_dim));
+    }
+    const auto q = bench::random_floats(static_cast<std::size_t>(s.q_heads * s.head_dim), 7);
+    std::vector<float> out(q.size());
+    const kvq::token_view<const float> query(q.data(), 1, s.q_heads, s.head_dim);
+    const kvq::token_view<float> output(out.data(), 1, s.q_heads, s.head_dim);
+    const kvq::thread_executor threads(s.threads);
+    const kvq::serial_executor serial;
+    kvq::workspace space;
+    const double ns = bench::median_ns(name, [&] {
+        s.threads == 1 ? sequence.attend(0, query, output, kvq::causal{}, serial, space)
+                       : sequence.attend(0, query, output, kvq::causal{}, threads, space);
+        benchmark::DoNotOptimize(out.data());
+    });
+
+    std::vector<float> k(static_cast<std::size_t>(s.tokens) * values), v(k.size());
+    const kvq::token_view<float> decoded_k(k.data(), s.tokens, s.kv_heads, s.head_dim);
+    const kvq::token_view<float> decoded_v(v.data(), s.tokens, s.kv_heads, s.head_dim);
+    sequence.decode(0, kvq::tensor::key, 0, decoded_k);
+    sequence.decode(0, kvq::tensor::value, 0, decoded_v);
+    std::vector<double> exact(out.size());
+    kvq::reference_attend<kvq::causal>(decoded_k, decoded_v, query,
+                                       kvq::token_view<double>(exact.data(), 1, s.q_heads, s.head_dim));
+    double error = 0.0, power = 0.0;
+    for (std::size_t i = 0; i < out.size(); ++i) {
+        error += std::pow(exact[i] - static_cast<double>(out[i]), 2.0);
+        power += exact[i] * exact[i];
+    }
+    const kvq::usage_report u = sequence.usage();
+    const auto bytes = static_cast<double>(u.coded + u.window - u.slack);
+    return {name,
+            8.0 * bytes / (2.0 * s.tokens * static_cast<double>(values)),
+            ns,
+            bytes,
+            bytes / ns / bench::read_bandwidth(static_cast<std::size_t>(bytes), s.threads),
+            std::sqrt(error / power)};
+}
+
+using rows = std::vector<std::pair<const char*, row (*)(const char*, const shape&)>>;
+
+template <class Keys, class Values = Keys>
+void add(rows& list, const char* name) {
+    list.emplace_back(name, &measure<Keys, Values>);
+}
+template <class Pair>
+void add_pair(rows& list, const char* name) {
+    list.emplace_back(name, &measure<typename Pair::keys, typename Pair::values>);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    CLI::App app("Decode attention over packed pages");
+    shape s;
+    std::vector<int> tokens{4096, 16384, 65536};
+    std::string only;
+    bool json = false;
+    app.add_option("--tokens", tokens, "context lengths");
+    app.add_option("--q-heads", s.q_heads);
+    app.add_option("--kv-heads", s.kv_heads);
+    app.add_option("--head-dim", s.head_dim);
+    app.add_option("--page-tokens", s.page_tokens);
+    app.add_option("--threads", s.threads);
+    app.add_option("--scheme", only,
+                   "only schemes whose name contains this (fp16 always runs: it is the baseline)");
+    app.add_flag("--json", json, "one JSON object a line");
+    CLI11_PARSE(app, argc, argv);
+
+    rows list;
+    add<kvq::full<kvq::float16>>(list, "fp16");
+    add<kvq::int8>(list, "int8");
+    add<kvq::affine<4, kvq::per_token<64>>>(list, "affine-4-g64");
+    add_pair<kvq::kivi<4, 64>>(list, "kivi-4-g64");
+    add_pair<kvq::kivi<4, 128>>(list, "kivi-4-g128");
+    add_pair<kvq::kivi<2, 64>>(list, "kivi-2-g64");
+    add_pair<kvq::kivi<2, 128>>(list, "kivi-2-g128");
+
+    if (!json)
+        std::printf(
+            "%s, q/kv heads %d/%d, head_dim %d, pages of %d, %d thread(s)\n%-14s %8s %6s %10s %9s %9s %8s "
+            "%10s\n",
+            kvq::simd<>::name(), s.q_heads, s.kv_heads, s.head_dim, s.page_tokens, s.threads, "scheme",
+            "tokens", "bits", "us", "GB/s", "roofline", "vs fp16", "rel error");
+    for (const int n : tokens) {
+        s.tokens = n;
+        double baseline = 0.0;
+        for (const auto& [name, run] : list) {
+            if (baseline > 0.0 && std::string(name).find(only) == std::string::npos) continue;
+            const row r = run(name, s);
+            if (baseline == 0.0) baseline = r.ns;
+            if (json)
+                std::printf("%s\n", nlohmann::json{{"scheme", r.scheme},
+                                                   {"q_heads", s.q_heads},
+                                                   {"kv_heads", s.kv_heads},
+                                                   {"head_dim", s.head_dim},
+                                                   {"tokens", n},
+                                                   {"threads", s.threads},
+                                                   {"ns", r.ns},
+                                                   {"bytes", r.bytes},
+                                                   {"roofline", r.roofline},
+                                                   {"vs_fp16", baseline / r.ns},
+                                                   {"rel_error", r.rel_error}}
+                                        .dump()
+                                        .c_str());
+            else
+                std::printf("%-14s %8d %6.2f %10.1f %9.2f %8.0f%% %7.2fx %10.1e\n", r.scheme.c_str(), n,
+                            r.bits, r.ns * 1e-3, r.bytes / r.ns, r.roofline * 100.0, baseline / r.ns,
+                            r.rel_error);
+            std::fflush(stdout);
+        }
+    }
+}
