@@ -84,10 +84,10 @@ inline int uniform(rng& r, int lo, int hi) { return std::uniform_int_distributio
 /// Keys and values as models make them: some channels are much larger than others, some tokens are spikes.
 inline std::vector<float> tensor_values(rng& r, int tokens, int dim) {
     std::vector<float> factor(static_cast<std::size_t>(dim));
-    for (float& f : factor) f = uniform(r, 0, 15) == 0 ? 6.0f : 1.0f;
+    for (float& f : factor) f = uniform(r, 0, 15) == 0 ? 4.0f : 1.0f;
     std::vector<float> x(static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim));
     for (int t = 0; t < tokens; ++t) {
-        const float size = uniform(r, 0, 31) == 0 ? 4.0f : 1.0f;
+        const float size = uniform(r, 0, 31) == 0 ? 3.0f : 1.0f;
         for (int c = 0; c < dim; ++c)
             x[static_cast<std::size_t>(t * dim + c)] = size * factor[static_cast<std::size_t>(c)] * normal(r);
     }

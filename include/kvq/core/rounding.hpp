@@ -36,9 +36,13 @@ KVQ_HD KVQ_INLINE constexpr float rounded_product(float a, float b) noexcept {
 
 /// Nearest integer, ties to even, for 0 <= v < 2^23.
 KVQ_HD KVQ_INLINE constexpr int round_half_even(float v) noexcept {
+#if defined(__CUDA_ARCH__)
+    return __float2int_rn(v);
+#else
     const int below = static_cast<int>(v);
     const float rest = v - static_cast<float>(below);
     return below + ((rest > 0.5f || (rest == 0.5f && (below & 1))) ? 1 : 0);
+#endif
 }
 
 /// The code of x under x^ = scale * code + bias, with inverse = 1 / scale.

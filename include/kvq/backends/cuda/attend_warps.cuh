@@ -19,16 +19,13 @@ inline constexpr int attention_warps = 4;
 inline constexpr int attention_threads = attention_warps * warp_size;
 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight.
-#ifndef XU
-#define XU 9216
-#endif
 template <class Format>
 constexpr int chunk_tokens() {
     constexpr int page = Format::page_tokens;
     int tokens = page <= 128 ? page : 128;
     constexpr int least = smaller(32, page);  // a tile of keys
     constexpr int widest = static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
-    while (tokens > least && tokens * widest > XU) tokens /= 2;
+    while (tokens > least && tokens * widest > 9216) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
     if (!values::full && !values::token_parameters)
         while (tokens > least && tokens > values::group) tokens /= 2;
@@ -51,16 +48,7 @@ struct attention_memory {
     using words = weight_words<values>;
     static constexpr int rows = 4 * Rows4;
     static constexpr int slot_bytes = round_up(larger(keys::bytes, values::bytes), 128);
-#ifndef XS
-#define XS 3
-#endif
-#ifndef XB
-#define XB 4
-#endif
-#ifndef XU
-#define XU 9216
-#endif
-    static constexpr int slots = XS;
+    static constexpr int slots = 3;
     static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
     static constexpr int warp_bytes = slots * slot_bytes + weight_bytes;
     static constexpr int query_stride = Format::head_dim;
@@ -71,7 +59,7 @@ struct attention_memory {
     static constexpr int scalar_bytes = 128 + 2 * attention_warps * rows * 4 + 2 * rows * 4;
     static constexpr int bytes =
         attention_warps * warp_bytes + query_bytes + output_bytes + round_up(scalar_bytes, 128);
-    static constexpr int blocks = larger(1, smaller(Rows4 == 1 ? XB : Rows4 == 2 ? 3 : 2, 232448 / (bytes + 1024)));
+    static constexpr int blocks = larger(1, smaller(Rows4 == 1 ? 4 : Rows4 == 2 ? 3 : 2, 232448 / (bytes + 1024)));
     /// Floats of one partial state in the workspace.
     static constexpr int partial_floats = rows * (Format::value_dim + 2);
 };
@@ -232,10 +220,9 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
     }
     constexpr int sets = larger(1, weight_words<Values>::bias_sets);
     constexpr int tiles_of_set = ceil_div(Values::tiles, sets);
-    // Warps 2 and 3 write, 0 and 1 add and write over it, then the two halves are one addition apart (output_at).
-#pragma unroll
-    for (int turn = 0; turn < 2; ++turn) {
-        if (warp / 2 == 1 - turn) {
+    // Two warps at a time, the last ones first: each adds to its half; the halves are added when they are read.
+    for (int turn = 0; turn < attention_warps / 2; ++turn) {
+        if (warp / 2 == attention_warps / 2 - 1 - turn) {
             float* const half = to.output + warp % 2 * Memory::output_half;
 #pragma unroll
             for (int n = 0; n < Rows4; ++n)
@@ -318,9 +305,10 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
     const bool from_is_first = plan.begin(from) == item.begin;
     const auto part = [&](int s) { return partial(2 * s + (s == from && !from_is_first ? 1 : 0)); };
     // A row belongs to `threads_of_row` neighbouring lanes; each takes every so-manieth group of 4 channels.
-    constexpr int threads_of_row = smaller(warp_size, attention_threads / rows);
-    static_assert(threads_of_row * rows == attention_threads && dim % 4 == 0);
-    const int row = thread / threads_of_row, lane = thread % threads_of_row;
+    constexpr int threads_of_row = smaller(warp_size, 128 / rows);
+    static_assert(threads_of_row * rows <= attention_threads && dim % 4 == 0);
+    const bool active = thread < threads_of_row * rows;
+    const int row = active ? thread / threads_of_row : 0, lane = thread % threads_of_row;
     float top = -INFINITY;
     for (int s = from + lane; s <= to; s += threads_of_row) top = fmaxf(top, __ldcg(part(s) + row));
 #pragma unroll
@@ -329,7 +317,7 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
     float sum = 0.0f;
     float4 output[groups] = {};
     if (top > -INFINITY) {
-        constexpr int at_once = groups <= 2 ? 8 : 4;  // parts whose loads are under way together
+        constexpr int at_once = groups == 1 ? 16 : groups == 2 ? 8 : 4;  // parts whose loads are under way together
         for (int begin = from; begin <= to; begin += at_once) {
             float m[at_once], l[at_once];
             float4 v[at_once][groups];
@@ -363,13 +351,13 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
 #pragma unroll
     for (int i = 0; i < groups; ++i) {
         const int channel = (i * threads_of_row + lane) * 4;
-        if (channel < dim) {
+        if (active && channel < dim) {
             float* const at = state.output + row * Memory::output_stride + channel;
             *reinterpret_cast<float4*>(at) = output[i];
             *reinterpret_cast<float4*>(at + Memory::output_half) = float4{0.0f, 0.0f, 0.0f, 0.0f};
         }
     }
-    if (lane == 0) {
+    if (active && lane == 0) {
         state.max[row] = top;
         state.sum[row] = sum;
     }
@@ -385,6 +373,8 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
     using values = typename memory::values;
     constexpr int rows = memory::rows;
     extern __shared__ __align__(128) std::byte shared[];
+    launch_dependents();
+    wait_for_predecessor();
     const lane_id id;
     // The shuffle tells the compiler that all lanes have the same number.
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / warp_size, 0);

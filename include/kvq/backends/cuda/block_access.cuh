@@ -45,7 +45,7 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
 /// 1 / scale as encoders use it.
 __device__ __forceinline__ float inverse_scale(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
 
-/// Smallest and largest finite number of a set, merged over lanes.
+/// Smallest and largest finite number of a set, met in order.
 struct value_range {
     float lo = 0.0f, hi = 0.0f;
     bool any = false;
@@ -55,18 +55,6 @@ struct value_range {
         lo = any ? kvq::detail::smaller(lo, x) : x;
         hi = any ? kvq::detail::larger(hi, x) : x;
         any = true;
-    }
-    __device__ __forceinline__ void merge_over(unsigned lanes_mask_width) {
-        for (unsigned step = lanes_mask_width / 2; step > 0; step /= 2) {
-            const float other_lo = __shfl_xor_sync(~0u, lo, static_cast<int>(step));
-            const float other_hi = __shfl_xor_sync(~0u, hi, static_cast<int>(step));
-            const bool other_any = __shfl_xor_sync(~0u, static_cast<int>(any), static_cast<int>(step)) != 0;
-            if (!other_any) continue;
-            // -0 and +0 compare equal: which one stays must not depend on the order, and does not matter to the code.
-            lo = any ? kvq::detail::smaller(lo, other_lo) : other_lo;
-            hi = any ? kvq::detail::larger(hi, other_hi) : other_hi;
-            any = true;
-        }
     }
 };
 

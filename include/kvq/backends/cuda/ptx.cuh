@@ -115,6 +115,19 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+/// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until the one before
+/// has finished. Both do nothing where the launch was an ordinary one.
+__device__ __forceinline__ void launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /// Four 16-bit fixed-point numbers (low halves of y) as a word of high bytes and a word of low bytes.
 struct piece_words {
     std::uint32_t high, low;

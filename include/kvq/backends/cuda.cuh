@@ -1,0 +1,14 @@
+// The door to the CUDA backend: everything below takes device pointers and a stream, allocates nothing and never waits.
+//
+//   format, cache_ref    what pages hold and where they are                              cuda/cache_ref.cuh
+//   store                new tokens into pages                                           cuda/store.cuh
+//   commit_full_pages, requantize_pages, decode_tokens                                   cuda/pages.cuh
+//   attend               fused attention over packed pages                               cuda/attend.cuh
+//
+// Needs the CUDA toolkit, C++20 (nvcc -std=c++20) and compute capability 8.0. Pages are byte for byte those of the CPU, so
+// they can be copied between both at any time. docs/gpu.md has the layout as lanes see it and measured figures.
+#pragma once
+
+#include "cuda/attend.cuh"
+#include "cuda/pages.cuh"
+#include "cuda/store.cuh"

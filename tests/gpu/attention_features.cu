@@ -1,0 +1,223 @@
+// What spans several launches: mixed formats over one softmax state, graphs, merging across caches; bad arguments.
+#include "attention_test.cuh"
+
+#include <kvq/backends/cuda.cuh>
+
+using namespace kvq;
+
+namespace {
+
+using window = cuda::format<full<float16>, full<float16>, 128, 64>;
+using coded = cuda::kivi_format<4, 64, 128, 64>;
+using sink = cuda::format<full<float16>, full<float16>, 128, 4>;
+constexpr int kv_heads = 2, group = 4, q_heads = kv_heads * group, dim = 128;
+
+template <class Format>
+void decode_into(const test::coded_batch<Format>& from, std::size_t b, int first, int count, int at,
+                 std::vector<std::vector<float>>& k, std::vector<std::vector<float>>& v) {
+    for (std::size_t h = 0; h < kv_heads; ++h)
+        for (int t = 0; t < count; ++t)
+            for (int c = 0; c < dim; ++c) {
+                k[h][static_cast<std::size_t>((at + t) * dim + c)] = from.key_values[b][h][static_cast<std::size_t>((first + t) * dim + c)];
+                v[h][static_cast<std::size_t>((at + t) * dim + c)] = from.value_values[b][h][static_cast<std::size_t>((first + t) * dim + c)];
+            }
+}
+
+/// 4 sinks, coded pages and window pages in one sequence: three launches, one softmax; captured and replayed.
+void check_mixed() {
+    test::rng r(77);
+    const std::vector<int> lengths = {4 + 5 * 64 + 17, 4 + 64, 3, 0, 4 + 2 * 64 + 63};
+    const int sequences = static_cast<int>(lengths.size());
+    std::vector<int> sink_lengths, rest_lengths;
+    for (const int n : lengths) {
+        sink_lengths.push_back(std::min(n, 4));
+        rest_lengths.push_back(std::max(0, n - 4));
+    }
+    const test::coded_batch<sink> sinks(r, kv_heads, sink_lengths);
+    test::coded_batch<coded> middle(r, kv_heads, rest_lengths, true);
+    test::coded_batch<window> recent(r, kv_heads, rest_lengths, true);
+    // Pages 0, 2, 4, ... are coded while the last one never is.
+    const auto is_coded = [&](int b, int page) {
+        return page % 2 == 0 && (page + 1) * 64 <= rest_lengths[static_cast<std::size_t>(b)];
+    };
+    test::coded_batch<window> whole = recent;  // reference values
+    for (int b = 0; b < sequences; ++b) {
+        const auto at = static_cast<std::size_t>(b);
+        const int n = lengths[at];
+        std::vector<std::vector<float>> k(kv_heads, std::vector<float>(static_cast<std::size_t>(n * dim))), v = k;
+        decode_into(sinks, at, 0, std::min(n, 4), 0, k, v);
+        for (int page = 0; page * 64 < rest_lengths[at]; ++page) {
+            const int count = std::min(64, rest_lengths[at] - page * 64);
+            const auto entry = at * static_cast<std::size_t>(middle.columns) + static_cast<std::size_t>(page);
+            if (is_coded(b, page)) {
+                decode_into(middle, at, page * 64, count, 4 + page * 64, k, v);
+                recent.table[entry] = -1;
+            } else {
+                decode_into(recent, at, page * 64, count, 4 + page * 64, k, v);
+                middle.table[entry] = -1;
+            }
+        }
+        whole.key_values[at] = k;
+        whole.value_values[at] = v;
+    }
+    test::device_batch<sink> sinks_device(sinks);
+    test::device_batch<coded> middle_device(middle);
+    test::device_batch<window> recent_device(recent);
+    const test::device_buffer<int> lengths_device(lengths);
+    sinks_device.ref.tokens = middle_device.ref.tokens = recent_device.ref.tokens = lengths_device.get();
+    middle_device.ref.first_token = recent_device.ref.first_token = 4;
+
+    std::vector<float16> q(static_cast<std::size_t>(sequences * q_heads * dim));
+    std::vector<float> qf(q.size());
+    test::device_buffer<float16> q_device(q.size()), out(q.size());
+    const std::size_t bytes = std::max(cuda::attend_workspace_bytes<coded, float16>(group),
+                                       cuda::attend_workspace_bytes<window, float16>(group));
+    test::device_buffer<std::byte> workspace(bytes);
+    workspace.clear();
+    test::device_buffer<float> state(static_cast<std::size_t>(sequences * q_heads * (dim + 2)));
+    test::device_buffer<float> lse(static_cast<std::size_t>(sequences * q_heads));
+    const token_view<const float16> q_view(q_device.get(), sequences, q_heads, dim);
+    const token_view<float16> out_view(out.get(), sequences, q_heads, dim);
+    cudaStream_t stream;
+    CUDA_OK(cudaStreamCreate(&stream));
+    const auto step = [&] {
+        cuda::attention_options first, second, third;
+        first.state_out = state.get();
+        second.state_in = second.state_out = state.get();
+        third.state_in = state.get();
+        third.lse = lse.get();
+        CHECK((cuda::attend<sink, float16>(sinks_device.ref, q_view, {}, first, nullptr, 0, stream)), "sinks");
+        CHECK((cuda::attend<coded, float16>(middle_device.ref, q_view, {}, second, workspace.get(), bytes, stream)), "coded");
+        CHECK((cuda::attend<window, float16>(recent_device.ref, q_view, out_view, third, workspace.get(), bytes, stream)), "window");
+    };
+    const auto compare = [&](const char* what) {
+        const auto got = out.download();
+        const auto got_lse = lse.download();
+        for (int b = 0; b < sequences; ++b)
+            for (int h = 0; h < q_heads; ++h) {
+                const std::size_t row = static_cast<std::size_t>(b * q_heads + h);
+                const auto want = test::reference_row(whole, static_cast<std::size_t>(b), static_cast<std::size_t>(h / group),
+                                                      &qf[row * dim], 0, lengths[static_cast<std::size_t>(b)], 0.0f);
+                double error = 0.0, size = 0.0;
+                for (int c = 0; c < dim; ++c) {
+                    const double w = want.sum > 0.0 ? want.output[static_cast<std::size_t>(c)] / want.sum : 0.0;
+                    const double g = static_cast<float>(got[row * dim + static_cast<std::size_t>(c)]);
+                    error += (g - w) * (g - w);
+                    size += w * w;
+                }
+                CHECK(std::sqrt(error) <= 2e-3 * std::sqrt(size) + 1e-12, "%s: mixed formats, sequence %d head %d: error %g", what, b, h,
+                      std::sqrt(error / size));
+                const double l = want.sum > 0.0 ? want.max + std::log(want.sum) : -INFINITY;
+                CHECK(l == got_lse[row] || std::abs(l - got_lse[row]) < 1e-3, "%s: lse %g, expected %g", what, got_lse[row], l);
+            }
+    };
+    const auto new_queries = [&] {
+        for (std::size_t i = 0; i < q.size(); ++i) {
+            q[i] = float16(test::normal(r));
+            qf[i] = static_cast<float>(q[i]);
+        }
+        q_device.upload(q);
+        out.poison();
+    };
+    new_queries();
+    step();
+    CUDA_OK(cudaStreamSynchronize(stream));
+    compare("direct");
+    CUDA_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    step();
+    cudaGraph_t graph;
+    CUDA_OK(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t exec;
+    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int replay = 0; replay < 3; ++replay) {
+        new_queries();
+        CUDA_OK(cudaGraphLaunch(exec, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        compare("graph");
+    }
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+    CUDA_OK(cudaStreamDestroy(stream));
+    std::printf("  mixed formats, graph\n");
+}
+
+/// The same bits on every run, and more sequences than lanes.
+void check_repeatable() {
+    test::rng r(5);
+    std::vector<int> lengths;
+    for (int i = 0; i < 150; ++i) lengths.push_back(test::uniform(r, 0, 3) == 0 ? 0 : test::uniform(r, 1, 400));
+    lengths[70] = 5000;
+    const test::coded_batch<coded> batch(r, kv_heads, lengths);
+    const test::device_batch<coded> device(batch);
+    const int n = static_cast<int>(lengths.size());
+    std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim));
+    for (float16& x : q) x = float16(test::normal(r));
+    const test::device_buffer<float16> q_device(q);
+    test::device_buffer<float16> out(q.size());
+    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(group);
+    test::device_buffer<std::byte> workspace(bytes);
+    workspace.clear();
+    std::vector<float16> first;
+    for (int run = 0; run < 20; ++run) {
+        out.poison();
+        CHECK((cuda::attend<coded, float16>(device.ref, {q_device.get(), n, q_heads, dim}, {out.get(), n, q_heads, dim}, {},
+                                            workspace.get(), bytes, nullptr)), "attend");
+        CUDA_OK(cudaDeviceSynchronize());
+        const auto got = out.download();
+        if (run == 0) first = got;
+        CHECK(std::memcmp(first.data(), got.data(), got.size() * 2) == 0, "run %d differs from the first", run);
+    }
+    for (const int b : {0, 70, 149})
+        for (int h = 0; h < q_heads; ++h) {
+            const std::size_t row = static_cast<std::size_t>(b * q_heads + h);
+            std::vector<float> qf(dim);
+            for (int c = 0; c < dim; ++c) qf[static_cast<std::size_t>(c)] = static_cast<float>(q[row * dim + static_cast<std::size_t>(c)]);
+            const auto want = test::reference_row(batch, static_cast<std::size_t>(b), static_cast<std::size_t>(h / group), qf.data(),
+                                                  0, lengths[static_cast<std::size_t>(b)], 0.0f);
+            double error = 0.0, size = 0.0;
+            for (int c = 0; c < dim; ++c) {
+                const double w = want.sum > 0.0 ? want.output[static_cast<std::size_t>(c)] / want.sum : 0.0;
+                const double g = static_cast<float>(first[row * dim + static_cast<std::size_t>(c)]);
+                error += (g - w) * (g - w);
+                size += w * w;
+            }
+            CHECK(std::sqrt(error) <= 2e-3 * std::sqrt(size) + 1e-12, "many sequences: error %g", std::sqrt(error / size));
+        }
+    std::printf("  repeatable\n");
+}
+
+void check_errors() {
+    test::device_buffer<std::byte> memory(1 << 16);
+    test::device_buffer<int> numbers(16);
+    cuda::cache_ref<coded> c;
+    c.kv_heads = 2;
+    float16* const x = reinterpret_cast<float16*>(memory.get());
+    const auto refused = [&](const cuda::cache_ref<coded>& cache, int heads, int d, std::size_t bytes, const char* words) {
+        const auto s = cuda::attend<coded, float16>(cache, {x, 1, heads, d}, {x, 1, heads, d}, {}, memory.get(), bytes, nullptr);
+        CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words), "expected '%s', got '%s'", words, s.message);
+        CHECK(cudaGetLastError() == cudaSuccess, "a refused call must not leave an error behind");
+    };
+    refused(c, 8, 128, 0, "null pointer");
+    c.key_pages = c.value_pages = memory.get();
+    refused(c, 8, 128, 0, "smaller than");
+    c.key_page_bytes = c.value_page_bytes = 1 << 14;
+    c.tokens = c.block_table = numbers.get();
+    c.sequences = 1;
+    refused(c, 8, 128, 0, "table columns");
+    c.table_columns = 4;
+    refused(c, 7, 128, 0, "7 heads");
+    refused(c, 8, 64, 0, "head_dim 64");
+    refused(c, 8, 128, 16, "workspace of");
+    c.key_pages += 4;
+    refused(c, 8, 128, 0, "16 bytes");
+    std::printf("  errors\n");
+}
+
+}  // namespace
+
+int main() {
+    check_mixed();
+    check_repeatable();
+    check_errors();
+    return test::report("attention_features");
+}
