@@ -31,7 +31,7 @@ TEST_CASE_TEMPLATE("a trim within the rollback equals never having appended, and
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 4; ++round) {
+    for (int round = 0; round < 12; ++round) {
         const auto shape = test::random_cache_shape(random, C::key_table::size, 16);
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<C>(shape.layers);

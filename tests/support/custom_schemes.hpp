@@ -285,7 +285,8 @@ struct rotated_scheme : Inner {
 
 private:
     static float sign(const kvq::block_id& id, int channel) noexcept {
-        auto h = static_cast<std::uint32_t>(id.layer * 73856093 ^ id.head * 19349663 ^ channel * 83492791);
+        const auto mix = [](int a, std::uint32_t b) { return static_cast<std::uint32_t>(a) * b; };
+        std::uint32_t h = mix(id.layer, 73856093u) ^ mix(id.head, 19349663u) ^ mix(channel, 83492791u);
         h = (h ^ (h >> 15)) * 0x2c1b3c6du;
         return (h >> 13) & 1u ? -1.0f : 1.0f;
     }
