@@ -40,14 +40,18 @@ inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
     return x;
 }
 
-/// Median nanoseconds of one call, by Google Benchmark.
-inline double median_ns(const std::string& name, const std::function<void()>& work) {
+/// Median nanoseconds of one call, by Google Benchmark: of CPU time on one thread (what else the machine does then counts
+/// less), of real time on several.
+inline double median_ns(const std::string& name, int threads, const std::function<void()>& work) {
     struct quiet : benchmark::BenchmarkReporter {
+        bool cpu_time;
         double median = 0.0;
+        explicit quiet(bool cpu) : cpu_time(cpu) {}
         bool ReportContext(const Context&) override { return true; }
         void ReportRuns(const std::vector<Run>& runs) override {
             for (const Run& run : runs)
-                if (run.aggregate_name == "median") median = run.GetAdjustedRealTime();
+                if (run.aggregate_name == "median")
+                    median = cpu_time ? run.GetAdjustedCPUTime() : run.GetAdjustedRealTime();
         }
     };
     benchmark::ClearRegisteredBenchmarks();
@@ -60,7 +64,7 @@ inline double median_ns(const std::string& name, const std::function<void()>& wo
         ->ReportAggregatesOnly(true)
         ->MinTime(0.05)
         ->Unit(benchmark::kNanosecond);
-    quiet reporter;
+    quiet reporter(threads == 1);
     benchmark::RunSpecifiedBenchmarks(&reporter);
     return reporter.median;
 }
@@ -71,7 +75,7 @@ inline double read_bandwidth(std::size_t bytes, int threads) {
     std::pmr::vector<std::uint64_t> data(bytes / 8 + 64, 1, &memory);
     const kvq::thread_executor executor(threads);
     std::vector<std::uint64_t> sums(static_cast<std::size_t>(threads) * 8);
-    const double ns = median_ns("read", [&] {
+    const double ns = median_ns("read", threads, [&] {
         executor.parallel_for(threads, [&](int t) {
             const std::size_t part = data.size() / static_cast<std::size_t>(threads);
             const std::uint64_t* const p = data.data() + part * static_cast<std::size_t>(t);
