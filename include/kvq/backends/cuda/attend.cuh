@@ -40,7 +40,7 @@ struct warp_launch {
                                         cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
         if (code == cudaSuccess)
             code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attend_warps_kernel<Format, T, Rows4>,
-                                                                 attention_threads, memory::bytes);
+                                                                 memory::threads, memory::bytes);
         return code == cudaSuccess ? multiprocessors * blocks : 0;
     }
     static std::size_t workspace(int blocks) noexcept {
@@ -69,7 +69,7 @@ struct warp_launch {
         early.val.programmaticStreamSerializationAllowed = 1;
         cudaLaunchConfig_t config{};
         config.gridDim = dim3(static_cast<unsigned>(blocks));
-        config.blockDim = dim3(attention_threads);
+        config.blockDim = dim3(memory::threads);
         config.dynamicSmemBytes = memory::bytes;
         config.stream = stream;
         config.attrs = &early;

@@ -1,7 +1,7 @@
 // The fused attention kernel: every warp walks its chunks with tensor cores and its own ring of asynchronous copies.
 //
 //   warp:   K chunk -> scores -> weights -> V chunk -> output, while the next two or three units are on their way
-//   block:  4 warps share an item; their softmax states are merged in shared memory, in the order of the warps
+//   block:  4 or 8 warps share an item; their softmax states are merged in shared memory, in the order of the warps
 //   grid:   as many blocks as fit; an item that spans blocks is merged by the block that comes last (same launch)
 //
 // Nothing is decoded to memory, warps wait for each other only at the end of an item, and copies run on across items.
@@ -15,8 +15,10 @@
 
 namespace kvq::inline v0_1::cuda::detail {
 
-inline constexpr int attention_warps = 4;
-inline constexpr int attention_threads = attention_warps * warp_size;
+template <class S>
+inline constexpr int bits_of = 16;
+template <class B, class L, class G, class P>
+inline constexpr int bits_of<scheme<B, L, G, P>> = B::value;
 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight.
 template <class Format>
@@ -45,6 +47,13 @@ struct attention_memory {
     static constexpr int tokens = chunk_tokens<Format>();
     using keys = chunk<tensor::key, Format, tokens>;
     using values = chunk<tensor::value, Format, tokens>;
+    /// Warps of a thread block. 8 leave fewer partial states and share the work of an item better; where a block of 8 would
+    /// be the only one that fits, it must not starve the instruction issue: 2 bit and wide formats stay with 4.
+    static constexpr int bits = larger(bits_of<typename Format::keys>, bits_of<typename Format::values>);
+    /// So do keys with channel parameters for every 32 tokens, which fold often.
+    static constexpr bool folds_often = !keys::full && !keys::token_parameters && keys::group <= 32;
+    static constexpr int warps = Rows4 == 1 && (bits == 3 || bits == 4) && !folds_often ? 8 : 4;
+    static constexpr int threads = warps * warp_size;
     using words = weight_words<values>;
     static constexpr int rows = 4 * Rows4;
     static constexpr int slot_bytes = round_up(larger(keys::bytes, values::bytes), 128);
@@ -56,10 +65,10 @@ struct attention_memory {
     static constexpr int output_stride = Format::value_dim + 8;
     static constexpr int output_half = rows * output_stride;  // floats; there are two, which add up to the output
     static constexpr int output_bytes = round_up(2 * output_half * 4, 128);
-    static constexpr int scalar_bytes = 128 + 2 * attention_warps * rows * 4 + 2 * rows * 4;
+    static constexpr int scalar_bytes = 128 + 2 * warps * rows * 4 + 2 * rows * 4;
     static constexpr int bytes =
-        attention_warps * warp_bytes + query_bytes + output_bytes + round_up(scalar_bytes, 128);
-    static constexpr int blocks = larger(1, smaller(Rows4 == 1 ? 4 : Rows4 == 2 ? 3 : 2, 232448 / (bytes + 1024)));
+        warps * warp_bytes + query_bytes + output_bytes + round_up(scalar_bytes, 128);
+    static constexpr int blocks = larger(1, smaller((Rows4 == 1 ? 4 : Rows4 == 2 ? 3 : 2) * 4 / warps, 232448 / (bytes + 1024)));
     /// Floats of one partial state in the workspace.
     static constexpr int partial_floats = rows * (Format::value_dim + 2);
 };
@@ -79,7 +88,7 @@ struct unit_feed {
 
     __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args, const item_walk<Memory::tokens>& start,
                                          int warp)
-        : a(args), walk(start), index(start.item.from + warp - attention_warps) {
+        : a(args), walk(start), index(start.item.from + warp - Memory::warps) {
         seek(warp);
         advance(warp);
     }
@@ -110,7 +119,7 @@ private:
         seek(warp);
     }
     __device__ __forceinline__ void seek(int warp) {
-        index += attention_warps;
+        index += Memory::warps;
         while (!walk.done() && index >= walk.item.to) {
             walk.next();
             index = walk.item.from + warp;
@@ -133,14 +142,14 @@ template <class Memory, class Format, class T>
 struct query_rows {
     static constexpr int per_load = 8;  // channels of one thread
     static constexpr int pieces = Memory::rows * Format::head_dim / per_load;
-    static constexpr int loads = ceil_div(pieces, attention_threads);
+    static constexpr int loads = ceil_div(pieces, Memory::threads);
     T values[loads][per_load];
 
     __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item) {
         const int first_row = item.row_block * Memory::rows;
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
-            const int piece = i * attention_threads + static_cast<int>(threadIdx.x);
+            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
             const int row = first_row + piece / (Format::head_dim / per_load);
             const int channel = piece % (Format::head_dim / per_load) * per_load;
             if (piece < pieces && row < a.rows) {
@@ -164,7 +173,7 @@ struct query_rows {
     __device__ __forceinline__ void store(float* query, float scale) const {
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
-            const int piece = i * attention_threads + static_cast<int>(threadIdx.x);
+            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
             if (piece >= pieces) continue;
             float4* const to = reinterpret_cast<float4*>(query + piece * per_load);
 #pragma unroll
@@ -206,9 +215,9 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
         const int row = 4 * n + id.t;
         float top = -INFINITY, sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < attention_warps; ++w) top = fmaxf(top, warp_max[w * rows + row]);
+        for (int w = 0; w < Memory::warps; ++w) top = fmaxf(top, warp_max[w * rows + row]);
 #pragma unroll
-        for (int w = 0; w < attention_warps; ++w) {
+        for (int w = 0; w < Memory::warps; ++w) {
             const float m = warp_max[w * rows + row];
             if (m > -INFINITY) sum += warp_sum[w * rows + row] * exp2_fast(m - top);
         }
@@ -221,8 +230,8 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
     constexpr int sets = larger(1, weight_words<Values>::bias_sets);
     constexpr int tiles_of_set = ceil_div(Values::tiles, sets);
     // Two warps at a time, the last ones first: each adds to its half; the halves are added when they are read.
-    for (int turn = 0; turn < attention_warps / 2; ++turn) {
-        if (warp / 2 == attention_warps / 2 - 1 - turn) {
+    for (int turn = 0; turn < Memory::warps / 2; ++turn) {
+        if (warp / 2 == Memory::warps / 2 - 1 - turn) {
             float* const half = to.output + warp % 2 * Memory::output_half;
 #pragma unroll
             for (int n = 0; n < Rows4; ++n)
@@ -254,7 +263,7 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     const int kv_head = item.kv_head;
     const int first_row = item.row_block * Memory::rows;
     const int rows = smaller(Memory::rows, a.rows - first_row);
-    for (int i = static_cast<int>(threadIdx.x); i < rows * Format::value_dim; i += attention_threads) {
+    for (int i = static_cast<int>(threadIdx.x); i < rows * Format::value_dim; i += Memory::threads) {
         const int row = i / Format::value_dim, channel = i % Format::value_dim;
         finish_channel(a, a.row_token(item.sequence, first_row + row), a.row_head(kv_head, first_row + row), channel,
                        state.max[row], state.sum[row],
@@ -263,7 +272,7 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     }
     if (a.state_out) {
         __syncthreads();
-        for (int row = static_cast<int>(threadIdx.x); row < rows; row += attention_threads)
+        for (int row = static_cast<int>(threadIdx.x); row < rows; row += Memory::threads)
             finish_header(a, a.row_token(item.sequence, first_row + row), a.row_head(kv_head, first_row + row),
                           state.max[row], state.sum[row]);
     }
@@ -280,14 +289,14 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
         return a.partials + static_cast<std::size_t>(slot) * static_cast<std::size_t>(Memory::partial_floats);
     };
     float* const mine = partial(2 * share + (first_of_share ? 0 : 1));
-    for (int i = thread; i < rows * dim / 4; i += attention_threads) {
+    for (int i = thread; i < rows * dim / 4; i += Memory::threads) {
         const float* const from = state.output + i / (dim / 4) * Memory::output_stride + i % (dim / 4) * 4;
         const float4 a_half = *reinterpret_cast<const float4*>(from);
         const float4 b_half = *reinterpret_cast<const float4*>(from + Memory::output_half);
         __stcg(reinterpret_cast<float4*>(mine + 2 * rows) + i,
                float4{a_half.x + b_half.x, a_half.y + b_half.y, a_half.z + b_half.z, a_half.w + b_half.w});
     }
-    for (int i = thread; i < rows; i += attention_threads) {
+    for (int i = thread; i < rows; i += Memory::threads) {
         __stcg(mine + i, state.max[i]);
         __stcg(mine + rows + i, state.sum[i]);
     }
@@ -306,7 +315,7 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
     const auto part = [&](int s) { return partial(2 * s + (s == from && !from_is_first ? 1 : 0)); };
     // A row belongs to `threads_of_row` neighbouring lanes; each takes every so-manieth group of 4 channels.
     constexpr int threads_of_row = smaller(warp_size, 128 / rows);
-    static_assert(threads_of_row * rows <= attention_threads && dim % 4 == 0);
+    static_assert(threads_of_row * rows <= Memory::threads && dim % 4 == 0);
     const bool active = thread < threads_of_row * rows;
     const int row = active ? thread / threads_of_row : 0, lane = thread % threads_of_row;
     float top = -INFINITY;
@@ -366,7 +375,7 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
 }
 
 template <class Format, class T, int Rows4>
-__global__ void __launch_bounds__(attention_threads, attention_memory<Format, Rows4>::blocks)
+__global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads), attention_memory<Format, Rows4>::blocks)
     attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a) {
     using memory = attention_memory<Format, Rows4>;
     using keys = typename memory::keys;
@@ -382,17 +391,17 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
     const std::uint32_t weights = ring + memory::slots * memory::slot_bytes;
-    std::byte* const block_memory = shared + attention_warps * memory::warp_bytes;
+    std::byte* const block_memory = shared + memory::warps * memory::warp_bytes;
     float* const query = reinterpret_cast<float*>(block_memory);
     float* const scalars = reinterpret_cast<float*>(block_memory + memory::query_bytes + memory::output_bytes);
     int* const flag = reinterpret_cast<int*>(scalars);
     float* const warp_max = scalars + 32;
-    float* const warp_sum = warp_max + attention_warps * rows;
-    const block_state merged{warp_sum + attention_warps * rows, warp_sum + attention_warps * rows + rows,
+    float* const warp_sum = warp_max + memory::warps * rows;
+    const block_state merged{warp_sum + memory::warps * rows, warp_sum + memory::warps * rows + rows,
                              reinterpret_cast<float*>(block_memory + memory::query_bytes)};
 
     item_walk<memory::tokens> walk{a.work, 0, 0, {}};
-    const share_plan plan = find_share(a.work, attention_warps, walk);
+    const share_plan plan = find_share(a.work, memory::warps, walk);
     if (walk.share_begin >= walk.share_end) return;
 
     unit_feed<memory, Format, T> feed(a, walk, warp);
@@ -441,7 +450,7 @@ __global__ void __launch_bounds__(attention_threads, attention_memory<Format, Ro
         constexpr int tiles_of_run = fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
         if constexpr (fold_once) fold_rows(folded, query_at, memory::query_stride, 0, 0, id);
 
-        for (int index = item.from + warp; index < item.to; index += attention_warps) {
+        for (int index = item.from + warp; index < item.to; index += memory::warps) {
             std::uint32_t at = wait_unit();
             const bool present = ((feed.present >> slot) & 1u) != 0;  // held in this format
             const int first = (item.first + index) * memory::tokens;
