@@ -136,7 +136,7 @@ TEST_CASE_TEMPLATE("NaN and infinities that were coded do not reach the output",
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 40};
     C cache(shape, {.page_tokens = 16});
     test::stream s(random, shape, 160);
-    const float poison[] = {NAN, -NAN, INFINITY, -INFINITY, 1e6f};
+    const float poison[] = {NAN, -NAN, INFINITY, -INFINITY};
     for (auto* x : {&s.k, &s.v})
         for (float& v : x->values())
             if (random.one_in(50)) v = random.pick(poison);
