@@ -42,7 +42,9 @@ struct layer_pages {
     const page_ref* keys = nullptr;
     const page_ref* values = nullptr;
 
-    int entries() const noexcept { return (geometry.sinks > 0 ? 1 : 0) + geometry.pages(tokens); }
+    int entries() const noexcept {
+        return (geometry.sinks > 0 && tokens > 0 ? 1 : 0) + geometry.pages(tokens);
+    }
 
     entry at(int index) const noexcept {
         const int i = geometry.sinks > 0 ? index - 1 : index;
