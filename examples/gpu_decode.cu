@@ -28,7 +28,8 @@ static void check(const cuda::status& s) {
 template <class T>
 static T* device(std::size_t n, int fill = 0) {
     void* p = nullptr;
-    if (cudaMalloc(&p, n * sizeof(T)) != cudaSuccess || cudaMemset(p, fill, n * sizeof(T)) != cudaSuccess) std::exit(1);
+    if (cudaMalloc(&p, n * sizeof(T)) != cudaSuccess || cudaMemset(p, fill, n * sizeof(T)) != cudaSuccess)
+        std::exit(1);
     return static_cast<T*>(p);
 }
 
@@ -61,8 +62,10 @@ int main() {
 
     const auto win = make_cache<window>(window_pages, window_table, tokens);
     const auto code = make_cache<coded>(coded_pages, coded_table, tokens);
-    const std::size_t kv = static_cast<std::size_t>(batch) * kv_heads * dim, qn = static_cast<std::size_t>(batch) * q_heads * dim;
-    float16 *const k = device<float16>(kv), *const v = device<float16>(kv), *const q = device<float16>(qn), *const out = device<float16>(qn);
+    const std::size_t kv = static_cast<std::size_t>(batch) * kv_heads * dim,
+                      qn = static_cast<std::size_t>(batch) * q_heads * dim;
+    float16 *const k = device<float16>(kv), *const v = device<float16>(kv), *const q = device<float16>(qn),
+                   *const out = device<float16>(qn);
     float* const state = device<float>(static_cast<std::size_t>(batch) * q_heads * (dim + 2));
     const std::size_t bytes = std::max(cuda::attend_workspace_bytes<window, float16>(q_heads / kv_heads),
                                        cuda::attend_workspace_bytes<coded, float16>(q_heads / kv_heads));
@@ -88,13 +91,16 @@ int main() {
 
         // The decode step.
         using in = token_view<const float16>;
-        check(cuda::store<window, float16>(win, in(k, batch, kv_heads, dim), in(v, batch, kv_heads, dim), slots, nullptr, stream));
+        check(cuda::store<window, float16>(win, in(k, batch, kv_heads, dim), in(v, batch, kv_heads, dim),
+                                           slots, nullptr, stream));
         check(cuda::commit_full_pages(win, code, window_table, coded_table, recent, fresh, nullptr, stream));
         cuda::attention_options first, last;
         first.state_out = state;
         last.state_in = state;
-        check(cuda::attend<coded, float16>(code, in(q, batch, q_heads, dim), {}, first, workspace, bytes, stream));
-        check(cuda::attend<window, float16>(win, in(q, batch, q_heads, dim), {out, batch, q_heads, dim}, last, workspace, bytes, stream));
+        check(cuda::attend<coded, float16>(code, in(q, batch, q_heads, dim), {}, first, workspace, bytes,
+                                           stream));
+        check(cuda::attend<window, float16>(win, in(q, batch, q_heads, dim), {out, batch, q_heads, dim}, last,
+                                            workspace, bytes, stream));
     }
     std::vector<float16> result(qn);
     std::vector<int> table(batch * columns);
@@ -103,6 +109,7 @@ int main() {
     if (cudaStreamSynchronize(stream) != cudaSuccess) return 1;
     int coded_now = 0;
     for (const int page : table) coded_now += page >= 0;
-    std::printf("300 tokens x %d sequences: %d coded pages, out[0] = %g\n", batch, coded_now, static_cast<float>(result[0]));
+    std::printf("300 tokens x %d sequences: %d coded pages, out[0] = %g\n", batch, coded_now,
+                static_cast<float>(result[0]));
     return coded_now == 3 * batch ? 0 : 1;
 }

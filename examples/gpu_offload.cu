@@ -31,7 +31,8 @@ static void check(const cuda::status& s) {
 template <class T>
 static T* device(std::size_t n) {
     void* p = nullptr;
-    if (cudaMalloc(&p, n * sizeof(T)) != cudaSuccess || cudaMemset(p, 0, n * sizeof(T)) != cudaSuccess) std::exit(1);
+    if (cudaMalloc(&p, n * sizeof(T)) != cudaSuccess || cudaMemset(p, 0, n * sizeof(T)) != cudaSuccess)
+        std::exit(1);
     return static_cast<T*>(p);
 }
 template <class T>
@@ -64,14 +65,15 @@ int main() {
     };
     float* const k = device(random(tokens * kv_heads * dim));
     float* const v = device(random(tokens * kv_heads * dim));
-    check(cuda::store<coded, float>(gpu, {k, tokens, kv_heads, dim}, {v, tokens, kv_heads, dim}, device(slots), nullptr, nullptr));
+    check(cuda::store<coded, float>(gpu, {k, tokens, kv_heads, dim}, {v, tokens, kv_heads, dim},
+                                    device(slots), nullptr, nullptr));
 
     // Attention there.
     const std::vector<float> q = random(q_heads * dim);
     float* const out = device<float>(q.size());
     const std::size_t bytes = cuda::attend_workspace_bytes<coded, float>(q_heads / kv_heads);
-    check(cuda::attend<coded, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {}, device<std::byte>(bytes), bytes,
-                                     nullptr));
+    check(cuda::attend<coded, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
+                                     device<std::byte>(bytes), bytes, nullptr));
     std::vector<float> on_gpu(q.size());
     cudaMemcpy(on_gpu.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
 
@@ -81,8 +83,10 @@ int main() {
     for (int i = 0; i < pages; ++i) {
         key_pages.push_back(pool.allocate(gpu.key_page_bytes, 1, page_tokens));
         value_pages.push_back(pool.allocate(gpu.value_page_bytes, 1, page_tokens));
-        cudaMemcpy(key_pages[i]->data(), gpu.key_pages + i * gpu.key_page_bytes, gpu.key_page_bytes, cudaMemcpyDeviceToHost);
-        cudaMemcpy(value_pages[i]->data(), gpu.value_pages + i * gpu.value_page_bytes, gpu.value_page_bytes, cudaMemcpyDeviceToHost);
+        cudaMemcpy(key_pages[i]->data(), gpu.key_pages + i * gpu.key_page_bytes, gpu.key_page_bytes,
+                   cudaMemcpyDeviceToHost);
+        cudaMemcpy(value_pages[i]->data(), gpu.value_pages + i * gpu.value_page_bytes, gpu.value_page_bytes,
+                   cudaMemcpyDeviceToHost);
     }
     const format_table<tensor::key, float16, formats<keys>> key_formats;
     const format_table<tensor::value, float16, formats<values>> value_formats;
@@ -90,12 +94,14 @@ int main() {
     const page_geometry geometry{0, 0, page_tokens};
     const layer_pages layer{geometry, tokens, nullptr, nullptr, key_pages.data(), value_pages.data()};
     std::vector<float> on_cpu(q.size());
-    std::vector<std::byte> memory(
-        attention_workspace_bytes<scalar>(key_formats, value_formats, shape, geometry, tokens, q_heads, 1, 1) + 64);
-    auto* const aligned = reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) / 64 * 64);
+    std::vector<std::byte> memory(attention_workspace_bytes<scalar>(key_formats, value_formats, shape,
+                                                                    geometry, tokens, q_heads, 1, 1) +
+                                  64);
+    auto* const aligned =
+        reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) / 64 * 64);
     serial_executor serial;
-    kvq::attend<scalar>(key_formats, value_formats, shape, 0, layer, {q.data(), 1, q_heads, dim}, {on_cpu.data(), 1, q_heads, dim},
-                        causal{}, serial, aligned);
+    kvq::attend<scalar>(key_formats, value_formats, shape, 0, layer, {q.data(), 1, q_heads, dim},
+                        {on_cpu.data(), 1, q_heads, dim}, causal{}, serial, aligned);
     double error = 0.0, size = 0.0;
     for (std::size_t i = 0; i < q.size(); ++i) {
         error += std::pow(on_gpu[i] - on_cpu[i], 2.0);
@@ -107,14 +113,17 @@ int main() {
     cudaMemset(gpu.key_pages, 0xff, pages * gpu.key_page_bytes);
     cudaMemset(gpu.value_pages, 0xff, pages * gpu.value_page_bytes);
     for (int i = 0; i < pages; ++i) {
-        cudaMemcpy(gpu.key_pages + i * gpu.key_page_bytes, key_pages[i]->data(), gpu.key_page_bytes, cudaMemcpyHostToDevice);
-        cudaMemcpy(gpu.value_pages + i * gpu.value_page_bytes, value_pages[i]->data(), gpu.value_page_bytes, cudaMemcpyHostToDevice);
+        cudaMemcpy(gpu.key_pages + i * gpu.key_page_bytes, key_pages[i]->data(), gpu.key_page_bytes,
+                   cudaMemcpyHostToDevice);
+        cudaMemcpy(gpu.value_pages + i * gpu.value_page_bytes, value_pages[i]->data(), gpu.value_page_bytes,
+                   cudaMemcpyHostToDevice);
     }
-    check(cuda::attend<coded, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {}, device<std::byte>(bytes), bytes,
-                                     nullptr));
+    check(cuda::attend<coded, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
+                                     device<std::byte>(bytes), bytes, nullptr));
     std::vector<float> again(q.size());
     cudaMemcpy(again.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
     const bool same = std::equal(again.begin(), again.end(), on_gpu.begin());
-    std::printf("GPU against CPU: %.2e; after the way back: %s\n", error, same ? "the same bits" : "DIFFERENT");
+    std::printf("GPU against CPU: %.2e; after the way back: %s\n", error,
+                same ? "the same bits" : "DIFFERENT");
     return error < 2e-3 && same ? 0 : 1;
 }

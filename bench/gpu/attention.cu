@@ -24,7 +24,8 @@ using namespace kvq;
 struct shape {
     int batch, tokens, q_heads, kv_heads;
     bool operator<(const shape& o) const {
-        return std::tie(batch, tokens, q_heads, kv_heads) < std::tie(o.batch, o.tokens, o.q_heads, o.kv_heads);
+        return std::tie(batch, tokens, q_heads, kv_heads) <
+               std::tie(o.batch, o.tokens, o.q_heads, o.kv_heads);
     }
 };
 
@@ -81,7 +82,8 @@ void run(const char* name, const shape& s, settings& set) {
     if ((!set.only.empty() && set.only != name) || (set.batch && set.batch != s.batch)) return;
     using ref_type = cuda::cache_ref<Format>;
     const int columns = (s.tokens + Format::page_tokens - 1) / Format::page_tokens;
-    const std::size_t key_page = ref_type::dense_key_page(s.kv_heads), value_page = ref_type::dense_value_page(s.kv_heads);
+    const std::size_t key_page = ref_type::dense_key_page(s.kv_heads),
+                      value_page = ref_type::dense_value_page(s.kv_heads);
     const std::size_t case_pages = static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(columns);
     const std::size_t case_bytes = case_pages * (key_page + value_page);
     // As many caches as take 0.75 GB together, at most what fits.
@@ -100,8 +102,10 @@ void run(const char* name, const shape& s, settings& set) {
     const std::size_t blocks = pages * static_cast<std::size_t>(s.kv_heads);
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory),
                                         pages * (key_page + value_page) / 4, 17u);
-    fill_parameters<typename Format::keys><<<static_cast<unsigned>(blocks), 128>>>(cache.key_pages, blocks, Format::key_shape());
-    fill_parameters<typename Format::values><<<static_cast<unsigned>(blocks), 128>>>(cache.value_pages, blocks, Format::value_shape());
+    fill_parameters<typename Format::keys>
+        <<<static_cast<unsigned>(blocks), 128>>>(cache.key_pages, blocks, Format::key_shape());
+    fill_parameters<typename Format::values>
+        <<<static_cast<unsigned>(blocks), 128>>>(cache.value_pages, blocks, Format::value_shape());
     BENCH_OK(cudaGetLastError());
 
     std::vector<int> order(pages);
@@ -116,7 +120,8 @@ void run(const char* name, const shape& s, settings& set) {
     BENCH_OK(cudaMemcpy(tokens, lengths.data(), lengths.size() * sizeof(int), cudaMemcpyHostToDevice));
     cache.tokens = tokens;
 
-    const std::size_t q_count = static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(s.q_heads) * Format::head_dim;
+    const std::size_t q_count =
+        static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(s.q_heads) * Format::head_dim;
     std::vector<float16> q(q_count);
     std::normal_distribution<float> normal;
     for (float16& x : q) x = float16(normal(random));
@@ -164,22 +169,27 @@ void run(const char* name, const shape& s, settings& set) {
         BENCH_OK(cudaMemcpy(want.data(), wide_out, q_count * sizeof(float), cudaMemcpyDeviceToHost));
         error = relative_error(got, want);
     }
-    const int count = static_cast<int>(std::max<std::size_t>(sets, std::min<std::size_t>(40, (std::size_t{1} << 31) / case_bytes + 1)));
+    const int count = static_cast<int>(
+        std::max<std::size_t>(sets, std::min<std::size_t>(40, (std::size_t{1} << 31) / case_bytes + 1)));
     const double us = bench::time_launches(count, launch, set.quick ? 5 : 9);
     const double gbps = static_cast<double>(case_bytes) / us * 1e-3;
     if (std::strcmp(name, "fp16") == 0) set.own_fp16[s] = us;
     const double own = set.own_fp16.count(s) ? set.own_fp16[s] / us : 0.0;
     const double torch = set.baseline.count(s) ? set.baseline[s] / us : 0.0;
     if (set.json)
-        std::printf("{\"op\": \"attention\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, \"kv_heads\": %d, "
-                    "\"head_dim\": %d, \"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f, \"vs_own_fp16\": %.3f, "
-                    "\"vs_torch_cudnn\": %.3f, \"rel_error\": %.2e}\n",
-                    name, s.batch, s.tokens, s.q_heads, s.kv_heads, Format::head_dim, us, gbps, gbps / set.ceiling.read, own,
-                    torch, error);
+        std::printf(
+            "{\"op\": \"attention\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
+            "\"kv_heads\": %d, "
+            "\"head_dim\": %d, \"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f, \"vs_own_fp16\": %.3f, "
+            "\"vs_torch_cudnn\": %.3f, \"rel_error\": %.2e}\n",
+            name, s.batch, s.tokens, s.q_heads, s.kv_heads, Format::head_dim, us, gbps,
+            gbps / set.ceiling.read, own, torch, error);
     else
-        std::printf("%-14s %4d x %6d  %2d/%-2d %9.1f us %7.0f GB/s %5.1f %%  own fp16 %5.2f x  torch %5.2f x  error %.1e\n",
-                    name, s.batch, s.tokens, s.q_heads, s.kv_heads, us, gbps, 100.0 * gbps / set.ceiling.read, own, torch,
-                    error);
+        std::printf(
+            "%-14s %4d x %6d  %2d/%-2d %9.1f us %7.0f GB/s %5.1f %%  own fp16 %5.2f x  torch %5.2f x  error "
+            "%.1e\n",
+            name, s.batch, s.tokens, s.q_heads, s.kv_heads, us, gbps, 100.0 * gbps / set.ceiling.read, own,
+            torch, error);
     std::fflush(stdout);
     for (void* p : {static_cast<void*>(table), static_cast<void*>(tokens), static_cast<void*>(q_device),
                     static_cast<void*>(out), static_cast<void*>(wide_q), static_cast<void*>(wide_out),
@@ -202,7 +212,8 @@ int main(int argc, char** argv) {
                 shape s{};
                 int dim = 0;
                 double us = 0.0;
-                while (std::fscanf(file, "%d %d %d %d %d %lf", &s.batch, &s.tokens, &s.q_heads, &s.kv_heads, &dim, &us) == 6)
+                while (std::fscanf(file, "%d %d %d %d %d %lf", &s.batch, &s.tokens, &s.q_heads, &s.kv_heads,
+                                   &dim, &us) == 6)
                     if (dim == 128) set.baseline[s] = us;
                 std::fclose(file);
             }
@@ -210,14 +221,18 @@ int main(int argc, char** argv) {
     }
     set.bytes = std::size_t{18} << 30;
     BENCH_OK(cudaMalloc(&set.memory, set.bytes));
-    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory), std::size_t{1} << 30, 1u);
+    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory), std::size_t{1} << 30,
+                                        1u);
     set.ceiling = bench::measure_ceilings(set.memory, std::size_t{4} << 30);
-    if (!set.json) std::printf("read ceiling %.0f GB/s, copy ceiling %.0f GB/s\n", set.ceiling.read, set.ceiling.copy);
+    if (!set.json)
+        std::printf("read ceiling %.0f GB/s, copy ceiling %.0f GB/s\n", set.ceiling.read, set.ceiling.copy);
 
-    std::vector<shape> shapes = {{1, 131072, 32, 8}, {8, 32768, 32, 8}, {16, 2048, 32, 8}, {64, 4096, 32, 8}, {128, 8192, 32, 8}};
+    std::vector<shape> shapes = {
+        {1, 131072, 32, 8}, {8, 32768, 32, 8}, {16, 2048, 32, 8}, {64, 4096, 32, 8}, {128, 8192, 32, 8}};
     if (!set.quick) {
         for (const auto& [q, kv] : {std::pair{64, 8}, std::pair{32, 32}})
-            for (const auto& [b, t] : {std::pair{1, 131072}, std::pair{8, 32768}, std::pair{16, 2048}, std::pair{64, 4096}, std::pair{128, 8192}})
+            for (const auto& [b, t] : {std::pair{1, 131072}, std::pair{8, 32768}, std::pair{16, 2048},
+                                       std::pair{64, 4096}, std::pair{128, 8192}})
                 if (!(kv == 32 && b == 128)) shapes.push_back({b, t, q, kv});
     }
     for (const shape& s : shapes) {

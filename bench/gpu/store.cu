@@ -20,20 +20,26 @@ __global__ void make_finite(std::uint32_t* words, std::size_t n) {
 }
 
 template <class Format>
-void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json, std::byte* memory, std::size_t bytes) {
+void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json, std::byte* memory,
+         std::size_t bytes) {
     constexpr int heads = 8;
     const std::size_t in = static_cast<std::size_t>(tokens) * heads * Format::head_dim * 2;
     const int pages = (tokens + Format::page_tokens - 1) / Format::page_tokens;
-    const std::size_t out = static_cast<std::size_t>(pages) * heads * (Format::key_block_bytes + Format::value_block_bytes);
+    const std::size_t out =
+        static_cast<std::size_t>(pages) * heads * (Format::key_block_bytes + Format::value_block_bytes);
     const std::size_t set = 2 * in + out;
-    const std::size_t sets = std::max<std::size_t>(1, std::min<std::size_t>((std::size_t{3} << 28) / set + 1, bytes / set));
+    const std::size_t sets =
+        std::max<std::size_t>(1, std::min<std::size_t>((std::size_t{3} << 28) / set + 1, bytes / set));
     std::vector<long long> slots(static_cast<std::size_t>(tokens));
     for (int i = 0; i < tokens; ++i) slots[static_cast<std::size_t>(i)] = i;
     if (tokens <= 512)  // one token for each of many sequences
-        for (int i = 0; i < tokens; ++i) slots[static_cast<std::size_t>(i)] = static_cast<long long>(i % pages) * Format::page_tokens + i / pages;
+        for (int i = 0; i < tokens; ++i)
+            slots[static_cast<std::size_t>(i)] =
+                static_cast<long long>(i % pages) * Format::page_tokens + i / pages;
     long long* slots_device = nullptr;
     BENCH_OK(cudaMalloc(&slots_device, slots.size() * sizeof(long long)));
-    BENCH_OK(cudaMemcpy(slots_device, slots.data(), slots.size() * sizeof(long long), cudaMemcpyHostToDevice));
+    BENCH_OK(
+        cudaMemcpy(slots_device, slots.data(), slots.size() * sizeof(long long), cudaMemcpyHostToDevice));
     const auto launch = [&](int i, cudaStream_t stream) {
         std::byte* const at = memory + static_cast<std::size_t>(i) % sets * set;
         cuda::cache_ref<Format> cache;
@@ -43,9 +49,10 @@ void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json
         cache.key_pages = at + 2 * in;
         cache.value_pages = cache.key_pages + static_cast<std::size_t>(pages) * cache.key_page_bytes;
         const auto* const k = reinterpret_cast<const float16*>(at);
-        const auto status = cuda::store<Format, float16>(cache, token_view<const float16>(k, tokens, heads, Format::head_dim),
-                                                         token_view<const float16>(k + in / 2, tokens, heads, Format::value_dim),
-                                                         slots_device, nullptr, stream);
+        const auto status = cuda::store<Format, float16>(
+            cache, token_view<const float16>(k, tokens, heads, Format::head_dim),
+            token_view<const float16>(k + in / 2, tokens, heads, Format::value_dim), slots_device, nullptr,
+            stream);
         if (!status) {
             std::fprintf(stderr, "%s\n", status.message);
             std::exit(2);
@@ -58,11 +65,14 @@ void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json
     const double us = bench::time_launches(count, launch);
     const double gbps = static_cast<double>(2 * in + out) / us * 1e-3;
     if (json)
-        std::printf("{\"op\": \"store\", \"scheme\": \"%s\", \"batch\": 1, \"tokens\": %d, \"q_heads\": 0, \"kv_heads\": %d, \"head_dim\": %d, "
-                    "\"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f}\n", name, tokens, heads, Format::head_dim, us, gbps, gbps / ceiling.copy);
+        std::printf(
+            "{\"op\": \"store\", \"scheme\": \"%s\", \"batch\": 1, \"tokens\": %d, \"q_heads\": 0, "
+            "\"kv_heads\": %d, \"head_dim\": %d, "
+            "\"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f}\n",
+            name, tokens, heads, Format::head_dim, us, gbps, gbps / ceiling.copy);
     else
-        std::printf("store %-12s %6d tokens x %d heads %9.1f us %7.0f GB/s %5.1f %% of a copy\n", name, tokens, heads, us, gbps,
-                    100.0 * gbps / ceiling.copy);
+        std::printf("store %-12s %6d tokens x %d heads %9.1f us %7.0f GB/s %5.1f %% of a copy\n", name,
+                    tokens, heads, us, gbps, 100.0 * gbps / ceiling.copy);
     std::fflush(stdout);
     BENCH_OK(cudaFree(slots_device));
 }
@@ -78,10 +88,13 @@ int main(int argc, char** argv) {
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory), bytes / 4, 1u);
     const bench::ceilings ceiling = bench::measure_ceilings(memory, bytes);
     for (const int tokens : {128, 1024, 4096, 65536}) {
-        run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", tokens, ceiling, json, memory, bytes);
+        run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", tokens, ceiling, json, memory,
+                                                                 bytes);
         run<cuda::format<int8, int8, 128, 64>>("int8", tokens, ceiling, json, memory, bytes);
-        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("token4-g128", tokens, ceiling, json, memory, bytes);
-        run<cuda::format<affine<4, per_token<64>>, affine<4, per_token<64>>, 128, 64>>("token4-g64", tokens, ceiling, json, memory, bytes);
+        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>(
+            "token4-g128", tokens, ceiling, json, memory, bytes);
+        run<cuda::format<affine<4, per_token<64>>, affine<4, per_token<64>>, 128, 64>>(
+            "token4-g64", tokens, ceiling, json, memory, bytes);
     }
     BENCH_OK(cudaFree(memory));
     return 0;

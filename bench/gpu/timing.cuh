@@ -11,13 +11,13 @@
 
 namespace bench {
 
-#define BENCH_OK(call)                                                                               \
-    do {                                                                                             \
-        const cudaError_t code_ = (call);                                                            \
-        if (code_ != cudaSuccess) {                                                                  \
+#define BENCH_OK(call)                                                                             \
+    do {                                                                                           \
+        const cudaError_t code_ = (call);                                                          \
+        if (code_ != cudaSuccess) {                                                                \
             std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, cudaGetErrorString(code_)); \
-            std::exit(2);                                                                            \
-        }                                                                                            \
+            std::exit(2);                                                                          \
+        }                                                                                          \
     } while (0)
 
 /// Microseconds per launch: `launch(i, stream)` is captured `count` times, the graph replayed, the median taken.
@@ -77,7 +77,8 @@ __global__ void copy_kernel(const uint4* from, std::size_t n, uint4* to) {
 
 __global__ void random_kernel(std::uint32_t* to, std::size_t words, std::uint32_t seed) {
     const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
-    for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += threads) {
+    for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words;
+         i += threads) {
         std::uint32_t x = static_cast<std::uint32_t>(i) * 0x9e3779b9u + seed;
         x = (x ^ (x >> 16)) * 0x85ebca6bu;
         x = (x ^ (x >> 13)) * 0xc2b2ae35u;
@@ -94,7 +95,8 @@ inline ceilings measure_ceilings(std::byte* memory, std::size_t bytes) {
     const std::size_t n = bytes / 16;
     for (const unsigned grid : {264u, 528u, 1056u, 2112u}) {
         const double us = time_launches(2, [&](int, cudaStream_t s) {
-            read_kernel<<<grid, 512, 0, s>>>(reinterpret_cast<const uint4*>(memory), n, reinterpret_cast<unsigned*>(memory));
+            read_kernel<<<grid, 512, 0, s>>>(reinterpret_cast<const uint4*>(memory), n,
+                                             reinterpret_cast<unsigned*>(memory));
         });
         c.read = std::max(c.read, static_cast<double>(bytes) / us * 1e-3);
         const double copy_us = time_launches(2, [&](int, cudaStream_t s) {

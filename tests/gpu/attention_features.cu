@@ -18,8 +18,10 @@ void decode_into(const test::coded_batch<Format>& from, std::size_t b, int first
     for (std::size_t h = 0; h < kv_heads; ++h)
         for (int t = 0; t < count; ++t)
             for (int c = 0; c < dim; ++c) {
-                k[h][static_cast<std::size_t>((at + t) * dim + c)] = from.key_values[b][h][static_cast<std::size_t>((first + t) * dim + c)];
-                v[h][static_cast<std::size_t>((at + t) * dim + c)] = from.value_values[b][h][static_cast<std::size_t>((first + t) * dim + c)];
+                k[h][static_cast<std::size_t>((at + t) * dim + c)] =
+                    from.key_values[b][h][static_cast<std::size_t>((first + t) * dim + c)];
+                v[h][static_cast<std::size_t>((at + t) * dim + c)] =
+                    from.value_values[b][h][static_cast<std::size_t>((first + t) * dim + c)];
             }
 }
 
@@ -44,7 +46,8 @@ void check_mixed() {
     for (int b = 0; b < sequences; ++b) {
         const auto at = static_cast<std::size_t>(b);
         const int n = lengths[at];
-        std::vector<std::vector<float>> k(kv_heads, std::vector<float>(static_cast<std::size_t>(n * dim))), v = k;
+        std::vector<std::vector<float>> k(kv_heads, std::vector<float>(static_cast<std::size_t>(n * dim))),
+            v = k;
         decode_into(sinks, at, 0, std::min(n, 4), 0, k, v);
         for (int page = 0; page * 64 < rest_lengths[at]; ++page) {
             const int count = std::min(64, rest_lengths[at] - page * 64);
@@ -86,9 +89,14 @@ void check_mixed() {
         second.state_in = second.state_out = state.get();
         third.state_in = state.get();
         third.lse = lse.get();
-        CHECK((cuda::attend<sink, float16>(sinks_device.ref, q_view, {}, first, nullptr, 0, stream)), "sinks");
-        CHECK((cuda::attend<coded, float16>(middle_device.ref, q_view, {}, second, workspace.get(), bytes, stream)), "coded");
-        CHECK((cuda::attend<window, float16>(recent_device.ref, q_view, out_view, third, workspace.get(), bytes, stream)), "window");
+        CHECK((cuda::attend<sink, float16>(sinks_device.ref, q_view, {}, first, nullptr, 0, stream)),
+              "sinks");
+        CHECK((cuda::attend<coded, float16>(middle_device.ref, q_view, {}, second, workspace.get(), bytes,
+                                            stream)),
+              "coded");
+        CHECK((cuda::attend<window, float16>(recent_device.ref, q_view, out_view, third, workspace.get(),
+                                             bytes, stream)),
+              "window");
     };
     const auto compare = [&](const char* what) {
         const auto got = out.download();
@@ -96,19 +104,23 @@ void check_mixed() {
         for (int b = 0; b < sequences; ++b)
             for (int h = 0; h < q_heads; ++h) {
                 const std::size_t row = static_cast<std::size_t>(b * q_heads + h);
-                const auto want = test::reference_row(whole, static_cast<std::size_t>(b), static_cast<std::size_t>(h / group),
-                                                      &qf[row * dim], 0, lengths[static_cast<std::size_t>(b)], 0.0f);
+                const auto want = test::reference_row(whole, static_cast<std::size_t>(b),
+                                                      static_cast<std::size_t>(h / group), &qf[row * dim], 0,
+                                                      lengths[static_cast<std::size_t>(b)], 0.0f);
                 double error = 0.0, size = 0.0;
                 for (int c = 0; c < dim; ++c) {
-                    const double w = want.sum > 0.0 ? want.output[static_cast<std::size_t>(c)] / want.sum : 0.0;
+                    const double w =
+                        want.sum > 0.0 ? want.output[static_cast<std::size_t>(c)] / want.sum : 0.0;
                     const double g = static_cast<float>(got[row * dim + static_cast<std::size_t>(c)]);
                     error += (g - w) * (g - w);
                     size += w * w;
                 }
-                CHECK(std::sqrt(error) <= 2e-3 * std::sqrt(size) + 1e-12, "%s: mixed formats, sequence %d head %d: error %g", what, b, h,
+                CHECK(std::sqrt(error) <= 2e-3 * std::sqrt(size) + 1e-12,
+                      "%s: mixed formats, sequence %d head %d: error %g", what, b, h,
                       std::sqrt(error / size));
                 const double l = want.sum > 0.0 ? want.max + std::log(want.sum) : -INFINITY;
-                CHECK(l == got_lse[row] || std::abs(l - got_lse[row]) < 1e-3, "%s: lse %g, expected %g", what, got_lse[row], l);
+                CHECK(l == got_lse[row] || std::abs(l - got_lse[row]) < 1e-3, "%s: lse %g, expected %g", what,
+                      got_lse[row], l);
             }
     };
     const auto new_queries = [&] {
@@ -145,7 +157,8 @@ void check_mixed() {
 void check_repeatable() {
     test::rng r(5);
     std::vector<int> lengths;
-    for (int i = 0; i < 150; ++i) lengths.push_back(test::uniform(r, 0, 3) == 0 ? 0 : test::uniform(r, 1, 400));
+    for (int i = 0; i < 150; ++i)
+        lengths.push_back(test::uniform(r, 0, 3) == 0 ? 0 : test::uniform(r, 1, 400));
     lengths[70] = 5000;
     const test::coded_batch<coded> batch(r, kv_heads, lengths);
     const test::device_batch<coded> device(batch);
@@ -160,20 +173,26 @@ void check_repeatable() {
     std::vector<float16> first;
     for (int run = 0; run < 20; ++run) {
         out.poison();
-        CHECK((cuda::attend<coded, float16>(device.ref, {q_device.get(), n, q_heads, dim}, {out.get(), n, q_heads, dim}, {},
-                                            workspace.get(), bytes, nullptr)), "attend");
+        CHECK(
+            (cuda::attend<coded, float16>(device.ref, {q_device.get(), n, q_heads, dim},
+                                          {out.get(), n, q_heads, dim}, {}, workspace.get(), bytes, nullptr)),
+            "attend");
         CUDA_OK(cudaDeviceSynchronize());
         const auto got = out.download();
         if (run == 0) first = got;
-        CHECK(std::memcmp(first.data(), got.data(), got.size() * 2) == 0, "run %d differs from the first", run);
+        CHECK(std::memcmp(first.data(), got.data(), got.size() * 2) == 0, "run %d differs from the first",
+              run);
     }
     for (const int b : {0, 70, 149})
         for (int h = 0; h < q_heads; ++h) {
             const std::size_t row = static_cast<std::size_t>(b * q_heads + h);
             std::vector<float> qf(dim);
-            for (int c = 0; c < dim; ++c) qf[static_cast<std::size_t>(c)] = static_cast<float>(q[row * dim + static_cast<std::size_t>(c)]);
-            const auto want = test::reference_row(batch, static_cast<std::size_t>(b), static_cast<std::size_t>(h / group), qf.data(),
-                                                  0, lengths[static_cast<std::size_t>(b)], 0.0f);
+            for (int c = 0; c < dim; ++c)
+                qf[static_cast<std::size_t>(c)] =
+                    static_cast<float>(q[row * dim + static_cast<std::size_t>(c)]);
+            const auto want =
+                test::reference_row(batch, static_cast<std::size_t>(b), static_cast<std::size_t>(h / group),
+                                    qf.data(), 0, lengths[static_cast<std::size_t>(b)], 0.0f);
             double error = 0.0, size = 0.0;
             for (int c = 0; c < dim; ++c) {
                 const double w = want.sum > 0.0 ? want.output[static_cast<std::size_t>(c)] / want.sum : 0.0;
@@ -181,7 +200,8 @@ void check_repeatable() {
                 error += (g - w) * (g - w);
                 size += w * w;
             }
-            CHECK(std::sqrt(error) <= 2e-3 * std::sqrt(size) + 1e-12, "many sequences: error %g", std::sqrt(error / size));
+            CHECK(std::sqrt(error) <= 2e-3 * std::sqrt(size) + 1e-12, "many sequences: error %g",
+                  std::sqrt(error / size));
         }
     std::printf("  repeatable\n");
 }
@@ -192,9 +212,12 @@ void check_errors() {
     cuda::cache_ref<coded> c;
     c.kv_heads = 2;
     float16* const x = reinterpret_cast<float16*>(memory.get());
-    const auto refused = [&](const cuda::cache_ref<coded>& cache, int heads, int d, std::size_t bytes, const char* words) {
-        const auto s = cuda::attend<coded, float16>(cache, {x, 1, heads, d}, {x, 1, heads, d}, {}, memory.get(), bytes, nullptr);
-        CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words), "expected '%s', got '%s'", words, s.message);
+    const auto refused = [&](const cuda::cache_ref<coded>& cache, int heads, int d, std::size_t bytes,
+                             const char* words) {
+        const auto s = cuda::attend<coded, float16>(cache, {x, 1, heads, d}, {x, 1, heads, d}, {},
+                                                    memory.get(), bytes, nullptr);
+        CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words), "expected '%s', got '%s'",
+              words, s.message);
         CHECK(cudaGetLastError() == cudaSuccess, "a refused call must not leave an error behind");
     };
     refused(c, 8, 128, 0, "null pointer");

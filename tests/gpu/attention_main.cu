@@ -8,7 +8,8 @@ int main() {
 #if !defined(PART) || PART == 0
     check_format<cuda::format<full<float16>, full<float16>, 128, 64>, float16>("fp16, page 64");
     check_format<cuda::format<int8, int8, 128, 64>, float16>("int8, page 64");
-    check_format<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>, float16>("4 bit token, page 64");
+    check_format<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>, float16>(
+        "4 bit token, page 64");
 #endif
 #if !defined(PART) || PART == 1
     check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi4 g64, page 64");

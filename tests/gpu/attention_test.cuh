@@ -23,8 +23,8 @@ struct reference_state {
 };
 
 template <class Format>
-reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence, std::size_t head, const float* q,
-                              int from, int to, float softcap) {
+reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence, std::size_t head,
+                              const float* q, int from, int to, float softcap) {
     constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
     reference_state r;
     r.output.assign(value_dim, 0.0);
@@ -32,7 +32,8 @@ reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence
     for (int t = from; t < to; ++t) {
         double s = 0.0;
         for (int c = 0; c < dim; ++c)
-            s += static_cast<double>(q[c]) * b.key_values[sequence][head][static_cast<std::size_t>(t * dim + c)];
+            s += static_cast<double>(q[c]) *
+                 b.key_values[sequence][head][static_cast<std::size_t>(t * dim + c)];
         s /= std::sqrt(static_cast<double>(dim));
         if (softcap > 0.0f) s = softcap * std::tanh(s / softcap);
         scores.push_back(s);
@@ -50,8 +51,10 @@ reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence
 
 template <class T>
 T as(float x) {
-    if constexpr (std::is_same_v<T, float>) return x;
-    else return T(x);
+    if constexpr (std::is_same_v<T, float>)
+        return x;
+    else
+        return T(x);
 }
 
 /// The largest relative error of a sequence's output rows. `name` goes into messages.
@@ -83,7 +86,8 @@ void check_attention(rng& r, const attention_case& c, const char* name, double* 
         out.poison();
         const auto status = kvq::cuda::attend<Format, T>(
             device.ref, kvq::token_view<const T>(q_device.get(), tokens, q_heads, dim),
-            kvq::token_view<T>(out.get(), tokens, q_heads, value_dim), options, workspace.get(), bytes, nullptr);
+            kvq::token_view<T>(out.get(), tokens, q_heads, value_dim), options, workspace.get(), bytes,
+            nullptr);
         CHECK(status, "%s: %s", name, status.message);
         CUDA_OK(cudaDeviceSynchronize());
     }
@@ -96,13 +100,16 @@ void check_attention(rng& r, const attention_case& c, const char* name, double* 
                 const std::size_t row = static_cast<std::size_t>((b * c.query_tokens + i) * q_heads + h);
                 const int position = c.lengths[static_cast<std::size_t>(b)] - c.query_tokens + i;
                 const int from = c.window > 0 ? std::max(0, position - c.window + 1) : 0;
-                const auto expected = reference_row(batch, static_cast<std::size_t>(b),
-                                                    static_cast<std::size_t>(h / c.group), &qf[row * dim], from,
-                                                    std::max(from, position + 1), c.softcap);
+                const auto expected =
+                    reference_row(batch, static_cast<std::size_t>(b), static_cast<std::size_t>(h / c.group),
+                                  &qf[row * dim], from, std::max(from, position + 1), c.softcap);
                 double error = 0.0, size = 0.0;
                 for (int d = 0; d < value_dim; ++d) {
-                    const double want = expected.sum > 0.0 ? expected.output[static_cast<std::size_t>(d)] / expected.sum : 0.0;
-                    const double have = static_cast<float>(got[row * value_dim + static_cast<std::size_t>(d)]);
+                    const double want = expected.sum > 0.0
+                                            ? expected.output[static_cast<std::size_t>(d)] / expected.sum
+                                            : 0.0;
+                    const double have =
+                        static_cast<float>(got[row * value_dim + static_cast<std::size_t>(d)]);
                     error += (have - want) * (have - want);
                     size += want * want;
                     if (!(have == have)) error = INFINITY;
@@ -111,13 +118,16 @@ void check_attention(rng& r, const attention_case& c, const char* name, double* 
                 largest = std::max(largest, relative);
                 const double limit = std::is_same_v<T, kvq::bfloat16> ? 6e-3 : 2e-3;
                 CHECK(relative <= limit,
-                      "%s: error %.3g (sequence %d of %d tokens, query %d of %d, head %d, group %d, window %d, cap %g)",
-                      name, relative, b, c.lengths[static_cast<std::size_t>(b)], i, c.query_tokens, h, c.group,
-                      c.window, static_cast<double>(c.softcap));
-                const double want_lse = expected.sum > 0.0 ? expected.max + std::log(expected.sum) : -INFINITY;
+                      "%s: error %.3g (sequence %d of %d tokens, query %d of %d, head %d, group %d, window "
+                      "%d, cap %g)",
+                      name, relative, b, c.lengths[static_cast<std::size_t>(b)], i, c.query_tokens, h,
+                      c.group, c.window, static_cast<double>(c.softcap));
+                const double want_lse =
+                    expected.sum > 0.0 ? expected.max + std::log(expected.sum) : -INFINITY;
                 const double have_lse = got_lse[row];
-                CHECK(want_lse == have_lse || std::abs(want_lse - have_lse) < 1e-3 * (1.0 + std::abs(want_lse)),
-                      "%s: lse %g, expected %g", name, have_lse, want_lse);
+                CHECK(
+                    want_lse == have_lse || std::abs(want_lse - have_lse) < 1e-3 * (1.0 + std::abs(want_lse)),
+                    "%s: lse %g, expected %g", name, have_lse, want_lse);
             }
     if (worst) *worst = std::max(*worst, largest);
 }
@@ -134,12 +144,14 @@ void check_format(const char* name) {
     check_attention<Format, T>(r, {.kv_heads = 1, .group = 5, .lengths = {2000, 5, 77}}, name, &worst);
     check_attention<Format, T>(r, {.kv_heads = 2, .group = 8, .lengths = ragged}, name, &worst);
     check_attention<Format, T>(r, {.kv_heads = 1, .group = 16, .lengths = {300, 40}}, name, &worst);
-    check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .query_tokens = 3, .lengths = {3, 2 * page + 1, 501}},
-                               name, &worst);
-    check_attention<Format, T>(r, {.kv_heads = 1, .group = 2, .query_tokens = 8, .window = 40, .lengths = {page + 3, 600}},
-                               name, &worst);
-    check_attention<Format, T>(r, {.kv_heads = 2, .group = 2, .window = 100, .softcap = 5.0f, .lengths = {40, 900, page}},
-                               name, &worst);
+    check_attention<Format, T>(
+        r, {.kv_heads = 2, .group = 4, .query_tokens = 3, .lengths = {3, 2 * page + 1, 501}}, name, &worst);
+    check_attention<Format, T>(
+        r, {.kv_heads = 1, .group = 2, .query_tokens = 8, .window = 40, .lengths = {page + 3, 600}}, name,
+        &worst);
+    check_attention<Format, T>(
+        r, {.kv_heads = 2, .group = 2, .window = 100, .softcap = 5.0f, .lengths = {40, 900, page}}, name,
+        &worst);
     check_attention<Format, T>(r, {.kv_heads = 1, .group = 4, .lengths = {6000}}, name, &worst);
     std::printf("  %-44s largest error %.2e\n", name, worst);
 }

@@ -12,24 +12,32 @@ int main() {
     check_format<cuda::kivi_format<4, 128, 128, 256>, float16>("kivi4 g128, page 256");
 #endif
 #if !defined(PART) || PART == 1
-    check_format<cuda::format<affine<3, per_token<32>>, affine<3, per_channel<64>>, 128, 64>, float16>("3 bit");
-    check_format<cuda::format<affine<5, per_channel<32>>, affine<6, per_token<32>>, 64, 64>, float16>("5 and 6 bit");
-    check_format<cuda::format<affine<7, per_token<64>>, affine<1, per_token<64>>, 128, 128>, float16>("7 and 1 bit");
+    check_format<cuda::format<affine<3, per_token<32>>, affine<3, per_channel<64>>, 128, 64>, float16>(
+        "3 bit");
+    check_format<cuda::format<affine<5, per_channel<32>>, affine<6, per_token<32>>, 64, 64>, float16>(
+        "5 and 6 bit");
+    check_format<cuda::format<affine<7, per_token<64>>, affine<1, per_token<64>>, 128, 128>, float16>(
+        "7 and 1 bit");
     check_format<cuda::format<affine<8, per_token<32>>, affine<8, per_channel<>>, 128, 64>, float16>("8 bit");
 #endif
 #if !defined(PART) || PART == 2
     check_format<cuda::format<int8, int8, 80, 64>, float16>("int8, dim 80");
-    check_format<cuda::format<affine<4, per_token<>>, affine<4, per_token<32>>, 96, 16>, float16>("4 bit, dim 96, page 16");
-    check_format<cuda::format<affine<4, per_token<64>>, affine<4, per_token<64>>, 256, 32>, float16>("4 bit, dim 256");
+    check_format<cuda::format<affine<4, per_token<>>, affine<4, per_token<32>>, 96, 16>, float16>(
+        "4 bit, dim 96, page 16");
+    check_format<cuda::format<affine<4, per_token<64>>, affine<4, per_token<64>>, 256, 32>, float16>(
+        "4 bit, dim 256");
     check_format<cuda::format<full<float16>, full<float16>, 80, 32>, float16>("fp16, dim 80");
 #endif
 #if !defined(PART) || PART == 3
     check_format<cuda::format<scheme<bits<4>, symmetric, per_channel<>, params<float>>,
                               scheme<bits<4>, symmetric, per_channel<>, params<bfloat16>>, 128, 64>,
                  float16>("symmetric 4 bit per channel");
-    check_format<cuda::format<int8, affine<2, per_token<32>>, 128, 256, 64>, float16>("dims 128 and 64, page 256");
-    check_format<cuda::format<affine<4, per_token<16>>, full<float>, 48, 24>, float>("outside the warp kernel: dim 48, page 24");
-    check_format<cuda::format<affine<3, per_channel<20>>, affine<4, per_token<24>>, 72, 40>, float16>("outside: odd groups");
+    check_format<cuda::format<int8, affine<2, per_token<32>>, 128, 256, 64>, float16>(
+        "dims 128 and 64, page 256");
+    check_format<cuda::format<affine<4, per_token<16>>, full<float>, 48, 24>, float>(
+        "outside the warp kernel: dim 48, page 24");
+    check_format<cuda::format<affine<3, per_channel<20>>, affine<4, per_token<24>>, 72, 40>, float16>(
+        "outside: odd groups");
 #endif
     return test::report("attention_wide");
 }

@@ -10,16 +10,19 @@ namespace {
 /// Ordinary numbers with everything unpleasant among them.
 std::vector<float> hostile_values(test::rng& r, int tokens, int dim) {
     std::vector<float> x = test::tensor_values(r, tokens, dim);
-    const float odd[] = {NAN, INFINITY, -INFINITY, 65504.0f, -65504.0f, 0.0f, -0.0f, 6e-8f, -1e-7f, 1e-4f, 3.0f};
+    const float odd[] = {NAN,   INFINITY, -INFINITY, 65504.0f, -65504.0f, 0.0f,
+                         -0.0f, 6e-8f,    -1e-7f,    1e-4f,    3.0f};
     for (float& v : x)
         if (test::uniform(r, 0, 40) == 0) v = odd[test::uniform(r, 0, 10)];
     for (int c = 0; c < dim; ++c) {
-        if (tokens > 3) x[static_cast<std::size_t>(3 * dim + c)] = 1.5f;                       // a constant token
-        if (tokens > 4) x[static_cast<std::size_t>(4 * dim + c)] = c % 2 ? 0.0f : -0.0f;       // zeros of both signs
+        if (tokens > 3) x[static_cast<std::size_t>(3 * dim + c)] = 1.5f;  // a constant token
+        if (tokens > 4)
+            x[static_cast<std::size_t>(4 * dim + c)] = c % 2 ? 0.0f : -0.0f;  // zeros of both signs
         if (tokens > 5) x[static_cast<std::size_t>(5 * dim + c)] = NAN;
         if (tokens > 6) x[static_cast<std::size_t>(6 * dim + c)] = c % 3 ? 2.0f : -0.0f;
     }
-    for (int t = 0; t < tokens; ++t) x[static_cast<std::size_t>(t * dim + dim / 2)] = -2.25f;  // a constant channel
+    for (int t = 0; t < tokens; ++t)
+        x[static_cast<std::size_t>(t * dim + dim / 2)] = -2.25f;  // a constant channel
     return x;
 }
 
@@ -56,8 +59,9 @@ std::size_t first_difference(const std::byte* a, const std::byte* b, std::size_t
 
 /// Compares one page of the pool with CPU blocks of [token][head][dim] values.
 template <class Format>
-void compare_page(const pool<Format>& p, const std::vector<std::byte>& keys, const std::vector<std::byte>& values, int page,
-                  const std::vector<float>& k, const std::vector<float>& v, const char* what, const char* name) {
+void compare_page(const pool<Format>& p, const std::vector<std::byte>& keys,
+                  const std::vector<std::byte>& values, int page, const std::vector<float>& k,
+                  const std::vector<float>& v, const char* what, const char* name) {
     const auto compare = [&](auto role, const std::vector<std::byte>& bytes, const std::vector<float>& x) {
         constexpr tensor Role = decltype(role)::value;
         using S = cuda::detail::scheme_of<Role, Format>;
@@ -71,10 +75,14 @@ void compare_page(const pool<Format>& p, const std::vector<std::byte>& keys, con
                         x[static_cast<std::size_t>((t * p.heads + h) * s.dim + c)];
             std::vector<std::byte> expected(size);
             S{}.encode(s, {}, values_of_head.data(), expected.data());
-            const std::byte* const got = &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) + static_cast<std::size_t>(h)) * size];
+            const std::byte* const got =
+                &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) +
+                        static_cast<std::size_t>(h)) *
+                       size];
             const std::size_t at = first_difference(got, expected.data(), size);
-            CHECK(at == size, "%s %s: %s byte %zu of %zu of page %d head %d is %02x, expected %02x", name, what,
-                  Role == tensor::key ? "key" : "value", at, size, page, h, at < size ? static_cast<unsigned>(got[at]) : 0u,
+            CHECK(at == size, "%s %s: %s byte %zu of %zu of page %d head %d is %02x, expected %02x", name,
+                  what, Role == tensor::key ? "key" : "value", at, size, page, h,
+                  at < size ? static_cast<unsigned>(got[at]) : 0u,
                   at < size ? static_cast<unsigned>(expected[at]) : 0u);
         }
     };
@@ -84,7 +92,8 @@ void compare_page(const pool<Format>& p, const std::vector<std::byte>& keys, con
 
 /// Slices [token][head][dim] rows [first, first + n).
 std::vector<float> tokens_of(const std::vector<float>& x, int first, int n, int row) {
-    return {x.begin() + static_cast<std::ptrdiff_t>(first) * row, x.begin() + static_cast<std::ptrdiff_t>(first + n) * row};
+    return {x.begin() + static_cast<std::ptrdiff_t>(first) * row,
+            x.begin() + static_cast<std::ptrdiff_t>(first + n) * row};
 }
 
 /// Stores other tokens into slots [0, pages * page_tokens).
@@ -101,8 +110,8 @@ void fill_with_others(test::rng& r, pool<Format>& p, int) {
     for (int i = 0; i < n; ++i) slots[static_cast<std::size_t>(i)] = i;
     const test::device_buffer<long long> slots_device(slots);
     CHECK((cuda::store<Format, T>(p.ref, token_view<const T>(k.get(), n, p.heads, Format::head_dim),
-                                  token_view<const T>(v.get(), n, p.heads, Format::value_dim), slots_device.get(),
-                                  nullptr, nullptr)),
+                                  token_view<const T>(v.get(), n, p.heads, Format::value_dim),
+                                  slots_device.get(), nullptr, nullptr)),
           "store of other tokens");
     CUDA_OK(cudaDeviceSynchronize());
 }
@@ -114,7 +123,8 @@ void check_store(const char* name) {
     constexpr int page_tokens = Format::page_tokens, heads = 3, pages = 5;
     const int n = 4 * page_tokens;
     const int k_row = heads * Format::head_dim, v_row = heads * Format::value_dim;
-    const std::vector<float> k = rounded<T>(hostile_values(r, n, k_row)), v = rounded<T>(hostile_values(r, n, v_row));
+    const std::vector<float> k = rounded<T>(hostile_values(r, n, k_row)),
+                             v = rounded<T>(hostile_values(r, n, v_row));
     pool<Format> p(heads, pages);
     p.keys.clear();  // padding is zero on the CPU
     p.values.clear();
@@ -150,28 +160,34 @@ void check_store(const char* name) {
             for (int i = 0; i < rows; ++i)
                 for (int h = 0; h < heads; ++h)
                     for (int c = 0; c < dim; ++c) {
-                        const float value = x[static_cast<std::size_t>((token_of_row[static_cast<std::size_t>(i)] * heads + h) * dim + c)];
+                        const float value = x[static_cast<std::size_t>(
+                            (token_of_row[static_cast<std::size_t>(i)] * heads + h) * dim + c)];
                         const std::size_t at = hnd ? static_cast<std::size_t>((h * rows + i) * dim + c)
                                                    : static_cast<std::size_t>((i * heads + h) * dim + c);
-                        if constexpr (std::is_same_v<T, float>) out[at] = value;
-                        else out[at] = T(value);
+                        if constexpr (std::is_same_v<T, float>)
+                            out[at] = value;
+                        else
+                            out[at] = T(value);
                     }
             return out;
         };
         const test::device_buffer<T> kd(gather(k, Format::head_dim)), vd(gather(v, Format::value_dim));
-        const test::device_buffer<long long> slots(std::vector<long long>(slot_of_row.begin(), slot_of_row.end()));
+        const test::device_buffer<long long> slots(
+            std::vector<long long>(slot_of_row.begin(), slot_of_row.end()));
         test::device_buffer<unsigned> bad(1);
         bad.clear();
         const auto view = [&](const T* data, int dim) {
-            return hnd ? token_view<const T>(data, rows, heads, dim, dim, static_cast<std::ptrdiff_t>(rows) * dim)
+            return hnd ? token_view<const T>(data, rows, heads, dim, dim,
+                                             static_cast<std::ptrdiff_t>(rows) * dim)
                        : token_view<const T>(data, rows, heads, dim);
         };
         const int step = way == 3 ? 7 : rows;
         for (int first = 0; first < rows; first += step) {
             const int count = std::min(step, rows - first);
-            const auto status = cuda::store<Format, T>(p.ref, view(kd.get(), Format::head_dim).slice(first, count),
-                                                       view(vd.get(), Format::value_dim).slice(first, count),
-                                                       slots.get() + first, bad.get(), nullptr);
+            const auto status =
+                cuda::store<Format, T>(p.ref, view(kd.get(), Format::head_dim).slice(first, count),
+                                       view(vd.get(), Format::value_dim).slice(first, count),
+                                       slots.get() + first, bad.get(), nullptr);
             CHECK(status, "%s: %s", name, status.message);
         }
         CUDA_OK(cudaDeviceSynchronize());
@@ -179,11 +195,16 @@ void check_store(const char* name) {
         for (int i = 0; i < 4; ++i)
             compare_page(p, keys, values, page_of[i], tokens_of(k, i * page_tokens, page_tokens, k_row),
                          tokens_of(v, i * page_tokens, page_tokens, v_row),
-                         way == 0 ? "store" : way == 1 ? "store, shifted" : way == 2 ? "store, shuffled" : "store, few", name);
+                         way == 0   ? "store"
+                         : way == 1 ? "store, shifted"
+                         : way == 2 ? "store, shuffled"
+                                    : "store, few",
+                         name);
         unsigned expected = 0;
         for (const float x : k) expected += !kvq::detail::is_finite(x);
         for (const float x : v) expected += !kvq::detail::is_finite(x);
-        CHECK(bad.download()[0] == expected, "%s: counted %u not finite, expected %u", name, bad.download()[0], expected);
+        CHECK(bad.download()[0] == expected, "%s: counted %u not finite, expected %u", name,
+              bad.download()[0], expected);
     }
     std::printf("  store %s\n", name);
 }
@@ -196,11 +217,15 @@ std::vector<float> decoded_page(const pool<Format>& p, const std::vector<std::by
     const std::size_t size = S{}.block_bytes(s);
     std::vector<float> out(s.values() * static_cast<std::size_t>(p.heads)), block(s.values());
     for (int h = 0; h < p.heads; ++h) {
-        S{}.decode(s, {}, &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) + static_cast<std::size_t>(h)) * size],
+        S{}.decode(s, {},
+                   &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) +
+                           static_cast<std::size_t>(h)) *
+                          size],
                    block.data());
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c)
-                out[static_cast<std::size_t>((t * p.heads + h) * s.dim + c)] = block[static_cast<std::size_t>(t * s.dim + c)];
+                out[static_cast<std::size_t>((t * p.heads + h) * s.dim + c)] =
+                    block[static_cast<std::size_t>(t * s.dim + c)];
     }
     return out;
 }
@@ -225,8 +250,9 @@ void check_requantize(const char* name) {
     const test::device_buffer<T> kd(kt), vd(vt);
     const test::device_buffer<long long> slots_device(slots);
     CHECK((cuda::store<Window, T>(window.ref, token_view<const T>(kd.get(), n, heads, Window::head_dim),
-                                  token_view<const T>(vd.get(), n, heads, Window::value_dim), slots_device.get(), nullptr,
-                                  nullptr)), "%s: store", name);
+                                  token_view<const T>(vd.get(), n, heads, Window::value_dim),
+                                  slots_device.get(), nullptr, nullptr)),
+          "%s: store", name);
     const test::device_buffer<int> from(std::vector<int>{0, 1, -1, 3}), to(std::vector<int>{4, 0, 2, 1});
     test::device_buffer<unsigned> bad(1);
     bad.clear();
@@ -238,13 +264,16 @@ void check_requantize(const char* name) {
     const int k_row = heads * Window::head_dim, v_row = heads * Window::value_dim;
     unsigned expected_bad = 0;
     for (int i = 0; i < 3; ++i) {
-        const auto kp = tokens_of(k, source[i] * page_tokens, page_tokens, k_row), vp = tokens_of(v, source[i] * page_tokens, page_tokens, v_row);
+        const auto kp = tokens_of(k, source[i] * page_tokens, page_tokens, k_row),
+                   vp = tokens_of(v, source[i] * page_tokens, page_tokens, v_row);
         compare_page(coded, coded_keys, coded_values, target[i], kp, vp, "commit", name);
         for (const float x : kp) expected_bad += !kvq::detail::is_finite(x);
         for (const float x : vp) expected_bad += !kvq::detail::is_finite(x);
     }
-    CHECK(bad.download()[0] == expected_bad, "%s: counted %u not finite, expected %u", name, bad.download()[0], expected_bad);
-    CHECK(coded_keys[2 * coded.keys.size() / static_cast<std::size_t>(pages + 1) + 5] == std::byte{0xff}, "%s: a page that was not named changed", name);
+    CHECK(bad.download()[0] == expected_bad, "%s: counted %u not finite, expected %u", name,
+          bad.download()[0], expected_bad);
+    CHECK(coded_keys[2 * coded.keys.size() / static_cast<std::size_t>(pages + 1) + 5] == std::byte{0xff},
+          "%s: a page that was not named changed", name);
 
     const test::device_buffer<int> again(std::vector<int>{4, 0, 1}), places(std::vector<int>{0, 1, 2});
     status = cuda::requantize_pages(coded.ref, other.ref, again.get(), places.get(), 3, nullptr, nullptr);
@@ -252,32 +281,42 @@ void check_requantize(const char* name) {
     CUDA_OK(cudaDeviceSynchronize());
     const auto other_keys = other.keys.download(), other_values = other.values.download();
     for (int i = 0; i < 3; ++i)
-        compare_page(other, other_keys, other_values, i, decoded_page<Coded, tensor::key>(coded, coded_keys, target[i]),
+        compare_page(other, other_keys, other_values, i,
+                     decoded_page<Coded, tensor::key>(coded, coded_keys, target[i]),
                      decoded_page<Coded, tensor::value>(coded, coded_values, target[i]), "requantize", name);
 
     // Decoding: two sequences, one of which has a page that this format does not hold.
     const std::vector<int> table = {4, 0, 1, -1}, lengths = {2 * page_tokens - 3, 2 * page_tokens};
-    const test::device_buffer<int> table_device(table), lengths_device(lengths), starts(std::vector<int>{1, 1 + lengths[0]});
+    const test::device_buffer<int> table_device(table), lengths_device(lengths),
+        starts(std::vector<int>{1, 1 + lengths[0]});
     const int rows = 1 + lengths[0] + lengths[1];
-    test::device_buffer<float> ko(static_cast<std::size_t>(rows * k_row)), vo(static_cast<std::size_t>(rows * v_row));
+    test::device_buffer<float> ko(static_cast<std::size_t>(rows * k_row)),
+        vo(static_cast<std::size_t>(rows * v_row));
     coded.ref.block_table = table_device.get();
     coded.ref.tokens = lengths_device.get();
     coded.ref.sequences = 2;
     coded.ref.table_columns = 2;
-    status = cuda::decode_tokens<Coded, float>(coded.ref, token_view<float>(ko.get(), rows, heads, Window::head_dim),
-                                               token_view<float>(vo.get(), rows, heads, Window::value_dim), starts.get(), nullptr);
+    status = cuda::decode_tokens<Coded, float>(
+        coded.ref, token_view<float>(ko.get(), rows, heads, Window::head_dim),
+        token_view<float>(vo.get(), rows, heads, Window::value_dim), starts.get(), nullptr);
     CHECK(status, "%s: %s", name, status.message);
     CUDA_OK(cudaDeviceSynchronize());
     const auto kh = ko.download(), vh = vo.download();
-    const auto same = [&](const std::vector<float>& got, int row, const std::vector<float>& want, int first, int count, const char* what) {
+    const auto same = [&](const std::vector<float>& got, int row, const std::vector<float>& want, int first,
+                          int count, const char* what) {
         bool equal = true;
-        for (int i = 0; i < count * row; ++i) equal = equal && got[static_cast<std::size_t>(first * row + i)] == want[static_cast<std::size_t>(i)];
+        for (int i = 0; i < count * row; ++i)
+            equal =
+                equal && got[static_cast<std::size_t>(first * row + i)] == want[static_cast<std::size_t>(i)];
         CHECK(equal, "%s: decoded %s differ", name, what);
     };
     same(kh, k_row, decoded_page<Coded, tensor::key>(coded, coded_keys, 4), 1, page_tokens, "keys");
-    same(vh, v_row, decoded_page<Coded, tensor::value>(coded, coded_values, 0), 1 + page_tokens, page_tokens - 3, "values");
-    same(vh, v_row, decoded_page<Coded, tensor::value>(coded, coded_values, 1), 1 + lengths[0], page_tokens, "values");
-    CHECK(std::isnan(kh[static_cast<std::size_t>((1 + lengths[0] + page_tokens) * k_row)]), "%s: a page that is not held was decoded", name);
+    same(vh, v_row, decoded_page<Coded, tensor::value>(coded, coded_values, 0), 1 + page_tokens,
+         page_tokens - 3, "values");
+    same(vh, v_row, decoded_page<Coded, tensor::value>(coded, coded_values, 1), 1 + lengths[0], page_tokens,
+         "values");
+    CHECK(std::isnan(kh[static_cast<std::size_t>((1 + lengths[0] + page_tokens) * k_row)]),
+          "%s: a page that is not held was decoded", name);
     std::printf("  requantize %s\n", name);
 }
 
@@ -289,7 +328,8 @@ void check_commit() {
     constexpr int heads = 2, recent = 20, sequences = 2;
     pool<window> w(heads, 8);
     pool<coded> c(heads, 8);
-    test::device_buffer<int> wt(std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7}), ct(std::vector<int>(8, -1)), fresh(std::vector<int>{5, 6});
+    test::device_buffer<int> wt(std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7}), ct(std::vector<int>(8, -1)),
+        fresh(std::vector<int>{5, 6});
     test::device_buffer<int> lengths(std::vector<int>{0, 0});
     w.ref.block_table = wt.get();
     c.ref.block_table = ct.get();
@@ -318,18 +358,23 @@ void check_commit() {
         const test::device_buffer<long long> sd(slots);
         lengths.upload(now);
         CHECK((cuda::store<window, float16>(w.ref, token_view<const float16>(kd.get(), sequences, heads, 64),
-                                            token_view<const float16>(vd.get(), sequences, heads, 64), sd.get(), nullptr, nullptr)), "store");
-        const auto status = cuda::commit_full_pages(w.ref, c.ref, wt.get(), ct.get(), recent, fresh.get(), nullptr, nullptr);
+                                            token_view<const float16>(vd.get(), sequences, heads, 64),
+                                            sd.get(), nullptr, nullptr)),
+              "store");
+        const auto status =
+            cuda::commit_full_pages(w.ref, c.ref, wt.get(), ct.get(), recent, fresh.get(), nullptr, nullptr);
         CHECK(status, "%s", status.message);
         CUDA_OK(cudaDeviceSynchronize());
     }
     const auto window_table = wt.download(), coded_table = ct.download(), freed = fresh.download();
-    CHECK(coded_table[0] == 5 && coded_table[4] == 6 && coded_table[1] == -1, "coded table %d %d", coded_table[0], coded_table[4]);
+    CHECK(coded_table[0] == 5 && coded_table[4] == 6 && coded_table[1] == -1, "coded table %d %d",
+          coded_table[0], coded_table[4]);
     CHECK(window_table[0] == -1 && window_table[4] == -1 && window_table[1] == 1, "window table");
     CHECK(freed[0] == -2 && freed[1] == -6, "freed pages %d %d", freed[0], freed[1]);
     const auto keys = c.keys.download(), values = c.values.download();
     for (int b = 0; b < sequences; ++b)
-        compare_page(c, keys, values, 5 + b, tokens_of(k[b], 0, 32, heads * 64), tokens_of(v[b], 0, 32, heads * 64), "commit", "kivi4");
+        compare_page(c, keys, values, 5 + b, tokens_of(k[b], 0, 32, heads * 64),
+                     tokens_of(v[b], 0, 32, heads * 64), "commit", "kivi4");
     std::printf("  commit on the device\n");
 }
 
@@ -343,16 +388,22 @@ int main() {
     check_store<f<full<bfloat16>, full<bfloat16>, 80, 16>, bfloat16>("bf16, page 16");
     check_store<f<int8, int8, 128, 64>, float16>("int8");
     check_store<f<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>, bfloat16>("4 bit");
-    check_store<f<affine<4, per_token<32>>, affine<2, per_token<64>>, 128, 32>, float16>("4 and 2 bit in groups");
+    check_store<f<affine<4, per_token<32>>, affine<2, per_token<64>>, 128, 32>, float16>(
+        "4 and 2 bit in groups");
     check_store<f<affine<3, per_token<>>, affine<1, per_token<>>, 64, 64>, float>("3 and 1 bit, float");
     check_store<f<affine<5, per_token<32>>, affine<6, per_token<32>>, 96, 128>, float16>("5 and 6 bit");
-    check_store<f<affine<7, per_token<20>>, affine<8, per_token<24>>, 72, 24, 48>, float16>("7 and 8 bit, odd shape");
+    check_store<f<affine<7, per_token<20>>, affine<8, per_token<24>>, 72, 24, 48>, float16>(
+        "7 and 8 bit, odd shape");
     using w128 = f<full<float16>, full<float16>, 128, 64>;
-    check_requantize<w128, cuda::kivi_format<4, 64, 128, 64>, cuda::kivi_format<2, 32, 128, 64>>("kivi4 g64 -> kivi2 g32");
-    check_requantize<w128, f<int8, int8, 128, 64>, f<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("int8 -> 4 bit");
-    check_requantize<f<full<bfloat16>, full<bfloat16>, 96, 32>, f<affine<3, per_channel<16>>, affine<5, per_channel<>>, 96, 32>,
+    check_requantize<w128, cuda::kivi_format<4, 64, 128, 64>, cuda::kivi_format<2, 32, 128, 64>>(
+        "kivi4 g64 -> kivi2 g32");
+    check_requantize<w128, f<int8, int8, 128, 64>,
+                     f<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("int8 -> 4 bit");
+    check_requantize<f<full<bfloat16>, full<bfloat16>, 96, 32>,
+                     f<affine<3, per_channel<16>>, affine<5, per_channel<>>, 96, 32>,
                      f<full<float16>, full<float>, 96, 32>>("3 and 5 bit -> fp16 and fp32");
-    check_requantize<f<full<float16>, full<float16>, 48, 24, 40>, f<affine<7, per_channel<10>>, affine<6, per_token<16>>, 48, 24, 40>,
+    check_requantize<f<full<float16>, full<float16>, 48, 24, 40>,
+                     f<affine<7, per_channel<10>>, affine<6, per_token<16>>, 48, 24, 40>,
                      f<affine<1, per_token<>>, affine<2, per_channel<7>>, 48, 24, 40>>("odd shapes");
     check_commit();
     return test::report("pages");

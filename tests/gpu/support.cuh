@@ -21,16 +21,16 @@ namespace test {
 inline int failures = 0;
 inline int checks = 0;
 
-#define CHECK(condition, ...)                                        \
-    do {                                                             \
-        ++test::checks;                                              \
-        if (!(condition)) {                                          \
-            if (++test::failures <= 40) {                            \
-                std::printf("FAILED %s:%d ", __FILE__, __LINE__);    \
-                std::printf(__VA_ARGS__);                            \
-                std::printf("\n");                                   \
-            }                                                        \
-        }                                                            \
+#define CHECK(condition, ...)                                     \
+    do {                                                          \
+        ++test::checks;                                           \
+        if (!(condition)) {                                       \
+            if (++test::failures <= 40) {                         \
+                std::printf("FAILED %s:%d ", __FILE__, __LINE__); \
+                std::printf(__VA_ARGS__);                         \
+                std::printf("\n");                                \
+            }                                                     \
+        }                                                         \
     } while (0)
 
 inline void cuda_ok(cudaError_t code, const char* what, int line) {
@@ -101,7 +101,8 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
         if constexpr (kvq::full_precision<S>) {
             using T = typename S::value_type;
             for (int c = 0; c < s.dim; ++c)
-                std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff, sizeof(T));
+                std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff,
+                            sizeof(T));
         } else if (S::granularity_type::on_tokens) {
             using P = typename S::parameter;
             const int group = S::granularity_type::group;
@@ -122,8 +123,8 @@ struct coded_batch {
     int kv_heads;
     std::vector<int> lengths;
     int columns, pages;
-    std::vector<int> table;                    // [sequences][columns]
-    std::vector<std::byte> keys, values;       // pages
+    std::vector<int> table;               // [sequences][columns]
+    std::vector<std::byte> keys, values;  // pages
     // Decoded: [sequence][head][token][dim]
     std::vector<std::vector<std::vector<float>>> key_values, value_values;
 

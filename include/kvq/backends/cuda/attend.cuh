@@ -22,7 +22,8 @@ inline int rows4_for(int rows) noexcept { return rows <= 4 ? 1 : rows <= 8 ? 2 :
 inline bool has_early_launch() noexcept {
     int device = 0, major = 0;
     return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major >= 9;
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+           major >= 9;
 }
 
 template <class Format, class T, int Rows4>
@@ -39,21 +40,23 @@ struct warp_launch {
             code = cudaFuncSetAttribute(attend_warps_kernel<Format, T, Rows4>,
                                         cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
         if (code == cudaSuccess)
-            code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, attend_warps_kernel<Format, T, Rows4>,
-                                                                 memory::threads, memory::bytes);
+            code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
+                &blocks, attend_warps_kernel<Format, T, Rows4>, memory::threads, memory::bytes);
         return code == cudaSuccess ? multiprocessors * blocks : 0;
     }
     static std::size_t workspace(int blocks) noexcept {
         return kvq::detail::round_up(static_cast<std::size_t>(blocks) * 4, std::size_t{256}) +
                static_cast<std::size_t>(blocks) * 2 * memory::partial_floats * 4;
     }
-    static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes, cudaStream_t stream) noexcept {
+    static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
+                      cudaStream_t stream) noexcept {
         status s;
         const int blocks = grid(s.code);
         if (s.code != cudaSuccess || blocks == 0) {
             if (s.code == cudaSuccess) s.code = cudaErrorInvalidConfiguration;
-            std::snprintf(s.message, sizeof s.message, "kvq: attention needs %d bytes of shared memory per block: %s",
-                          memory::bytes, cudaGetErrorString(s.code));
+            std::snprintf(s.message, sizeof s.message,
+                          "kvq: attention needs %d bytes of shared memory per block: %s", memory::bytes,
+                          cudaGetErrorString(s.code));
             return s;
         }
         if (bytes < workspace(blocks) || space == nullptr)
@@ -82,9 +85,12 @@ struct warp_launch {
 template <class Format, class T, class F>
 auto with_rows(int rows, F&& f) {
     switch (rows4_for(rows)) {
-        case 1: return f(warp_launch<Format, T, 1>{});
-        case 2: return f(warp_launch<Format, T, 2>{});
-        default: return f(warp_launch<Format, T, 4>{});
+        case 1:
+            return f(warp_launch<Format, T, 1>{});
+        case 2:
+            return f(warp_launch<Format, T, 2>{});
+        default:
+            return f(warp_launch<Format, T, 4>{});
     }
 }
 
@@ -95,15 +101,17 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
     if (o.query_tokens < 1) return bad_value("query_tokens is %d, must be at least 1", o.query_tokens);
     if (q.heads < 1 || q.heads % cache.kv_heads != 0)
         return bad_value("q has %d heads, not a multiple of the %d kv heads", q.heads, cache.kv_heads);
-    if (q.dim != Format::head_dim) return bad_value("q has head_dim %d but keys have %d", q.dim, Format::head_dim);
+    if (q.dim != Format::head_dim)
+        return bad_value("q has head_dim %d but keys have %d", q.dim, Format::head_dim);
     if (q.tokens != cache.sequences * o.query_tokens)
-        return bad_value("q has %d tokens but %d sequences x %d query tokens are %d", q.tokens, cache.sequences,
-                         o.query_tokens, cache.sequences * o.query_tokens);
+        return bad_value("q has %d tokens but %d sequences x %d query tokens are %d", q.tokens,
+                         cache.sequences, o.query_tokens, cache.sequences * o.query_tokens);
     if (q.tokens > 0 && q.data == nullptr) return bad_value("q is a null pointer");
     if (out.data == nullptr && o.state_out == nullptr) return bad_value("neither out nor state_out is given");
-    if (out.data != nullptr && (out.tokens != q.tokens || out.heads != q.heads || out.dim != Format::value_dim))
-        return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim, q.tokens,
-                         q.heads, Format::value_dim);
+    if (out.data != nullptr &&
+        (out.tokens != q.tokens || out.heads != q.heads || out.dim != Format::value_dim))
+        return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim,
+                         q.tokens, q.heads, Format::value_dim);
     if (o.window < 0) return bad_value("the sliding window is %d tokens", o.window);
     if (!(o.softcap >= 0.0f)) return bad_value("softcap is %g", static_cast<double>(o.softcap));
     return {};

@@ -16,7 +16,8 @@ namespace kvq::inline v0_1::cuda::detail {
 inline constexpr int any_threads = 256;
 
 template <class Format, class T>
-__global__ void __launch_bounds__(any_threads) attend_any_kernel(const __grid_constant__ attention_args<Format, T> a) {
+__global__ void __launch_bounds__(any_threads)
+    attend_any_kernel(const __grid_constant__ attention_args<Format, T> a) {
     constexpr int dim = Format::head_dim, value_dim = Format::value_dim, warps = any_threads / warp_size;
     constexpr int per_lane = ceil_div(value_dim, warp_size);
     __shared__ float query[dim];
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(any_threads) attend_any_kernel(const __grid_co
         for (int i = 0; i < per_lane; ++i) {
             const int c = i * warp_size + lane;
             if (c < value_dim)
-                part[i] = part[i] * keep +
-                          weight * read_value<typename Format::values>(Format::value_shape(), values, in_page, c);
+                part[i] = part[i] * keep + weight * read_value<typename Format::values>(Format::value_shape(),
+                                                                                        values, in_page, c);
         }
         sum = sum * keep + weight;
         max = next;
@@ -76,7 +77,8 @@ __global__ void __launch_bounds__(any_threads) attend_any_kernel(const __grid_co
                 if (i * warp_size + lane < value_dim) output[i * warp_size + lane] += part[i] * factor;
         __syncthreads();
     }
-    for (int c = thread; c < value_dim; c += any_threads) finish_channel(a, token, head, c, top, total, output[c]);
+    for (int c = thread; c < value_dim; c += any_threads)
+        finish_channel(a, token, head, c, top, total, output[c]);
     __syncthreads();
     if (thread == 0) finish_header(a, token, head, top, total);
 }

@@ -26,7 +26,8 @@ constexpr int chunk_tokens() {
     constexpr int page = Format::page_tokens;
     int tokens = page <= 128 ? page : 128;
     constexpr int least = smaller(32, page);  // a tile of keys
-    constexpr int widest = static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
+    constexpr int widest =
+        static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
     while (tokens > least && tokens * widest > 9216) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
     if (!values::full && !values::token_parameters)
@@ -63,12 +64,17 @@ struct attention_memory {
     static constexpr int query_stride = Format::head_dim;
     static constexpr int query_bytes = round_up(rows * query_stride * 4, 128);
     static constexpr int output_stride = Format::value_dim + 8;
-    static constexpr int output_half = rows * output_stride;  // floats; there are two, which add up to the output
+    static constexpr int output_half =
+        rows * output_stride;  // floats; there are two, which add up to the output
     static constexpr int output_bytes = round_up(2 * output_half * 4, 128);
     static constexpr int scalar_bytes = 128 + 2 * warps * rows * 4 + 2 * rows * 4;
     static constexpr int bytes =
         warps * warp_bytes + query_bytes + output_bytes + round_up(scalar_bytes, 128);
-    static constexpr int blocks = larger(1, smaller((Rows4 == 1 ? 4 : Rows4 == 2 ? 3 : 2) * 4 / warps, 232448 / (bytes + 1024)));
+    static constexpr int blocks = larger(1, smaller((Rows4 == 1   ? 4
+                                                     : Rows4 == 2 ? 3
+                                                                  : 2) *
+                                                        4 / warps,
+                                                    232448 / (bytes + 1024)));
     /// Floats of one partial state in the workspace.
     static constexpr int partial_floats = rows * (Format::value_dim + 2);
 };
@@ -82,12 +88,12 @@ struct unit_feed {
     item_walk<Memory::tokens> walk;  // of the chunk after the current one
     int index;                       // of that chunk, relative to its item
     int next_page, next_first, next_head;
-    int page, first, head;           // of the current chunk
+    int page, first, head;  // of the current chunk
     int slot = 0;
     unsigned present = 0;  // bit per slot: does it hold a chunk?
 
-    __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args, const item_walk<Memory::tokens>& start,
-                                         int warp)
+    __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
+                                         const item_walk<Memory::tokens>& start, int warp)
         : a(args), walk(start), index(start.item.from + warp - Memory::warps) {
         seek(warp);
         advance(warp);
@@ -128,8 +134,9 @@ private:
         const int token = (walk.item.first + index) * Memory::tokens;
         const int column = token / Format::page_tokens;
         if (!walk.done() && index < walk.item.real && column < a.cache.table_columns) {
-            next_page = __ldg(a.cache.block_table + static_cast<std::size_t>(walk.item.sequence) *
-                                                        static_cast<std::size_t>(a.cache.table_columns) +
+            next_page = __ldg(a.cache.block_table +
+                              static_cast<std::size_t>(walk.item.sequence) *
+                                  static_cast<std::size_t>(a.cache.table_columns) +
                               static_cast<std::size_t>(column));
             next_first = token % Format::page_tokens;
             next_head = walk.item.kv_head;
@@ -153,7 +160,8 @@ struct query_rows {
             const int row = first_row + piece / (Format::head_dim / per_load);
             const int channel = piece % (Format::head_dim / per_load) * per_load;
             if (piece < pieces && row < a.rows) {
-                const T* const from = a.q.at(a.row_token(item.sequence, row), a.row_head(item.kv_head, row)) + channel;
+                const T* const from =
+                    a.q.at(a.row_token(item.sequence, row), a.row_head(item.kv_head, row)) + channel;
                 if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
                     constexpr int words = per_load * static_cast<int>(sizeof(T)) / 16;
                     uint4 raw[words];
@@ -239,8 +247,8 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
                 for (int tile = 0; tile < Values::tiles; ++tile) {
                     const int channel = 32 * tile + 4 * id.g;
                     if (channel < Values::dim) {
-                        float4* const at =
-                            reinterpret_cast<float4*>(half + (4 * n + id.t) * Memory::output_stride + channel);
+                        float4* const at = reinterpret_cast<float4*>(
+                            half + (4 * n + id.t) * Memory::output_stride + channel);
                         float b = 0.0f;
                         if constexpr (weight_words<Values>::bias_sets > 0) b = bias[n][tile / tiles_of_set];
                         float4 v = turn == 0 ? float4{0.0f, 0.0f, 0.0f, 0.0f} : *at;
@@ -265,24 +273,24 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     const int rows = smaller(Memory::rows, a.rows - first_row);
     for (int i = static_cast<int>(threadIdx.x); i < rows * Format::value_dim; i += Memory::threads) {
         const int row = i / Format::value_dim, channel = i % Format::value_dim;
-        finish_channel(a, a.row_token(item.sequence, first_row + row), a.row_head(kv_head, first_row + row), channel,
-                       state.max[row], state.sum[row],
+        finish_channel(a, a.row_token(item.sequence, first_row + row), a.row_head(kv_head, first_row + row),
+                       channel, state.max[row], state.sum[row],
                        state.output[row * Memory::output_stride + channel] +
                            state.output[Memory::output_half + row * Memory::output_stride + channel]);
     }
     if (a.state_out) {
         __syncthreads();
         for (int row = static_cast<int>(threadIdx.x); row < rows; row += Memory::threads)
-            finish_header(a, a.row_token(item.sequence, first_row + row), a.row_head(kv_head, first_row + row),
-                          state.max[row], state.sum[row]);
+            finish_header(a, a.row_token(item.sequence, first_row + row),
+                          a.row_head(kv_head, first_row + row), state.max[row], state.sum[row]);
     }
 }
 
 /// Leaves this block's part of an item in the workspace; the last block of the item merges all parts and writes.
 template <class Memory, class Format, class T>
 __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a, const item_part& item,
-                                              const share_plan& plan, const block_state& state, bool first_of_share,
-                                              int* flag) {
+                                              const share_plan& plan, const block_state& state,
+                                              bool first_of_share, int* flag) {
     constexpr int rows = Memory::rows, dim = Format::value_dim;
     const int share = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
     const auto partial = [&](int slot) {
@@ -321,12 +329,15 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
     float top = -INFINITY;
     for (int s = from + lane; s <= to; s += threads_of_row) top = fmaxf(top, __ldcg(part(s) + row));
 #pragma unroll
-    for (int step = threads_of_row / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    for (int step = threads_of_row / 2; step > 0; step /= 2)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
     constexpr int groups = ceil_div(dim / 4, threads_of_row);
     float sum = 0.0f;
     float4 output[groups] = {};
     if (top > -INFINITY) {
-        constexpr int at_once = groups == 1 ? 16 : groups == 2 ? 8 : 4;  // parts whose loads are under way together
+        constexpr int at_once = groups == 1   ? 16
+                                : groups == 2 ? 8
+                                              : 4;  // parts whose loads are under way together
         for (int begin = from; begin <= to; begin += at_once) {
             float m[at_once], l[at_once];
             float4 v[at_once][groups];
@@ -375,7 +386,8 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
 }
 
 template <class Format, class T, int Rows4>
-__global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads), attention_memory<Format, Rows4>::blocks)
+__global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
+                                  attention_memory<Format, Rows4>::blocks)
     attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a) {
     using memory = attention_memory<Format, Rows4>;
     using keys = typename memory::keys;
@@ -393,7 +405,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads), at
     const std::uint32_t weights = ring + memory::slots * memory::slot_bytes;
     std::byte* const block_memory = shared + memory::warps * memory::warp_bytes;
     float* const query = reinterpret_cast<float*>(block_memory);
-    float* const scalars = reinterpret_cast<float*>(block_memory + memory::query_bytes + memory::output_bytes);
+    float* const scalars =
+        reinterpret_cast<float*>(block_memory + memory::query_bytes + memory::output_bytes);
     int* const flag = reinterpret_cast<int*>(scalars);
     float* const warp_max = scalars + 32;
     float* const warp_sum = warp_max + memory::warps * rows;
@@ -447,7 +460,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads), at
         state.clear();
         folded_row<keys> folded[Rows4];
         constexpr bool fold_once = keys::full || keys::token_parameters;
-        constexpr int tiles_of_run = fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
+        constexpr int tiles_of_run =
+            fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
         if constexpr (fold_once) fold_rows(folded, query_at, memory::query_stride, 0, 0, id);
 
         for (int index = item.from + warp; index < item.to; index += memory::warps) {
@@ -476,7 +490,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads), at
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = first_row + 4 * n + id.t;
-                        const int begin = a.row_begin(length, row), end = row < a.rows ? a.row_end(length, row) : 0;
+                        const int begin = a.row_begin(length, row),
+                                  end = row < a.rows ? a.row_end(length, row) : 0;
 #pragma unroll
                         for (int tile = 0; tile < keys::tiles; ++tile)
 #pragma unroll

@@ -11,13 +11,13 @@
 namespace kvq::inline v0_1::cuda {
 
 struct attention_options {
-    float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
-    float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
-    int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
-    int query_tokens = 1;  ///< per sequence: the last ones of it, with a causal mask among them
-    float* lse = nullptr;              ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
-    const float* state_in = nullptr;   ///< softmax states to start from (see above)
-    float* state_out = nullptr;        ///< softmax states to write; may be state_in
+    float scale = 0.0f;               ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;             ///< cap * tanh(score / cap); 0: none
+    int window = 0;                   ///< a query sees itself and the window - 1 tokens before it; 0: all
+    int query_tokens = 1;             ///< per sequence: the last ones of it, with a causal mask among them
+    float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
+    const float* state_in = nullptr;  ///< softmax states to start from (see above)
+    float* state_out = nullptr;       ///< softmax states to write; may be state_in
 };
 
 namespace detail {
@@ -31,20 +31,22 @@ struct attention_args {
     work_shape work;
     token_view<const T> q;  // tokens = sequences * query_tokens
     token_view<T> out;
-    float scale;            // on the query; log2 e included unless there is a softcap
+    float scale;  // on the query; log2 e included unless there is a softcap
     float softcap;
     float* lse;
     const float* state_in;
     float* state_out;
-    int group;              // query heads per kv head
-    int rows;               // group * query_tokens: row r is query token r / group, head r % group
-    int* counters;          // [shares], zero before and after
-    float* partials;        // [2 * shares] states of one item's row block
+    int group;        // query heads per kv head
+    int rows;         // group * query_tokens: row r is query token r / group, head r % group
+    int* counters;    // [shares], zero before and after
+    float* partials;  // [2 * shares] states of one item's row block
 
     __device__ __forceinline__ int row_token(int sequence, int row) const {
         return sequence * work.query_tokens + row / group;
     }
-    __device__ __forceinline__ int row_head(int kv_head, int row) const { return kv_head * group + row % group; }
+    __device__ __forceinline__ int row_head(int kv_head, int row) const {
+        return kv_head * group + row % group;
+    }
     /// Keys of this row end before this position of the format (position 0 is first_token).
     __device__ __forceinline__ int row_end(int length, int row) const {
         const int position = length - work.query_tokens + row / group;
@@ -64,8 +66,8 @@ __device__ __forceinline__ float capped(float s, float cap) {
 
 /// Writes one channel of a finished row, merged with the state that came in. `output` belongs to {max, sum}.
 template <class Format, class T>
-__device__ __forceinline__ void finish_channel(const attention_args<Format, T>& a, int token, int head, int channel,
-                                               float max, float sum, float output) {
+__device__ __forceinline__ void finish_channel(const attention_args<Format, T>& a, int token, int head,
+                                               int channel, float max, float sum, float output) {
     const std::size_t row = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
                             static_cast<std::size_t>(head);
     constexpr int width = Format::value_dim + 2;
@@ -87,8 +89,8 @@ __device__ __forceinline__ void finish_channel(const attention_args<Format, T>& 
 
 /// Writes max and sum of a row's state; all threads of the row must have passed finish_channel.
 template <class Format, class T>
-__device__ __forceinline__ void finish_header(const attention_args<Format, T>& a, int token, int head, float max,
-                                              float sum) {
+__device__ __forceinline__ void finish_header(const attention_args<Format, T>& a, int token, int head,
+                                              float max, float sum) {
     if (!a.state_out) return;
     const std::size_t row = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
                             static_cast<std::size_t>(head);

@@ -13,8 +13,8 @@
 namespace kvq::inline v0_1::cuda::detail {
 
 template <class S>
-KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shape& s, const std::byte* block, int group,
-                                                                int slot) noexcept {
+KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shape& s, const std::byte* block,
+                                                                int group, int slot) noexcept {
     using P = typename S::parameter;
     const std::byte* const at = block + S{}.parameter_offset(s, group, slot);
     stored_parameters<P> stored;
@@ -33,17 +33,21 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
     } else {
         const auto layout = S{}.codes(s);
         const bool rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
-        const int row = s.role == tensor::key ? token : channel, col = s.role == tensor::key ? channel : token;
+        const int row = s.role == tensor::key ? token : channel,
+                  col = s.role == tensor::key ? channel : token;
         const int line = rows ? layout.rows().slot(row) : layout.cols.slot(col);
         const int group = rows ? col / layout.cols.group : row / layout.rows().group;
         const auto p = read_parameters<S>(s, block, group, line);
         return S::levels::template value<S::code_bits>(static_cast<int>(unpack_code(layout, block, row, col)),
-                                                       static_cast<float>(p.scale), static_cast<float>(p.bias));
+                                                       static_cast<float>(p.scale),
+                                                       static_cast<float>(p.bias));
     }
 }
 
 /// 1 / scale as encoders use it.
-__device__ __forceinline__ float inverse_scale(float scale) { return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f; }
+__device__ __forceinline__ float inverse_scale(float scale) {
+    return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;
+}
 
 /// Smallest and largest finite number of a set, met in order.
 struct value_range {
@@ -60,8 +64,8 @@ struct value_range {
 
 /// Sets one code of a page that other threads may be writing to. Only its own bits change.
 template <class S>
-__device__ __forceinline__ void store_code_shared(const block_shape& s, std::byte* block, int token, int channel,
-                                                  unsigned code) {
+__device__ __forceinline__ void store_code_shared(const block_shape& s, std::byte* block, int token,
+                                                  int channel, unsigned code) {
     using planes = typename code_layout<S::code_bits>::planes;
     const auto layout = S{}.codes(s);
     const int row = s.role == tensor::key ? token : channel, col = s.role == tensor::key ? channel : token;

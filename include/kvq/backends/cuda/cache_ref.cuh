@@ -33,13 +33,15 @@ inline constexpr bool is_composed<scheme<B, L, G, P>> = true;
 
 /// Schemes that kernels know: full<T> and scheme<bits, levels, granularity, params> with parameters in a float format.
 template <class S>
-concept device_scheme = full_precision<S> || (detail::is_composed<S> && float_format<typename S::parameter>);
+concept device_scheme = full_precision<S> ||(detail::is_composed<S>&& float_format<typename S::parameter>);
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
 struct format {
     static_assert(device_scheme<Keys> && device_scheme<Values>,
-                  "kvq::cuda::format: schemes must be full<T> or scheme<...> with float, float16 or bfloat16 parameters");
-    static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1, "kvq::cuda::format: sizes must be at least 1");
+                  "kvq::cuda::format: schemes must be full<T> or scheme<...> with float, float16 or bfloat16 "
+                  "parameters");
+    static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
+                  "kvq::cuda::format: sizes must be at least 1");
     using keys = Keys;
     using values = Values;
     static constexpr int head_dim = HeadDim;
@@ -47,26 +49,29 @@ struct format {
     static constexpr int page_tokens = PageTokens;
 
     KVQ_HD static constexpr block_shape key_shape() noexcept { return {tensor::key, PageTokens, HeadDim}; }
-    KVQ_HD static constexpr block_shape value_shape() noexcept { return {tensor::value, PageTokens, ValueDim}; }
+    KVQ_HD static constexpr block_shape value_shape() noexcept {
+        return {tensor::value, PageTokens, ValueDim};
+    }
     static constexpr std::size_t key_block_bytes = Keys{}.block_bytes({tensor::key, PageTokens, HeadDim});
-    static constexpr std::size_t value_block_bytes = Values{}.block_bytes({tensor::value, PageTokens, ValueDim});
+    static constexpr std::size_t value_block_bytes =
+        Values{}.block_bytes({tensor::value, PageTokens, ValueDim});
 };
 
 /// Both KIVI schemes at once: kivi_format<4, 64, 128, 64>.
 template <int Bits, int Group, int HeadDim, int PageTokens, class Params = params<float16>>
-using kivi_format = format<typename kivi<Bits, Group, Params>::keys, typename kivi<Bits, Group, Params>::values,
-                           HeadDim, PageTokens>;
+using kivi_format = format<typename kivi<Bits, Group, Params>::keys,
+                           typename kivi<Bits, Group, Params>::values, HeadDim, PageTokens>;
 
 template <class Format>
 struct cache_ref {
     using format_type = Format;
 
-    std::byte* key_pages = nullptr;      // page p starts at p * key_page_bytes; 16-byte aligned
-    std::byte* value_pages = nullptr;    // page p starts at p * value_page_bytes; may interleave with key_pages
-    std::size_t key_page_bytes = 0;      // distance between pages; at least kv_heads blocks
+    std::byte* key_pages = nullptr;    // page p starts at p * key_page_bytes; 16-byte aligned
+    std::byte* value_pages = nullptr;  // page p starts at p * value_page_bytes; may interleave with key_pages
+    std::size_t key_page_bytes = 0;    // distance between pages; at least kv_heads blocks
     std::size_t value_page_bytes = 0;
-    const int* block_table = nullptr;    // [sequences][table_columns] page numbers, negative: skip
-    const int* tokens = nullptr;         // [sequences] length of every sequence, tokens before first_token included
+    const int* block_table = nullptr;  // [sequences][table_columns] page numbers, negative: skip
+    const int* tokens = nullptr;  // [sequences] length of every sequence, tokens before first_token included
     int sequences = 0;
     int table_columns = 0;
     int kv_heads = 0;
@@ -109,11 +114,15 @@ inline constexpr block_shape shape_of{Role, Format::page_tokens, dim_of<Role, Fo
 template <class Format>
 status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
     if (c.kv_heads < 1) return bad_value("the cache has %d kv heads", c.kv_heads);
-    if (c.key_pages == nullptr || c.value_pages == nullptr) return bad_value("the cache has no pages (null pointer)");
+    if (c.key_pages == nullptr || c.value_pages == nullptr)
+        return bad_value("the cache has no pages (null pointer)");
     if ((reinterpret_cast<std::uintptr_t>(c.key_pages) | reinterpret_cast<std::uintptr_t>(c.value_pages) |
-         c.key_page_bytes | c.value_page_bytes) % 16 != 0)
+         c.key_page_bytes | c.value_page_bytes) %
+            16 !=
+        0)
         return bad_value("pages must start on 16 bytes and be a multiple of 16 bytes apart");
-    if (c.key_page_bytes < c.dense_key_page(c.kv_heads) || c.value_page_bytes < c.dense_value_page(c.kv_heads))
+    if (c.key_page_bytes < c.dense_key_page(c.kv_heads) ||
+        c.value_page_bytes < c.dense_value_page(c.kv_heads))
         return bad_value("page strides of %zu and %zu bytes are smaller than %d heads of %zu and %zu bytes",
                          c.key_page_bytes, c.value_page_bytes, c.kv_heads, Format::key_block_bytes,
                          Format::value_block_bytes);

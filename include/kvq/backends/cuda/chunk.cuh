@@ -27,19 +27,21 @@ inline constexpr int warp_size = 32;
 /// Calls f(integral_constant<int, 0>) ... f(integral_constant<int, N - 1>): loops whose index is a constant.
 template <int N, class F>
 __device__ __forceinline__ void static_for(F&& f) {
-    [&]<int... I>(std::integer_sequence<int, I...>) {
-        (f(std::integral_constant<int, I>{}), ...);
-    }(std::make_integer_sequence<int, N>{});
+    [&]<int... I>(std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>{}), ...); }
+    (std::make_integer_sequence<int, N>{});
 }
 
 struct lane_id {
     int lane, g, t;
-    __device__ __forceinline__ lane_id() : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
+    __device__ __forceinline__ lane_id()
+        : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
 };
 
 __device__ __forceinline__ uint4 load_shared_16(std::uint32_t at) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at));
     return v;
 }
 __device__ __forceinline__ uint2 load_shared_8(std::uint32_t at) {
@@ -56,7 +58,8 @@ __device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
         return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
     } else {
         const uint2 v = load_shared_8(at);
-        return {unpack_half<P, 0>(v.x), unpack_half<P, 1>(v.x), unpack_half<P, 0>(v.y), unpack_half<P, 1>(v.y)};
+        return {unpack_half<P, 0>(v.x), unpack_half<P, 1>(v.x), unpack_half<P, 0>(v.y),
+                unpack_half<P, 1>(v.y)};
     }
 }
 
@@ -74,7 +77,9 @@ struct word_traits {  // scheme<...>
     static constexpr int units_per_step = planes::quads_per_step;
     static constexpr int plane_count = planes::count;
     KVQ_HD static constexpr int units_per_word(int plane) { return planes::quads_per_word(plane); }
-    KVQ_HD static constexpr int first_line(int plane, int units) { return planes::first_vector(plane, units); }
+    KVQ_HD static constexpr int first_line(int plane, int units) {
+        return planes::first_vector(plane, units);
+    }
     KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
 };
 template <class T>
@@ -108,7 +113,9 @@ struct chunk {
     static constexpr bool token_parameters = traits::token_parameters;
     static constexpr int axis = token_parameters ? dim : page;  // the axis that is cut into groups
     static constexpr int group = traits::group == 0 || traits::group > axis ? axis : traits::group;
-    static constexpr int runs = full ? 0 : token_parameters ? ceil_div(dim, group) : larger(1, Tokens / group);
+    static constexpr int runs = full               ? 0
+                                : token_parameters ? ceil_div(dim, group)
+                                                   : larger(1, Tokens / group);
     static constexpr int run = token_parameters ? Tokens : dim;
     static constexpr int run_bytes = run * static_cast<int>(sizeof(parameter));
     static constexpr int section = runs * run_bytes;
@@ -122,10 +129,10 @@ struct chunk {
     static constexpr int step_units = traits::units_per_step;
     static constexpr int group_steps = ceil_div(group_units, step_units);
     static constexpr int lane_steps = ceil_div(group_steps, 4);
-    static constexpr int lane_units = lane_steps * step_units;      // of one column group
-    static constexpr int pairs = ceil_div(lane_units, 2);           // products of k = 2 units per lane
-    static constexpr int lines = traits::lines(units);              // of a tile in shared memory
-    static constexpr int page_lines = traits::lines(page_units);    // of a tile in the page
+    static constexpr int lane_units = lane_steps * step_units;    // of one column group
+    static constexpr int pairs = ceil_div(lane_units, 2);         // products of k = 2 units per lane
+    static constexpr int lines = traits::lines(units);            // of a tile in shared memory
+    static constexpr int page_lines = traits::lines(page_units);  // of a tile in the page
     static constexpr int tile_height = key ? smaller(32, page) : 32;
     static constexpr int tiles = ceil_div(rows, tile_height);
     static constexpr int last_height = rows - (tiles - 1) * tile_height;
@@ -161,14 +168,15 @@ struct chunk {
     // ---- to shared memory ----
 
     /// Starts copying the chunk that begins at token `first` of `block` to `to`. All lanes of a warp together.
-    __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane) {
+    __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first,
+                                                int lane) {
         const std::byte* from = block + static_cast<std::size_t>(lane) * 16;
         if constexpr (key) {
             const std::byte* codes = from + static_cast<std::size_t>(first) * (lines * 4);
             static_for<tiles>([&](auto tile) {
                 constexpr int T = decltype(tile)::value;
-                copy_lines<lines, tile_height, 0>(to + T * tile_height * lines * 4, codes + T * tile_height * lines * 4,
-                                                  lane);
+                copy_lines<lines, tile_height, 0>(to + T * tile_height * lines * 4,
+                                                  codes + T * tile_height * lines * 4, lane);
             });
         } else {
             static_for<tiles>([&](auto tile) {
@@ -177,13 +185,15 @@ struct chunk {
                 static_for<traits::plane_count>([&](auto plane) {
                     constexpr int p = decltype(plane)::value;
                     constexpr int n = ceil_div(units, traits::units_per_word(p));
-                    const int line = Tokens == page ? traits::first_line(p, page_units)
-                                                    : traits::first_line(p, page_units) +
-                                                          first / (traits::columns_per_unit *
-                                                                   traits::units_per_word(p));
+                    const int line = Tokens == page
+                                         ? traits::first_line(p, page_units)
+                                         : traits::first_line(p, page_units) +
+                                               first / (traits::columns_per_unit * traits::units_per_word(p));
                     copy_lines<n, height, traits::first_line(p, units)>(
                         to + T * tile_height * lines * 4,
-                        from + T * tile_height * page_lines * 4 + static_cast<std::size_t>(line) * (height * 4), lane);
+                        from + T * tile_height * page_lines * 4 +
+                            static_cast<std::size_t>(line) * (height * 4),
+                        lane);
                 });
             });
         }
@@ -223,7 +233,7 @@ struct chunk {
                 });
                 static_for<step_units / 2>([&](auto x) {
                     constexpr int X = decltype(x)::value;
-                    f(std::integral_constant<int, J * (step_units / 2) + X>{}, codes<2 * X>(words),
+                    f(std::integral_constant<int, J*(step_units / 2) + X>{}, codes<2 * X>(words),
                       codes<2 * X + 1>(words));
                 });
             });
@@ -232,18 +242,19 @@ struct chunk {
 
     /// Parameters of the four tokens or channels that start at `index` of run `r`.
     __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
-        return load_parameters<parameter>(at + scale_at + static_cast<std::uint32_t>(r * run + index) *
-                                                              static_cast<std::uint32_t>(sizeof(parameter)));
+        return load_parameters<parameter>(at + scale_at +
+                                          static_cast<std::uint32_t>(r * run + index) *
+                                              static_cast<std::uint32_t>(sizeof(parameter)));
     }
     __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index) {
-        return load_parameters<parameter>(at + bias_at + static_cast<std::uint32_t>(r * run + index) *
-                                                             static_cast<std::uint32_t>(sizeof(parameter)));
+        return load_parameters<parameter>(at + bias_at +
+                                          static_cast<std::uint32_t>(r * run + index) *
+                                              static_cast<std::uint32_t>(sizeof(parameter)));
     }
 
     /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
-    __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from, int to)
-        requires(!key && full)
-    {
+    __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from,
+                                                         int to) requires(!key && full) {
         for (int w = id.lane; w < rows * lines; w += warp_size) {
             const int tile = w / (tile_height * lines);
             const int height = tile + 1 == tiles ? last_height : tile_height;
@@ -261,19 +272,20 @@ struct chunk {
     }
 
     /// Zeroes the parameters of tokens outside [from, to), for the same reason.
-    __device__ __forceinline__ static void clear_parameters(std::uint32_t at, const lane_id& id, int from, int to)
-        requires(!full && token_parameters)
-    {
+    __device__ __forceinline__ static void clear_parameters(std::uint32_t at, const lane_id& id, int from,
+                                                            int to) requires(!full && token_parameters) {
         constexpr int width = static_cast<int>(sizeof(parameter));
         for (int i = id.lane; i < runs * run; i += warp_size) {
             const int token = i % run;
             if (token >= from && token < to) continue;
             for (int part = 0; part < (traits::has_bias ? 2 : 1); ++part) {
-                const std::uint32_t address = at + static_cast<std::uint32_t>((part ? bias_at : scale_at) + i * width);
+                const std::uint32_t address =
+                    at + static_cast<std::uint32_t>((part ? bias_at : scale_at) + i * width);
                 if constexpr (width == 4)
                     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(0u));
                 else
-                    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<std::uint16_t>(0)));
+                    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address),
+                                 "h"(static_cast<std::uint16_t>(0)));
             }
         }
     }
@@ -287,11 +299,13 @@ private:
             const int line = FirstLine + piece / (Height / 4);
             const std::uint32_t at = static_cast<std::uint32_t>(piece * 16 + FirstLine * Height * 4);
             if (pieces % warp_size == 0 || piece < pieces)
-                copy_async(to + (Height == 32 ? at ^ swizzle(line) : at), from + decltype(i)::value * warp_size * 16);
+                copy_async(to + (Height == 32 ? at ^ swizzle(line) : at),
+                           from + decltype(i)::value * warp_size * 16);
         });
     }
 
-    __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first, int lane) {
+    __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
+                                                           int lane) {
         constexpr int width = static_cast<int>(sizeof(parameter));
         if constexpr (token_parameters) {
             const std::byte* const begin = from + static_cast<std::size_t>(first) * width;
@@ -309,7 +323,8 @@ private:
         static_for<ceil_div(pieces, warp_size)>([&](auto i) {
             constexpr int I = decltype(i)::value;
             if ((I + 1) * warp_size <= pieces || I * warp_size + lane < pieces)
-                copy_async(to + static_cast<std::uint32_t>((I * warp_size + lane) * 16), from + I * warp_size * 16);
+                copy_async(to + static_cast<std::uint32_t>((I * warp_size + lane) * 16),
+                           from + I * warp_size * 16);
         });
     }
 
@@ -321,16 +336,17 @@ private:
         constexpr int constant = traits::first_line(Plane, units) + (Group * group_steps + Step) * per + X;
         const std::uint32_t tile = at + Tile * tile_height * lines * 4;
         if constexpr (aligned && height == 32) {
-            const std::uint32_t lane_part = static_cast<std::uint32_t>(id.t * lane_steps * per * 128 +
-                                                                       ((id.g * 16) ^ (id.t << 5)));
+            const std::uint32_t lane_part =
+                static_cast<std::uint32_t>(id.t * lane_steps * per * 128 + ((id.g * 16) ^ (id.t << 5)));
             return load_shared_16(tile + lane_part + constant * 128);
         } else {
             const int line = smaller(constant + id.t * lane_steps * per, lines - 1);
             if constexpr (height == 32)
-                return load_shared_16(tile + (static_cast<std::uint32_t>(line * 128 + id.g * 16) ^ swizzle(line)));
+                return load_shared_16(tile +
+                                      (static_cast<std::uint32_t>(line * 128 + id.g * 16) ^ swizzle(line)));
             else
-                return load_shared_16(
-                    tile + static_cast<std::uint32_t>(line * height * 4 + smaller(id.g * 16, height * 4 - 16)));
+                return load_shared_16(tile + static_cast<std::uint32_t>(line * height * 4 +
+                                                                        smaller(id.g * 16, height * 4 - 16)));
         }
     }
 

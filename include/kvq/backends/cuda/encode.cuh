@@ -17,7 +17,8 @@ inline constexpr int encode_threads = 256;
 
 /// Codes a block. `value(token, channel)` returns floats. Returns this thread's count of numbers that are not finite.
 template <class S, class Source>
-__device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte* block, const Source& value) {
+__device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte* block,
+                                                 const Source& value) {
     const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
     unsigned not_finite = 0;
     if constexpr (full_precision<S>) {
@@ -55,7 +56,9 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
         const bool on_rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
         const grouped_axis lines = on_rows ? layout.rows() : layout.cols;
         const grouped_axis cut = on_rows ? layout.cols : layout.rows();
-        const auto at = [&](int row, int col) { return s.role == tensor::key ? value(row, col) : value(col, row); };
+        const auto at = [&](int row, int col) {
+            return s.role == tensor::key ? value(row, col) : value(col, row);
+        };
         // Padding between and behind the sections, and slots without a line.
         const std::size_t bytes = S{}.block_bytes(s);
         for (std::size_t i = layout.bytes() / 4 + static_cast<std::size_t>(thread); i < bytes / 4;
@@ -85,14 +88,16 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
             const int in_group = w - group * round_up(rows.group, 4) * words_per_row;
             const int tile = in_group / (tile_layout::tile_rows * words_per_row);
             const int in_tile = in_group - tile * tile_layout::tile_rows * words_per_row;
-            const int height = smaller(tile_layout::tile_rows, rows.group_slots(group) - tile * tile_layout::tile_rows);
+            const int height =
+                smaller(tile_layout::tile_rows, rows.group_slots(group) - tile * tile_layout::tile_rows);
             const int vector = in_tile / height;
             const int row_in_group = tile * tile_layout::tile_rows + in_tile % height;
             const int row = group * rows.group + row_in_group;
             std::uint32_t word = 0;
             if (row_in_group < rows.group_size(group)) {
                 int plane = 0;
-                while (plane + 1 < planes::count && vector >= planes::first_vector(plane + 1, layout.quads())) ++plane;
+                while (plane + 1 < planes::count && vector >= planes::first_vector(plane + 1, layout.quads()))
+                    ++plane;
                 const int width = planes::width(plane), per_word = planes::quads_per_word(plane);
                 const int first_quad = (vector - planes::first_vector(plane, layout.quads())) * per_word;
                 for (int q = 0; q < per_word; ++q)
@@ -100,7 +105,8 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
                         const int slot = (first_quad + q) * 4 + k;
                         const int slots_of_group = round_up(layout.cols.group, 4);
                         const int col_group = slot / slots_of_group, in_col_group = slot % slots_of_group;
-                        if (col_group >= layout.cols.groups() || in_col_group >= layout.cols.group_size(col_group))
+                        if (col_group >= layout.cols.groups() ||
+                            in_col_group >= layout.cols.group_size(col_group))
                             continue;
                         const int col = col_group * layout.cols.group + in_col_group;
                         const int g = on_rows ? col / cut.group : row / cut.group;

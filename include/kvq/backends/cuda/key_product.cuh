@@ -20,9 +20,10 @@ struct folded_row {
     std::uint32_t pieces[groups][2 * Chunk::pairs];
     // For the lane's own row (4n + t), not for column g:
     float step[groups];
-    float sum[groups];     // of x', where tokens have biases
-    float offset[groups];  // x times the biases of channels, and what rounding x took from a code in the middle
-    int zero[groups];      // zero_code * sum of the fixed-point numbers
+    float sum[groups];  // of x', where tokens have biases
+    float
+        offset[groups];  // x times the biases of channels, and what rounding x took from a code in the middle
+    int zero[groups];    // zero_code * sum of the fixed-point numbers
 };
 
 __device__ __forceinline__ float max_abs4(float4 v, float top) {
@@ -86,7 +87,8 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                     top = fmaxf(top, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
                 } else {
                     const uint4 v = load_shared_16(row + static_cast<std::uint32_t>(channel[i] * 4));
-                    float4 q{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+                    float4 q{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
+                             __uint_as_float(v.w)};
                     if (!inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
                     if constexpr (columns && traits::has_bias) {
                         dot = fmaf(q.x, bias[i].x, dot), dot = fmaf(q.y, bias[i].y, dot);
@@ -135,7 +137,8 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                 total += __shfl_xor_sync(~0u, total, 4);
                 if constexpr (traits::has_bias) {
                     constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
-                    const float rest = middle * (over_row(sum, add_floats{}) - step * static_cast<float>(total));
+                    const float rest =
+                        middle * (over_row(sum, add_floats{}) - step * static_cast<float>(total));
                     if constexpr (columns)
                         to[n].offset[G] = __shfl_sync(~0u, over_row(dot, add_floats{}) + rest, 8 * id.t);
                     else {

@@ -18,27 +18,33 @@
 namespace kvq::inline v0_1::cuda::detail {
 
 /// Unsigned codes times signed pieces (keys x query).
-__device__ __forceinline__ void mma_codes_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
-                                                 std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void mma_codes_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1,
+                                                 std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
+                                                 std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 /// Unsigned codes times unsigned pieces (values x weights).
-__device__ __forceinline__ void mma_codes_unsigned(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
-                                                   std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+__device__ __forceinline__ void mma_codes_unsigned(int (&d)[4], std::uint32_t a0, std::uint32_t a1,
+                                                   std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
+                                                   std::uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 template <class T>
-__device__ __forceinline__ void mma_values(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
-                                           std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
+__device__ __forceinline__ void mma_values(float (&d)[4], std::uint32_t a0, std::uint32_t a1,
+                                           std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
+                                           std::uint32_t b1) {
     static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>);
     if constexpr (std::is_same_v<T, float16>)
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+            "{%0,%1,%2,%3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
     else

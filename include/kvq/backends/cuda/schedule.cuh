@@ -18,12 +18,12 @@ namespace kvq::inline v0_1::cuda::detail {
 struct work_shape {
     const int* tokens;  // [sequences]
     int sequences;
-    int lines;          // items of a sequence: kv_heads * row_blocks
+    int lines;  // items of a sequence: kv_heads * row_blocks
     int row_blocks;
-    int first_token;    // position of the first token of this format's first page
-    int capacity;       // tokens that the block table can name
+    int first_token;  // position of the first token of this format's first page
+    int capacity;     // tokens that the block table can name
     int query_tokens;
-    int window;         // 0: none
+    int window;  // 0: none
 
     struct span {
         int first, count;  // chunks; count is at least 1
@@ -45,13 +45,13 @@ struct work_shape {
 /// The part of one item that a thread block handles.
 struct item_part {
     int sequence;
-    int line;       // kv_head * row_blocks + row_block
+    int line;  // kv_head * row_blocks + row_block
     int kv_head, row_block;
-    int begin;      // of the item, in the line of all chunks
-    int count;      // chunks of the item
-    int first;      // chunk of the sequence with which the item begins
-    int real;       // chunks that exist: 0 or less where count is 1 for an empty sequence
-    int from, to;   // the thread block's chunks, relative to `first`
+    int begin;     // of the item, in the line of all chunks
+    int count;     // chunks of the item
+    int first;     // chunk of the sequence with which the item begins
+    int real;      // chunks that exist: 0 or less where count is 1 for an empty sequence
+    int from, to;  // the thread block's chunks, relative to `first`
 };
 
 /// Walks the items of a share.
@@ -101,7 +101,8 @@ struct share_plan {
 
 /// Counts all chunks and finds where the share of this thread block begins. Every warp does it for itself: no barrier.
 template <int Tokens>
-__device__ __forceinline__ share_plan find_share(const work_shape& work, int least_chunks, item_walk<Tokens>& walk) {
+__device__ __forceinline__ share_plan find_share(const work_shape& work, int least_chunks,
+                                                 item_walk<Tokens>& walk) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     // Lane i adds up sequences [i * each, (i + 1) * each).
     const int each = ceil_div(work.sequences, warp_size);

@@ -41,7 +41,8 @@ inline status launched(const char* what) noexcept {
     status s;
     s.code = cudaGetLastError();
     if (s.code != cudaSuccess)
-        std::snprintf(s.message, sizeof s.message, "kvq: launching %s failed: %s", what, cudaGetErrorString(s.code));
+        std::snprintf(s.message, sizeof s.message, "kvq: launching %s failed: %s", what,
+                      cudaGetErrorString(s.code));
     return s;
 }
 

@@ -43,10 +43,11 @@ struct store_traits {
     static constexpr int group = !coded || words::group == 0 || words::group > Dim ? Dim : words::group;
     static constexpr int groups = coded ? ceil_div(Dim, group) : 1;
     /// Whole tiles: 32 tokens of a page, groups and words that do not overlap.
-    static constexpr bool tiles = PageTokens % 32 == 0 && Dim % 16 == 0 && group % 8 == 0 &&
-                                  (group == Dim ? Dim % (4 * words::units_per_step) == 0
-                                                : Dim % group == 0 && group % (4 * words::units_per_step) == 0) &&
-                                  (!words::full || words::columns_per_unit == 2);
+    static constexpr bool tiles =
+        PageTokens % 32 == 0 && Dim % 16 == 0 && group % 8 == 0 &&
+        (group == Dim ? Dim % (4 * words::units_per_step) == 0
+                      : Dim % group == 0 && group % (4 * words::units_per_step) == 0) &&
+        (!words::full || words::columns_per_unit == 2);
 };
 
 inline constexpr int store_warps = 4;
@@ -64,7 +65,8 @@ __device__ __forceinline__ std::uint32_t quick_code(float x, float bias, float i
     if constexpr (S::levels::has_bias)
         return __float_as_uint(__fadd_rn(__fmul_rn(x - bias, inverse), 8388608.0f));
     else
-        return __float_as_uint(__fadd_rn(__fmul_rn(x, inverse), 12582912.0f + static_cast<float>(S::zero_code)));
+        return __float_as_uint(
+            __fadd_rn(__fmul_rn(x, inverse), 12582912.0f + static_cast<float>(S::zero_code)));
 }
 /// Does no number of [lo, hi] need clamping?
 template <class S>
@@ -87,7 +89,8 @@ __device__ __forceinline__ std::uint32_t quad_of_codes(const float (&x)[4], cons
     } else {
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            y[k] = static_cast<std::uint32_t>(S::levels::template code<S::code_bits>(x[k], bias[k], inverse[k]));
+            y[k] =
+                static_cast<std::uint32_t>(S::levels::template code<S::code_bits>(x[k], bias[k], inverse[k]));
     }
     return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
 }
@@ -95,7 +98,8 @@ __device__ __forceinline__ std::uint32_t quad_of_codes(const float (&x)[4], cons
 /// Writes the words of one step of quads of a row, in all planes. `unit` is the step's first, `stride` the tile's height.
 template <class S>
 __device__ __forceinline__ void store_step(std::uint32_t* row, int unit, int units,
-                                           const std::uint32_t (&quads)[word_traits<S>::units_per_step], int stride) {
+                                           const std::uint32_t (&quads)[word_traits<S>::units_per_step],
+                                           int stride) {
     using planes = code_planes<S::code_bits>;
     static_for<planes::count>([&](auto plane) {
         constexpr int p = decltype(plane)::value;
@@ -113,7 +117,8 @@ __device__ __forceinline__ void store_step(std::uint32_t* row, int unit, int uni
 
 /// One token of one head, by a warp, whatever its neighbours are.
 template <tensor Role, class Format, class T>
-__device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, const T* from, int slot, int head) {
+__device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, const T* from, int slot,
+                                             int head) {
     using S = scheme_of<Role, Format>;
     constexpr block_shape s = shape_of<Role, Format>;
     constexpr int dim = dim_of<Role, Format>;
@@ -151,7 +156,8 @@ __device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, con
             }
 #pragma unroll
             for (int step = 1; step < warp_size; step *= 2) {
-                const float other_lo = __shfl_xor_sync(~0u, lo, step), other_hi = __shfl_xor_sync(~0u, hi, step);
+                const float other_lo = __shfl_xor_sync(~0u, lo, step),
+                            other_hi = __shfl_xor_sync(~0u, hi, step);
                 const int other = __shfl_xor_sync(~0u, at, step);
                 if (other == dim) continue;
                 hi = at == dim ? other_hi : fmaxf(hi, other_hi);
@@ -162,11 +168,12 @@ __device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, con
             }
             const auto stored = S::levels::template fit<S::code_bits, P>(lo, hi);
             if (lane == 0) S{}.store_parameters(s, block, g, token, stored);
-            const float bias = static_cast<float>(stored.bias), inverse = inverse_scale(static_cast<float>(stored.scale));
+            const float bias = static_cast<float>(stored.bias),
+                        inverse = inverse_scale(static_cast<float>(stored.scale));
             for (int c = g * group + lane; c < end; c += warp_size)
                 store_code_shared<S>(s, block, token, c,
-                                     static_cast<unsigned>(
-                                         S::levels::template code<S::code_bits>(to_float(from[c]), bias, inverse)));
+                                     static_cast<unsigned>(S::levels::template code<S::code_bits>(
+                                         to_float(from[c]), bias, inverse)));
         }
     }
     return not_finite;
@@ -183,7 +190,8 @@ struct tile_parameters {
 template <tensor Role, class Format, class T>
 __device__ __forceinline__ unsigned store_tile(
     const cache_ref<Format>& cache, const std::byte* rows, int slot, int head,
-    tile_parameters<store_traits<scheme_of<Role, Format>, dim_of<Role, Format>, Format::page_tokens>::groups>& shared) {
+    tile_parameters<store_traits<scheme_of<Role, Format>, dim_of<Role, Format>, Format::page_tokens>::groups>&
+        shared) {
     using S = scheme_of<Role, Format>;
     using traits = word_traits<S>;
     constexpr block_shape s = shape_of<Role, Format>;
@@ -192,18 +200,20 @@ __device__ __forceinline__ unsigned store_tile(
     constexpr int row_bytes = store_memory<T, dim>::row_bytes;
     constexpr int units = (Role == tensor::key ? dim : page) / traits::columns_per_unit;
     constexpr int lines = traits::lines(units);  // of a tile of 32 rows
-    const int warp = static_cast<int>(threadIdx.x) / warp_size, lane = static_cast<int>(threadIdx.x) % warp_size;
+    const int warp = static_cast<int>(threadIdx.x) / warp_size,
+              lane = static_cast<int>(threadIdx.x) % warp_size;
     const int first = slot % page;
     std::byte* const block = cache.template block<Role>(slot / page, head);
     const auto input = [&](int token, int channel) {
         return *reinterpret_cast<const T*>(rows + token * row_bytes + channel * static_cast<int>(sizeof(T)));
     };
     // Eight numbers of this lane's token.
-    const auto piece = [&](int channel, float (&x)[8]) {
+    const auto piece = [&](int channel, float(&x)[8]) {
         T raw[8];
-        __builtin_memcpy(raw,
-                         __builtin_assume_aligned(rows + lane * row_bytes + channel * static_cast<int>(sizeof(T)), 16),
-                         sizeof raw);
+        __builtin_memcpy(
+            raw,
+            __builtin_assume_aligned(rows + lane * row_bytes + channel * static_cast<int>(sizeof(T)), 16),
+            sizeof raw);
 #pragma unroll
         for (int k = 0; k < 8; ++k) x[k] = to_float(raw[k]);
     };
@@ -254,7 +264,8 @@ __device__ __forceinline__ unsigned store_tile(
                 if (lo > hi) lo = hi = 0.0f;  // nothing finite
                 const auto stored = S::levels::template fit<S::code_bits, P>(lo, hi);
                 S{}.store_parameters(s, block, g, first + lane, stored);
-                const float bias = static_cast<float>(stored.bias), inverse = inverse_scale(static_cast<float>(stored.scale));
+                const float bias = static_cast<float>(stored.bias),
+                            inverse = inverse_scale(static_cast<float>(stored.scale));
                 shared.of[g][lane] = {bias, inverse};
                 clean = clean && fits_grid<S>(lo, hi, bias, inverse);
             }
@@ -270,7 +281,9 @@ __device__ __forceinline__ unsigned store_tile(
 #pragma unroll 4
             for (int i = warp; i < dim / 8; i += store_warps) {
                 T raw[8];
-                __builtin_memcpy(raw, __builtin_assume_aligned(rows + lane * row_bytes + i * 8 * static_cast<int>(sizeof(T)), 16),
+                __builtin_memcpy(raw,
+                                 __builtin_assume_aligned(
+                                     rows + lane * row_bytes + i * 8 * static_cast<int>(sizeof(T)), 16),
                                  sizeof raw);
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
@@ -349,12 +362,14 @@ __device__ __forceinline__ unsigned store_tile(
 /// One tensor: 32 input tokens of one head. `part` of `parts`: blocks that share tokens which go one by one.
 template <class Format, class T, tensor Role>
 __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, const token_view<const T>& x,
-                                             const long long* slots, unsigned* not_finite, int part, int parts) {
+                                             const long long* slots, unsigned* not_finite, int part,
+                                             int parts) {
     using S = scheme_of<Role, Format>;
     constexpr int dim = dim_of<Role, Format>;
     using memory = store_memory<T, dim>;
     using store = store_traits<S, dim, Format::page_tokens>;
-    const int warp = static_cast<int>(threadIdx.x) / warp_size, lane = static_cast<int>(threadIdx.x) % warp_size;
+    const int warp = static_cast<int>(threadIdx.x) / warp_size,
+              lane = static_cast<int>(threadIdx.x) % warp_size;
     const int head = static_cast<int>(blockIdx.y);
     const int begin = static_cast<int>(blockIdx.x) / parts * 32;
     const auto slot_of = [&](int token) {
@@ -380,24 +395,30 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
                 ((static_cast<unsigned long long>(high) << 32 | low) >> (lane + 1)) & 0x7fffffffu);
             return __ballot_sync(~0u, slot >= 0 && slot % 32 == 0 && follow == 0x7fffffffu);
         };
-        const unsigned leads_before = leads(before, run_before, run_here), leads_here = leads(here, run_here, run_behind);
+        const unsigned leads_before = leads(before, run_before, run_here),
+                       leads_here = leads(here, run_here, run_behind);
         const int lead = lane - here % 32;  // of this lane's token, if it has one
-        covered = __ballot_sync(~0u, here >= 0 && ((lead >= 0 ? leads_here >> lead : leads_before >> (32 + lead)) & 1u));
+        covered = __ballot_sync(
+            ~0u, here >= 0 && ((lead >= 0 ? leads_here >> lead : leads_before >> (32 + lead)) & 1u));
         for (unsigned left = part == 0 ? leads_here : 0u; left; left &= left - 1) {
             const int first = begin + __ffs(static_cast<int>(left)) - 1;
             constexpr int per_row = dim * static_cast<int>(sizeof(T)) / 16;
             __syncthreads();
             if ((reinterpret_cast<std::uintptr_t>(x.at(first, head)) |
-                 static_cast<std::uintptr_t>(x.token_stride) * sizeof(T)) % 16 == 0) {
+                 static_cast<std::uintptr_t>(x.token_stride) * sizeof(T)) %
+                    16 ==
+                0) {
 #pragma unroll
                 for (int i = static_cast<int>(threadIdx.x); i < 32 * per_row; i += store_threads)
-                    copy_async(shared_address(rows) + static_cast<std::uint32_t>(i / per_row * memory::row_bytes + i % per_row * 16),
+                    copy_async(shared_address(rows) + static_cast<std::uint32_t>(
+                                                          i / per_row * memory::row_bytes + i % per_row * 16),
                                reinterpret_cast<const uint4*>(x.at(first + i / per_row, head)) + i % per_row);
                 copy_commit();
                 copy_wait<0>();
             } else {
                 for (int i = static_cast<int>(threadIdx.x); i < 32 * dim; i += store_threads)
-                    *reinterpret_cast<T*>(rows + i / dim * memory::row_bytes + i % dim * static_cast<int>(sizeof(T))) =
+                    *reinterpret_cast<T*>(rows + i / dim * memory::row_bytes +
+                                          i % dim * static_cast<int>(sizeof(T))) =
                         x.at(first + i / dim, head)[i % dim];
             }
             __syncthreads();
@@ -407,15 +428,16 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
     for (unsigned left = __ballot_sync(~0u, here >= 0) & ~covered; left; left &= left - 1) {
         const int at = __ffs(static_cast<int>(left)) - 1;
         if (at % (parts * store_warps) == part * store_warps + warp)
-            bad += store_token<Role, Format, T>(cache, x.at(begin + at, head), __shfl_sync(~0u, here, at), head);
+            bad +=
+                store_token<Role, Format, T>(cache, x.at(begin + at, head), __shfl_sync(~0u, here, at), head);
     }
     if (not_finite && bad) atomicAdd(not_finite, bad);
 }
 
 template <class Format, class T>
 __global__ void __launch_bounds__(store_threads)
-    store_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<const T> k, token_view<const T> v,
-                 const long long* slots, unsigned* not_finite, int parts) {
+    store_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<const T> k,
+                 token_view<const T> v, const long long* slots, unsigned* not_finite, int parts) {
     const int part = static_cast<int>(blockIdx.x) % parts;
     if (blockIdx.z == 0)
         store_tokens<Format, T, tensor::key>(cache, k, slots, not_finite, part, parts);
@@ -430,22 +452,28 @@ __global__ void __launch_bounds__(store_threads)
 template <class Format, class T>
 status store(const cache_ref<Format>& cache, const token_view<const T>& k, const token_view<const T>& v,
              const long long* slots, unsigned* not_finite, cudaStream_t stream) noexcept {
-    static_assert(detail::word_traits<typename Format::keys>::token_parameters &&
-                      detail::word_traits<typename Format::values>::token_parameters,
-                  "kvq::cuda::store: schemes with parameters per channel are coded a page at a time; store into 16-bit "
-                  "window pages and use commit_full_pages or requantize_pages");
+    static_assert(
+        detail::word_traits<typename Format::keys>::token_parameters &&
+            detail::word_traits<typename Format::values>::token_parameters,
+        "kvq::cuda::store: schemes with parameters per channel are coded a page at a time; store into 16-bit "
+        "window pages and use commit_full_pages or requantize_pages");
     if (status s = detail::check_ref(cache, false); !s) return s;
     if (k.tokens != v.tokens) return detail::bad_value("k has %d tokens but v has %d", k.tokens, v.tokens);
-    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || k.dim != Format::head_dim || v.dim != Format::value_dim)
-        return detail::bad_value("k is %d x %d and v %d x %d but the cache holds %d heads of %d and %d", k.heads, k.dim,
-                                 v.heads, v.dim, cache.kv_heads, Format::head_dim, Format::value_dim);
+    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || k.dim != Format::head_dim ||
+        v.dim != Format::value_dim)
+        return detail::bad_value("k is %d x %d and v %d x %d but the cache holds %d heads of %d and %d",
+                                 k.heads, k.dim, v.heads, v.dim, cache.kv_heads, Format::head_dim,
+                                 Format::value_dim);
     if (k.tokens < 0) return detail::bad_value("k has %d tokens", k.tokens);
     if (k.tokens == 0) return {};
-    if (k.data == nullptr || v.data == nullptr || slots == nullptr) return detail::bad_value("k, v or slots is a null pointer");
+    if (k.data == nullptr || v.data == nullptr || slots == nullptr)
+        return detail::bad_value("k, v or slots is a null pointer");
     // Few tokens are usually one per sequence: then more blocks share the tokens that do not make tiles.
     const int parts = k.tokens <= 512 ? 8 : 1;
-    const dim3 grid(static_cast<unsigned>((k.tokens + 31) / 32 * parts), static_cast<unsigned>(cache.kv_heads), 2);
-    detail::store_kernel<Format, T><<<grid, detail::store_threads, 0, stream>>>(cache, k, v, slots, not_finite, parts);
+    const dim3 grid(static_cast<unsigned>((k.tokens + 31) / 32 * parts),
+                    static_cast<unsigned>(cache.kv_heads), 2);
+    detail::store_kernel<Format, T>
+        <<<grid, detail::store_threads, 0, stream>>>(cache, k, v, slots, not_finite, parts);
     return detail::launched("store");
 }
 

@@ -20,7 +20,8 @@ struct weight_words {
     static constexpr int stride = units + 4;  // words of a column; columns fall into different banks
     static constexpr int row_set = 8 * stride;
     KVQ_HD static constexpr int words(int rows4) { return sets * rows4 * row_set; }
-    static constexpr int bias_sets = Values::traits::has_bias && Values::token_parameters && !Values::full ? sets : 0;
+    static constexpr int bias_sets =
+        Values::traits::has_bias && Values::token_parameters && !Values::full ? sets : 0;
 };
 
 /// Softmax state of the rows 4n + t of a warp; `sum` and `bias` are this lane's part, `max` is the warp's.
@@ -71,7 +72,10 @@ __device__ __forceinline__ void load_weights(std::uint32_t (&b)[Registers], std:
 #pragma unroll
         for (int i = 0; i < Registers; ++i) {
             b[i] = 0;
-            if (i < Units) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(b[i]) : "r"(at + 4u * static_cast<std::uint32_t>(i)));
+            if (i < Units)
+                asm volatile("ld.shared.u32 %0, [%1];"
+                             : "=r"(b[i])
+                             : "r"(at + 4u * static_cast<std::uint32_t>(i)));
         }
     }
 }
@@ -119,7 +123,8 @@ __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], warp_s
 
 /// Writes the weights as words of B, times the value scales of the tokens; adds up what value biases contribute.
 template <class Keys, class Values, int Rows4>
-__device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
+__device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows4][4],
+                                              warp_state<Values, Rows4>& state,
                                               chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
                                               std::uint32_t weights, const lane_id& id) {
     using words = weight_words<Values>;
@@ -143,7 +148,8 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
         }
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
-            const std::uint32_t column = lane_at + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set);
+            const std::uint32_t column =
+                lane_at + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set);
             if constexpr (Values::full) {
                 using T = typename Values::scheme::value_type;
                 factors.step[S][n] = factors.take[n];
@@ -153,9 +159,10 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                     for (int half = 0; half < 2; ++half) {
                         const float a = s[tile][n][2 * half], b = s[tile][n][2 * half + 1];
                         const std::uint32_t high = pack_halves<T>(a, b);
-                        const std::uint32_t low = pack_halves<T>(a - unpack_half<T, 0>(high), b - unpack_half<T, 1>(high));
-                        const std::uint32_t at =
-                            column + 4u * static_cast<std::uint32_t>(2 * (tile * quads_of_tile + id.g) + half);
+                        const std::uint32_t low =
+                            pack_halves<T>(a - unpack_half<T, 0>(high), b - unpack_half<T, 1>(high));
+                        const std::uint32_t at = column + 4u * static_cast<std::uint32_t>(
+                                                                   2 * (tile * quads_of_tile + id.g) + half);
                         if (!idle) {
                             store_word(at, high);
                             store_word(at + 4 * words::stride, low);
@@ -172,7 +179,8 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
 #pragma unroll
                         for (int r = 0; r < 4; ++r) {
                             w[tile][r] = s[tile][n][r] * scale[tile][r];
-                            if constexpr (words::bias_sets > 0) biased = fmaf(s[tile][n][r], bias[tile][r], biased);
+                            if constexpr (words::bias_sets > 0)
+                                biased = fmaf(s[tile][n][r], bias[tile][r], biased);
                             largest = fmaxf(largest, w[tile][r]);
                         }
                     largest = over_tokens(largest, max_floats{});
@@ -192,7 +200,8 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
 #pragma unroll
                     for (int r = 0; r < 4; ++r) y[r] = __float_as_uint(fmaf(w[tile][r], inverse, 8388608.0f));
                     const piece_words p = split_pieces(y[0], y[1], y[2], y[3]);
-                    const std::uint32_t at = column + 4u * static_cast<std::uint32_t>(tile * quads_of_tile + id.g);
+                    const std::uint32_t at =
+                        column + 4u * static_cast<std::uint32_t>(tile * quads_of_tile + id.g);
                     if (!idle) {
                         store_word(at, p.high);
                         store_word(at + 4 * words::stride, p.low);
@@ -205,8 +214,9 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
 
 /// output = output * keep + step * (values x weights) for every tile of 32 channels.
 template <class Values, int Rows4>
-__device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state, const chunk_factors<Values, Rows4>& factors,
-                                           std::uint32_t slot, std::uint32_t weights, const lane_id& id) {
+__device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
+                                           const chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
+                                           std::uint32_t weights, const lane_id& id) {
     using words = weight_words<Values>;
     using traits = typename Values::traits;
     using sum_type = std::conditional_t<Values::full, float, int>;
@@ -219,9 +229,9 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state, con
         [[maybe_unused]] int total[Rows4];
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
-            const std::uint32_t at = weights + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set +
-                                                                               id.g * words::stride +
-                                                                               id.t * Values::lane_units);
+            const std::uint32_t at =
+                weights + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set +
+                                                          id.g * words::stride + id.t * Values::lane_units);
             load_weights<Values::lane_units>(b[n], at);
             if constexpr (needs_total) {
                 int sums[4] = {};
@@ -265,7 +275,8 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state, con
                 for (int n = 0; n < Rows4; ++n)
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const sum_type high = sums[r / 2][n][2 * (r % 2)], low = sums[r / 2][n][2 * (r % 2) + 1];
+                        const sum_type high = sums[r / 2][n][2 * (r % 2)],
+                                       low = sums[r / 2][n][2 * (r % 2) + 1];
                         float y;
                         if constexpr (Values::full) {
                             y = (high + low) * factors.step[S][n];
