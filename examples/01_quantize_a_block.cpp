@@ -17,8 +17,8 @@ void show(const Scheme& scheme, const std::vector<float>& values, const kvq::blo
         error += std::pow(output[i] - values[i], 2.0);
         power += std::pow(values[i], 2.0);
     }
-    std::printf("%-24s %6zu bytes   %5.2f bits per value   relative error %.5f\n", scheme.name().c_str(), block.size(),
-                kvq::bits_per_value(shape, scheme), std::sqrt(error / power));
+    std::printf("%-24s %6zu bytes   %5.2f bits per value   relative error %.5f\n", scheme.name().c_str(),
+                block.size(), kvq::bits_per_value(shape, scheme), std::sqrt(error / power));
 }
 
 int main() {

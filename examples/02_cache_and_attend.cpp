@@ -22,14 +22,16 @@ int main() {
     for (int layer = 0; layer < layers; ++layer)
         sequence.append(layer, kvq::token_view(k.data(), tokens, kv_heads, dim),
                         kvq::token_view(v.data(), tokens, kv_heads, dim));
-    sequence.attend(0, kvq::token_view(q.data(), 1, q_heads, dim), kvq::token_view(out.data(), 1, q_heads, dim));
-    std::printf("%d tokens in %zu bytes (16 bit: %zu); out[0] = %f\n", sequence.tokens(), sequence.usage().bytes,
-                2 * 2 * k.size() * layers, static_cast<double>(out[0]));
+    sequence.attend(0, kvq::token_view(q.data(), 1, q_heads, dim),
+                    kvq::token_view(out.data(), 1, q_heads, dim));
+    std::printf("%d tokens in %zu bytes (16 bit: %zu); out[0] = %f\n", sequence.tokens(),
+                sequence.usage().bytes, 2 * 2 * k.size() * layers, static_cast<double>(out[0]));
 
     // Speculative decoding: draft five tokens, accept two.
     auto other = sequence.fork();  // shares every page
     for (int layer = 0; layer < layers; ++layer)
-        other.append(layer, kvq::token_view(k.data(), 5, kv_heads, dim), kvq::token_view(v.data(), 5, kv_heads, dim));
+        other.append(layer, kvq::token_view(k.data(), 5, kv_heads, dim),
+                     kvq::token_view(v.data(), 5, kv_heads, dim));
     other.trim(tokens + 2);
     std::printf("fork has %d tokens; both together hold %zu bytes\n", other.tokens(), cache.bytes_in_use());
 

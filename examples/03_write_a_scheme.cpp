@@ -14,7 +14,9 @@ static_assert(kvq::key_scheme<my_keys>);
 // 2. Written by hand: the sign of every value and one mean magnitude per block (attention decodes it page by page).
 struct sign_only {
     std::string name() const { return "sign-only"; }
-    constexpr std::size_t block_bytes(const kvq::block_shape& s) const { return (s.values() / 8 + 4 + 16) / 16 * 16; }
+    constexpr std::size_t block_bytes(const kvq::block_shape& s) const {
+        return (s.values() / 8 + 4 + 16) / 16 * 16;
+    }
 
     std::uint32_t encode(const kvq::block_shape& s, kvq::block_id, float* values, std::byte* block) const {
         std::fill_n(block, block_bytes(s), std::byte{0});
@@ -45,6 +47,7 @@ int main() {
     for (float& x : kv) x = normal(random);
     sequence.append(0, kvq::token_view(kv.data(), 500, 1, 64), kvq::token_view(kv.data(), 500, 1, 64));
     sequence.attend(0, kvq::token_view(kv.data(), 1, 1, 64), kvq::token_view(out.data(), 1, 1, 64));
-    std::printf("%s + %s: %.2f bytes per token; out[0] = %f\n", my_keys{}.name().c_str(), sign_only{}.name().c_str(),
-                kvq::bytes_per_token<my_keys, sign_only>(cache.shape(), 64), static_cast<double>(out[0]));
+    std::printf("%s + %s: %.2f bytes per token; out[0] = %f\n", my_keys{}.name().c_str(),
+                sign_only{}.name().c_str(), kvq::bytes_per_token<my_keys, sign_only>(cache.shape(), 64),
+                static_cast<double>(out[0]));
 }

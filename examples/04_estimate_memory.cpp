@@ -8,12 +8,14 @@ void show(const char* name) {
     const kvq::cache<Formats> cache(llama_3_8b, {.sinks = 4, .recent = 64});
     const kvq::attention_use use{.q_heads = 32, .q_tokens = 1, .threads = 8};
     const kvq::footprint_report f = kvq::footprint(cache, 32768, 1, use);
-    std::printf("%-8s %8.1f MiB at 32768 tokens (%.1f coded, %.1f window, %.2f bookkeeping, %.2f scratch)"
-                "   longest context in 4 GiB: %d\n",
-                name, static_cast<double>(f.total) / 1048576.0, static_cast<double>(f.coded) / 1048576.0,
-                static_cast<double>(f.window + f.rollback) / 1048576.0, static_cast<double>(f.bookkeeping) / 1048576.0,
-                static_cast<double>(f.workspace + f.attention) / 1048576.0,
-                kvq::longest_context(cache, std::size_t{4} << 30, 1, use));
+    std::printf(
+        "%-8s %8.1f MiB at 32768 tokens (%.1f coded, %.1f window, %.2f bookkeeping, %.2f scratch)"
+        "   longest context in 4 GiB: %d\n",
+        name, static_cast<double>(f.total) / 1048576.0, static_cast<double>(f.coded) / 1048576.0,
+        static_cast<double>(f.window + f.rollback) / 1048576.0,
+        static_cast<double>(f.bookkeeping) / 1048576.0,
+        static_cast<double>(f.workspace + f.attention) / 1048576.0,
+        kvq::longest_context(cache, std::size_t{4} << 30, 1, use));
 }
 
 int main() {

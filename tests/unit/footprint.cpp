@@ -26,11 +26,14 @@ private:
         bytes -= n;
         std::pmr::new_delete_resource()->deallocate(p, n, alignment);
     }
-    bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override { return this == &other; }
+    bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override {
+        return this == &other;
+    }
 };
 
 template <class Cache>
-void append_random(typename Cache::sequence_type& seq, const kvq::cache_shape& shape, int tokens, std::mt19937& random) {
+void append_random(typename Cache::sequence_type& seq, const kvq::cache_shape& shape, int tokens,
+                   std::mt19937& random) {
     const int value_dim = shape.dim(kvq::tensor::value);
     std::normal_distribution<float> normal;
     std::vector<float> k(static_cast<std::size_t>(tokens * shape.kv_heads * shape.head_dim));
@@ -44,15 +47,16 @@ void append_random(typename Cache::sequence_type& seq, const kvq::cache_shape& s
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("footprint equals what the cache allocates, byte for byte", Formats, kvq::kivi<4>, kvq::int8,
-                   kvq::full<kvq::float16>, kvq::affine<3, kvq::per_token<32>>) {
+TEST_CASE_TEMPLATE("footprint equals what the cache allocates, byte for byte", Formats, kvq::kivi<4>,
+                   kvq::int8, kvq::full<kvq::float16>, kvq::affine<3, kvq::per_token<32>>) {
     using cache_type = kvq::cache<Formats, Formats>;
     const unsigned seed = 20260;
     INFO("seed ", seed);
     std::mt19937 random(seed);
     const auto between = [&](int a, int b) { return std::uniform_int_distribution<int>(a, b)(random); };
     for (int round = 0; round < 25; ++round) {
-        const kvq::cache_shape shape{between(1, 3), between(1, 3), between(1, 70), between(0, 1) ? 0 : between(1, 70)};
+        const kvq::cache_shape shape{between(1, 3), between(1, 3), between(1, 70),
+                                     between(0, 1) ? 0 : between(1, 70)};
         counting_resource memory;
         kvq::cache_options options;
         options.sinks = between(0, 5);
@@ -100,8 +104,8 @@ TEST_CASE("footprint includes the attention workspace that attend really takes")
     std::vector<float> q(8 * 64, 1.0f), out(8 * 64);
     kvq::workspace space(&memory);
     const std::size_t before = memory.bytes;
-    seq.attend(0, kvq::token_view<const float>(q.data(), 1, 8, 64), kvq::token_view<float>(out.data(), 1, 8, 64),
-               kvq::causal{}, kvq::serial_executor{}, space);
+    seq.attend(0, kvq::token_view<const float>(q.data(), 1, 8, 64),
+               kvq::token_view<float>(out.data(), 1, 8, 64), kvq::causal{}, kvq::serial_executor{}, space);
     CHECK(memory.bytes - before == kvq::footprint(cache, 5000, 1, {.q_heads = 8}).attention);
     CHECK(space.size() == memory.bytes - before);
 }
@@ -110,12 +114,17 @@ TEST_CASE("published check: 28 layers, 8 kv heads, D 128, 500 blocks of 256 toke
     const kvq::cache_shape shape{28, 8, 128};
     constexpr double mebi = 1024.0 * 1024.0;
     const double tokens = 500.0 * 256.0;
-    CHECK(kvq::bytes_per_token<kvq::full<kvq::float16>, kvq::full<kvq::float16>>(shape, 256) * tokens / mebi == 14000.0);
+    CHECK(kvq::bytes_per_token<kvq::full<kvq::float16>, kvq::full<kvq::float16>>(shape, 256) * tokens /
+              mebi ==
+          14000.0);
     CHECK(kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 256) * tokens / mebi == 7218.75);
 
     const kvq::cache_options options{.page_tokens = 256, .rollback = 0};
-    CHECK(static_cast<double>(kvq::footprint(kvq::cache<kvq::int8>(shape, options), 500 * 256).coded) / mebi == 7218.75);
-    CHECK(static_cast<double>(kvq::footprint(kvq::cache<kvq::full<kvq::float16>>(shape, options), 500 * 256).window) /
+    CHECK(static_cast<double>(kvq::footprint(kvq::cache<kvq::int8>(shape, options), 500 * 256).coded) /
+              mebi ==
+          7218.75);
+    CHECK(static_cast<double>(
+              kvq::footprint(kvq::cache<kvq::full<kvq::float16>>(shape, options), 500 * 256).window) /
               mebi ==
           14000.0);
 }
@@ -129,7 +138,8 @@ TEST_CASE("bytes per 128-vector are the published ones, at compile time") {
     static_assert(kvq::bits_per_value<kvq::kivi<2, 32>::keys>(keys) * 16 == 48);
     static_assert(kvq::bits_per_value<kvq::kivi<2, 32>::values>(values) * 16 == 48);
     static_assert(kvq::bits_per_value<kvq::affine<3>>(keys) == 3.5);
-    CHECK(kvq::bytes_per_token<kvq::kivi<4, 64>::keys, kvq::kivi<4, 64>::values>({32, 8, 128}, 64) == 32 * 8 * 144);
+    CHECK(kvq::bytes_per_token<kvq::kivi<4, 64>::keys, kvq::kivi<4, 64>::values>({32, 8, 128}, 64) ==
+          32 * 8 * 144);
 }
 
 TEST_CASE("the longest context fits, one token more does not") {
