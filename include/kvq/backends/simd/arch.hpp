@@ -94,16 +94,14 @@ struct register_ops;
 
 /// Calls f(Arch{}) for the first architecture of the list that the running CPU has (list the best first).
 /// Each f(Arch{}) should end up in a translation unit built for that architecture; docs/performance.md shows how.
-template <class... Archs, class F>
+template <class First, class... Rest, class F>
 decltype(auto) dispatch(F&& f) {
-    return [&]<class First, class... Rest>(auto& self, First, Rest... rest) -> decltype(auto) {
-        if constexpr (sizeof...(Rest) == 0) {
-            return f(First{});
-        } else {
-            if (First::available()) return f(First{});
-            return self.template operator()<Rest...>(self, rest...);
-        }
-    }.template operator()<Archs...>(f, Archs{}...);
+    if constexpr (sizeof...(Rest) == 0) {
+        return f(First{});
+    } else {
+        if (First::available()) return f(First{});
+        return dispatch<Rest...>(static_cast<F&&>(f));
+    }
 }
 
 }  // namespace kvq::inline v0_1::arch
