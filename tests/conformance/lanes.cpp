@@ -2,6 +2,7 @@
 // Comparison family: exact. Every operation of the SIMD lanes is what plain arithmetic says, lane by lane.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <kvq/backends/kernels/plain_lanes.hpp>
 #include <kvq/backends/simd.hpp>
@@ -172,6 +173,9 @@ TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads a
         const auto sum = io::out(L::add(io::in(a), io::in(b))),
                    difference = io::out(L::subtract(io::in(a), io::in(b))),
                    product = io::out(L::multiply(io::in(a), io::in(b))),
+                   unfused = io::out(L::rounded_product(io::in(a), io::in(b))),
+                   quotient = io::out(L::divide(io::in(a), io::in(b))),
+                   pairs = io::out(L::add_pairs(io::in(a), io::in(b))),
                    fused = io::out(L::multiply_add(io::in(a), io::in(b), io::in(c))),
                    most = io::out(L::max(io::in(a), io::in(b))),
                    least = io::out(L::min(io::in(a), io::in(b))), size = io::out(L::abs(io::in(a))),
@@ -184,6 +188,10 @@ TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads a
             REQUIRE(sum[i] == a[i] + b[i]);
             REQUIRE(difference[i] == a[i] - b[i]);
             REQUIRE(product[i] == a[i] * b[i]);
+            REQUIRE(unfused[i] == a[i] * b[i]);
+            REQUIRE(quotient[i] == a[i] / b[i]);
+            const auto& from = 2 * i < a.size() ? a : b;
+            REQUIRE(pairs[i] == from[2 * i % a.size()] + from[2 * i % a.size() + 1]);
             // Fused or not: between one and two roundings.
             REQUIRE(std::fabs(static_cast<double>(fused[i]) -
                               (static_cast<double>(a[i]) * static_cast<double>(b[i]) +
@@ -273,4 +281,76 @@ TEST_CASE_TEMPLATE("16- and 32-bit values load exactly, whole and in part", L, K
         check_values<L, kvq::float16>(f);
         check_values<L, kvq::bfloat16>(f);
     }
+}
+
+TEST_CASE_TEMPLATE("rows become columns, and extremes of vectors lanes", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (int round = 0; round < 50; ++round) {
+        std::vector<typename io::numbers> rows;
+        typename L::ints v[L::width];
+        f.each([&](std::size_t i) {
+            rows.push_back(f.numbers());
+            v[i] = L::as_ints(io::in(rows[i]));
+        });
+        const auto least = io::out(L::template extreme_of_each<true>(v)),
+                   most = io::out(L::template extreme_of_each<false>(v));
+        L::transpose(v);
+        f.each([&](std::size_t j) {
+            const auto column = io::out(L::as_floats(L::in_register(v[j])));
+            f.each([&](std::size_t i) { REQUIRE(column[i] == rows[i][j]); });
+            REQUIRE(least[j] == *std::min_element(rows[j].begin(), rows[j].end()));
+            REQUIRE(most[j] == *std::max_element(rows[j].begin(), rows[j].end()));
+        });
+    }
+}
+
+TEST_CASE_TEMPLATE("bytes and halfwords widen to words and come back", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    for (int round = 0; round < 50; ++round) {
+        const auto a = f.words();
+        const auto* const p = reinterpret_cast<const std::byte*>(a.data());
+        const auto bytes = io::out(L::load_bytes(p)), halfwords = io::out(L::load_halfwords(p));
+        std::vector<std::byte> stored(2 * L::width + 8, std::byte{0xcd});
+        L::store_halfwords(stored.data(), L::load_halfwords(p));
+        CHECK(std::equal(stored.begin(), stored.end() - 8, p));
+        CHECK(std::count(stored.end() - 8, stored.end(), std::byte{0xcd}) == 8);
+        f.each([&](std::size_t i) {
+            REQUIRE(bytes[i] == std::to_integer<std::int32_t>(p[i]));
+            REQUIRE(halfwords[i] == kvq::detail::load_as<std::uint16_t>(p + 2 * i));
+        });
+    }
+}
+
+TEST_CASE_TEMPLATE("floats round to 16 bits: to nearest, down and up, the same as one at a time", L,
+                   KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    const auto check = [&]<class T>(T) {
+        for (int round = 0; round < 300; ++round) {
+            auto x = f.numbers(), hostile = x;
+            for (float& v : hostile)
+                if (f.random.one_in(2)) v = f.random.pick(test::hostile_values());
+            const auto nearest = io::out(L::template half_bits<T>(io::in(hostile)));
+            std::vector<std::byte> stored(sizeof(T) * L::width);
+            L::template store_values<T>(stored.data(), io::in(hostile));
+            for (float& v : x) {
+                v = f.random.one_in(2) ? v : static_cast<float>(f.random.any_magnitude(-30, 15));
+                if (f.random.one_in(10))
+                    v = f.random.pick(std::vector<float>{0.0f, -0.0f, 65504.0f, -65504.0f, 0x1p-24f});
+            }
+            const auto down = io::out(L::template directed_bits<T, false>(io::in(x))),
+                       up = io::out(L::template directed_bits<T, true>(io::in(x)));
+            f.each([&](std::size_t i) {
+                INFO(x[i], " and ", hostile[i]);
+                REQUIRE((nearest[i] & 0xffff) == T(hostile[i]).bits);
+                REQUIRE(kvq::detail::load_as<T>(stored.data() + i * sizeof(T)).bits == T(hostile[i]).bits);
+                REQUIRE((down[i] & 0xffff) == kvq::detail::round_down<T>(x[i]).bits);
+                REQUIRE((up[i] & 0xffff) == kvq::detail::round_up_to<T>(x[i]).bits);
+            });
+        }
+    };
+    check(kvq::float16{});
+    check(kvq::bfloat16{});
 }

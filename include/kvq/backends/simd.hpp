@@ -26,13 +26,6 @@ struct simd {
     static constexpr int pieces = Pieces::value;
     using architecture = Arch;
     using lanes = simd_lanes<Arch>;
-    /// Are blocks coded and decoded in vectors?
-    static constexpr bool vector_coding = [] {
-        if constexpr (requires { Arch::vector_coding; })
-            return Arch::vector_coding;
-        else
-            return true;
-    }();
     static constexpr const char* name() noexcept { return Arch::name(); }
 
     template <class P>
@@ -55,7 +48,7 @@ struct simd {
     template <class Window, kv_scheme Scheme>
     static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id,
                                 const std::byte* window, std::byte* block, float* values) {
-        if constexpr (vector_coding && kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block).run()) return 0;
         return scalar::encode<Window>(scheme, shape, id, window, block, values);
     }
@@ -63,9 +56,9 @@ struct simd {
     template <kv_scheme Scheme, float_format T>
     static void decode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                        T* out, std::ptrdiff_t stride, float* values) {
-        if constexpr (vector_coding && kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
-        if constexpr (vector_coding && full_precision<Scheme>)
+        if constexpr (full_precision<Scheme>)
             if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
         scalar::decode(scheme, shape, id, block, out, stride, values);
     }
@@ -73,7 +66,7 @@ struct simd {
     template <class Window, kv_scheme Scheme>
     static std::uint32_t decode_to_window(const Scheme& scheme, const block_shape& shape, block_id id,
                                           const std::byte* block, std::byte* window, float* values) {
-        if constexpr (vector_coding && kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).template to_values<Window>(window))
                 return 0;
         return scalar::decode_to_window<Window>(scheme, shape, id, block, window, values);
@@ -82,7 +75,7 @@ struct simd {
     template <kv_scheme Scheme>
     static bool decode_block(const Scheme& scheme, const block_shape& shape, const std::byte* block,
                              float* values) {
-        if constexpr (vector_coding && kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>)
             return kernels::block_decoder<simd, Scheme>(scheme, shape, block)
                 .template to_values<float>(reinterpret_cast<std::byte*>(values));
         else
@@ -92,7 +85,7 @@ struct simd {
     template <kv_scheme Scheme>
     static bool encode_block(const Scheme& scheme, const block_shape& shape, const float* values,
                              std::byte* block) {
-        if constexpr (vector_coding && kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>)
             return kernels::block_encoder<lanes, float, Scheme>(
                        scheme, shape, reinterpret_cast<const std::byte*>(values), block)
                 .run();
@@ -103,10 +96,7 @@ struct simd {
     template <class Window, class T>
     static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
                              std::ptrdiff_t stride, int count, int at) {
-        if constexpr (vector_coding)
-            kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
-        else
-            scalar::write_tokens<Window>(shape, block, tokens, stride, count, at);
+        kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
     }
 };
 

@@ -67,8 +67,6 @@ using best = sse2;
 struct neon64 : xsimd::neon64 {
     using registers = xsimd::neon64;
     static constexpr const char* name() noexcept { return "neon64"; }
-    /// Attention runs in vectors; coding does not yet: the vector encoder writes other bytes here than the reference.
-    static constexpr bool vector_coding = false;
     static bool available() noexcept { return true; }
 };
 struct neon64_dot : neon64 {

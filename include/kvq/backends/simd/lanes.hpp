@@ -60,7 +60,12 @@ struct simd_lanes : arch::register_ops<Arch> {
     static KVQ_INLINE floats subtract(floats a, floats b) { return a - b; }
     static KVQ_INLINE floats multiply(floats a, floats b) { return a * b; }
     static KVQ_INLINE floats multiply_add(floats a, floats b, floats c) { return xsimd::fma(a, b, c); }
-    static KVQ_INLINE floats divide(floats a, floats b) { return a / b; }
+    static KVQ_INLINE floats divide(floats a, floats b) {
+        if constexpr (requires { ops::divide(a, b); })
+            return ops::divide(a, b);
+        else
+            return a / b;
+    }
     static KVQ_INLINE floats max(floats a, floats b) { return xsimd::max(a, b); }
     static KVQ_INLINE floats min(floats a, floats b) { return xsimd::min(a, b); }
     static KVQ_INLINE floats abs(floats a) { return xsimd::abs(a); }

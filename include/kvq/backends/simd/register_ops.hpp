@@ -9,6 +9,7 @@
 //   transpose, load_bytes, load_halfwords, store_halfwords, half_bits<T>, rounded_product, in_register
 //   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
 //   splat_pair, add_pairs, keep_even, sum, largest, smallest
+//   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_extremes
 #pragma once
 
 #include "arch.hpp"
