@@ -28,8 +28,13 @@ using values =
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Backend, kvq::scalar,
-                   kvq::simd<>) {
+#if defined(KVQ_TEST_FEWER_SCHEMES)
+#define KVQ_TEST_BACKENDS kvq::simd<>
+#else
+#define KVQ_TEST_BACKENDS kvq::scalar, kvq::simd<>
+#endif
+
+TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Backend, KVQ_TEST_BACKENDS) {
     using C = kvq::cache<keys, values, Backend>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

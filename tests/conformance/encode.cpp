@@ -55,7 +55,7 @@ void check_scheme(test::generator& random, int rounds) {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("same bytes from every backend", S, KVQ_TEST_SCHEMES) {
+TEST_CASE_TEMPLATE("same bytes from every backend", S, KVQ_TEST_BACKEND_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -81,14 +81,8 @@ double evaluation(const channel& ch, double y) {
         kvq::channel_grid<8, 32, enclosing>
 
 TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING_GRIDS) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme;
-    INFO(scheme.name());
-    for (int round = 0; round < 60; ++round) {
-        const auto shape = test::random_shape(random, 140);
-        INFO(shape);
+    test::for_random_shapes(scheme, 60, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x =
             random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         int too_far = 0;
@@ -97,20 +91,14 @@ TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING
                 too_far += !(std::fabs(ch.y[i] - ch.decoded[i]) <= ch.scale / 2 + evaluation<S>(ch, ch.y[i]));
         });
         CHECK(too_far == 0);
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to nearest cuts off", S,
                    kvq::channel_grid<4, 64>, kvq::channel_grid<3, 0, min_max, coded, token_factors<coded>>,
                    kvq::channel_grid<8, 5>) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme;
-    INFO(scheme.name());
-    for (int round = 0; round < 40; ++round) {
-        const auto shape = test::random_shape(random, 140);
-        INFO(shape);
+    test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x =
             random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         int too_far = 0;
@@ -123,21 +111,15 @@ TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to 
             }
         });
         CHECK(too_far == 0);
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE("mean_corrected: errors of a channel average to at most half a step of biases", S,
                    kvq::channel_grid<2, 64, mean_corrected<least_squares>>,
                    kvq::channel_grid<2, 0, mean_corrected<min_max>, coded, token_factors<coded>>,
                    kvq::channel_grid<4, 33, mean_corrected<enclosing>, params<float>>) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme;
-    INFO(scheme.name());
-    for (int round = 0; round < 40; ++round) {
-        const auto shape = test::random_shape(random, 140);
-        INFO(shape);
+    test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x = test::random_block(random, shape);
         int too_far = 0;
         for_each_channel(scheme, shape, x, test::encoded(scheme, shape, x), [&](const channel& ch) {
@@ -149,7 +131,7 @@ TEST_CASE_TEMPLATE("mean_corrected: errors of a channel average to at most half 
             too_far += !(std::fabs(error) <= ch.bias_step / 2 * static_cast<double>(ch.y.size()) + slack);
         });
         CHECK(too_far == 0);
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE(
@@ -157,14 +139,8 @@ TEST_CASE_TEMPLATE(
     kvq::channel_grid<4, 64, kvq::error_feedback<min_max>>,
     kvq::channel_grid<2, 0, mean_corrected<least_squares>, coded, token_factors<coded>>,
     kvq::channel_grid<7, 5, kvq::shrink_search, params<float16>, token_factors<params<float16>>>) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme;
-    INFO(scheme.name());
-    for (int round = 0; round < 40; ++round) {
-        const auto shape = test::random_shape(random, 140);
-        INFO(shape);
+    test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         auto x = test::hostile_block(random, shape);
         const kvq::full<float> full;
         std::vector<std::byte> window(full.block_bytes(shape));
@@ -186,7 +162,7 @@ TEST_CASE_TEMPLATE(
         };
         with(kvq::scalar{});
         with(kvq::simd<>{});
-    }
+    });
 }
 
 TEST_CASE("searches never leave more squared error than the range does") {

@@ -8,49 +8,16 @@
 #include <thread>
 
 #include "support/ladder.hpp"
+#include "support/memory.hpp"
 
 using test::ladder_cache;
-
-namespace {
-
-/// A memory resource that may be used from any thread, watches the peak and fails now and then.
-class watching_resource : public std::pmr::memory_resource {
-public:
-    std::size_t peak() const { return peak_; }
-    std::size_t bytes() const { return bytes_; }
-    void fail_every(int n) { fail_every_ = n; }
-
-private:
-    void* do_allocate(std::size_t bytes, std::size_t alignment) override {
-        const int every = fail_every_;
-        if (every > 0 && ++allocations_ % every == 0) throw std::bad_alloc();
-        void* const p = ::operator new(bytes, std::align_val_t(alignment));
-        const std::size_t now = bytes_ += bytes;
-        std::size_t peak = peak_;
-        while (now > peak && !peak_.compare_exchange_weak(peak, now)) {
-        }
-        return p;
-    }
-    void do_deallocate(void* p, std::size_t bytes, std::size_t alignment) override {
-        bytes_ -= bytes;
-        ::operator delete(p, std::align_val_t(alignment));
-    }
-    bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override {
-        return this == &other;
-    }
-
-    std::atomic<std::size_t> bytes_{0}, peak_{0};
-    std::atomic<int> allocations_{0}, fail_every_{0};
-};
-
-}  // namespace
 
 TEST_CASE("sequences on one pool: forks, frees and requantizing from several threads") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     constexpr int threads = 4, steps = 3000, layers = 2;
     const kvq::cache_shape shape{layers, 2, 32, 0};
-    watching_resource memory;
+    test::counting_resource memory;
     {
         kvq::cache_options options;
         options.page_tokens = 16;

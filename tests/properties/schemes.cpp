@@ -72,14 +72,8 @@ double evaluation(const coded_number& n) {
 
 TEST_CASE_TEMPLATE("encode writes every byte of the block, no other, and the same bytes each time", S,
                    KVQ_TEST_SCHEMES) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme = test::make_scheme<S>();
-    INFO(scheme.name());
-    for (int round = 0; round < 25; ++round) {
-        const auto shape = test::random_shape(random, 96);
-        INFO(shape);
+    test::for_random_shapes(scheme, 25, 96, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x = test::hostile_block(random, shape);
         const std::size_t bytes = scheme.block_bytes(shape);
         CHECK(bytes % 16 == 0);
@@ -91,19 +85,13 @@ TEST_CASE_TEMPLATE("encode writes every byte of the block, no other, and the sam
         CHECK(std::equal(one.begin(), one.begin() + static_cast<std::ptrdiff_t>(bytes), two.begin()));
         for (std::size_t i = bytes; i < bytes + 64; ++i)
             CHECK((one[i] == std::byte{0xcd} && two[i] == std::byte{0x32}));
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE("encode counts what is not finite; coded blocks decode to finite numbers", S,
                    KVQ_TEST_SCHEMES) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme = test::make_scheme<S>();
-    INFO(scheme.name());
-    for (int round = 0; round < 25; ++round) {
-        const auto shape = test::random_shape(random, 96);
-        INFO(shape);
+    test::for_random_shapes(scheme, 25, 96, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x = test::hostile_block(random, shape);
         const auto expected = std::count_if(x.begin(), x.end(), [](float v) { return !std::isfinite(v); });
         std::uint32_t counted = 0;
@@ -113,19 +101,13 @@ TEST_CASE_TEMPLATE("encode counts what is not finite; coded blocks decode to fin
             const auto y = test::decoded(scheme, shape, block);
             CHECK(std::all_of(y.begin(), y.end(), [](float v) { return std::isfinite(v); }));
         }
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE("every number decodes to the nearest value of its group's grid", S,
                    KVQ_TEST_AFFINE_SCHEMES) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme;
-    INFO(scheme.name());
-    for (int round = 0; round < 30; ++round) {
-        const auto shape = test::random_shape(random, 96);
-        INFO(shape);
+    test::for_random_shapes(scheme, 30, 96, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x =
             random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         int too_far = 0;
@@ -140,7 +122,7 @@ TEST_CASE_TEMPLATE("every number decodes to the nearest value of its group's gri
                            }
                        });
         CHECK(too_far == 0);
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE(
@@ -240,14 +222,8 @@ TEST_CASE_TEMPLATE("constant groups are exact where the parameter type can hold 
 }
 
 TEST_CASE_TEMPLATE("what is not finite leaves its neighbours alone", S, KVQ_TEST_AFFINE_SCHEMES) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme;
-    INFO(scheme.name());
-    for (int round = 0; round < 30; ++round) {
-        const auto shape = test::random_shape(random, 80);
-        INFO(shape);
+    test::for_random_shapes(scheme, 30, 80, [&](test::generator& random, const kvq::block_shape& shape) {
         auto x = test::random_block(random, shape);
         for (float& v : x)
             if (random.one_in(5)) v = random.pick(test::hostile_values());
@@ -271,19 +247,13 @@ TEST_CASE_TEMPLATE("what is not finite leaves its neighbours alone", S, KVQ_TEST
         int changed = 0;
         for (std::size_t i = 0; i < x.size(); ++i) changed += std::isfinite(x[i]) && with[i] != without[i];
         CHECK(changed == 0);
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE("NaN becomes the grid's value nearest zero, infinities the ends of the grid", S,
                    KVQ_TEST_AFFINE_SCHEMES) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
     const S scheme;
-    INFO(scheme.name());
-    for (int round = 0; round < 30; ++round) {
-        const auto shape = test::random_shape(random, 80);
-        INFO(shape);
+    test::for_random_shapes(scheme, 30, 80, [&](test::generator& random, const kvq::block_shape& shape) {
         auto x = test::random_block(random, shape);
         const float shift = random.pick(std::vector<float>{0.0f, 10.0f, -10.0f});
         for (float& v : x) v = random.one_in(6) ? random.pick(test::hostile_values()) : v + shift;
@@ -299,7 +269,7 @@ TEST_CASE_TEMPLATE("NaN becomes the grid's value nearest zero, infinities the en
                 }
             });
         CHECK(wrong == 0);
-    }
+    });
 }
 
 TEST_CASE_TEMPLATE("full precision rounds once and keeps infinities and NaN", T, float, kvq::float16,

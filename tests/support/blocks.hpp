@@ -2,6 +2,8 @@
 // Blocks of one head, outside of any cache.
 #pragma once
 
+#include <doctest/doctest.h>
+
 #include <kvq/core/shape.hpp>
 #include <ostream>
 #include <vector>
@@ -21,6 +23,20 @@ inline kvq::block_shape random_shape(generator& random, int largest = 160) {
     constexpr int corners[] = {1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 48, 63, 64, 65, 96, 128};
     const auto size = [&] { return random.one_in(2) ? random.pick(corners) : random.between(1, largest); };
     return {random.one_in(2) ? kvq::tensor::key : kvq::tensor::value, size(), size()};
+}
+
+/// check(random, shape) for random shapes; what fails names the seed, the scheme and the shape.
+template <class Scheme, class Check>
+void for_random_shapes(const Scheme& scheme, int rounds, int largest, Check check) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    INFO(scheme.name());
+    generator random(seed);
+    for (int round = 0; round < rounds; ++round) {
+        const kvq::block_shape shape = random_shape(random, largest);
+        INFO(shape);
+        check(random, shape);
+    }
 }
 
 inline std::vector<float> random_block(generator& random, const kvq::block_shape& shape) {

@@ -2,6 +2,7 @@
 // Memory resources that count, and that fail when told to.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <limits>
 #include <memory_resource>
@@ -9,7 +10,8 @@
 
 namespace test {
 
-/// Bytes and blocks in use; fails the allocation number `fail_at` (counted from 0 since the last arm()).
+/// Bytes and blocks in use, from any thread; fails the allocation number `fail_at` (counted from 0 since the last arm()),
+/// or every n-th one.
 class counting_resource : public std::pmr::memory_resource {
 public:
     static constexpr int never = std::numeric_limits<int>::max();
@@ -17,21 +19,25 @@ public:
     std::size_t bytes() const noexcept { return bytes_; }
     std::size_t blocks() const noexcept { return blocks_; }
     std::size_t peak() const noexcept { return peak_; }
-    void reset_peak() noexcept { peak_ = bytes_; }
+    void reset_peak() noexcept { peak_ = bytes_.load(); }
     void arm(int fail_at) noexcept {
         allocations_ = 0;
         fail_at_ = fail_at;
     }
+    void fail_every(int n) noexcept { fail_every_ = n; }
     /// Allocations since the last arm().
     int allocations() const noexcept { return allocations_; }
 
 private:
     void* do_allocate(std::size_t bytes, std::size_t alignment) override {
-        if (allocations_++ == fail_at_) throw std::bad_alloc();
+        const int number = allocations_++, every = fail_every_;
+        if (number == fail_at_ || (every > 0 && (number + 1) % every == 0)) throw std::bad_alloc();
         void* const p = ::operator new(bytes, std::align_val_t(alignment));
-        bytes_ += bytes;
         ++blocks_;
-        peak_ = bytes_ > peak_ ? bytes_ : peak_;
+        const std::size_t now = bytes_ += bytes;
+        std::size_t peak = peak_;
+        while (now > peak && !peak_.compare_exchange_weak(peak, now)) {
+        }
         return p;
     }
     void do_deallocate(void* p, std::size_t bytes, std::size_t alignment) override {
@@ -41,8 +47,8 @@ private:
     }
     bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
 
-    std::size_t bytes_ = 0, blocks_ = 0, peak_ = 0;
-    int allocations_ = 0, fail_at_ = never;
+    std::atomic<std::size_t> bytes_{0}, blocks_{0}, peak_{0};
+    std::atomic<int> allocations_{0}, fail_at_{never}, fail_every_{0};
 };
 
 }  // namespace test

@@ -40,6 +40,20 @@ using affine_scheme = kvq::affine<Bits, Granularity, kvq::params<P>>;
 
 #define KVQ_TEST_SCHEMES KVQ_TEST_AFFINE_SCHEMES, KVQ_TEST_OTHER_SCHEMES
 
+/// What backends are compared on. Weaker instruction sets and second compilers take fewer: every plane of codes, direction
+/// and type of parameters still comes once.
+#if defined(KVQ_TEST_FEWER_SCHEMES)
+#define KVQ_TEST_BACKEND_SCHEMES                                                                            \
+    kvq::int8, test::affine_scheme<1, kvq::per_token<0>>, test::affine_scheme<3, kvq::per_token<5>, float>, \
+        test::affine_scheme<4, kvq::per_token<64>>,                                                         \
+        test::affine_scheme<7, kvq::per_token<64>, kvq::bfloat16>, kvq::kivi<2>::keys,                      \
+        test::affine_scheme<3, kvq::per_channel<7>, float>, kvq::kivi<4>::values,                           \
+        test::affine_scheme<6, kvq::per_channel<0>>, test::odd_values, kvq::full<kvq::float16>,             \
+        test::product_scheme<7>
+#else
+#define KVQ_TEST_BACKEND_SCHEMES KVQ_TEST_SCHEMES
+#endif
+
 namespace test {
 
 /// Schemes with state need an argument.

@@ -3,33 +3,12 @@
 
 #include <cmath>
 #include <kvq/kvq.hpp>
-#include <memory_resource>
 #include <random>
 #include <vector>
 
+#include "support/memory.hpp"
+
 namespace {
-
-/// Counts the bytes that are allocated right now.
-class counting_resource : public std::pmr::memory_resource {
-public:
-    std::size_t bytes = 0;
-    std::size_t peak = 0;
-
-private:
-    void* do_allocate(std::size_t n, std::size_t alignment) override {
-        void* p = std::pmr::new_delete_resource()->allocate(n, alignment);
-        bytes += n;
-        peak = std::max(peak, bytes);
-        return p;
-    }
-    void do_deallocate(void* p, std::size_t n, std::size_t alignment) override {
-        bytes -= n;
-        std::pmr::new_delete_resource()->deallocate(p, n, alignment);
-    }
-    bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override {
-        return this == &other;
-    }
-};
 
 template <class Cache>
 void append_random(typename Cache::sequence_type& seq, const kvq::cache_shape& shape, int tokens,
@@ -57,7 +36,7 @@ TEST_CASE_TEMPLATE("footprint equals what the cache allocates, byte for byte", F
     for (int round = 0; round < 25; ++round) {
         const kvq::cache_shape shape{between(1, 3), between(1, 3), between(1, 70),
                                      between(0, 1) ? 0 : between(1, 70)};
-        counting_resource memory;
+        test::counting_resource memory;
         kvq::cache_options options;
         options.sinks = between(0, 5);
         options.recent = between(0, 40);
@@ -69,24 +48,24 @@ TEST_CASE_TEMPLATE("footprint equals what the cache allocates, byte for byte", F
         CAPTURE(options.page_tokens);
         cache_type cache(shape, options);
         auto seq = cache.new_sequence();
-        REQUIRE(kvq::footprint(cache, 0).total == memory.bytes);
+        REQUIRE(kvq::footprint(cache, 0).total == memory.bytes());
         for (int step = 0; step < 12; ++step) {
             const int tokens = between(0, step % 3 == 0 ? 120 : 6);
-            const std::size_t before = memory.bytes;
-            memory.peak = memory.bytes;
+            const std::size_t before = memory.bytes();
+            memory.reset_peak();
             append_random<cache_type>(seq, shape, tokens, random);
             const kvq::footprint_report f = kvq::footprint(cache, seq.tokens());
             CAPTURE(seq.tokens());
-            REQUIRE(f.total == memory.bytes);
+            REQUIRE(f.total == memory.bytes());
             const kvq::usage_report u = seq.usage();
             REQUIRE(u.bytes == f.total);
             REQUIRE(u.coded == f.coded);
             REQUIRE(u.window == f.window);
             REQUIRE(u.rollback == f.rollback);
-            REQUIRE(cache.pool().bytes_in_use() <= memory.bytes);
+            REQUIRE(cache.pool().bytes_in_use() <= memory.bytes());
             // Staging lists are a few pointers per new page, and outlive the call by nothing.
             const std::size_t staging = 64 * (static_cast<std::size_t>(tokens) + 8);
-            REQUIRE(memory.peak <= std::max(before, f.total) + f.transient + staging);
+            REQUIRE(memory.peak() <= std::max(before, f.total) + f.transient + staging);
         }
         auto other = seq.fork();
         REQUIRE(other.usage().bytes == seq.usage().bytes);
@@ -94,7 +73,7 @@ TEST_CASE_TEMPLATE("footprint equals what the cache allocates, byte for byte", F
 }
 
 TEST_CASE("footprint includes the attention workspace that attend really takes") {
-    counting_resource memory;
+    test::counting_resource memory;
     kvq::cache_options options;
     options.memory = &memory;
     kvq::cache<kvq::kivi<4, 64>, kvq::kivi<4, 64>> cache({1, 2, 64}, options);
@@ -103,11 +82,11 @@ TEST_CASE("footprint includes the attention workspace that attend really takes")
     append_random<decltype(cache)>(seq, cache.shape(), 5000, random);
     std::vector<float> q(8 * 64, 1.0f), out(8 * 64);
     kvq::workspace space(&memory);
-    const std::size_t before = memory.bytes;
+    const std::size_t before = memory.bytes();
     seq.attend(0, kvq::token_view<const float>(q.data(), 1, 8, 64),
                kvq::token_view<float>(out.data(), 1, 8, 64), kvq::causal{}, kvq::serial_executor{}, space);
-    CHECK(memory.bytes - before == kvq::footprint(cache, 5000, 1, {.q_heads = 8}).attention);
-    CHECK(space.size() == memory.bytes - before);
+    CHECK(memory.bytes() - before == kvq::footprint(cache, 5000, 1, {.q_heads = 8}).attention);
+    CHECK(space.size() == memory.bytes() - before);
 }
 
 TEST_CASE("published check: 28 layers, 8 kv heads, D 128, 500 blocks of 256 tokens") {

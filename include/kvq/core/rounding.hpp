@@ -8,38 +8,23 @@
 // NaN codes as the value nearest zero; infinities saturate.
 #pragma once
 
+#include <concepts>
+
 #include "float_formats.hpp"
 
 namespace kvq::inline v0_1::detail {
 
-/// a*b rounded on its own: never fused with what follows.
-KVQ_HD KVQ_INLINE constexpr float rounded_product(float a, float b) noexcept {
+/// a*b rounded on its own: never fused with what follows. (Two floats multiplied in double: exact, nothing to round.)
+template <std::floating_point T>
+KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #if defined(__CUDA_ARCH__)
-    return __fmul_rn(a, b);
-#else
-    float product = a * b;
-    if (!__builtin_is_constant_evaluated()) {
-#if defined(__SSE__) && defined(__GNUC__)
-        __asm__("" : "+x"(product));
-#elif defined(__aarch64__) && defined(__GNUC__)
-        __asm__("" : "+w"(product));
-#elif defined(__GNUC__)
-        __asm__("" : "+m"(product));
-#else
-        volatile float barrier = product;
-        product = barrier;
-#endif
+    if constexpr (std::same_as<T, double>) {
+        return __dmul_rn(a, b);
+    } else {
+        return __fmul_rn(a, b);
     }
-    return product;
-#endif
-}
-
-/// The same in double. (A product of two floats is exact in double: nothing to round, nothing to fuse wrongly.)
-KVQ_HD KVQ_INLINE constexpr double rounded_product(double a, double b) noexcept {
-#if defined(__CUDA_ARCH__)
-    return __dmul_rn(a, b);
 #else
-    double product = a * b;
+    T product = a * b;
     if (!__builtin_is_constant_evaluated()) {
 #if defined(__SSE2__) && defined(__GNUC__)
         __asm__("" : "+x"(product));
@@ -48,7 +33,7 @@ KVQ_HD KVQ_INLINE constexpr double rounded_product(double a, double b) noexcept 
 #elif defined(__GNUC__)
         __asm__("" : "+m"(product));
 #else
-        volatile double barrier = product;
+        volatile T barrier = product;
         product = barrier;
 #endif
     }
