@@ -1,6 +1,7 @@
-// Attention over packed pages, one query token (decode) or a block of them at the end of the cache (prefill): time, bytes, share of the read bandwidth measured in the same run, ratio
-// to this library's 16-bit pages, and two errors: of the kernel (against double precision on the decoded values) and of the
-// scheme (the same against the 16-bit values; random data is a hard case, since attention then averages noise).
+// Attention over packed pages, one query token (decode) or a block of them at the end of the cache (prefill): time, bytes,
+// share of the read bandwidth measured in the same run, ratio to this library's 16-bit pages, and two errors: of the kernel
+// (against double precision on the decoded values) and of the scheme (the same against the 16-bit values; random data is a
+// hard case, since attention then averages noise). Where CMake finds ggml, its flash attention runs on the same tensors.
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
@@ -11,6 +12,10 @@
 #include <nlohmann/json.hpp>
 
 #include "support.hpp"
+
+#if defined(KVQ_BENCH_GGML)
+#include "ggml_attention.hpp"
+#endif
 
 namespace {
 
@@ -32,6 +37,34 @@ double relative_error(const std::vector<double>& exact, const auto& approximate)
         power += exact[i] * exact[i];
     }
     return std::sqrt(error / power);
+}
+
+/// Calls use(first token, count, k, v) for pieces of the same random tokens every time.
+template <class Use>
+void for_random_tokens(const shape& s, Use use) {
+    const int step = 1024;
+    for (int done = 0; done < s.tokens; done += step) {
+        const int n = std::min(step, s.tokens - done);
+        const auto values = static_cast<std::size_t>(n * s.kv_heads * s.head_dim);
+        const auto k = bench::random_floats(values, static_cast<unsigned>(2 * done + 1));
+        const auto v = bench::random_floats(values, static_cast<unsigned>(2 * done + 2));
+        use(done, n, k, v);
+    }
+}
+
+std::vector<float> random_query(const shape& s) {
+    return bench::random_floats(static_cast<std::size_t>(s.q_tokens * s.q_heads * s.head_dim), 7);
+}
+
+std::vector<double> exact_attention(const shape& s, const std::vector<float>& k, const std::vector<float>& v,
+                                    const std::vector<float>& q) {
+    std::vector<double> out(q.size());
+    kvq::reference_attend<kvq::causal>(
+        kvq::token_view<const float>(k.data(), s.tokens, s.kv_heads, s.head_dim),
+        kvq::token_view<const float>(v.data(), s.tokens, s.kv_heads, s.head_dim),
+        kvq::token_view<const float>(q.data(), s.q_tokens, s.q_heads, s.head_dim),
+        kvq::token_view<double>(out.data(), s.q_tokens, s.q_heads, s.head_dim));
+    return out;
 }
 
 /// Keys that are made from statistics get some: a fourth of the channels matters, a fourth hardly.
@@ -63,18 +96,12 @@ row measure(const char* name, const shape& s) {
     cache_type cache({1, s.kv_heads, s.head_dim}, options,
                      typename cache_type::key_table(make_keys<Keys>(s)));
     auto sequence = cache.new_sequence();
-    const int step = 1024;
     const auto values = static_cast<std::size_t>(s.kv_heads * s.head_dim);
-    for (int done = 0; done < s.tokens; done += step) {
-        const int n = std::min(step, s.tokens - done);
-        const auto k =
-            bench::random_floats(static_cast<std::size_t>(n) * values, static_cast<unsigned>(2 * done + 1));
-        const auto v =
-            bench::random_floats(static_cast<std::size_t>(n) * values, static_cast<unsigned>(2 * done + 2));
+    for_random_tokens(s, [&](int, int n, const std::vector<float>& k, const std::vector<float>& v) {
         sequence.append(0, kvq::token_view(k.data(), n, s.kv_heads, s.head_dim),
                         kvq::token_view(v.data(), n, s.kv_heads, s.head_dim));
-    }
-    const auto q = bench::random_floats(static_cast<std::size_t>(s.q_tokens * s.q_heads * s.head_dim), 7);
+    });
+    const auto q = random_query(s);
     std::vector<float> out(q.size());
     const kvq::token_view<const float> query(q.data(), s.q_tokens, s.q_heads, s.head_dim);
     const kvq::token_view<float> output(out.data(), s.q_tokens, s.q_heads, s.head_dim);
@@ -88,14 +115,9 @@ row measure(const char* name, const shape& s) {
     });
 
     std::vector<float> k(static_cast<std::size_t>(s.tokens) * values), v(k.size());
-    const kvq::token_view<float> decoded_k(k.data(), s.tokens, s.kv_heads, s.head_dim);
-    const kvq::token_view<float> decoded_v(v.data(), s.tokens, s.kv_heads, s.head_dim);
-    sequence.decode(0, kvq::tensor::key, 0, decoded_k);
-    sequence.decode(0, kvq::tensor::value, 0, decoded_v);
-    std::vector<double> exact(out.size());
-    kvq::reference_attend<kvq::causal>(
-        decoded_k, decoded_v, query,
-        kvq::token_view<double>(exact.data(), s.q_tokens, s.q_heads, s.head_dim));
+    sequence.decode(0, kvq::tensor::key, 0, kvq::token_view(k.data(), s.tokens, s.kv_heads, s.head_dim));
+    sequence.decode(0, kvq::tensor::value, 0, kvq::token_view(v.data(), s.tokens, s.kv_heads, s.head_dim));
+    std::vector<double> exact = exact_attention(s, k, v, q);
     const kvq::usage_report u = sequence.usage();
     const auto bytes = static_cast<double>(u.coded + u.window - u.slack);
     return {name,
@@ -106,6 +128,34 @@ row measure(const char* name, const shape& s) {
             relative_error(exact, out),
             std::move(exact)};
 }
+
+#if defined(KVQ_BENCH_GGML)
+/// The same tensors in a cache of ggml's type; head after head, which is what its kernel reads fastest.
+template <ggml_type Type>
+row measure_ggml(const char* name, const shape& s) {
+    const auto values = static_cast<std::size_t>(s.tokens * s.kv_heads * s.head_dim);
+    std::vector<float> k(values), v(values);
+    for_random_tokens(
+        s, [&](int first, int n, const std::vector<float>& part_k, const std::vector<float>& part_v) {
+            const auto at = static_cast<std::ptrdiff_t>(first * s.kv_heads * s.head_dim);
+            std::copy_n(part_k.begin(), n * s.kv_heads * s.head_dim, k.begin() + at);
+            std::copy_n(part_v.begin(), n * s.kv_heads * s.head_dim, v.begin() + at);
+        });
+    const auto q = random_query(s);
+    bench::ggml_attention attention(Type, s.q_tokens, s.q_heads, s.kv_heads, s.head_dim, s.tokens, s.threads);
+    attention.fill(q, k, v);  // and gives back what its types made of them
+    const double ns = bench::median_ns(name, s.threads, [&] { attention.run(); });
+    std::vector<double> exact = exact_attention(s, k, v, q);
+    const auto bytes = static_cast<double>(attention.cache_bytes());
+    return {name,
+            8.0 * bytes / (2.0 * static_cast<double>(values)),
+            ns,
+            bytes,
+            bytes / ns / bench::read_bandwidth(static_cast<std::size_t>(bytes), s.threads),
+            relative_error(exact, attention.output()),
+            std::move(exact)};
+}
+#endif
 
 using rows = std::vector<std::pair<const char*, row (*)(const char*, const shape&)>>;
 
@@ -155,6 +205,11 @@ int main(int argc, char** argv) {
     using one_piece = kvq::simd<kvq::arch::best, kvq::pieces<1>>;
     add_pair<kvq::kivi<4, 128>, one_piece>(list, "kivi-4-g128/1");
     add<kvq::int8, one_piece>(list, "int8/1");
+#if defined(KVQ_BENCH_GGML)
+    list.emplace_back("ggml f16", &measure_ggml<GGML_TYPE_F16>);
+    list.emplace_back("ggml q8_0", &measure_ggml<GGML_TYPE_Q8_0>);
+    list.emplace_back("ggml q4_0", &measure_ggml<GGML_TYPE_Q4_0>);
+#endif
 
     if (!json)
         std::printf(
