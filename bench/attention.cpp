@@ -105,7 +105,7 @@ row measure(const char* name, const shape& s) {
     std::vector<float> out(q.size());
     const kvq::token_view<const float> query(q.data(), s.q_tokens, s.q_heads, s.head_dim);
     const kvq::token_view<float> output(out.data(), s.q_tokens, s.q_heads, s.head_dim);
-    const kvq::thread_executor threads(s.threads);
+    const bench::pool threads = bench::make_pool(s.threads);
     const kvq::serial_executor serial;
     kvq::workspace space;
     const double ns = bench::median_ns(name, s.threads, [&] {
@@ -195,6 +195,7 @@ int main(int argc, char** argv) {
     add<kvq::affine<4, kvq::per_token<64>>>(list, "affine-4-g64");
     add_pair<kvq::kivi<4, 64>>(list, "kivi-4-g64");
     add_pair<kvq::kivi<4, 128>>(list, "kivi-4-g128");
+    add_pair<kvq::kivi<3, 64>>(list, "kivi-3-g64");
     add_pair<kvq::kivi<2, 64>>(list, "kivi-2-g64");
     add_pair<kvq::kivi<2, 128>>(list, "kivi-2-g128");
     add_pair<kvq::std4>(list, "std4");

@@ -45,7 +45,7 @@ public:
           floats(total * 4, &memory()),
           codes(total * 2, &memory()),
           more(total * 2, &memory()),
-          executor_(s.threads) {}
+          executor_(bench::make_pool(s.threads)) {}
 
     /// Median time of f(block) over all blocks.
     double time(const std::function<void(int)>& f) const {
@@ -102,7 +102,7 @@ private:
         static bench::huge_page_resource huge;
         return huge;
     }
-    mutable kvq::thread_executor executor_;
+    bench::pool executor_;
 };
 
 class report {

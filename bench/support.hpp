@@ -40,6 +40,18 @@ inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
     return x;
 }
 
+/// Threads that wait between calls as those of an engine do, where the compiler has OpenMP; else started for every call.
+#if defined(_OPENMP)
+using pool = kvq::openmp_executor;
+inline pool make_pool(int threads) {
+    omp_set_num_threads(threads);
+    return {};
+}
+#else
+using pool = kvq::thread_executor;
+inline pool make_pool(int threads) { return pool(threads); }
+#endif
+
 /// Median nanoseconds of one call, by Google Benchmark: of CPU time on one thread (what else the machine does then counts
 /// less), of real time on several.
 inline double median_ns(const std::string& name, int threads, const std::function<void()>& work,
@@ -74,7 +86,7 @@ inline double median_ns(const std::string& name, int threads, const std::functio
 inline double read_bandwidth(std::size_t bytes, int threads) {
     static huge_page_resource memory;
     std::pmr::vector<std::uint64_t> data(bytes / 8 + 64, 1, &memory);
-    const kvq::thread_executor executor(threads);
+    const pool executor = make_pool(threads);
     std::vector<std::uint64_t> sums(static_cast<std::size_t>(threads) * 8);
     const double ns = median_ns("read", threads, [&] {
         executor.parallel_for(threads, [&](int t) {

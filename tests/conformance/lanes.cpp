@@ -110,7 +110,14 @@ void check_values(fixture<L>& f) {
 
 }  // namespace
 
+// The CPU of this level, and what else its instructions can stand for.
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define KVQ_TEST_LANES                                                         \
+    kvq::plain_lanes, kvq::simd<>::lanes, kvq::simd_lanes<kvq::arch::avxvnni>, \
+        kvq::simd_lanes<kvq::arch::avx512bw>, kvq::simd_lanes<kvq::arch::avx2>
+#else
 #define KVQ_TEST_LANES kvq::plain_lanes, kvq::simd<>::lanes
+#endif
 
 TEST_CASE_TEMPLATE("words: shifts, masks, sums, partial loads and stores", L, KVQ_TEST_LANES) {
     using io = lanes_of<L>;
@@ -161,6 +168,52 @@ TEST_CASE_TEMPLATE("integer dot products are exact at every width, extremes incl
         check_dot<L, 6>(f);
         check_dot<L, 7>(f);
         check_dot<L, 8>(f);
+    }
+}
+
+TEST_CASE_TEMPLATE("products of 16-bit words, and words of four lanes side by side", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    if constexpr (L::words) {
+        fixture<L> f;
+        const auto half = [](std::int32_t w, int h) {
+            return static_cast<std::int32_t>(
+                static_cast<std::int16_t>((static_cast<std::uint32_t>(w) >> (16 * h)) & 0xffffu));
+        };
+        for (int round = 0; round < 300; ++round) {
+            auto acc = f.words(), x = f.words();
+            const auto codes = f.words();
+            for (auto& a : acc) a >>= 4;
+            if (f.random.one_in(3))
+                for (auto& v : x)
+                    v = f.random.one_in(2) ? static_cast<std::int32_t>(0x81008100u) : 0x7f007f00;
+            const auto even = L::even_bytes(io::in(codes)), odd = L::odd_bytes(io::in(codes));
+            const auto first = io::out(even), second = io::out(odd);
+            const auto got =
+                io::out(L::dot_words(L::dot_words(io::in(acc), even, io::in(x)), odd, io::in(x)));
+            f.each([&](std::size_t i) {
+                const auto c = static_cast<std::uint32_t>(codes[i]);
+                REQUIRE(static_cast<std::uint32_t>(first[i]) == (c & 0x00ff00ffu));
+                REQUIRE(static_cast<std::uint32_t>(second[i]) == ((c >> 8) & 0x00ff00ffu));
+                std::int32_t sum = acc[i];
+                for (int h = 0; h < 2; ++h)
+                    sum += half(first[i], h) * half(x[i], h) + half(second[i], h) * half(x[i], h);
+                REQUIRE(got[i] == sum);
+            });
+        }
+        for (const int stride : {2, 4, 8}) {
+            auto a = f.words();
+            for (auto& w : a) w = half(w, 0);
+            std::vector<std::uint32_t> out(static_cast<std::size_t>(L::width / 4 * stride), 0xabababab);
+            L::store_word_pairs(out.data(), stride, io::in(a));
+            for (int q = 0; q < L::width / 4; ++q)
+                for (int i = 0; i < stride; ++i) {
+                    const auto lane = [&](int k) {
+                        return static_cast<std::uint32_t>(a[static_cast<std::size_t>(4 * q + k)]) & 0xffffu;
+                    };
+                    CHECK(out[static_cast<std::size_t>(q * stride + i)] ==
+                          (i < 2 ? lane(i) | lane(i + 2) << 16 : 0xabababab));
+                }
+        }
     }
 }
 

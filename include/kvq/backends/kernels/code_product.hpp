@@ -1,14 +1,11 @@
-// y = X^ x on the codes of a block: an integer matrix times fixed-point vectors
-// (backends/kernels/folded.hpp).
+// y = X^ x on the codes of a block: an integer matrix times fixed-point vectors (backends/kernels/folded.hpp).
 //
-//   y[r] = row_scale[r] * (step * sum_c (code - zero) * piece + bias_dot) +
-//   row_bias[r] * sum
+//   y[r] = row_scale[r] * (step * sum_c (code - zero) * piece + bias_dot) + row_bias[r] * sum
 //
-// Backend::pieces says how many pieces a vector has: two (16 bits, the default)
-// or one (8 bits, half of the products). Contract: integer sums are exact (255
-// * 128 * columns stays below 2^31 up to 65 000 columns); per column group
-// there is one float rounding of each term. Every word of the block is loaded
-// once per query block of up to 4 vectors.
+// Numbers of a vector are two bytes or a 16-bit word (16 bits, the default), or one byte (half of the products): form_of.
+// Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are made so that they
+// fit); per column group there is one float rounding of each term. Every word of the block is loaded once per query block of up
+// to 4 vectors.
 #pragma once
 
 #include <utility>
@@ -52,33 +49,51 @@ struct code_sums {
     typename Lanes::ints low[Queries][Vectors];
 };
 
-template <int Pieces, class Lanes, int Bits, int Vectors, int Queries, bool Partial, int Quad>
+template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial, int Quad>
 KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
                          std::ptrdiff_t vector_bytes, const std::uint32_t* x, int n) {
     typename Lanes::ints codes[Vectors];
     KVQ_UNROLL
     for (int v = 0; v < Vectors; ++v)
         codes[v] = quad_codes<Lanes, Bits, Quad, Partial>(planes, vector_bytes, v * Lanes::width * 4, n);
-    KVQ_UNROLL
-    for (int i = 0; i < Queries; ++i) {
-        const auto h = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2]));
-        [[maybe_unused]] const auto l =
-            Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
+    if constexpr (Form == vector_form::word) {
+        typename Lanes::ints even[Vectors], odd[Vectors];
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v) {
-            sums.high[i][v] = Lanes::template dot<Bits>(sums.high[i][v], codes[v], h);
-            if constexpr (Pieces == 2)
-                sums.low[i][v] = Lanes::template dot<Bits>(sums.low[i][v], codes[v], l);
+            even[v] = Lanes::even_bytes(codes[v]);
+            odd[v] = Lanes::odd_bytes(codes[v]);
+        }
+        KVQ_UNROLL
+        for (int i = 0; i < Queries; ++i) {
+            const auto of_even = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2]));
+            const auto of_odd = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
+            KVQ_UNROLL
+            for (int v = 0; v < Vectors; ++v)
+                sums.high[i][v] =
+                    Lanes::dot_words(Lanes::dot_words(sums.high[i][v], even[v], of_even), odd[v], of_odd);
+        }
+    } else {
+        KVQ_UNROLL
+        for (int i = 0; i < Queries; ++i) {
+            const auto h = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2]));
+            [[maybe_unused]] const auto l =
+                Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
+            KVQ_UNROLL
+            for (int v = 0; v < Vectors; ++v) {
+                sums.high[i][v] = Lanes::template dot<Bits>(sums.high[i][v], codes[v], h);
+                if constexpr (Form == vector_form::two_bytes)
+                    sums.low[i][v] = Lanes::template dot<Bits>(sums.low[i][v], codes[v], l);
+            }
         }
     }
 }
 
-template <int Pieces, class Lanes, int Bits, int Vectors, int Queries, bool Partial, int... Quads>
+template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial, int... Quads>
 KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
                           std::ptrdiff_t vector_bytes, int count, const std::uint32_t* x, int n,
                           std::integer_sequence<int, Quads...>) {
     ((Quads < count
-          ? add_quad<Pieces, Lanes, Bits, Vectors, Queries, Partial, Quads>(sums, planes, vector_bytes, x, n)
+          ? add_quad<Form, Lanes, Bits, Vectors, Queries, Partial, Quads>(sums, planes, vector_bytes, x, n)
           : void()),
      ...);
 }
@@ -125,7 +140,7 @@ KVQ_INLINE void clear(code_sums<Lanes, Vectors, Queries>& sums) {
 }
 
 /// Adds the sums of the part to `sums`.
-template <int Pieces, class Lanes, int Bits, int Vectors, int Queries, bool Partial>
+template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial>
 KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queries>& sums) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
@@ -135,14 +150,14 @@ KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queri
     const int whole = detail::smaller(part.steps, part.quads / P::quads_per_step);
     for (int s = 0; s < whole; ++s) {
         fetch_ahead<(Bits > 4 || Queries == 1), Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
-        add_quads<Pieces, Lanes, Bits, Vectors, Queries, Partial>(sums, planes, part.vector_bytes,
-                                                                  P::quads_per_step, x, part.slots, all{});
+        add_quads<Form, Lanes, Bits, Vectors, Queries, Partial>(sums, planes, part.vector_bytes,
+                                                                P::quads_per_step, x, part.slots, all{});
         for (int p = 0; p < P::count; ++p)
             planes[p] += (P::quads_per_step / P::quads_per_word(p)) * part.vector_bytes;
         x += P::quads_per_step * Queries * 2;
     }
     if (whole < part.steps)
-        add_quads<Pieces, Lanes, Bits, Vectors, Queries, Partial>(
+        add_quads<Form, Lanes, Bits, Vectors, Queries, Partial>(
             sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slots, all{});
 }
 
@@ -165,7 +180,7 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
 }
 
 /// Integer sums as floats, with what parameters add.
-template <int Pieces, class Lanes, int ZeroCode, int Vectors, int Queries>
+template <vector_form Form, class Lanes, int ZeroCode, int Vectors, int Queries>
 KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
     // Parameters of the rows are the same for all queries: read once.
     typename Lanes::floats scale[Vectors], bias[Vectors];
@@ -187,10 +202,11 @@ KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, cons
             auto high = sums.high[i][v], low = sums.low[i][v];
             if constexpr (ZeroCode != 0) {
                 high = Lanes::add(high, Lanes::splat(-ZeroCode * s.high_sum));
-                if constexpr (Pieces == 2) low = Lanes::add(low, Lanes::splat(-ZeroCode * s.low_sum));
+                if constexpr (Form == vector_form::two_bytes)
+                    low = Lanes::add(low, Lanes::splat(-ZeroCode * s.low_sum));
             }
             auto y = Lanes::to_floats(high);
-            if constexpr (Pieces == 2)
+            if constexpr (Form == vector_form::two_bytes)
                 y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(low));
             y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
             if (to.row_scale) y = Lanes::multiply(y, scale[v]);
@@ -204,12 +220,12 @@ KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, cons
     }
 }
 
-template <int Pieces, class Lanes, int Bits, int ZeroCode, int Vectors, int Queries, bool Partial>
+template <vector_form Form, class Lanes, int Bits, int ZeroCode, int Vectors, int Queries, bool Partial>
 void multiply_part(const code_part& part, const code_target& to) {
     code_sums<Lanes, Vectors, Queries> sums;
     clear(sums);
-    sum_codes<Pieces, Lanes, Bits, Vectors, Queries, Partial>(part, sums);
-    finish_sums<Pieces, Lanes, ZeroCode, Vectors, Queries>(sums, to);
+    sum_codes<Form, Lanes, Bits, Vectors, Queries, Partial>(part, sums);
+    finish_sums<Form, Lanes, ZeroCode, Vectors, Queries>(sums, to);
 }
 
 /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n vectors that were folded for
@@ -339,11 +355,11 @@ private:
     static void multiply(int queries, const code_part& what, const code_target& to) {
         constexpr int zero = Scheme::zero_code;
         if (queries == 4)
-            multiply_part<Backend::pieces, Lanes, bits, zero, Vectors, 4, Partial>(what, to);
+            multiply_part<form_of<Lanes, Backend>, Lanes, bits, zero, Vectors, 4, Partial>(what, to);
         else if (queries == 2)
-            multiply_part<Backend::pieces, Lanes, bits, zero, Vectors, 2, Partial>(what, to);
+            multiply_part<form_of<Lanes, Backend>, Lanes, bits, zero, Vectors, 2, Partial>(what, to);
         else
-            multiply_part<Backend::pieces, Lanes, bits, zero, Vectors, 1, Partial>(what, to);
+            multiply_part<form_of<Lanes, Backend>, Lanes, bits, zero, Vectors, 1, Partial>(what, to);
     }
 
     fold_use use_;

@@ -4,10 +4,13 @@
 //   x' ~= step * (256 * high + low),  high, low signed bytes,  step = max|x'| / 32512
 //
 // With one piece (Backend::pieces == 1): x' ~= step * high, step = max|x'| / 127. The low word of a pair is not used then.
+// Where the instruction set multiplies 16-bit words as fast as bytes (Lanes::words; no VNNI), x' ~= step * word instead of two
+// pieces: half of the products. The step grows where sums of words might not fit 32 bits (8-bit codes, 260 columns).
 // Contract: |x' - step * (256 high + low)| <= step / 2, that is 2^-16 of the largest |x'|: as fine as fp16 for the
 // largest elements and finer than fp16 sums for the rest. Sums and bias products are taken in float.
 // Layout for a set of vectors (one set per row group if columns carry parameters, else one):
-//   [query block][column group][quad][query in block][high, low] 32-bit words of four signed bytes each.
+//   [query block][column group][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
+//   words of columns 0 and 2 and of columns 1 and 3.
 #pragma once
 
 #include <cstddef>
@@ -23,12 +26,20 @@ inline constexpr int query_block = 4;
 /// Splits n queries into blocks of 4, 2 and 1.
 constexpr int next_query_block(int remaining) noexcept { return remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1; }
 
+/// How numbers of a folded vector are held: a signed byte, two of them, a signed 16-bit word.
+enum class vector_form { byte, two_bytes, word };
+
+template <class Lanes, class Backend>
+inline constexpr vector_form form_of = Backend::pieces == 1 ? vector_form::byte
+                                       : Lanes::words       ? vector_form::word
+                                                            : vector_form::two_bytes;
+
 /// What remains of a vector besides its pieces, per (set, column group, query).
 struct fold_scalars {
     float step;
-    float sum;       // of x'
-    float bias_dot;  // of x with col_bias
-    std::int32_t high_sum;
+    float sum;              // of x'
+    float bias_dot;         // of x with col_bias
+    std::int32_t high_sum;  // of the bytes, or of the words
     std::int32_t low_sum;
 };
 
@@ -102,7 +113,8 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
     const auto codes = scheme.codes(shape);
     const fold_layout<Scheme::code_bits> layout(codes, use.columns(), n);
     constexpr int step = fold_layout<Scheme::code_bits>::step;
-    constexpr float range = Backend::pieces == 2 ? 32512.0f : 127.0f;
+    constexpr vector_form form = form_of<Lanes, Backend>;
+    constexpr float top_code = (1 << Scheme::code_bits) - 1;
     const grouped_axis& cols = layout.cols;
     float* const vector = layout.scratch(memory);
     float* const scale = vector + layout.scratch_floats();
@@ -154,6 +166,9 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
                     s.sum = Lanes::sum(sum);
                     s.bias_dot = Lanes::sum(dot);
                     const float top = Lanes::largest(largest);
+                    float range = form == vector_form::byte ? 127.0f : 32512.0f;
+                    if constexpr (form == vector_form::word)
+                        range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)));
                     // Vectors this small are zero next to anything float can hold.
                     const float inverse = top > 1e-33f ? range / top : 0.0f;
                     s.step = top > 1e-33f ? top / range : 0.0f;
@@ -162,10 +177,13 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
                         const auto fixed = Lanes::round(
                             Lanes::multiply(Lanes::load_floats(vector + c), Lanes::splat_float(inverse)));
                         auto high = fixed;
-                        if constexpr (Backend::pieces == 2)
+                        if constexpr (form == vector_form::two_bytes)
                             high =
                                 Lanes::template shift_right_signed<8>(Lanes::add(fixed, Lanes::splat(128)));
-                        Lanes::store_pieces(out, 2 * block_n, high, fixed);
+                        if constexpr (form == vector_form::word)
+                            Lanes::store_word_pairs(out, 2 * block_n, fixed);
+                        else
+                            Lanes::store_pieces(out, 2 * block_n, high, fixed);
                         out += Lanes::width / 4 * 2 * block_n;
                         if constexpr (Scheme::zero_code != 0) {
                             sums = Lanes::add(sums, fixed);
@@ -176,7 +194,8 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
                     out -= (detail::round_up(to - from, Lanes::width) - (to - from)) / 4 * 2 * block_n;
                     if constexpr (Scheme::zero_code != 0) {
                         s.high_sum = sum_words<Lanes>(high_sums);
-                        s.low_sum = sum_words<Lanes>(sums) - 256 * s.high_sum;
+                        if constexpr (form == vector_form::two_bytes)
+                            s.low_sum = sum_words<Lanes>(sums) - 256 * s.high_sum;
                     }
                     layout.scalars(memory)[(set * cols.groups() + g) * n + i] = s;
                 }

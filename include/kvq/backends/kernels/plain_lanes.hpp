@@ -17,6 +17,8 @@ struct plain_lanes {
     /// Vectors of rows that a product kernel keeps in registers at once.
     static constexpr int row_vectors = 1;
     static constexpr int value_vectors = 2;
+    /// Are products of 16-bit words faster than two of bytes? (The operations for them are needed only then.)
+    static constexpr bool words = false;
 
     struct ints {
         std::int32_t v[width];

@@ -103,7 +103,7 @@ private:
         clear(sums);
         // From the last width, the narrowest, to the first.
         (add_width<list::count - 1 - Width, Vectors, Queries, Partial>(slot, height, part, x, sums), ...);
-        finish_sums<Backend::pieces, Lanes, 0, Vectors, Queries>(sums, to);
+        finish_sums<form_of<Lanes, Backend>, Lanes, 0, Vectors, Queries>(sums, to);
     }
 
     template <int Bits, int Vectors, int Queries>
@@ -143,7 +143,7 @@ private:
                                  quads,
                                  height - part,
                                  x + s.first / 4 * Queries * 2};
-            sum_codes<Backend::pieces, Lanes, bits, Vectors, Queries, Partial>(what, sums);
+            sum_codes<form_of<Lanes, Backend>, Lanes, bits, Vectors, Queries, Partial>(what, sums);
         }
     }
 

@@ -37,6 +37,14 @@ struct avx2 : xsimd::fma3<xsimd::avx2> {
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     }
 };
+struct avxvnni : avx2 {
+    static constexpr const char* name() noexcept { return "avxvnni"; }
+    static bool available() noexcept {
+        return avx2::available() &&
+               (__builtin_cpu_supports("avxvnni") ||
+                (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl")));
+    }
+};
 struct avx512bw : xsimd::avx512bw {
     using registers = xsimd::avx512bw;
     static constexpr const char* name() noexcept { return "avx512bw"; }
@@ -54,6 +62,8 @@ struct avx512vnni : avx512bw {
 using best = avx512vnni;
 #elif defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 using best = avx512bw;
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__AVXVNNI__)
+using best = avxvnni;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 using best = avx2;
 #elif defined(__SSE4_1__)

@@ -18,6 +18,7 @@ struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::neon64>;
     using floats = xsimd::batch<float, xsimd::neon64>;
     static constexpr int width = 4;
+    static constexpr bool words = !std::derived_from<Arch, neon64_dot>;
     static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 4;
 
@@ -66,6 +67,21 @@ struct register_ops<Arch> {
                 vpaddq_s32(vmull_s16(vget_low_s16(c1), vget_low_s16(y1)), vmull_high_s16(c1, y1));
             return vreinterpretq_u32_s32(vaddq_s32(sum, vpaddq_s32(low, high)));
         }
+    }
+
+    static KVQ_INLINE ints even_bytes(ints a) { return vandq_u32(a, vdupq_n_u32(0x00ff00ff)); }
+    static KVQ_INLINE ints odd_bytes(ints a) {
+        return vreinterpretq_u32_u16(vshrq_n_u16(vreinterpretq_u16_u32(a), 8));
+    }
+    static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
+        const int16x8_t u = vreinterpretq_s16_u32(a), v = vreinterpretq_s16_u32(x);
+        const int32x4_t sums = vpaddq_s32(vmull_s16(vget_low_s16(u), vget_low_s16(v)), vmull_high_s16(u, v));
+        return vaddq_u32(acc, vreinterpretq_u32_s32(sums));
+    }
+    static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int, ints a) {
+        const uint32x4_t word = a;
+        vst1_u32(out, vorr_u32(vand_u32(vget_low_u32(word), vdup_n_u32(0xffff)),
+                               vshl_n_u32(vget_high_u32(word), 16)));
     }
 
     static KVQ_INLINE floats to_floats(ints a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }

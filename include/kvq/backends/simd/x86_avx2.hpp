@@ -1,4 +1,4 @@
-// AVX2 with FMA and F16C: 8 lanes.
+// AVX2 with FMA and F16C, with and without VNNI: 8 lanes.
 #pragma once
 
 #include <immintrin.h>
@@ -12,12 +12,15 @@
 
 namespace kvq::inline v0_1::arch {
 
-template <>
-struct register_ops<avx2> {
+template <class Arch>
+requires std::derived_from<Arch, avx2>
+struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, avx2::registers>;
     using floats = xsimd::batch<float, avx2::registers>;
     static constexpr int width = 8;
-    static constexpr int row_vectors = 1;
+    static constexpr bool vnni = std::derived_from<Arch, avxvnni>;
+    static constexpr bool words = !vnni;
+    static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 2;
 
     static KVQ_INLINE __m256i first(int n) {
@@ -35,15 +38,32 @@ struct register_ops<avx2> {
 
     template <int Bits>
     static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        if constexpr (vnni) return _mm256_dpbusd_epi32(__m256i(acc), __m256i(codes), __m256i(x));
+#elif defined(__AVXVNNI__)
+        if constexpr (vnni) return _mm256_dpbusd_avx_epi32(__m256i(acc), __m256i(codes), __m256i(x));
+#endif
         if constexpr (Bits < 8) {  // the sum of two products fits 16 bits
             const __m256i pairs = _mm256_maddubs_epi16(codes, x);
             return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
         } else {
-            const __m256i even = _mm256_madd_epi16(_mm256_and_si256(codes, _mm256_set1_epi16(255)),
-                                                   _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-            const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), _mm256_srai_epi16(x, 8));
+            const ints even =
+                _mm256_madd_epi16(even_bytes(codes), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+            const ints odd = _mm256_madd_epi16(odd_bytes(codes), _mm256_srai_epi16(x, 8));
             return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
         }
+    }
+    static KVQ_INLINE ints even_bytes(ints a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
+    static KVQ_INLINE ints odd_bytes(ints a) { return _mm256_srli_epi16(a, 8); }
+    static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
+        return _mm256_add_epi32(acc, _mm256_madd_epi16(a, x));
+    }
+    static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int stride, ints a) {
+        const __m256i pairs = _mm256_shuffle_epi8(
+            a, _mm256_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm256_castsi256_si128(pairs));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out + stride), _mm256_extracti128_si256(pairs, 1));
     }
 
     static KVQ_INLINE floats to_floats(ints a) { return _mm256_cvtepi32_ps(a); }

@@ -18,6 +18,7 @@ struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::avx512bw>;
     using floats = xsimd::batch<float, xsimd::avx512bw>;
     static constexpr int width = 16;
+    static constexpr bool words = !std::derived_from<Arch, avx512vnni>;
     static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 4;
 
@@ -50,11 +51,24 @@ struct register_ops<Arch> {
             const __m512i pairs = _mm512_maddubs_epi16(codes, x);
             return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
         } else {
-            const __m512i low = _mm512_set1_epi16(255);
-            const __m512i even = _mm512_madd_epi16(_mm512_and_si512(codes, low),
-                                                   _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-            const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(codes, 8), _mm512_srai_epi16(x, 8));
+            const ints even =
+                _mm512_madd_epi16(even_bytes(codes), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+            const ints odd = _mm512_madd_epi16(odd_bytes(codes), _mm512_srai_epi16(x, 8));
             return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+        }
+    }
+    static KVQ_INLINE ints even_bytes(ints a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
+    static KVQ_INLINE ints odd_bytes(ints a) { return _mm512_srli_epi16(a, 8); }
+    static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
+        return _mm512_add_epi32(acc, _mm512_madd_epi16(a, x));
+    }
+    static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int stride, ints a) {
+        alignas(64) std::uint32_t all[16];
+        const __m512i upper = _mm512_slli_epi32(_mm512_shuffle_epi32(a, _MM_PERM_DCDC), 16);
+        _mm512_store_si512(all, _mm512_or_si512(_mm512_and_si512(a, _mm512_set1_epi32(0xffff)), upper));
+        for (int q = 0; q < 4; ++q) {
+            out[q * stride] = all[4 * q];
+            out[q * stride + 1] = all[4 * q + 1];
         }
     }
 

@@ -22,7 +22,8 @@ struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, registers>;
     using floats = xsimd::batch<float, registers>;
     static constexpr int width = 4;
-    static constexpr int row_vectors = 1;
+    static constexpr bool words = true;
+    static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 2;
 
     static KVQ_INLINE ints load_words(const std::byte* p, int n) {
@@ -54,10 +55,19 @@ struct register_ops<Arch> {
             return _mm_add_epi32(acc, _mm_madd_epi16(pairs, _mm_set1_epi16(1)));
         }
 #endif
-        const __m128i even = _mm_madd_epi16(_mm_and_si128(codes, _mm_set1_epi16(255)),
-                                            _mm_srai_epi16(_mm_slli_epi16(x, 8), 8));
-        const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(codes, 8), _mm_srai_epi16(x, 8));
+        const ints even = _mm_madd_epi16(even_bytes(codes), _mm_srai_epi16(_mm_slli_epi16(x, 8), 8));
+        const ints odd = _mm_madd_epi16(odd_bytes(codes), _mm_srai_epi16(x, 8));
         return _mm_add_epi32(acc, _mm_add_epi32(even, odd));
+    }
+    static KVQ_INLINE ints even_bytes(ints a) { return _mm_and_si128(a, _mm_set1_epi16(255)); }
+    static KVQ_INLINE ints odd_bytes(ints a) { return _mm_srli_epi16(a, 8); }
+    static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
+        return _mm_add_epi32(acc, _mm_madd_epi16(a, x));
+    }
+    static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int, ints a) {
+        const __m128i upper = _mm_slli_epi32(_mm_shuffle_epi32(a, 0x0e), 16);
+        const __m128i pairs = _mm_or_si128(_mm_and_si128(a, _mm_set1_epi32(0xffff)), upper);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(out), pairs);
     }
 
     static KVQ_INLINE floats to_floats(ints a) { return _mm_cvtepi32_ps(a); }
