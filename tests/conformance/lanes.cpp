@@ -173,7 +173,7 @@ TEST_CASE_TEMPLATE("integer dot products are exact at every width, extremes incl
 
 TEST_CASE_TEMPLATE("products of 16-bit words, and words of four lanes side by side", L, KVQ_TEST_LANES) {
     using io = lanes_of<L>;
-    if constexpr (L::words) {
+    if constexpr (L::word_products) {
         fixture<L> f;
         const auto half = [](std::int32_t w, int h) {
             return static_cast<std::int32_t>(

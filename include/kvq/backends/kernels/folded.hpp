@@ -4,7 +4,7 @@
 //   x' ~= step * (256 * high + low),  high, low signed bytes,  step = max|x'| / 32512
 //
 // With one piece (Backend::pieces == 1): x' ~= step * high, step = max|x'| / 127. The low word of a pair is not used then.
-// Where the instruction set multiplies 16-bit words as fast as bytes (Lanes::words; no VNNI), x' ~= step * word instead of two
+// Where the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of two
 // pieces: half of the products. The step grows where sums of words might not fit 32 bits (8-bit codes, 260 columns).
 // Contract: |x' - step * (256 high + low)| <= step / 2, that is 2^-16 of the largest |x'|: as fine as fp16 for the
 // largest elements and finer than fp16 sums for the rest. Sums and bias products are taken in float.
@@ -30,9 +30,9 @@ constexpr int next_query_block(int remaining) noexcept { return remaining >= 4 ?
 enum class vector_form { byte, two_bytes, word };
 
 template <class Lanes, class Backend>
-inline constexpr vector_form form_of = Backend::pieces == 1 ? vector_form::byte
-                                       : Lanes::words       ? vector_form::word
-                                                            : vector_form::two_bytes;
+inline constexpr vector_form form_of = Backend::pieces == 1   ? vector_form::byte
+                                       : Lanes::word_products ? vector_form::word
+                                                              : vector_form::two_bytes;
 
 /// What remains of a vector besides its pieces, per (set, column group, query).
 struct fold_scalars {

@@ -18,7 +18,7 @@ struct plain_lanes {
     static constexpr int row_vectors = 1;
     static constexpr int value_vectors = 2;
     /// Are products of 16-bit words faster than two of bytes? (The operations for them are needed only then.)
-    static constexpr bool words = false;
+    static constexpr bool word_products = false;
 
     struct ints {
         std::int32_t v[width];

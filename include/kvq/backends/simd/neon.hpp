@@ -18,7 +18,7 @@ struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::neon64>;
     using floats = xsimd::batch<float, xsimd::neon64>;
     static constexpr int width = 4;
-    static constexpr bool words = !std::derived_from<Arch, neon64_dot>;
+    static constexpr bool word_products = !std::derived_from<Arch, neon64_dot>;
     static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 4;
 

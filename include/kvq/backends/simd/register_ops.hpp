@@ -1,7 +1,7 @@
 // register_ops<Arch>: the operations that xsimd does not have, one header per instruction set.
 //
 //   width, row_vectors, value_vectors, ints, floats
-//   words                                     products of 16-bit words are faster here than two of bytes (folded.hpp)
+//   word_products                             products of 16-bit words are faster here than two of bytes (folded.hpp)
 //   load_words(p, n), store_words(p, a, n), load_floats(p, n), store_floats(p, a, n)     first n lanes only
 //   dot<Bits>(acc, codes, x)                  acc + sums of four u8 x s8 products
 //   even_bytes(a), odd_bytes(a)               bytes 0 and 2, 1 and 3 of every word, as 16-bit words

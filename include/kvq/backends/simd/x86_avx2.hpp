@@ -19,7 +19,7 @@ struct register_ops<Arch> {
     using floats = xsimd::batch<float, avx2::registers>;
     static constexpr int width = 8;
     static constexpr bool vnni = std::derived_from<Arch, avxvnni>;
-    static constexpr bool words = !vnni;
+    static constexpr bool word_products = !vnni;
     static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 2;
 

@@ -18,7 +18,7 @@ struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::avx512bw>;
     using floats = xsimd::batch<float, xsimd::avx512bw>;
     static constexpr int width = 16;
-    static constexpr bool words = !std::derived_from<Arch, avx512vnni>;
+    static constexpr bool word_products = !std::derived_from<Arch, avx512vnni>;
     static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 4;
 

@@ -22,7 +22,7 @@ struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, registers>;
     using floats = xsimd::batch<float, registers>;
     static constexpr int width = 4;
-    static constexpr bool words = true;
+    static constexpr bool word_products = true;
     static constexpr int row_vectors = 2;
     static constexpr int value_vectors = 2;
 
