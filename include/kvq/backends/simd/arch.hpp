@@ -3,13 +3,17 @@
 // Types of xsimd are used where it has one; where the oldest supported xsimd (8.1) lacks a type that matters here, this
 // header derives one. `available()` asks the running CPU. `best` is the best one of this build's -march flags.
 //
-//   sse2, sse4_1, avx2 (with FMA and F16C), avx512bw, avx512vnni | neon64, neon64_dot
+//   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni | neon64, neon64_dot
 //
 // Two translation units built with different -march may be linked together: their kernels differ by type, hence by symbol.
 #pragma once
 
 #if defined(__CUDACC__)
 #error "kvq/backends/simd.hpp must not be included from CUDA code: xsimd does not compile under nvcc"
+#endif
+
+#if defined(__x86_64__)
+#include <cpuid.h>
 #endif
 
 #include <xsimd/xsimd.hpp>
@@ -40,9 +44,11 @@ struct avx2 : xsimd::fma3<xsimd::avx2> {
 struct avxvnni : avx2 {
     static constexpr const char* name() noexcept { return "avxvnni"; }
     static bool available() noexcept {
+        // Not every compiler knows this one by name: leaf 7, subleaf 1, bit 4 of eax. AVX-512 has the instructions as well.
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        const bool own = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1u) != 0;
         return avx2::available() &&
-               (__builtin_cpu_supports("avxvnni") ||
-                (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl")));
+               (own || (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl")));
     }
 };
 struct avx512bw : xsimd::avx512bw {
