@@ -103,7 +103,10 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             for (int c = 0; c < s.dim; ++c)
                 std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff,
                             sizeof(T));
-        } else if (S::granularity_type::on_tokens) {
+        } else if constexpr (requires { S::factors::present; }) {
+            if constexpr (S::factors::present && S::factors::bytes(1) > 1)  // codes are never NaN
+                std::memset(block + S::factor_offset(s) + S::factors::bytes(t), 0xff, S::factors::bytes(1));
+        } else if constexpr (requires { S::granularity_type::on_tokens; } && S::granularity_type::on_tokens) {
             using P = typename S::parameter;
             const int group = S::granularity_type::group;
             const int groups = group > 0 && group < s.dim ? (s.dim + group - 1) / group : 1;

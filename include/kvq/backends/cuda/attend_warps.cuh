@@ -331,12 +331,12 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         constexpr bool fold_once = keys::full || keys::token_parameters;
         constexpr int tiles_of_run =
             fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
-        if constexpr (fold_once) fold_rows(folded, query_at, memory::query_stride, 0, 0, id);
+        if constexpr (fold_once) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, id);
 
         for (int index = item.from + warp; index < item.to; index += memory::warps) {
             std::uint32_t at = wait_unit();
             const bool present = ((feed.present >> slot) & 1u) != 0;  // held in this format
-            const int first = (item.first + index) * memory::tokens;
+            const int first = (item.first + index) * memory::tokens, in_page = first % Format::page_tokens;
             float scores[keys::tiles][Rows4][4];
             chunk_factors<values, Rows4> factors;
             bool masked = false;
@@ -344,7 +344,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                 static_for<keys::tiles>([&](auto tile) {
                     constexpr int Tile = decltype(tile)::value;
                     if constexpr (!fold_once && Tile % tiles_of_run == 0)
-                        fold_rows(folded, query_at, memory::query_stride, at, Tile / tiles_of_run, id);
+                        fold_rows(folded, query_at, memory::query_stride, at, in_page, Tile / tiles_of_run,
+                                  id);
                     score_tile<keys, Rows4, Tile>(scores[Tile], folded, at, id);
                 });
                 if (a.softcap > 0.0f) {
@@ -378,13 +379,13 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                 if (masked) {  // what tokens outside hold may be anything, even NaN
                     if constexpr (values::full)
                         values::clear_columns(at, id, any_begin - first, any_end - first);
-                    else if constexpr (values::token_parameters)
+                    else if constexpr (values::clears_parameters)
                         values::clear_parameters(at, id, any_begin - first, any_end - first);
                     __syncwarp();
                 }
                 store_weights<keys, values, Rows4>(scores, state, factors, at, weights, id);
                 __syncwarp();
-                add_values<values, Rows4>(state, factors, at, weights, id);
+                add_values<values, Rows4>(state, factors, at, in_page, weights, id);
             }
             next_unit(after_values);
         }

@@ -30,6 +30,8 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
         using T = typename S::value_type;
         return static_cast<float>(
             kvq::detail::load_as<T>(block + sizeof(T) * S::element(value_layout<T>(s), s, token, channel)));
+    } else if constexpr (is_grid<S>) {
+        return S::value(s, block, token, channel);
     } else {
         const auto layout = S{}.codes(s);
         const bool rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);

@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "../../schemes/affine.hpp"
+#include "../../schemes/dual.hpp"
 #include "../../schemes/full.hpp"
 #include "../../schemes/int8.hpp"
 #include "../../schemes/kivi.hpp"
@@ -29,17 +30,54 @@ inline constexpr bool is_composed = false;
 template <class B, class L, class G, class P>
 inline constexpr bool is_composed<scheme<B, L, G, P>> = true;
 
+/// How parameters are stored: coded, or the type of params<P>.
+template <class Params>
+struct storage {
+    using type = void;
+};
+template <>
+struct storage<coded> {
+    using type = coded;
+};
+template <class P>
+struct storage<params<P>> {
+    using type = P;
+};
+template <class Params>
+struct storage<token_factors<Params>> : storage<Params> {};
+template <class Params>
+using stored_as = typename storage<Params>::type;
+
+template <class P>
+inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, coded>;
+template <class S>
+inline constexpr bool is_grid = false;
+template <int Bits, int Group, class Encoder, class Params, class Factors>
+inline constexpr bool is_grid<channel_grid<Bits, Group, Encoder, Params, Factors>> =
+    is_stored<stored_as<Params>> && (std::is_same_v<Factors, no_factors> || is_stored<stored_as<Factors>>);
+
+/// Bytes of a block, for schemes whose encoders have state as well.
+template <class S>
+constexpr std::size_t block_bytes_of(const block_shape& s) {
+    if constexpr (is_grid<S>)
+        return S::block_bytes(s);
+    else
+        return S{}.block_bytes(s);
+}
+
 }  // namespace detail
 
-/// Schemes that kernels know: full<T> and scheme<bits, levels, granularity, params> with parameters in a float format.
+/// Schemes that kernels know: full<T>, scheme<bits, levels, granularity, params> with parameters in a float format, and
+/// channel_grid with parameters and factors that are coded or in a float format, whatever its encoder.
 template <class S>
-concept device_scheme = full_precision<S> ||(detail::is_composed<S>&& float_format<typename S::parameter>);
+concept device_scheme = full_precision<S> || detail::is_grid<S> ||
+    (detail::is_composed<S>&& float_format<typename S::parameter>);
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
 struct format {
     static_assert(device_scheme<Keys> && device_scheme<Values>,
-                  "kvq::cuda::format: schemes must be full<T> or scheme<...> with float, float16 or bfloat16 "
-                  "parameters");
+                  "kvq::cuda::format: schemes must be full<T>, scheme<...> with float, float16 or bfloat16 "
+                  "parameters, or channel_grid<...>");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
                   "kvq::cuda::format: sizes must be at least 1");
     using keys = Keys;
@@ -52,15 +90,20 @@ struct format {
     KVQ_HD static constexpr block_shape value_shape() noexcept {
         return {tensor::value, PageTokens, ValueDim};
     }
-    static constexpr std::size_t key_block_bytes = Keys{}.block_bytes({tensor::key, PageTokens, HeadDim});
+    static constexpr std::size_t key_block_bytes =
+        detail::block_bytes_of<Keys>({tensor::key, PageTokens, HeadDim});
     static constexpr std::size_t value_block_bytes =
-        Values{}.block_bytes({tensor::value, PageTokens, ValueDim});
+        detail::block_bytes_of<Values>({tensor::value, PageTokens, ValueDim});
 };
 
 /// Both KIVI schemes at once: kivi_format<4, 64, 128, 64>.
 template <int Bits, int Group, int HeadDim, int PageTokens, class Params = params<float16>>
 using kivi_format = format<typename kivi<Bits, Group, Params>::keys,
                            typename kivi<Bits, Group, Params>::values, HeadDim, PageTokens>;
+
+/// Both schemes of a preset: preset_format<std4, 128>.
+template <class Preset, int HeadDim, int PageTokens = 128>
+using preset_format = format<typename Preset::keys, typename Preset::values, HeadDim, PageTokens>;
 
 template <class Format>
 struct cache_ref {

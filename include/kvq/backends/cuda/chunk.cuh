@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "cache_ref.cuh"
-#include "ptx.cuh"
+#include "parameters.cuh"
 
 namespace kvq::inline v0_1::cuda::detail {
 
@@ -37,42 +37,10 @@ struct lane_id {
         : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
 };
 
-__device__ __forceinline__ uint4 load_shared_16(std::uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(at));
-    return v;
-}
-__device__ __forceinline__ uint2 load_shared_8(std::uint32_t at) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
-    return v;
-}
-
-/// Four neighbouring parameters of type P in shared memory.
-template <class P>
-__device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
-    if constexpr (sizeof(P) == 4) {
-        const uint4 v = load_shared_16(at);
-        return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-    } else {
-        const uint2 v = load_shared_8(at);
-        return {unpack_half<P, 0>(v.x), unpack_half<P, 1>(v.x), unpack_half<P, 0>(v.y),
-                unpack_half<P, 1>(v.y)};
-    }
-}
-
-/// What the code layouts of full<T> and scheme<...> have in common.
-template <class S>
-struct word_traits {  // scheme<...>
+template <int Bits>
+struct code_words_of {
     static constexpr bool full = false;
-    using parameter = typename S::parameter;
-    using planes = code_planes<S::code_bits>;
-    static constexpr bool token_parameters = S::granularity_type::on_tokens;
-    static constexpr int group = S::granularity_type::group;
-    static constexpr bool has_bias = S::levels::has_bias;
-    static constexpr int zero_code = S::zero_code;
+    using planes = code_planes<Bits>;
     static constexpr int columns_per_unit = 4;  // a unit is a quad
     static constexpr int units_per_step = planes::quads_per_step;
     static constexpr int plane_count = planes::count;
@@ -82,10 +50,46 @@ struct word_traits {  // scheme<...>
     }
     KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
 };
+
+/// What the code layouts of full<T>, scheme<...> and channel_grid<...> have in common.
+template <class S>
+struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
+    using parameter = typename S::parameter;
+    using factor = void;  // of tokens, besides parameters of channels
+    static constexpr bool token_parameters = S::granularity_type::on_tokens;
+    static constexpr int group = S::granularity_type::group;
+    static constexpr bool has_bias = S::levels::has_bias;
+    static constexpr int zero_code = S::zero_code;
+
+    /// Where scales and biases of a block start, and numbers that channels share.
+    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) { return S{}.scale_offset(s); }
+    KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
+        return S{}.scale_offset(s) + S{}.section_bytes(s);
+    }
+};
+template <int Bits, int Group, class Encoder, class Params, class Factors>
+struct word_traits<channel_grid<Bits, Group, Encoder, Params, Factors>> : code_words_of<Bits> {
+    using grid = channel_grid<Bits, Group, Encoder, Params, Factors>;
+    using parameter = stored_as<Params>;
+    using factor = stored_as<Factors>;
+    static constexpr bool token_parameters = false;
+    static constexpr int group = Group;
+    static constexpr bool has_bias = true;
+    static constexpr int zero_code = 0;
+    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) {
+        return grid::parameter_offset(s);
+    }
+    KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
+        return grid::parameter_offset(s) +
+               static_cast<std::size_t>(grid::token_axis(s).groups() * grid::slots(s) *
+                                        parameter_width<parameter>);
+    }
+};
 template <class T>
 struct word_traits<kvq::full<T>> {
     static constexpr bool full = true;
     using parameter = float16;
+    using factor = void;
     static constexpr bool token_parameters = true;
     static constexpr int group = 0;
     static constexpr bool has_bias = false;
@@ -117,8 +121,24 @@ struct chunk {
                                 : token_parameters ? ceil_div(dim, group)
                                                    : larger(1, Tokens / group);
     static constexpr int run = token_parameters ? Tokens : dim;
-    static constexpr int run_bytes = run * static_cast<int>(sizeof(parameter));
+    static constexpr int width = parameter_width<parameter>;
+    static constexpr int run_bytes = run * width;
     static constexpr int section = runs * run_bytes;
+    static constexpr bool coded = std::is_same_v<parameter, kvq::coded>;
+    static constexpr int shared_bytes = coded ? 6 * ceil_div(page, group) : 0;  // in the page
+
+    // Factors of tokens, which stand behind parameters of channels.
+    using factor = typename traits::factor;
+    static constexpr bool has_factors = !std::is_same_v<factor, void>;
+    static constexpr int factor_width = [] {
+        if constexpr (has_factors)
+            return parameter_width<factor>;
+        else
+            return 0;
+    }();
+    static constexpr int factor_skew = shared_bytes % 16;  // they start so far behind a piece of 16 bytes
+    /// Are the weights of tokens multiplied by anything?
+    static constexpr bool scales_tokens = token_parameters || has_factors;
 
     // Rows and columns.
     static constexpr int rows = key ? Tokens : dim;
@@ -155,14 +175,19 @@ struct chunk {
     static constexpr int codes_bytes = rows * lines * 4;
     static constexpr int scale_at = round_up(codes_bytes, 16);
     static constexpr int bias_at = scale_at + section;
-    static constexpr int bytes = scale_at + section * (traits::has_bias ? 2 : 1);
+    static constexpr int shared_at = bias_at + (traits::has_bias ? section : 0);
+    static constexpr bool whole =
+        coded && Tokens == page;  // all behind the codes in one piece, as in the page
+    static constexpr int factor_at =
+        shared_at + (whole ? shared_bytes : round_up(shared_bytes, 16) + factor_skew);
+    static constexpr int bytes = round_up(factor_at + Tokens * factor_width, 16);
 
     /// Can the warp kernels handle this shape? (Everything else goes through attend_any.cuh.)
     static constexpr bool supported = [] {
         const bool shape_fits = dim % 16 == 0 && (page == 16 || page % 32 == 0) && Tokens >= 16 &&
                                 page % Tokens == 0 && Tokens % tile_height == 0;
         if (full) return shape_fits && traits::columns_per_unit == 2;
-        bool groups_fit = true;
+        bool groups_fit = !has_factors || (!key && coded == (factor_width == 1));
         if (!token_parameters && group != page)
             groups_fit = group % 32 == 0 && page % group == 0 && (Tokens % group == 0 || group % Tokens == 0);
         if (!token_parameters && !key) groups_fit = groups_fit && group % Tokens == 0;
@@ -178,7 +203,7 @@ struct chunk {
     }
 
     /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte pieces are permuted as well.
-    static constexpr bool permuted = key && !full && !token_parameters && run_bytes % 64 == 0;
+    static constexpr bool permuted = key && !full && !token_parameters && !coded && run_bytes % 64 == 0;
     __device__ __forceinline__ static std::uint32_t parameter_byte(int at) {
         return static_cast<std::uint32_t>(permuted ? at ^ ((at >> 7 & 3) << 4) : at);
     }
@@ -216,10 +241,20 @@ struct chunk {
             });
         }
         if constexpr (!full) {
-            constexpr std::size_t scales = scheme{}.scale_offset(shape);
-            constexpr std::size_t biases = scales + scheme{}.section_bytes(shape);
-            copy_parameters(to + scale_at, from + scales, first, lane);
-            if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, lane);
+            constexpr std::size_t scales = traits::scale_offset(shape), biases = traits::bias_offset(shape);
+            if constexpr (whole) {
+                copy_plain<bytes - scale_at>(to + scale_at, from + scales, lane);
+            } else {
+                copy_parameters(to + scale_at, from + scales, first, lane);
+                if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, lane);
+                constexpr std::size_t behind = biases + (biases - scales);
+                if constexpr (coded)
+                    copy_plain<round_up(shared_bytes, 16)>(to + shared_at, from + behind, lane);
+                if constexpr (has_factors)
+                    copy_plain<round_up(factor_skew + Tokens * factor_width, 16)>(
+                        to + factor_at - factor_skew,
+                        from + behind + (shared_bytes - factor_skew) + first * factor_width, lane);
+            }
         }
     }
 
@@ -291,23 +326,50 @@ struct chunk {
         return {v.x & mask, v.y & mask, v.z & mask, v.w & mask};
     }
 
-    /// Parameters of the four tokens or channels that start at `index` of run `r`.
-    __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
-        return load_parameters<parameter>(
-            at + scale_at + parameter_byte((r * run + index) * static_cast<int>(sizeof(parameter))));
+    /// What the channels of run `r` share, in a chunk whose first token is `first` of its page.
+    __device__ __forceinline__ static group_line<parameter> line(std::uint32_t at, int first, int r) {
+        if constexpr (coded)
+            return group_line<parameter>::load(
+                at + shared_at + 6u * static_cast<std::uint32_t>((Tokens == page ? 0 : first / group) + r));
+        else
+            return {};
     }
-    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index) {
-        return load_parameters<parameter>(
-            at + bias_at + parameter_byte((r * run + index) * static_cast<int>(sizeof(parameter))));
+    /// Parameters of the four tokens or channels that start at `index` of run `r`; scales in units of the line's.
+    __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
+        return load_scales<parameter>(at + scale_at + parameter_byte((r * run + index) * width));
+    }
+    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index,
+                                                    const group_line<parameter>& line = {}) {
+        return load_biases<parameter>(at + bias_at + parameter_byte((r * run + index) * width), line);
     }
     /// Of eight, where `index` is a multiple of eight.
     __device__ __forceinline__ static void eight_scales(std::uint32_t at, int r, int index, float4& a,
                                                         float4& b) {
-        load_eight<parameter>(at + scale_at, (r * run + index) * static_cast<int>(sizeof(parameter)), a, b);
+        if constexpr (coded) {
+            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(scale_at + r * run + index));
+            a = small_values<kvq::detail::scale_float>(v.x);
+            b = small_values<kvq::detail::scale_float>(v.y);
+        } else {
+            load_eight<parameter>(at + scale_at, (r * run + index) * width, a, b);
+        }
     }
     __device__ __forceinline__ static void eight_biases(std::uint32_t at, int r, int index, float4& a,
-                                                        float4& b) {
-        load_eight<parameter>(at + bias_at, (r * run + index) * static_cast<int>(sizeof(parameter)), a, b);
+                                                        float4& b, const group_line<parameter>& line) {
+        if constexpr (coded) {
+            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
+            a = bias_values(v.x, line);
+            b = bias_values(v.y, line);
+        } else {
+            load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
+        }
+    }
+    /// What the weights of four tokens are multiplied by, in run `r`.
+    __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
+        if constexpr (has_factors)
+            return load_factors<factor, factor_skew % 4>(
+                at + static_cast<std::uint32_t>(factor_at + token * factor_width));
+        else
+            return scales(at, r, token);
     }
     template <class P>
     __device__ __forceinline__ static void load_eight(std::uint32_t at, int byte, float4& a, float4& b) {
@@ -342,17 +404,20 @@ struct chunk {
         }
     }
 
-    /// Zeroes the parameters of tokens outside [from, to), for the same reason.
+    /// Zeroes the parameters of tokens outside [from, to), for the same reason. Coded factors are never NaN.
+    static constexpr bool clears_parameters =
+        !full && (token_parameters || (has_factors && !std::is_same_v<factor, kvq::coded>));
     __device__ __forceinline__ static void clear_parameters(std::uint32_t at, const lane_id& id, int from,
-                                                            int to) requires(!full && token_parameters) {
-        constexpr int width = static_cast<int>(sizeof(parameter));
-        for (int i = id.lane; i < runs * run; i += warp_size) {
-            const int token = i % run;
+                                                            int to) requires(clears_parameters) {
+        constexpr int size = token_parameters ? width : factor_width;
+        constexpr int n = token_parameters ? runs * run : Tokens;
+        for (int i = id.lane; i < n; i += warp_size) {
+            const int token = i % Tokens;
             if (token >= from && token < to) continue;
-            for (int part = 0; part < (traits::has_bias ? 2 : 1); ++part) {
-                const std::uint32_t address =
-                    at + static_cast<std::uint32_t>((part ? bias_at : scale_at) + i * width);
-                if constexpr (width == 4)
+            for (int part = 0; part < (token_parameters && traits::has_bias ? 2 : 1); ++part) {
+                const int section_at = !token_parameters ? factor_at : part ? bias_at : scale_at;
+                const std::uint32_t address = at + static_cast<std::uint32_t>(section_at + i * size);
+                if constexpr (size == 4)
                     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(0u));
                 else
                     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address),
@@ -377,7 +442,6 @@ private:
 
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
                                                            int lane) {
-        constexpr int width = static_cast<int>(sizeof(parameter));
         if constexpr (token_parameters) {
             const std::byte* const begin = from + static_cast<std::size_t>(first) * width;
             static_for<runs>([&](auto r) {

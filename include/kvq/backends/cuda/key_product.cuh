@@ -50,18 +50,20 @@ __device__ __forceinline__ std::uint32_t query_byte(int at) {
 }
 
 /// Folds the query rows 4n + g/2 (`rows`: shared address of row g/2 of [rows][stride] floats) with the channel parameters
-/// in `run` of `slot`, if there are any. Lanes with even g prepare the first half of the units for their neighbour with odd
+/// in `run` of `slot` (whose chunk starts at token `first` of its page), if there are any. Lanes with even g prepare the first half of the units for their neighbour with odd
 /// g and vice versa.
 /// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so that the
 /// rounding of x is multiplied by numbers half as large.
 template <class Chunk, int Rows4>
 __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
-                                          std::uint32_t slot, int run, const lane_id& id) {
+                                          std::uint32_t slot, [[maybe_unused]] int first,
+                                          [[maybe_unused]] int run, const lane_id& id) {
     using traits = typename Chunk::traits;
     constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
     constexpr int width = traits::columns_per_unit;
     constexpr int halves = Chunk::pairs;  // units that this lane prepares, of 2 * pairs
     const int parity = id.g & 1;
+    [[maybe_unused]] const auto line = Chunk::line(slot, first, run);
     static_for<Chunk::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
         int channel[halves];
@@ -80,13 +82,13 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                 for (int i = 0; i < halves; i += 2) {
                     Chunk::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
                     if constexpr (traits::has_bias)
-                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1]);
+                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1], line);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < halves; ++i) {
                     scale[i] = Chunk::scales(slot, run, channel[i]);
-                    if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i]);
+                    if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i], line);
                 }
             }
         }
@@ -150,13 +152,14 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                 to[n].pieces[G][halves + i] = parity ? own : received;
             }
             // Scalars of row g/2 move to the lanes whose own row it is: row t sits in lanes 8t..8t+7.
-            to[n].step[G] = __shfl_sync(~0u, step, 8 * id.t);
+            to[n].step[G] = __shfl_sync(~0u, step * line.unit, 8 * id.t);
             if constexpr (!Chunk::full) {
                 [[maybe_unused]] constexpr float middle =
                     0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
                 if constexpr (columns && traits::has_bias) {
                     const float dot = (dots.x + dots.y) + (dots.z + dots.w);
-                    const float part = fmaf(middle, fmaf(-step, static_cast<float>(total), sum), dot);
+                    const float part =
+                        fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
                     to[n].offset[G] = __shfl_sync(~0u, over_row(part, add_floats{}), 8 * id.t);
                 }
                 if constexpr ((!columns && traits::has_bias) || traits::zero_code != 0) {

@@ -133,13 +133,13 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     static_for<words::sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         [[maybe_unused]] float scale[Keys::tiles][4], bias[Keys::tiles][4];
-        if constexpr (!Values::full && Values::token_parameters) {
+        if constexpr (!Values::full && Values::scales_tokens) {
 #pragma unroll
             for (int tile = 0; tile < Keys::tiles; ++tile) {
                 const int token = tile * Keys::tile_height + (idle ? 0 : 4 * id.g);
-                const float4 v = Values::scales(slot, S, token);
+                const float4 v = Values::token_scales(slot, S, token);
                 scale[tile][0] = v.x, scale[tile][1] = v.y, scale[tile][2] = v.z, scale[tile][3] = v.w;
-                if constexpr (Values::traits::has_bias) {
+                if constexpr (words::bias_sets > 0) {
                     const float4 b = Values::biases(slot, S, token);
                     bias[tile][0] = b.x, bias[tile][1] = b.y, bias[tile][2] = b.z, bias[tile][3] = b.w;
                 }
@@ -170,7 +170,7 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
             } else {
                 float w[Keys::tiles][4];
                 float largest = 1.0f;
-                if constexpr (Values::token_parameters) {
+                if constexpr (Values::scales_tokens) {
                     largest = 0.0f;
                     [[maybe_unused]] float biased = 0.0f;
 #pragma unroll
@@ -212,17 +212,19 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     });
 }
 
-/// output = output * keep + step * (values x weights) for every tile of 32 channels.
+/// output = output * keep + step * (values x weights) for every tile of 32 channels. `first`: the chunk's first token of its page.
 template <class Values, int Rows4>
 __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                            const chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
-                                           std::uint32_t weights, const lane_id& id) {
+                                           [[maybe_unused]] int first, std::uint32_t weights,
+                                           const lane_id& id) {
     using words = weight_words<Values>;
     using traits = typename Values::traits;
     using sum_type = std::conditional_t<Values::full, float, int>;
     constexpr bool channel_parameters = !Values::full && !Values::token_parameters;
     constexpr bool needs_total = traits::zero_code != 0 || (channel_parameters && traits::has_bias);
     constexpr int tiles_of_set = ceil_div(Values::tiles, words::sets);
+    [[maybe_unused]] const auto line = Values::line(slot, first, 0);
     static_for<words::sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         std::uint32_t b[Rows4][2 * Values::pairs];
@@ -269,9 +271,10 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                     constexpr int height = T + 1 == Values::tiles ? Values::last_height : Values::tile_height;
                     const int channel = T * 32 + smaller(4 * id.g, height - 4);
                     const float4 v = Values::scales(slot, 0, channel);
-                    scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
+                    scale[0] = v.x * line.unit, scale[1] = v.y * line.unit;
+                    scale[2] = v.z * line.unit, scale[3] = v.w * line.unit;
                     if constexpr (traits::has_bias) {
-                        const float4 w = Values::biases(slot, 0, channel);
+                        const float4 w = Values::biases(slot, 0, channel, line);
                         bias[0] = w.x, bias[1] = w.y, bias[2] = w.z, bias[3] = w.w;
                     }
                 }
