@@ -7,7 +7,8 @@
 // order, contents are random. "early": with attention_options::early, where launches that follow each other overlap. The
 // error is against the float kernel for any shape (attend_any.cuh) on the same pages.
 //
-// With -DPRESETS: the presets, each behind the plain affine format of its width.
+// With -DPRESETS: the presets, each behind the plain affine format of its width; "-plan": channels of different widths, where
+// importance differs between channels by factors of exp(4) and more, otherwise mixed widths are even.
 #include <kvq/backends/cuda/attend.cuh>
 #include <kvq/schemes/presets.hpp>
 
@@ -81,6 +82,9 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_
         using T = typename S::value_type;
         for (std::size_t i = threadIdx.x; i < block_bytes / sizeof(T); i += blockDim.x)
             kvq::detail::store_as(at + i * sizeof(T), T(3.0f * (noise(i) + noise(i + 7919) - 1.0f)));
+    } else if constexpr (cuda::detail::is_mixed<S>) {
+        fill_channels<typename S::parameters>(at + S::parameter_offset(s), S::token_axis(s).groups(),
+                                              S::slots(s), 4.0f / 15.0f, noise);
     } else if constexpr (cuda::detail::is_grid<S>) {
         const int groups = S::token_axis(s).groups(), slots = S::slots(s);
         const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
@@ -161,6 +165,25 @@ void run(const char* name, const shape& s, settings& set) {
     BENCH_OK(cudaMemcpy(tokens, lengths.data(), lengths.size() * sizeof(int), cudaMemcpyHostToDevice));
     cache.tokens = tokens;
 
+    std::uint16_t* plans = nullptr;
+    if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+        if (std::strstr(name, "-plan") != nullptr) {
+            width_plan plan{s.kv_heads, Format::head_dim, {}};
+            std::normal_distribution<double> importance_log;
+            for (int h = 0; h < s.kv_heads; ++h) {
+                std::vector<double> importance(Format::head_dim);
+                for (double& x : importance) x = std::exp(2.0 * importance_log(random));
+                plan.blocks.push_back(allocate_widths(importance, Format::keys::width_list::values,
+                                                      Format::keys::row_words(Format::head_dim)));
+            }
+            std::vector<std::uint16_t> words(
+                static_cast<std::size_t>(s.kv_heads * cuda::key_plan_words<Format>));
+            cuda::write_key_plan<Format>(plan, 0, words.data());
+            BENCH_OK(cudaMalloc(&plans, words.size() * 2));
+            BENCH_OK(cudaMemcpy(plans, words.data(), words.size() * 2, cudaMemcpyHostToDevice));
+            cache.key_plans = plans;
+        }
+
     const std::size_t q_count =
         static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(s.q_heads) * Format::head_dim;
     std::vector<float16> q(q_count);
@@ -237,7 +260,7 @@ void run(const char* name, const shape& s, settings& set) {
     std::fflush(stdout);
     for (void* p : {static_cast<void*>(table), static_cast<void*>(tokens), static_cast<void*>(q_device),
                     static_cast<void*>(out), static_cast<void*>(wide_q), static_cast<void*>(wide_out),
-                    static_cast<void*>(workspace)})
+                    static_cast<void*>(workspace), static_cast<void*>(plans)})
         BENCH_OK(cudaFree(p));
 }
 
@@ -293,6 +316,14 @@ int main(int argc, char** argv) {
         run<cuda::preset_format<hi6, 128>>("hi6", s, set);
         run<plain<5>>("plain5", s, set);
         run<cuda::preset_format<std5, 128>>("std5", s, set);
+        run<cuda::preset_format<mix4, 128>>("mix4", s, set);
+        run<cuda::preset_format<mix4, 128>>("mix4-plan", s, set);
+        run<plain<3>>("plain3", s, set);
+        run<cuda::preset_format<low3, 128>>("low3", s, set);
+        run<cuda::preset_format<low3, 128>>("low3-plan", s, set);
+        run<plain<2>>("plain2", s, set);
+        run<cuda::preset_format<low2, 128>>("low2", s, set);
+        run<cuda::preset_format<low2, 128>>("low2-plan", s, set);
     }
 #else
     for (const shape& s : shapes) {

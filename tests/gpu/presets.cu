@@ -80,5 +80,24 @@ int main() {
     check_decode<cuda::format<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
     check_format<cuda::format<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
 #endif
+#if !defined(PART) || PART == 3
+    check_decode<cuda::preset_format<mix4, 128>>("mix4");
+    check_decode<cuda::preset_format<low3, 128>>("low3");
+    check_decode<cuda::preset_format<low2, 128>>("low2");
+    check_format<cuda::preset_format<low2, 128>, float16>("low2");
+    check_format<cuda::preset_format<low3, 128>, float16>("low3");
+#endif
+#if !defined(PART) || PART == 4
+    check_format<cuda::preset_format<mix4, 128>, float16>("mix4");
+    check_format<cuda::preset_format<low3, 80, 32>, bfloat16>("low3, dim 80, page 32");
+    check_format<cuda::format<mixed_width<widths<7, 5, 1, 0>, 28, 32>, values<3>, 64, 256>, float16>(
+        "7, 5, 1 and 0 bits, groups of 32, dim 64, page 256");
+    check_format<
+        cuda::format<mixed_width<widths<4, 2, 0>, 20, 0, min_max, params<float16>>, full<float16>, 256, 32>,
+        float16>("4, 2 and 0 bits, fp16 parameters, fp16 values, dim 256, page 32");
+    check_decode<cuda::format<mixed_width<widths<8, 3>, 40, 20>, values<4>, 72, 40>>("odd shapes, mixed");
+    check_format<cuda::format<mixed_width<widths<8, 3>, 40, 20>, values<4>, 72, 40>, float16>(
+        "outside: mixed, odd shapes");
+#endif
     return test::report("presets");
 }

@@ -49,6 +49,26 @@ struct code_words_of {
         return planes::first_vector(plane, units);
     }
     KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
+
+    /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each.
+    template <int Quad>
+    __device__ __forceinline__ static uint4 codes(const uint4 (&words)[planes::vectors(units_per_step)]) {
+        uint4 result{0, 0, 0, 0};
+        static_for<plane_count>([&](auto plane) {
+            constexpr int p = decltype(plane)::value;
+            constexpr int per = units_per_word(p);
+            constexpr int width = 8 / per;
+            constexpr int right = width * (Quad % per), left = planes::shift(p);
+            constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
+            const uint4& w = words[first_line(p, units_per_step) + Quad / per];
+            const auto part = [](std::uint32_t x) { return ((x >> right) & mask) << left; };
+            result.x |= part(w.x);
+            result.y |= part(w.y);
+            result.z |= part(w.z);
+            result.w |= part(w.w);
+        });
+        return result;
+    }
 };
 
 /// What the code layouts of full<T>, scheme<...> and channel_grid<...> have in common.
@@ -85,6 +105,10 @@ struct word_traits<channel_grid<Bits, Group, Encoder, Params, Factors>> : code_w
                                         parameter_width<parameter>);
     }
 };
+template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
+struct word_traits<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> {  // see mixed_keys.cuh
+    static constexpr bool token_parameters = false;
+};
 template <class T>
 struct word_traits<kvq::full<T>> {
     static constexpr bool full = true;
@@ -103,11 +127,12 @@ struct word_traits<kvq::full<T>> {
 };
 
 template <tensor Role, class Format, int Tokens>
-struct chunk {
+struct code_chunk {
     using scheme = scheme_of<Role, Format>;
     using traits = word_traits<scheme>;
     using parameter = typename traits::parameter;
     static constexpr bool key = Role == tensor::key;
+    static constexpr bool mixed = false;  // as in mixed_keys.cuh
     static constexpr bool full = traits::full;
     static constexpr int dim = dim_of<Role, Format>;
     static constexpr int page = Format::page_tokens;
@@ -317,7 +342,8 @@ struct chunk {
                     constexpr int X = decltype(x)::value;
                     constexpr std::integral_constant<int, J * step_units + 2 * X> unit_a;
                     constexpr std::integral_constant<int, J * step_units + 2 * X + 1> unit_b;
-                    f(first, unit_a, unit_b, codes<2 * X>(words), codes<2 * X + 1>(words));
+                    f(first, unit_a, unit_b, traits::template codes<2 * X>(words),
+                      traits::template codes<2 * X + 1>(words));
                 });
             });
         }
@@ -345,23 +371,15 @@ struct chunk {
     /// Of eight, where `index` is a multiple of eight.
     __device__ __forceinline__ static void eight_scales(std::uint32_t at, int r, int index, float4& a,
                                                         float4& b) {
-        if constexpr (coded) {
-            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(scale_at + r * run + index));
-            a = small_values<kvq::detail::scale_float>(v.x);
-            b = small_values<kvq::detail::scale_float>(v.y);
-        } else {
-            load_eight<parameter>(at + scale_at, (r * run + index) * width, a, b);
-        }
+        load_eight<parameter>(at + scale_at, (r * run + index) * width, a, b);
     }
     __device__ __forceinline__ static void eight_biases(std::uint32_t at, int r, int index, float4& a,
-                                                        float4& b, const group_line<parameter>& line) {
-        if constexpr (coded) {
-            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
-            a = bias_values(v.x, line);
-            b = bias_values(v.y, line);
-        } else {
-            load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
-        }
+                                                        float4& b) {
+        load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
+    }
+    /// Codes of biases, raised.
+    __device__ __forceinline__ static float4 bias_codes(std::uint32_t at, int r, int index) requires(coded) {
+        return raised_codes(load_shared_4(at + static_cast<std::uint32_t>(bias_at + r * run + index)));
     }
     /// What the weights of four tokens are multiplied by, in run `r`.
     __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
@@ -384,6 +402,9 @@ struct chunk {
             b = load_parameters<P>(at + parameter_byte(byte + 16));
         }
     }
+
+    /// Coded parameters of channels are needed by four lanes each: one decodes them, to `scratch`.
+    KVQ_HD static constexpr int scratch_bytes(int) { return key && coded ? 8 * dim : 0; }
 
     /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
     __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from,
@@ -482,26 +503,6 @@ private:
                 return load_shared_16(tile + static_cast<std::uint32_t>(line * height * 4 +
                                                                         smaller(id.g * 16, height * 4 - 16)));
         }
-    }
-
-    /// Codes of quad `Quad` of a step, one byte each, for four rows.
-    template <int Quad>
-    __device__ __forceinline__ static uint4 codes(const uint4 (&words)[traits::lines(step_units)]) {
-        uint4 result{0, 0, 0, 0};
-        static_for<traits::plane_count>([&](auto plane) {
-            constexpr int p = decltype(plane)::value;
-            constexpr int per = traits::units_per_word(p);
-            constexpr int width = 8 / per;
-            constexpr int right = width * (Quad % per), left = traits::planes::shift(p);
-            constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
-            const uint4& w = words[traits::first_line(p, step_units) + Quad / per];
-            const auto part = [](std::uint32_t x) { return ((x >> right) & mask) << left; };
-            result.x |= part(w.x);
-            result.y |= part(w.y);
-            result.z |= part(w.z);
-            result.w |= part(w.w);
-        });
-        return result;
     }
 };
 

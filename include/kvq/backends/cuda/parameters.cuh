@@ -37,6 +37,11 @@ __device__ __forceinline__ std::uint32_t load_shared_2(std::uint32_t at) {
     return v;
 }
 
+__device__ __forceinline__ void store_shared_16(std::uint32_t at, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+
 template <class P>
 inline constexpr int parameter_width = std::is_same_v<P, coded> ? 1 : static_cast<int>(sizeof(P));
 
@@ -68,11 +73,19 @@ __device__ __forceinline__ float4 small_values(std::uint32_t word) {
     return {small_value<SmallFloat, 0>(word), small_value<SmallFloat, 1>(word),
             small_value<SmallFloat, 2>(word), small_value<SmallFloat, 3>(word)};
 }
+/// 2^15 + code for byte I of a word.
+inline constexpr float raised = 32768.0f;
+template <int I>
+__device__ __forceinline__ float raised_code(std::uint32_t word) {
+    return __uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | I << 4));
+}
+__device__ __forceinline__ float4 raised_codes(std::uint32_t word) {
+    return {raised_code<0>(word), raised_code<1>(word), raised_code<2>(word), raised_code<3>(word)};
+}
 /// first + step * code for byte I of a word.
 template <int I>
 __device__ __forceinline__ float bias_value(std::uint32_t word, const group_line<coded>& line) {
-    const float code = __uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | I << 4)) - 32768.0f;
-    return fmaf(code, line.step, line.first);
+    return fmaf(raised_code<I>(word) - raised, line.step, line.first);
 }
 __device__ __forceinline__ float4 bias_values(std::uint32_t word, const group_line<coded>& line) {
     return {bias_value<0>(word, line), bias_value<1>(word, line), bias_value<2>(word, line),

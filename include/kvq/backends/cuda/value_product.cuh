@@ -17,6 +17,7 @@ template <class Values>
 struct weight_words {
     static constexpr int sets = !Values::full && Values::token_parameters ? Values::runs : 1;
     static constexpr int units = 4 * Values::lane_units;
+    static constexpr bool padded = units != Values::units;  // no token fills the last ones: they stay zero
     static constexpr int stride = units + 4;  // words of a column; columns fall into different banks
     static constexpr int row_set = 8 * stride;
     KVQ_HD static constexpr int words(int rows4) { return sets * rows4 * row_set; }
@@ -244,6 +245,15 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                 total[n] = 256 * sums[0] + sums[1];
             }
         }
+        // Coded biases: total * (first + step * code) = base + slope * (raised + code).
+        [[maybe_unused]] float base[Rows4], slope[Rows4];
+        if constexpr (Values::coded)
+#pragma unroll
+            for (int n = 0; n < Rows4; ++n) {
+                const float weight = static_cast<float>(total[n]) * factors.step[S][n];
+                slope[n] = weight * line.step;
+                base[n] = fmaf(-raised, slope[n], weight * line.first);
+            }
         static_for<tiles_of_set>([&](auto in_set) {
             constexpr int T = S * tiles_of_set + decltype(in_set)::value;
             if constexpr (T < Values::tiles) {
@@ -271,10 +281,13 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                     constexpr int height = T + 1 == Values::tiles ? Values::last_height : Values::tile_height;
                     const int channel = T * 32 + smaller(4 * id.g, height - 4);
                     const float4 v = Values::scales(slot, 0, channel);
-                    scale[0] = v.x * line.unit, scale[1] = v.y * line.unit;
-                    scale[2] = v.z * line.unit, scale[3] = v.w * line.unit;
+                    scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
                     if constexpr (traits::has_bias) {
-                        const float4 w = Values::biases(slot, 0, channel, line);
+                        float4 w;
+                        if constexpr (Values::coded)
+                            w = Values::bias_codes(slot, 0, channel);
+                        else
+                            w = Values::biases(slot, 0, channel);
                         bias[0] = w.x, bias[1] = w.y, bias[2] = w.z, bias[3] = w.w;
                     }
                 }
@@ -295,8 +308,10 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                         (256 * all_sums[1][r / 2][n][at] + all_sums[1][r / 2][n][at + 1]);
                             if constexpr (traits::zero_code != 0)
                                 whole -= weight * traits::zero_code * total[n];
-                            y = static_cast<float>(whole) * (factors.step[S][n] * (1.0f / weight));
-                            if constexpr (channel_parameters) {
+                            y = static_cast<float>(whole) * (factors.step[S][n] * (line.unit / weight));
+                            if constexpr (Values::coded) {
+                                y = fmaf(bias[r], slope[n], fmaf(y, scale[r], base[n]));
+                            } else if constexpr (channel_parameters) {
                                 y *= scale[r];
                                 if constexpr (traits::has_bias)
                                     y = fmaf(bias[r], static_cast<float>(total[n]) * factors.step[S][n], y);
