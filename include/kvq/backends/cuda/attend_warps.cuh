@@ -347,10 +347,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         warp_state<values, Rows4> state;
         state.clear();
         folded_row<keys> folded[Rows4];
-        constexpr bool fold_once = keys::full || keys::token_parameters;
-        constexpr int tiles_of_run =
-            fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
-        if constexpr (fold_once) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, 0, id);
+        if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, 0, id);
 
         for (int index = item.from + warp; index < item.to; index += memory::warps) {
             std::uint32_t at = wait_unit();
@@ -360,21 +357,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             chunk_factors<values, Rows4> factors;
             bool masked = false;
             if (present) {
-                static_for<keys::tiles>([&](auto tile) {
-                    constexpr int Tile = decltype(tile)::value;
-                    if constexpr (!keys::mixed) {
-                        if constexpr (!fold_once && Tile % tiles_of_run == 0)
-                            fold_rows(folded, query_at, memory::query_stride, at, in_page,
-                                      Tile / tiles_of_run, scratch, id);
-                        score_tile<keys, Rows4, Tile>(scores[Tile], folded, at, id);
-                    } else if constexpr (Tile % tiles_of_run == 0) {
-                        const auto quads =
-                            quads_of<typename keys::scheme, keys::dim>(a.cache.key_plan(item.kv_head));
-                        fold_mixed(folded, query_at, memory::query_stride, at, in_page, Tile / tiles_of_run,
-                                   scratch, quads, id);
-                        score_mixed<keys, Rows4, Tile, tiles_of_run>(scores, folded, at, scratch, quads, id);
-                    }
-                });
+                score_chunk(scores, folded, query_at, memory::query_stride, at, in_page, scratch,
+                            a.cache.key_plan(item.kv_head), id);
                 if (a.softcap > 0.0f) {
 #pragma unroll
                     for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {

@@ -282,10 +282,11 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
             using layout = code_words_of<bits>;
             constexpr int step_quads = layout::units_per_step;
             constexpr int narrower = W + 1 < Chunk::count ? Chunk::width_list::values[W + 1] : 0;
-            if constexpr (narrower > 0)
+            if constexpr (narrower > 0) {
 #pragma unroll
                 for (int i = 0; i < Count * 2 * Rows4 * 4; ++i)
                     sums[i / (8 * Rows4)][i / (4 * Rows4) % 2][i / 4 % Rows4][i % 4] <<= bits - narrower;
+            }
             const int own_words = kvq::detail::code_words(bits, n.of[W]);
             words -= own_words;
             const std::uint32_t segment =
@@ -344,6 +345,40 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
                 const int whole = 256 * sums[i][r / 2][m][at] + sums[i][r / 2][m][at + 1];
                 scores[First + i][m][r] = fmaf(static_cast<float>(whole), query[m].step, query[m].offset);
             }
+}
+
+/// Is the query folded once per item? Where channels have parameters, once per group of tokens.
+template <class Chunk>
+inline constexpr bool fold_once = Chunk::full || Chunk::token_parameters;
+
+/// Scores of a chunk of any kind, whose first token is `first` of its page; `plan`: of the head.
+template <class Chunk, int Rows4>
+__device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4][4],
+                                            folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
+                                            int stride, std::uint32_t slot, int first, std::uint32_t scratch,
+                                            const std::uint16_t*, const lane_id& id) requires(!Chunk::mixed) {
+    constexpr int tiles_of_run =
+        fold_once<Chunk> ? Chunk::tiles : smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
+    static_for<Chunk::tiles>([&](auto tile) {
+        constexpr int Tile = decltype(tile)::value;
+        if constexpr (!fold_once<Chunk> && Tile % tiles_of_run == 0)
+            fold_rows(folded, rows, stride, slot, first, Tile / tiles_of_run, scratch, id);
+        score_tile<Chunk, Rows4, Tile>(scores[Tile], folded, slot, id);
+    });
+}
+template <class Chunk, int Rows4>
+__device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4][4],
+                                            folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
+                                            int stride, std::uint32_t slot, int first, std::uint32_t scratch,
+                                            const std::uint16_t* plan,
+                                            const lane_id& id) requires(Chunk::mixed) {
+    constexpr int tiles_of_run = smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
+    const auto quads = quads_of<typename Chunk::scheme, Chunk::dim>(plan);
+    static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
+        constexpr int R = decltype(run)::value;
+        fold_mixed(folded, rows, stride, slot, first, R, scratch, quads, id);
+        score_mixed<Chunk, Rows4, R * tiles_of_run, tiles_of_run>(scores, folded, slot, scratch, quads, id);
+    });
 }
 
 }  // namespace kvq::inline v0_1::cuda::detail

@@ -247,13 +247,14 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
         }
         // Coded biases: total * (first + step * code) = base + slope * (raised + code).
         [[maybe_unused]] float base[Rows4], slope[Rows4];
-        if constexpr (Values::coded)
+        if constexpr (Values::coded) {
 #pragma unroll
             for (int n = 0; n < Rows4; ++n) {
                 const float weight = static_cast<float>(total[n]) * factors.step[S][n];
                 slope[n] = weight * line.step;
                 base[n] = fmaf(-raised, slope[n], weight * line.first);
             }
+        }
         static_for<tiles_of_set>([&](auto in_set) {
             constexpr int T = S * tiles_of_set + decltype(in_set)::value;
             if constexpr (T < Values::tiles) {
