@@ -347,7 +347,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         warp_state<values, Rows4> state;
         state.clear();
         folded_row<keys> folded[Rows4];
-        if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, 0, id);
+        if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, id);
 
         for (int index = item.from + warp; index < item.to; index += memory::warps) {
             std::uint32_t at = wait_unit();

@@ -235,16 +235,40 @@ struct code_chunk {
 
     // ---- to shared memory ----
 
+    /// Which 16 bytes of a run a lane takes first; negative: it takes some behind the others. Where blocks do not start on lines
+    /// of 128 bytes, a warp's copies do: otherwise they would take parts of 5 lines, and of 32-byte sectors twice.
+    __device__ __forceinline__ static int first_piece([[maybe_unused]] const std::byte* block, int lane) {
+        constexpr std::size_t block_bytes = key ? Format::key_block_bytes : Format::value_block_bytes;
+        if constexpr (block_bytes % 128 != 0)
+            return lane - static_cast<int>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
+        else
+            return lane;
+    }
+    /// Calls f(number of the piece, distance of its bytes from `piece`'s) for the lane's share of `Pieces`.
+    template <int Pieces, class F>
+    __device__ __forceinline__ static void for_pieces(int piece, F&& f) {
+        constexpr int turns = ceil_div(Pieces, warp_size);
+        static_for<turns>([&](auto i) {
+            constexpr int I = decltype(i)::value;
+            constexpr std::size_t block_bytes = key ? Format::key_block_bytes : Format::value_block_bytes;
+            int ahead = I * warp_size;
+            if constexpr (I == 0 && block_bytes % 128 != 0)
+                if (piece < 0) ahead = turns * warp_size;
+            if (Pieces % warp_size == 0 || piece + ahead < Pieces) f(piece + ahead, ahead * 16);
+        });
+    }
+
     /// Starts copying the chunk that begins at token `first` of `block` to `to`. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first,
                                                 int lane) {
-        const std::byte* from = block + static_cast<std::size_t>(lane) * 16;
+        const int piece = first_piece(block, lane);
+        const std::byte* from = block + piece * 16;
         if constexpr (key) {
             const std::byte* codes = from + static_cast<std::size_t>(first) * (lines * 4);
             static_for<tiles>([&](auto tile) {
                 constexpr int T = decltype(tile)::value;
                 copy_lines<lines, tile_height, 0>(to + T * tile_height * lines * 4,
-                                                  codes + T * tile_height * lines * 4, lane);
+                                                  codes + T * tile_height * lines * 4, piece);
             });
         } else {
             static_for<tiles>([&](auto tile) {
@@ -261,24 +285,24 @@ struct code_chunk {
                         to + T * tile_height * lines * 4,
                         from + T * tile_height * page_lines * 4 +
                             static_cast<std::size_t>(line) * (height * 4),
-                        lane);
+                        piece);
                 });
             });
         }
         if constexpr (!full) {
             constexpr std::size_t scales = traits::scale_offset(shape), biases = traits::bias_offset(shape);
             if constexpr (whole) {
-                copy_plain<bytes - scale_at>(to + scale_at, from + scales, lane);
+                copy_plain<bytes - scale_at>(to + scale_at, from + scales, piece);
             } else {
-                copy_parameters(to + scale_at, from + scales, first, lane);
-                if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, lane);
+                copy_parameters(to + scale_at, from + scales, first, piece);
+                if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, piece);
                 constexpr std::size_t behind = biases + (biases - scales);
                 if constexpr (coded)
-                    copy_plain<round_up(shared_bytes, 16)>(to + shared_at, from + behind, lane);
+                    copy_plain<round_up(shared_bytes, 16)>(to + shared_at, from + behind, piece);
                 if constexpr (has_factors)
                     copy_plain<round_up(factor_skew + Tokens * factor_width, 16)>(
                         to + factor_at - factor_skew,
-                        from + behind + (shared_bytes - factor_skew) + first * factor_width, lane);
+                        from + behind + (shared_bytes - factor_skew) + first * factor_width, piece);
             }
         }
     }
@@ -371,11 +395,23 @@ struct code_chunk {
     /// Of eight, where `index` is a multiple of eight.
     __device__ __forceinline__ static void eight_scales(std::uint32_t at, int r, int index, float4& a,
                                                         float4& b) {
-        load_eight<parameter>(at + scale_at, (r * run + index) * width, a, b);
+        if constexpr (coded) {
+            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(scale_at + r * run + index));
+            a = small_values<kvq::detail::scale_float>(v.x);
+            b = small_values<kvq::detail::scale_float>(v.y);
+        } else {
+            load_eight<parameter>(at + scale_at, (r * run + index) * width, a, b);
+        }
     }
     __device__ __forceinline__ static void eight_biases(std::uint32_t at, int r, int index, float4& a,
-                                                        float4& b) {
-        load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
+                                                        float4& b, const group_line<parameter>& line) {
+        if constexpr (coded) {
+            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
+            a = bias_values(v.x, line);
+            b = bias_values(v.y, line);
+        } else {
+            load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
+        }
     }
     /// Codes of biases, raised.
     __device__ __forceinline__ static float4 bias_codes(std::uint32_t at, int r, int index) requires(coded) {
@@ -403,8 +439,8 @@ struct code_chunk {
         }
     }
 
-    /// Coded parameters of channels are needed by four lanes each: one decodes them, to `scratch`.
-    KVQ_HD static constexpr int scratch_bytes(int) { return key && coded ? 8 * dim : 0; }
+    /// Only keys of mixed widths need scratch.
+    KVQ_HD static constexpr int scratch_bytes(int) { return 0; }
 
     /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
     __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from,
@@ -449,38 +485,30 @@ struct code_chunk {
 
 private:
     template <int Lines, int Height, int FirstLine>
-    __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from, int lane) {
-        constexpr int pieces = Lines * Height / 4;
-        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
-            const int piece = decltype(i)::value * warp_size + lane;
+    __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from, int first) {
+        for_pieces<Lines * Height / 4>(first, [&](int piece, int ahead) {
             const int line = FirstLine + piece / (Height / 4);
             const std::uint32_t at = static_cast<std::uint32_t>(piece * 16 + FirstLine * Height * 4);
-            if (pieces % warp_size == 0 || piece < pieces)
-                copy_async(to + (Height == 32 ? at ^ swizzle(line) : at),
-                           from + decltype(i)::value * warp_size * 16);
+            copy_async(to + (Height == 32 ? at ^ swizzle(line) : at), from + ahead);
         });
     }
 
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
-                                                           int lane) {
+                                                           int piece) {
         if constexpr (token_parameters) {
             const std::byte* const begin = from + static_cast<std::size_t>(first) * width;
             static_for<runs>([&](auto r) {
                 constexpr int R = decltype(r)::value;
-                copy_plain<run_bytes>(to + R * run_bytes, begin + R * page * width, lane);
+                copy_plain<run_bytes>(to + R * run_bytes, begin + R * page * width, piece);
             });
         } else {
-            copy_plain<section>(to, from + static_cast<std::size_t>(first / group) * (dim * width), lane);
+            copy_plain<section>(to, from + static_cast<std::size_t>(first / group) * (dim * width), piece);
         }
     }
     template <int Bytes>
-    __device__ __forceinline__ static void copy_plain(std::uint32_t to, const std::byte* from, int lane) {
-        constexpr int pieces = Bytes / 16;
-        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
-            constexpr int I = decltype(i)::value;
-            if ((I + 1) * warp_size <= pieces || I * warp_size + lane < pieces)
-                copy_async(to + parameter_byte((I * warp_size + lane) * 16), from + I * warp_size * 16);
-        });
+    __device__ __forceinline__ static void copy_plain(std::uint32_t to, const std::byte* from, int first) {
+        for_pieces<Bytes / 16>(
+            first, [&](int piece, int ahead) { copy_async(to + parameter_byte(piece * 16), from + ahead); });
     }
 
     /// The four rows' words of one line of the lane.

@@ -49,23 +49,6 @@ __device__ __forceinline__ std::uint32_t query_byte(int at) {
     return static_cast<std::uint32_t>(Dim % 32 == 0 ? at ^ ((at >> 7 & 7) << 4) : at);
 }
 
-/// Decodes the parameters of run `r` to scratch: [2][dim] floats, scales and biases.
-template <class Chunk>
-__device__ __forceinline__ void decode_parameters(std::uint32_t scratch, std::uint32_t slot, int r,
-                                                  const group_line<typename Chunk::parameter>& line,
-                                                  const lane_id& id) {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < ceil_div(Chunk::dim, 4 * warp_size); ++i) {
-        const int channel = 4 * (i * warp_size + id.lane);
-        if (Chunk::dim % (4 * warp_size) != 0 && channel >= Chunk::dim) continue;
-        const std::uint32_t at = scratch + query_byte<Chunk::dim>(4 * channel);
-        store_shared_16(at, Chunk::scales(slot, r, channel));
-        store_shared_16(at + 4 * Chunk::dim, Chunk::biases(slot, r, channel, line));
-    }
-    __syncwarp();
-}
-
 /// A query row as fixed-point numbers: the words of their high and low bytes, the step, and the sum of the numbers.
 template <int N>
 __device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32_t (&high)[N],
@@ -91,23 +74,20 @@ __device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32
 }
 
 /// Folds the query rows 4n + g/2 (`rows`: shared address of row g/2 of [rows][stride] floats) with the channel parameters
-/// in `run` of `slot` (whose chunk starts at token `first` of its page), if there are any. `scratch`: scratch_bytes of the chunk
-/// in shared memory, the warp's own. Lanes with even g prepare the first half of the units for their neighbour with odd
+/// in `run` of `slot` (whose chunk starts at token `first` of its page), if there are any. Lanes with even g prepare the first half of the units for their neighbour with odd
 /// g and vice versa.
 /// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so that the
 /// rounding of x is multiplied by numbers half as large.
 template <class Chunk, int Rows4>
 __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
                                           std::uint32_t slot, [[maybe_unused]] int first,
-                                          [[maybe_unused]] int run, [[maybe_unused]] std::uint32_t scratch,
-                                          const lane_id& id) {
+                                          [[maybe_unused]] int run, const lane_id& id) {
     using traits = typename Chunk::traits;
     constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
     constexpr int width = traits::columns_per_unit;
     constexpr int halves = Chunk::pairs;  // units that this lane prepares, of 2 * pairs
     const int parity = id.g & 1;
     [[maybe_unused]] const auto line = Chunk::line(slot, first, run);
-    if constexpr (columns && Chunk::coded) decode_parameters<Chunk>(scratch, slot, run, line, id);
     static_for<Chunk::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
         int channel[halves];
@@ -120,26 +100,19 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                         (4 * Chunk::lane_units == Chunk::group_units || in_group < Chunk::group_units);
             channel[i] = (G * Chunk::group_units + (inside[i] ? in_group : 0)) * width;
         }
-        if constexpr (columns && Chunk::coded) {
-#pragma unroll
-            for (int i = 0; i < halves; ++i) {
-                const std::uint32_t at = scratch + query_byte<Chunk::dim>(4 * channel[i]);
-                scale[i] = load_parameters<float>(at);
-                bias[i] = load_parameters<float>(at + 4 * Chunk::dim);
-            }
-        } else if constexpr (columns) {
+        if constexpr (columns) {
             if constexpr (halves % 2 == 0 && 4 * Chunk::lane_units == Chunk::group_units) {
 #pragma unroll
                 for (int i = 0; i < halves; i += 2) {
                     Chunk::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
                     if constexpr (traits::has_bias)
-                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1]);
+                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1], line);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < halves; ++i) {
                     scale[i] = Chunk::scales(slot, run, channel[i]);
-                    if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i]);
+                    if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i], line);
                 }
             }
         }

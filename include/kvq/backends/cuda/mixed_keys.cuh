@@ -49,7 +49,7 @@ struct mixed_chunk {
     static constexpr int shared_at = bias_at + runs * run_bytes;
     static constexpr int bytes = shared_at + round_up(shared_bytes, 16);
 
-    // Scratch: pieces of 4 query rows for every n, and zeros. Before them, parameters lie there.
+    // Scratch: pieces of 4 query rows for every n, and zeros.
     static constexpr int step_of(int bits) {  // quads
         int narrowest = 1;
         while ((bits & narrowest) == 0) narrowest *= 2;
@@ -74,9 +74,7 @@ struct mixed_chunk {
     /// Words of a column; columns start in different banks.
     static constexpr int stride = round_up(larger(most_pieces, 16) - 16, 32) + 16;
     static constexpr int zeros = 8;
-    static constexpr int scratch_bytes(int rows4) {
-        return larger(8 * dim, (rows4 * 8 * stride + zeros) * 4);
-    }
+    KVQ_HD static constexpr int scratch_bytes(int rows4) { return (rows4 * 8 * stride + zeros) * 4; }
 
     static constexpr bool supported =
         widest < 8 && dim % 16 == 0 && page % 32 == 0 && Tokens % 32 == 0 && page % Tokens == 0 &&
@@ -134,7 +132,10 @@ private:
     /// Runs start on lines of 128 bytes where they are swizzled.
     __device__ __forceinline__ static void copy_run(std::uint32_t to, const std::byte* from, int size,
                                                     int lane, bool swizzled) {
-        for (int at = lane * 16; at < size; at += warp_size * 16) {
+        // Copies of a warp start on lines of 128 bytes, as in chunk.cuh.
+        const int skew = static_cast<int>(reinterpret_cast<std::uintptr_t>(from) & 112u);
+        for (int at = lane * 16 - skew; at < size; at += warp_size * 16) {
+            if (at < 0) continue;
             const std::uint32_t byte = to + static_cast<std::uint32_t>(at);
             copy_async(swizzled ? swizzle(byte) : byte, from + at);
         }
@@ -177,6 +178,7 @@ struct folded_row<mixed_chunk<Format, Tokens>> {
 template <class Chunk>
 struct piece_starts {
     int of[Chunk::count];
+    bool gaps = false;  // words between the segments
     __device__ __forceinline__ explicit piece_starts(const typename Chunk::quads_type& n) {
         int at = 0;
         static_for<Chunk::count>([&](auto w) {
@@ -185,6 +187,7 @@ struct piece_starts {
                 constexpr int step = code_planes<bits>::quads_per_step;
                 of[W] = round_up(at, step);
                 at = round_up(of[W] + n.of[W], step);
+                gaps = gaps || n.of[W] % step != 0;
             } else {
                 of[W] = 0;
             }
@@ -200,7 +203,6 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
     constexpr int dim = Chunk::dim, own = ceil_div(Chunk::quads, 8);  // quads of a lane, of one query row
     const auto line = Chunk::line(slot, first, run);
     const piece_starts<Chunk> starts(n);
-    decode_parameters<Chunk>(scratch, slot, run, line, id);
     const int lane_of_row = 2 * id.t + (id.g & 1);
     float4 scale[own], bias[own];
     int piece[own];  // word of a column; negative: none
@@ -208,9 +210,8 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
     for (int i = 0; i < own; ++i) {
         const int quad = i * 8 + lane_of_row;
         const bool inside = Chunk::quads % 8 == 0 || quad < Chunk::quads;
-        const std::uint32_t at = scratch + query_byte<dim>(16 * (inside ? quad : 0));
-        scale[i] = load_parameters<float>(at);
-        bias[i] = load_parameters<float>(at + 4 * dim);
+        scale[i] = Chunk::scales(slot, run, inside ? 4 * quad : 0);
+        bias[i] = Chunk::biases(slot, run, inside ? 4 * quad : 0, line);
         float unit = 0.0f;
         piece[i] = -1;
         int from = 0;
@@ -226,10 +227,17 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         });
         scale[i] = {scale[i].x * unit, scale[i].y * unit, scale[i].z * unit, scale[i].w * unit};
     }
+    // Other lanes may still read what lies in scratch. What no piece fills is zero.
     __syncwarp();
-    for (int i = id.lane; i < (Rows4 * 8 * Chunk::stride + Chunk::zeros) / 4; i += warp_size)
-        store_shared_16(scratch + 16u * static_cast<std::uint32_t>(i), {0.0f, 0.0f, 0.0f, 0.0f});
-    __syncwarp();
+    constexpr int all = (Rows4 * 8 * Chunk::stride + Chunk::zeros) / 4, zeros = Chunk::zeros / 4;
+    if (starts.gaps) {
+        for (int i = id.lane; i < all - zeros; i += warp_size)
+            store_shared_16(scratch + 16u * static_cast<std::uint32_t>(i), {0.0f, 0.0f, 0.0f, 0.0f});
+        __syncwarp();
+    }
+    if (id.lane < zeros)
+        store_shared_16(scratch + 16u * static_cast<std::uint32_t>(all - zeros + id.lane),
+                        {0.0f, 0.0f, 0.0f, 0.0f});
 #pragma unroll
     for (int m = 0; m < Rows4; ++m) {
         const std::uint32_t row = rows + static_cast<std::uint32_t>(16 * m * stride);
@@ -355,14 +363,14 @@ inline constexpr bool fold_once = Chunk::full || Chunk::token_parameters;
 template <class Chunk, int Rows4>
 __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4][4],
                                             folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
-                                            int stride, std::uint32_t slot, int first, std::uint32_t scratch,
+                                            int stride, std::uint32_t slot, int first, std::uint32_t,
                                             const std::uint16_t*, const lane_id& id) requires(!Chunk::mixed) {
     constexpr int tiles_of_run =
         fold_once<Chunk> ? Chunk::tiles : smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
     static_for<Chunk::tiles>([&](auto tile) {
         constexpr int Tile = decltype(tile)::value;
         if constexpr (!fold_once<Chunk> && Tile % tiles_of_run == 0)
-            fold_rows(folded, rows, stride, slot, first, Tile / tiles_of_run, scratch, id);
+            fold_rows(folded, rows, stride, slot, first, Tile / tiles_of_run, id);
         score_tile<Chunk, Rows4, Tile>(scores[Tile], folded, slot, id);
     });
 }
