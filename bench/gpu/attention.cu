@@ -6,7 +6,11 @@
 // Every launch reads other pages than the one before (the set is larger than the second-level cache), pages are in random
 // order, contents are random. "early": with attention_options::early, where launches that follow each other overlap. The
 // error is against the float kernel for any shape (attend_any.cuh) on the same pages.
+//
+// With -DPRESETS: the presets, each behind the plain affine format of its width; "-plan": channels of different widths, where
+// importance differs between channels by factors of exp(4) and more, otherwise mixed widths are even.
 #include <kvq/backends/cuda/attend.cuh>
+#include <kvq/schemes/presets.hpp>
 
 #include <cmath>
 #include <cstring>
@@ -40,10 +44,32 @@ struct settings {
     std::size_t bytes = 0;
 };
 
+/// Random scales around `step` and biases around -2, for every group and slot, coded or in 16 bits.
+template <class Parameters, class Noise>
+__device__ void fill_channels(std::byte* at, int groups, int slots, float step, const Noise& noise) {
+    for (int i = static_cast<int>(threadIdx.x); i < groups * slots; i += static_cast<int>(blockDim.x)) {
+        const float a = noise(static_cast<std::size_t>(i)), b = noise(static_cast<std::size_t>(i) + 31);
+        if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>) {
+            at[i] = static_cast<std::byte>(208 + static_cast<int>(31.9f * a));  // 0.75 to 1.5 units
+            at[groups * slots + i] = static_cast<std::byte>(static_cast<int>(255.9f * b));
+        } else {
+            kvq::detail::store_as(at + 2 * i, float16(step * (0.7f + 0.6f * a)));
+            kvq::detail::store_as(at + 2 * (groups * slots + i), float16(-2.0f + 0.3f * b));
+        }
+    }
+    if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>)
+        if (static_cast<int>(threadIdx.x) < groups) {
+            std::byte* const line = Parameters::shared(at, groups, slots, static_cast<int>(threadIdx.x));
+            kvq::detail::store_as(line, bfloat16(step));
+            kvq::detail::store_as(line + 2, bfloat16(-2.0f));
+            kvq::detail::store_as(line + 4, bfloat16(0.3f / 255.0f));
+        }
+}
+
 /// Random parameters (or 16-bit numbers) in every block; codes are random already.
 template <class S>
-__global__ void fill_parameters(std::byte* pages, std::size_t blocks, block_shape s) {
-    const std::size_t block_bytes = S{}.block_bytes(s);
+__global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_t block_bytes,
+                                block_shape s) {
     const std::size_t block = blockIdx.x;
     if (block >= blocks) return;
     std::byte* const at = pages + block * block_bytes;
@@ -56,6 +82,24 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, block_shap
         using T = typename S::value_type;
         for (std::size_t i = threadIdx.x; i < block_bytes / sizeof(T); i += blockDim.x)
             kvq::detail::store_as(at + i * sizeof(T), T(3.0f * (noise(i) + noise(i + 7919) - 1.0f)));
+    } else if constexpr (cuda::detail::is_mixed<S>) {
+        fill_channels<typename S::parameters>(at + S::parameter_offset(s), S::token_axis(s).groups(),
+                                              S::slots(s), 4.0f / 15.0f, noise);
+    } else if constexpr (cuda::detail::is_grid<S>) {
+        const int groups = S::token_axis(s).groups(), slots = S::slots(s);
+        const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
+        std::byte* const parameters = at + S::parameter_offset(s);
+        fill_channels<typename S::parameters>(parameters, groups, slots, step, noise);
+        if constexpr (S::factors::present)
+            for (int i = static_cast<int>(threadIdx.x); i < s.tokens; i += static_cast<int>(blockDim.x)) {
+                const float x = noise(static_cast<std::size_t>(i) + 77);
+                if constexpr (S::factors::bytes(1) == 1)  // 0.5 to 31/16
+                    at[S::factor_offset(s) + static_cast<std::size_t>(i)] =
+                        static_cast<std::byte>(224 + static_cast<int>(31.9f * x));
+                else
+                    kvq::detail::store_as(at + S::factor_offset(s) + 2 * static_cast<std::size_t>(i),
+                                          float16(0.5f + x));
+            }
     } else {
         using P = typename S::parameter;
         const std::size_t scales = S{}.scale_offset(s), section = S{}.section_bytes(s);
@@ -103,10 +147,10 @@ void run(const char* name, const shape& s, settings& set) {
     const std::size_t blocks = pages * static_cast<std::size_t>(s.kv_heads);
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory),
                                         pages * (key_page + value_page) / 4, 17u);
-    fill_parameters<typename Format::keys>
-        <<<static_cast<unsigned>(blocks), 128>>>(cache.key_pages, blocks, Format::key_shape());
-    fill_parameters<typename Format::values>
-        <<<static_cast<unsigned>(blocks), 128>>>(cache.value_pages, blocks, Format::value_shape());
+    fill_parameters<typename Format::keys><<<static_cast<unsigned>(blocks), 128>>>(
+        cache.key_pages, blocks, Format::key_block_bytes, Format::key_shape());
+    fill_parameters<typename Format::values><<<static_cast<unsigned>(blocks), 128>>>(
+        cache.value_pages, blocks, Format::value_block_bytes, Format::value_shape());
     BENCH_OK(cudaGetLastError());
 
     std::vector<int> order(pages);
@@ -120,6 +164,25 @@ void run(const char* name, const shape& s, settings& set) {
     BENCH_OK(cudaMemcpy(table, order.data(), pages * sizeof(int), cudaMemcpyHostToDevice));
     BENCH_OK(cudaMemcpy(tokens, lengths.data(), lengths.size() * sizeof(int), cudaMemcpyHostToDevice));
     cache.tokens = tokens;
+
+    std::uint16_t* plans = nullptr;
+    if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+        if (std::strstr(name, "-plan") != nullptr) {
+            width_plan plan{s.kv_heads, Format::head_dim, {}};
+            std::normal_distribution<double> importance_log;
+            for (int h = 0; h < s.kv_heads; ++h) {
+                std::vector<double> importance(Format::head_dim);
+                for (double& x : importance) x = std::exp(2.0 * importance_log(random));
+                plan.blocks.push_back(allocate_widths(importance, Format::keys::width_list::values,
+                                                      Format::keys::row_words(Format::head_dim)));
+            }
+            std::vector<std::uint16_t> words(
+                static_cast<std::size_t>(s.kv_heads * cuda::key_plan_words<Format>));
+            cuda::write_key_plan<Format>(plan, 0, words.data());
+            BENCH_OK(cudaMalloc(&plans, words.size() * 2));
+            BENCH_OK(cudaMemcpy(plans, words.data(), words.size() * 2, cudaMemcpyHostToDevice));
+            cache.key_plans = plans;
+        }
 
     const std::size_t q_count =
         static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(s.q_heads) * Format::head_dim;
@@ -197,9 +260,13 @@ void run(const char* name, const shape& s, settings& set) {
     std::fflush(stdout);
     for (void* p : {static_cast<void*>(table), static_cast<void*>(tokens), static_cast<void*>(q_device),
                     static_cast<void*>(out), static_cast<void*>(wide_q), static_cast<void*>(wide_out),
-                    static_cast<void*>(workspace)})
+                    static_cast<void*>(workspace), static_cast<void*>(plans)})
         BENCH_OK(cudaFree(p));
 }
+
+/// Of the presets' widths: affine codes per channel with 16-bit parameters, in groups as theirs.
+template <int Bits>
+using plain = cuda::format<affine<Bits, per_channel<64>>, affine<Bits, per_channel<>>, 128, 128>;
 
 }  // namespace
 
@@ -239,6 +306,26 @@ int main(int argc, char** argv) {
                                        std::pair{64, 4096}, std::pair{128, 8192}})
                 if (!(kv == 32 && b == 128)) shapes.push_back({b, t, q, kv});
     }
+#if defined(PRESETS)
+    for (const shape& s : shapes) {
+        run<plain<4>>("plain4", s, set);
+        run<cuda::preset_format<std4, 128>>("std4", s, set);
+        run<plain<8>>("plain8", s, set);
+        run<cuda::preset_format<ref8, 128>>("ref8", s, set);
+        run<plain<6>>("plain6", s, set);
+        run<cuda::preset_format<hi6, 128>>("hi6", s, set);
+        run<plain<5>>("plain5", s, set);
+        run<cuda::preset_format<std5, 128>>("std5", s, set);
+        run<cuda::preset_format<mix4, 128>>("mix4", s, set);
+        run<cuda::preset_format<mix4, 128>>("mix4-plan", s, set);
+        run<plain<3>>("plain3", s, set);
+        run<cuda::preset_format<low3, 128>>("low3", s, set);
+        run<cuda::preset_format<low3, 128>>("low3-plan", s, set);
+        run<plain<2>>("plain2", s, set);
+        run<cuda::preset_format<low2, 128>>("low2", s, set);
+        run<cuda::preset_format<low2, 128>>("low2-plan", s, set);
+    }
+#else
     for (const shape& s : shapes) {
         run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", s, set);
         run<cuda::format<int8, int8, 128, 64>>("int8", s, set);
@@ -249,6 +336,7 @@ int main(int argc, char** argv) {
         run<cuda::kivi_format<2, 128, 128, 128>>("kivi2-g128", s, set);
         run<cuda::kivi_format<2, 32, 128, 64>>("kivi2-g32", s, set);
     }
+#endif
     BENCH_OK(cudaFree(set.memory));
     return 0;
 }

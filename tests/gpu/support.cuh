@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <type_traits>
@@ -103,7 +104,11 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             for (int c = 0; c < s.dim; ++c)
                 std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff,
                             sizeof(T));
-        } else if (S::granularity_type::on_tokens) {
+        } else if constexpr (requires { S::factors::present; }) {
+            if constexpr (S::factors::present && S::factors::bytes(1) > 1)  // codes are never NaN
+                std::memset(block + S::factor_offset(s) + S::factors::bytes(t), 0xff, S::factors::bytes(1));
+        } else if constexpr (kvq::cuda::detail::is_composed<S>) {
+            if (!S::granularity_type::on_tokens) continue;
             using P = typename S::parameter;
             const int group = S::granularity_type::group;
             const int groups = group > 0 && group < s.dim ? (s.dim + group - 1) / group : 1;
@@ -125,12 +130,20 @@ struct coded_batch {
     int columns, pages;
     std::vector<int> table;               // [sequences][columns]
     std::vector<std::byte> keys, values;  // pages
+    typename F::keys key_scheme{};
+    std::vector<std::uint16_t> plans;  // of keys of mixed widths, or none
     // Decoded: [sequence][head][token][dim]
     std::vector<std::vector<std::vector<float>>> key_values, value_values;
 
     coded_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false)
         : kv_heads(heads), lengths(std::move(tokens)) {
         int longest = 1, used_pages = 0;
+        if constexpr (kvq::cuda::detail::is_mixed<typename F::keys>)
+            if (uniform(r, 0, 3) > 0) {
+                key_scheme = typename F::keys(random_plan(r));
+                plans.resize(heads_() * static_cast<std::size_t>(kvq::cuda::key_plan_words<F>));
+                kvq::cuda::write_key_plan<F>(*key_scheme.plan(), 0, plans.data());
+            }
         for (const int n : lengths) {
             longest = std::max(longest, n);
             used_pages += (n + F::page_tokens - 1) / F::page_tokens;
@@ -140,37 +153,53 @@ struct coded_batch {
         std::vector<int> order(static_cast<std::size_t>(pages));
         for (int i = 0; i < pages; ++i) order[static_cast<std::size_t>(i)] = i;
         std::shuffle(order.begin(), order.end(), r);
-        const auto heads_ = static_cast<std::size_t>(kv_heads);
-        keys.assign(static_cast<std::size_t>(pages) * heads_ * F::key_block_bytes, std::byte{0xff});
-        values.assign(static_cast<std::size_t>(pages) * heads_ * F::value_block_bytes, std::byte{0xff});
+        const std::size_t all_heads = heads_();
+        keys.assign(static_cast<std::size_t>(pages) * all_heads * F::key_block_bytes, std::byte{0xff});
+        values.assign(static_cast<std::size_t>(pages) * all_heads * F::value_block_bytes, std::byte{0xff});
         table.assign(lengths.size() * static_cast<std::size_t>(columns), with_holes ? -1 : pages - 1);
         key_values.resize(lengths.size());
         value_values.resize(lengths.size());
         std::size_t next = 0;
         for (std::size_t b = 0; b < lengths.size(); ++b) {
             const int n = lengths[b];
-            key_values[b].assign(heads_, std::vector<float>(static_cast<std::size_t>(n) * F::head_dim));
-            value_values[b].assign(heads_, std::vector<float>(static_cast<std::size_t>(n) * F::value_dim));
+            key_values[b].assign(all_heads, std::vector<float>(static_cast<std::size_t>(n) * F::head_dim));
+            value_values[b].assign(all_heads, std::vector<float>(static_cast<std::size_t>(n) * F::value_dim));
             for (int p = 0; p * F::page_tokens < n; ++p) {
                 const int page = order[next++];
                 table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(p)] = page;
-                for (std::size_t h = 0; h < heads_; ++h) {
-                    const std::size_t block = static_cast<std::size_t>(page) * heads_ + h;
-                    code<typename F::keys>(r, F::key_shape(), &keys[block * F::key_block_bytes],
-                                           key_values[b][h].data(), p * F::page_tokens, n);
-                    code<typename F::values>(r, F::value_shape(), &values[block * F::value_block_bytes],
-                                             value_values[b][h].data(), p * F::page_tokens, n);
+                for (std::size_t h = 0; h < all_heads; ++h) {
+                    const std::size_t block = static_cast<std::size_t>(page) * all_heads + h;
+                    const kvq::block_id id{0, static_cast<int>(h)};
+                    code(key_scheme, id, r, F::key_shape(), &keys[block * F::key_block_bytes],
+                         key_values[b][h].data(), p * F::page_tokens, n);
+                    code(typename F::values{}, id, r, F::value_shape(), &values[block * F::value_block_bytes],
+                         value_values[b][h].data(), p * F::page_tokens, n);
                 }
             }
         }
     }
 
 private:
+    std::size_t heads_() const { return static_cast<std::size_t>(kv_heads); }
+
+    /// Some channels matter a thousand times more than others.
+    std::shared_ptr<const kvq::width_plan> random_plan(rng& r) const {
+        kvq::width_plan plan{kv_heads, F::head_dim, {}};
+        for (int h = 0; h < kv_heads; ++h) {
+            std::vector<double> importance(F::head_dim);
+            for (double& x : importance) x = std::exp(2.0 * static_cast<double>(normal(r)));
+            plan.blocks.push_back(kvq::allocate_widths(importance, F::keys::width_list::values,
+                                                       F::keys::row_words(F::head_dim)));
+        }
+        return std::make_shared<const kvq::width_plan>(std::move(plan));
+    }
+
     template <class S>
-    static void code(rng& r, const kvq::block_shape& s, std::byte* block, float* decoded, int first, int n) {
+    static void code(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, std::byte* block,
+                     float* decoded, int first, int n) {
         std::vector<float> x = tensor_values(r, s.tokens, s.dim);
-        S{}.encode(s, {}, x.data(), block);
-        S{}.decode(s, {}, block, x.data());
+        scheme.encode(s, id, x.data(), block);
+        scheme.decode(s, id, block, x.data());
         const int used = std::min(s.tokens, n - first);
         std::copy(x.begin(), x.begin() + used * s.dim, decoded + static_cast<std::size_t>(first) * s.dim);
         poison_tokens<S>(s, block, used);
@@ -182,10 +211,12 @@ template <class Format>
 struct device_batch {
     device_buffer<std::byte> keys, values;
     device_buffer<int> table, lengths;
+    device_buffer<std::uint16_t> plans;
     kvq::cuda::cache_ref<Format> ref;
 
     explicit device_batch(const coded_batch<Format>& b)
-        : keys(b.keys), values(b.values), table(b.table), lengths(b.lengths) {
+        : keys(b.keys), values(b.values), table(b.table), lengths(b.lengths), plans(b.plans) {
+        if (!b.plans.empty()) ref.key_plans = plans.get();
         ref.key_pages = keys.get();
         ref.value_pages = values.get();
         ref.key_page_bytes = kvq::cuda::cache_ref<Format>::dense_key_page(b.kv_heads);

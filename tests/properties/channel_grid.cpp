@@ -234,3 +234,23 @@ TEST_CASE("blocks beyond 1024 tokens or channels are refused") {
     CHECK_THROWS_AS(scheme.block_bytes({kvq::tensor::key, 1025, 64}), kvq::error);
     CHECK_THROWS_AS(scheme.block_bytes({kvq::tensor::value, 64, 1025}), kvq::error);
 }
+
+TEST_CASE_TEMPLATE("value() is what decode() gives", S, kvq::channel_grid<4, 64>,
+                   kvq::channel_grid<5, 20, min_max, coded, token_factors<coded>>,
+                   kvq::channel_grid<8, 0, min_max, params<float16>, token_factors<params<float16>>>) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 20; ++round) {
+        const auto shape = test::random_shape(random, 140);
+        INFO(shape);
+        const auto block = test::encoded(S{}, shape, test::hostile_block(random, shape));
+        const auto decoded = test::decoded(S{}, shape, block);
+        int differ = 0;
+        for (int t = 0; t < shape.tokens; ++t)
+            for (int c = 0; c < shape.dim; ++c)
+                differ += S::value(shape, block.data(), t, c) !=
+                          decoded[static_cast<std::size_t>(t * shape.dim + c)];
+        CHECK(differ == 0);
+    }
+}

@@ -215,3 +215,33 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
                         kvq::error);
     }
 }
+
+TEST_CASE_TEMPLATE("value() is what decode() gives, by place", S, kvq::mixed_width<kvq::widths<4, 2, 0>, 16>,
+                   kvq::mixed_width<kvq::widths<8, 4, 3, 0>, 26, 7>) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 20; ++round) {
+        const auto shape = key_shape(random);
+        INFO(shape);
+        const S scheme = round % 2 ? test::with_random_plan<S>(random, {1, 1, shape.dim}) : S{};
+        typename S::width_quads quads = S::even_quads(shape.dim);
+        std::vector<int> channel(static_cast<std::size_t>(shape.dim));
+        for (int c = 0; c < shape.dim; ++c) channel[static_cast<std::size_t>(c)] = c;
+        if (scheme.plan()) {
+            const auto& plan = scheme.plan()->blocks[0];
+            for (int w = 0; w < S::width_list::count; ++w)
+                quads.of[w] = plan.quads[static_cast<std::size_t>(w)];
+            channel.assign(plan.order.begin(), plan.order.end());
+        }
+        const auto block = test::encoded(scheme, shape, test::hostile_block(random, shape));
+        const auto decoded = test::decoded(scheme, shape, block);
+        int differ = 0;
+        for (int t = 0; t < shape.tokens; ++t)
+            for (int place = 0; place < shape.dim; ++place)
+                differ += S::value(shape, quads, block.data(), t, place) !=
+                          decoded[static_cast<std::size_t>(t * shape.dim +
+                                                           channel[static_cast<std::size_t>(place)])];
+        CHECK(differ == 0);
+    }
+}

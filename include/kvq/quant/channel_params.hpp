@@ -69,6 +69,14 @@ struct channel_parameters<params<P>> {
             biases[i] = static_cast<float>(p);
         }
     }
+    /// Scale and bias of one channel slot.
+    KVQ_HD static float scale(const std::byte* at, int, int slots, int group, int slot) noexcept {
+        return static_cast<float>(
+            detail::load_as<P>(at + sizeof(P) * static_cast<std::size_t>(group * slots + slot)));
+    }
+    KVQ_HD static float bias(const std::byte* at, int groups, int slots, int group, int slot) noexcept {
+        return scale(at, groups, slots, groups + group, slot);
+    }
     template <class Backend>
     static void load_scales(const std::byte* at, int, int slots, int group, int first, int n, float* out) {
         Backend::template load_floats<P>(at + sizeof(P) * static_cast<std::size_t>(group * slots + first), n,
@@ -116,6 +124,22 @@ struct channel_parameters<coded> {
             biases[i] = line.at(code);
         }
     }
+    /// Numbers that all channels of a group share.
+    static constexpr std::size_t shared_bytes = 6;
+    template <class Byte>
+    KVQ_HD static Byte* shared(Byte* at, int groups, int slots, int group) noexcept {
+        return at + 2 * groups * slots + static_cast<int>(shared_bytes) * group;
+    }
+    /// Scale and bias of one channel slot.
+    KVQ_HD static float scale(const std::byte* at, int groups, int slots, int group, int slot) noexcept {
+        return static_cast<float>(detail::load_as<bfloat16>(shared(at, groups, slots, group))) *
+               detail::scale_float::value(static_cast<unsigned>(at[group * slots + slot]));
+    }
+    KVQ_HD static float bias(const std::byte* at, int groups, int slots, int group, int slot) noexcept {
+        const std::byte* const line = shared(at, groups, slots, group) + 2;
+        return detail::bias_line{detail::load_as<bfloat16>(line), detail::load_as<bfloat16>(line + 2)}.at(
+            static_cast<unsigned>(at[(groups + group) * slots + slot]));
+    }
     template <class Backend>
     static void load_scales(const std::byte* at, int groups, int slots, int group, int first, int n,
                             float* out) {
@@ -132,13 +156,6 @@ struct channel_parameters<coded> {
         const std::byte* const codes = at + (groups + group) * slots + first;
         const float begin = line.first, step = line.step;
         for (int i = 0; i < n; ++i) out[i] = begin + step * static_cast<float>(static_cast<int>(codes[i]));
-    }
-
-private:
-    static constexpr std::size_t shared_bytes = 6;
-    template <class Byte>
-    static Byte* shared(Byte* at, int groups, int slots, int group) noexcept {
-        return at + 2 * groups * slots + static_cast<int>(shared_bytes) * group;
     }
 };
 
@@ -165,6 +182,9 @@ struct token_factors<coded> {
             factors[i] = detail::factor_float::value(code);
         }
     }
+    KVQ_HD static float factor(const std::byte* at, int slot) noexcept {
+        return detail::factor_float::value(static_cast<unsigned>(at[slot]));
+    }
     template <class Backend>
     static void load(const std::byte* at, int n, float* out) {
         for (int i = 0; i < n; ++i) out[i] = detail::factor_float::value(static_cast<unsigned>(at[i]));
@@ -184,6 +204,9 @@ struct token_factors<params<P>> {
             detail::store_as(at + sizeof(P) * static_cast<std::size_t>(first + i), p);
             factors[i] = static_cast<float>(p);
         }
+    }
+    KVQ_HD static float factor(const std::byte* at, int slot) noexcept {
+        return static_cast<float>(detail::load_as<P>(at + sizeof(P) * static_cast<std::size_t>(slot)));
     }
     template <class Backend>
     static void load(const std::byte* at, int n, float* out) {

@@ -24,7 +24,7 @@ namespace kvq::inline v0_1 {
 namespace detail {
 
 /// Words that a row of codes takes for `quads` quads of `width` bits.
-constexpr int code_words(int width, int quads) noexcept {
+KVQ_HD constexpr int code_words(int width, int quads) noexcept {
     int words = 0;
     for (int w = 8; w >= 1; w /= 2)
         if (width & w) words += ceil_div(quads, 8 / w);

@@ -33,6 +33,8 @@ namespace kvq::inline v0_1 {
 /// or token_factors<coded or params<P>>; Encoder: quant/encoders.hpp.
 template <int Bits, int Group = 0, class Encoder = min_max, class Params = coded, class Factors = no_factors>
 struct channel_grid {
+    using granularity_type = per_channel<Group>;
+    using encoder_type = Encoder;
     using parameters = channel_parameters<Params>;
     using factors = Factors;
     static constexpr int code_bits = bits<Bits>::value;
@@ -51,12 +53,12 @@ struct channel_grid {
                parameters::name() + Factors::name();
     }
 
-    KVQ_HD constexpr code_layout<code_bits> codes(const block_shape& s) const noexcept {
+    KVQ_HD static constexpr code_layout<code_bits> codes(const block_shape& s) noexcept {
         return {detail::row_axis<per_channel<Group>>(s), detail::col_axis<per_channel<Group>>(s)};
     }
 
     /// Raises kvq::error for blocks of more than 1024 tokens or channels.
-    constexpr std::size_t block_bytes(const block_shape& s) const {
+    static constexpr std::size_t block_bytes(const block_shape& s) {
         if (s.tokens > detail::most_coded || s.dim > detail::most_coded)
             detail::expect(false, "channel_grid codes blocks of up to ", detail::most_coded,
                            " tokens and channels, got ", s.tokens, " x ", s.dim);
@@ -117,6 +119,23 @@ struct channel_grid {
         }
     }
 
+    /// One number as decode() gives it, for code that reads single ones.
+    KVQ_HD static float value(const block_shape& s, const std::byte* block, int token, int channel) noexcept {
+        const bool key = s.role == tensor::key;
+        const grouped_axis tokens = token_axis(s);
+        const int group = token / tokens.group;
+        const std::byte* const at = block + parameter_offset(s);
+        const auto code =
+            static_cast<int>(unpack_code(codes(s), block, key ? token : channel, key ? channel : token));
+        const float y =
+            detail::affine_value(code, parameters::scale(at, tokens.groups(), slots(s), group, channel),
+                                 parameters::bias(at, tokens.groups(), slots(s), group, channel));
+        if constexpr (Factors::present)
+            return detail::rounded_product(y, Factors::factor(block + factor_offset(s), tokens.slot(token)));
+        else
+            return y;
+    }
+
     // Folding (schemes/concepts.hpp): channels are rows of V and columns of K, tokens the other way round.
 
     KVQ_HD static constexpr fold_use fold(tensor role) noexcept {
@@ -159,10 +178,10 @@ struct channel_grid {
 
     // Sections of the block.
 
-    KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s) const noexcept {
+    KVQ_HD static constexpr std::size_t parameter_offset(const block_shape& s) noexcept {
         return detail::round_up(codes(s).bytes(), std::size_t{16});
     }
-    KVQ_HD constexpr std::size_t factor_offset(const block_shape& s) const noexcept {
+    KVQ_HD static constexpr std::size_t factor_offset(const block_shape& s) noexcept {
         return parameter_offset(s) + parameters::bytes(token_axis(s).groups(), slots(s));
     }
     KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {

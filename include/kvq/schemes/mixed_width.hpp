@@ -84,6 +84,7 @@ template <class Widths, int AverageEighths, int Group = 64, class Encoder = min_
 struct mixed_width {
     using width_list = Widths;
     using parameters = channel_parameters<Params>;
+    using params_type = Params;
     static constexpr int group = Group;
     static_assert(AverageEighths >= 8 * Widths::values[Widths::count - 1] &&
                       AverageEighths <= 8 * Widths::values[0],
@@ -131,7 +132,7 @@ struct mixed_width {
     }
 
     /// Raises kvq::error for blocks of more than 1024 tokens or channels.
-    constexpr std::size_t block_bytes(const block_shape& s) const {
+    static constexpr std::size_t block_bytes(const block_shape& s) {
         if (s.tokens > detail::most_coded || s.dim > detail::most_coded)
             detail::expect(false, "mixed_width codes blocks of up to ", detail::most_coded,
                            " tokens and channels, got ", s.tokens, " x ", s.dim);
@@ -235,16 +236,57 @@ struct mixed_width {
     }
     /// Codes of a segment: tokens as rows, its own columns.
     template <int Bits>
-    static constexpr code_layout<Bits> segment_layout(const block_shape& s,
-                                                      const code_segment& segment) noexcept {
+    KVQ_HD static constexpr code_layout<Bits> segment_layout(const block_shape& s,
+                                                             const code_segment& segment) noexcept {
         return {token_axis(s), {segment.columns, segment.columns}};
     }
 
+    KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
+        return detail::row_axis<per_channel<Group>>(s);
+    }
+    KVQ_HD static constexpr int slots(const block_shape& s) noexcept { return detail::round_up(s.dim, 4); }
+    KVQ_HD static constexpr std::size_t parameter_offset(const block_shape& s) noexcept {
+        return detail::round_up(
+            static_cast<std::size_t>(token_axis(s).slots()) * static_cast<std::size_t>(row_words(s.dim)) * 4,
+            std::size_t{16});
+    }
     /// Words of a row of codes: the average width, but room for the narrower of the two widths around it.
-    static constexpr int row_words(int dim) noexcept {
+    KVQ_HD static constexpr int row_words(int dim) noexcept {
         const int quads = detail::ceil_div(dim, 4);
         return detail::larger(detail::ceil_div(quads * AverageEighths, 64),
-                              detail::code_words(Widths::values[width_below_average], quads));
+                              detail::code_words(narrow_width, quads));
+    }
+    /// Quads of every width.
+    struct width_quads {
+        int of[Widths::count] = {};
+    };
+    /// Without a plan: the average width; if it is none of the widths, the next narrower one and as many quads of the next
+    /// wider one as fit.
+    KVQ_HD static constexpr width_quads even_quads(int dim) noexcept {
+        const int all = detail::ceil_div(dim, 4), words = row_words(dim);
+        constexpr int w = width_below_average;
+        width_quads quads;
+        quads.of[w] = all;
+        if constexpr (8 * narrow_width < AverageEighths) {
+            constexpr int wider = Widths::values[w - 1];
+            for (int wide = all; wide > 0; --wide)
+                if (detail::code_words(wider, wide) + detail::code_words(narrow_width, all - wide) <= words) {
+                    quads.of[w - 1] = wide;
+                    quads.of[w] = all - wide;
+                    break;
+                }
+        }
+        return quads;
+    }
+    /// One number, by its place, as decode() gives it, for code that reads single ones.
+    KVQ_HD static float value(const block_shape& s, const width_quads& quads, const std::byte* block,
+                              int token, int place) noexcept {
+        const grouped_axis tokens = token_axis(s);
+        const int row_group = token / tokens.group, n = slots(s), groups = tokens.groups();
+        const std::byte* const at = block + parameter_offset(s);
+        return detail::affine_value(code<0>(s, quads, block, token, place, 0, 0),
+                                    parameters::scale(at, groups, n, row_group, place),
+                                    parameters::bias(at, groups, n, row_group, place));
     }
     const std::shared_ptr<const width_plan>& plan() const noexcept { return plan_; }
     /// Of the plan: pages can be read with the plan that they were coded with, and no other. 0 without a plan.
@@ -258,14 +300,27 @@ private:
         while (8 * Widths::values[w] > AverageEighths) ++w;
         return w;
     }();
-    static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
-        return detail::row_axis<per_channel<Group>>(s);
-    }
-    static constexpr int slots(const block_shape& s) noexcept { return detail::round_up(s.dim, 4); }
-    static constexpr std::size_t parameter_offset(const block_shape& s) noexcept {
-        return detail::round_up(
-            static_cast<std::size_t>(token_axis(s).slots()) * static_cast<std::size_t>(row_words(s.dim)) * 4,
-            std::size_t{16});
+    static constexpr int narrow_width = Widths::values[width_below_average];
+    /// Code in the widths from `Width` on, whose first column is `first` and whose first byte `offset`.
+    template <int Width>
+    KVQ_HD static int code(const block_shape& s, const width_quads& quads, const std::byte* block, int token,
+                           int place, int first, std::size_t offset) noexcept {
+        if constexpr (Width == Widths::count) {
+            return 0;
+        } else {
+            constexpr int bits = Widths::values[Width];
+            const int columns = detail::smaller(4 * quads.of[Width], s.dim - first);
+            if (place >= first + columns)
+                return code<Width + 1>(
+                    s, quads, block, token, place, first + 4 * quads.of[Width],
+                    offset + 4 * static_cast<std::size_t>(token_axis(s).slots()) *
+                                 static_cast<std::size_t>(detail::code_words(bits, quads.of[Width])));
+            if constexpr (bits > 0)
+                return static_cast<int>(unpack_code(segment_layout<bits>(s, {first, columns, offset}),
+                                                    block + offset, token, place - first));
+            else
+                return 0;
+        }
     }
 
     const channel_allocation* allocation(const block_shape& s, block_id id) const {
@@ -277,27 +332,11 @@ private:
                        " channels has no layer ", id.layer, ", head ", id.head, " of ", s.dim);
         return &plan_->blocks[index];
     }
-    /// The average width; if it is none of the widths, the next narrower one and as many quads of the next wider one as fit.
-    static constexpr void even_widths(int dim, int* quads) noexcept {
-        const int all = detail::ceil_div(dim, 4), words = row_words(dim), w = width_below_average;
-        for (int i = 0; i < Widths::count; ++i) quads[i] = 0;
-        quads[w] = all;
-        if constexpr (8 * Widths::values[width_below_average] < AverageEighths)
-            for (int wide = all; wide > 0; --wide)
-                if (detail::code_words(Widths::values[w - 1], wide) +
-                        detail::code_words(Widths::values[w], all - wide) <=
-                    words) {
-                    quads[w - 1] = wide;
-                    quads[w] = all - wide;
-                    break;
-                }
-    }
-
     void segment_quads(const block_shape& s, block_id id, int* quads) const {
         if (const channel_allocation* const a = allocation(s, id))
             for (int w = 0; w < Widths::count; ++w) quads[w] = a->quads[static_cast<std::size_t>(w)];
         else
-            even_widths(s.dim, quads);
+            std::memcpy(quads, even_quads(s.dim).of, sizeof(width_quads));
     }
     template <int Width, class F>
     static void visit_segments(const block_shape& s, const int* quads, int first, std::size_t offset, F& f) {

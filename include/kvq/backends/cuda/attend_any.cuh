@@ -40,21 +40,19 @@ __global__ void __launch_bounds__(any_threads)
                                              static_cast<std::size_t>(t / Format::page_tokens)];
         if (page < 0) continue;
         const int in_page = t % Format::page_tokens;
-        const std::byte* const keys = a.cache.key_block(page, kv_head);
         float score = 0.0f;
         for (int c = lane; c < dim; c += warp_size)
-            score += query[c] * read_value<typename Format::keys>(Format::key_shape(), keys, in_page, c);
+            score += query[c] * read_value<tensor::key>(a.cache, page, kv_head, in_page, c);
         for (int step = warp_size / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
         if (a.softcap > 0.0f) score = capped(score, a.softcap);
         const float next = fmaxf(max, score);
         const float keep = max == -INFINITY ? 0.0f : exp2f(max - next), weight = exp2f(score - next);
-        const std::byte* const values = a.cache.value_block(page, kv_head);
 #pragma unroll
         for (int i = 0; i < per_lane; ++i) {
             const int c = i * warp_size + lane;
             if (c < value_dim)
-                part[i] = part[i] * keep + weight * read_value<typename Format::values>(Format::value_shape(),
-                                                                                        values, in_page, c);
+                part[i] =
+                    part[i] * keep + weight * read_value<tensor::value>(a.cache, page, kv_head, in_page, c);
         }
         sum = sum * keep + weight;
         max = next;

@@ -14,6 +14,7 @@
 
 #include "attention_args.cuh"
 #include "merge.cuh"
+#include "mixed_keys.cuh"
 
 namespace kvq::inline v0_1::cuda {
 
@@ -65,7 +66,10 @@ struct attention_memory {
     using words = weight_words<values>;
     static constexpr int rows = 4 * Rows4;
     static constexpr int slot_bytes = round_up(larger(keys::bytes, values::bytes), 128);
-    static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
+    // Keys are done with their scratch when weights are written.
+    static constexpr int scratch_at = words::padded ? round_up(words::words(Rows4) * 4, 16) : 0;
+    static constexpr int weight_bytes =
+        round_up(larger(words::words(Rows4) * 4, scratch_at + keys::scratch_bytes(Rows4)), 128);
     static constexpr int notes_bytes = 128;  // warp_notes
     static constexpr int query_stride = Format::head_dim;
     static constexpr int query_bytes = round_up(rows * query_stride * 4, 128);
@@ -136,7 +140,9 @@ struct unit_feed {
         const unsigned bit = 1u << slot;
         if (page >= 0) {
             present |= bit;
-            if constexpr (Role == tensor::key)
+            if constexpr (Role == tensor::key && keys::mixed)
+                keys::copy(to_slot, a.cache.key_block(page, head), first, lane, a.cache.key_plan(head));
+            else if constexpr (Role == tensor::key)
                 keys::copy(to_slot, a.cache.key_block(page, head), first, lane);
             else
                 values::copy(to_slot, a.cache.value_block(page, head), first, lane);
@@ -223,13 +229,25 @@ struct query_rows {
             }
         }
     }
-    __device__ __forceinline__ void store(float* query, float scale) const {
+    /// plan: of keys of mixed widths, which want channels in another order; or null.
+    __device__ __forceinline__ void store(float* query, float scale,
+                                          [[maybe_unused]] const std::uint16_t* plan) const {
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
             const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
             if (piece >= pieces) continue;
             const int row = piece / (Format::head_dim / per_load),
                       byte = piece % (Format::head_dim / per_load) * per_load * 4;
+            if constexpr (Memory::keys::mixed)
+                if (plan != nullptr) {
+#pragma unroll
+                    for (int k = 0; k < per_load; ++k)
+                        *reinterpret_cast<float*>(
+                            reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
+                            query_byte<Format::head_dim>(4 * static_cast<int>(plan[byte / 4 + k]))) =
+                            to_float(values[i][k]) * scale;
+                    continue;
+                }
 #pragma unroll
             for (int k = 0; k < per_load; k += 4)
                 *reinterpret_cast<float4*>(reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
@@ -258,6 +276,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
     const std::uint32_t weights = ring + memory::slots * memory::slot_bytes;
+    const std::uint32_t scratch = weights + memory::scratch_at;
     std::byte* const block_memory = shared + memory::warps * memory::warp_bytes;
     float* const query = reinterpret_cast<float*>(block_memory);
     float* const scalars =
@@ -317,7 +336,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
-        query_part.store(query, a.scale);
+        query_part.store(query, a.scale, a.cache.key_plan(item.kv_head));
         __syncthreads();
         const std::uint32_t query_at = shared_address(query + id.g / 2 * memory::query_stride);
         const int length = a.work.tokens[item.sequence];
@@ -328,25 +347,18 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         warp_state<values, Rows4> state;
         state.clear();
         folded_row<keys> folded[Rows4];
-        constexpr bool fold_once = keys::full || keys::token_parameters;
-        constexpr int tiles_of_run =
-            fold_once ? keys::tiles : smaller(keys::tiles, keys::group / keys::tile_height);
-        if constexpr (fold_once) fold_rows(folded, query_at, memory::query_stride, 0, 0, id);
+        if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, id);
 
         for (int index = item.from + warp; index < item.to; index += memory::warps) {
             std::uint32_t at = wait_unit();
             const bool present = ((feed.present >> slot) & 1u) != 0;  // held in this format
-            const int first = (item.first + index) * memory::tokens;
+            const int first = (item.first + index) * memory::tokens, in_page = first % Format::page_tokens;
             float scores[keys::tiles][Rows4][4];
             chunk_factors<values, Rows4> factors;
             bool masked = false;
             if (present) {
-                static_for<keys::tiles>([&](auto tile) {
-                    constexpr int Tile = decltype(tile)::value;
-                    if constexpr (!fold_once && Tile % tiles_of_run == 0)
-                        fold_rows(folded, query_at, memory::query_stride, at, Tile / tiles_of_run, id);
-                    score_tile<keys, Rows4, Tile>(scores[Tile], folded, at, id);
-                });
+                score_chunk(scores, folded, query_at, memory::query_stride, at, in_page, scratch,
+                            a.cache.key_plan(item.kv_head), id);
                 if (a.softcap > 0.0f) {
 #pragma unroll
                     for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
@@ -378,13 +390,13 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                 if (masked) {  // what tokens outside hold may be anything, even NaN
                     if constexpr (values::full)
                         values::clear_columns(at, id, any_begin - first, any_end - first);
-                    else if constexpr (values::token_parameters)
+                    else if constexpr (values::clears_parameters)
                         values::clear_parameters(at, id, any_begin - first, any_end - first);
                     __syncwarp();
                 }
                 store_weights<keys, values, Rows4>(scores, state, factors, at, weights, id);
                 __syncwarp();
-                add_values<values, Rows4>(state, factors, at, weights, id);
+                add_values<values, Rows4>(state, factors, at, in_page, weights, id);
             }
             next_unit(after_values);
         }

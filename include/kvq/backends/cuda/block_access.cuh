@@ -30,6 +30,8 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
         using T = typename S::value_type;
         return static_cast<float>(
             kvq::detail::load_as<T>(block + sizeof(T) * S::element(value_layout<T>(s), s, token, channel)));
+    } else if constexpr (is_grid<S>) {
+        return S::value(s, block, token, channel);
     } else {
         const auto layout = S{}.codes(s);
         const bool rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
@@ -41,6 +43,30 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
         return S::levels::template value<S::code_bits>(static_cast<int>(unpack_code(layout, block, row, col)),
                                                        static_cast<float>(p.scale),
                                                        static_cast<float>(p.bias));
+    }
+}
+
+/// Quads of every width of a head with this plan (cache_ref::key_plan).
+template <class S, int Dim>
+KVQ_HD typename S::width_quads quads_of(const std::uint16_t* plan) noexcept {
+    typename S::width_quads quads = S::even_quads(Dim);
+    if (plan != nullptr)
+        for (int w = 0; w < S::width_list::count; ++w) quads.of[w] = plan[Dim + w];
+    return quads;
+}
+
+/// x^ of one number of a page.
+template <tensor Role, class Format>
+KVQ_HD float read_value(const cache_ref<Format>& cache, int page, int head, int token, int channel) noexcept {
+    using S = scheme_of<Role, Format>;
+    constexpr block_shape shape = shape_of<Role, Format>;
+    const std::byte* const block = cache.template block<Role>(page, head);
+    if constexpr (is_mixed<S>) {
+        const std::uint16_t* const plan = cache.key_plan(head);
+        return S::value(shape, quads_of<S, shape.dim>(plan), block, token,
+                        plan == nullptr ? channel : static_cast<int>(plan[channel]));
+    } else {
+        return read_value<S>(shape, block, token, channel);
     }
 }
 

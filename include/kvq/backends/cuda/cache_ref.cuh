@@ -15,9 +15,11 @@
 #include <cstdint>
 
 #include "../../schemes/affine.hpp"
+#include "../../schemes/dual.hpp"
 #include "../../schemes/full.hpp"
 #include "../../schemes/int8.hpp"
 #include "../../schemes/kivi.hpp"
+#include "../../schemes/mixed_width.hpp"
 #include "status.cuh"
 
 namespace kvq::inline v0_1::cuda {
@@ -29,17 +31,61 @@ inline constexpr bool is_composed = false;
 template <class B, class L, class G, class P>
 inline constexpr bool is_composed<scheme<B, L, G, P>> = true;
 
+/// How parameters are stored: coded, or the type of params<P>.
+template <class Params>
+struct storage {
+    using type = void;
+};
+template <>
+struct storage<coded> {
+    using type = coded;
+};
+template <class P>
+struct storage<params<P>> {
+    using type = P;
+};
+template <class Params>
+struct storage<token_factors<Params>> : storage<Params> {};
+template <class Params>
+using stored_as = typename storage<Params>::type;
+
+template <class P>
+inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, coded>;
+template <class S>
+inline constexpr bool is_grid = false;
+template <int Bits, int Group, class Encoder, class Params, class Factors>
+inline constexpr bool is_grid<channel_grid<Bits, Group, Encoder, Params, Factors>> =
+    is_stored<stored_as<Params>> && (std::is_same_v<Factors, no_factors> || is_stored<stored_as<Factors>>);
+
+template <class S>
+inline constexpr bool is_mixed = false;
+template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
+inline constexpr bool is_mixed<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> =
+    is_stored<stored_as<Params>>;
+
+/// Bytes of a block, for schemes whose encoders have state as well.
+template <class S>
+constexpr std::size_t block_bytes_of(const block_shape& s) {
+    if constexpr (is_grid<S> || is_mixed<S>)
+        return S::block_bytes(s);
+    else
+        return S{}.block_bytes(s);
+}
+
 }  // namespace detail
 
-/// Schemes that kernels know: full<T> and scheme<bits, levels, granularity, params> with parameters in a float format.
+/// Schemes that kernels know: full<T>, scheme<bits, levels, granularity, params> with parameters in a float format, and
+/// channel_grid and mixed_width with parameters that are coded or in a float format, whatever their encoder.
 template <class S>
-concept device_scheme = full_precision<S> ||(detail::is_composed<S>&& float_format<typename S::parameter>);
+concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
+    (detail::is_composed<S>&& float_format<typename S::parameter>);
 
 template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = HeadDim>
 struct format {
     static_assert(device_scheme<Keys> && device_scheme<Values>,
-                  "kvq::cuda::format: schemes must be full<T> or scheme<...> with float, float16 or bfloat16 "
-                  "parameters");
+                  "kvq::cuda::format: schemes must be full<T>, scheme<...> with float, float16 or bfloat16 "
+                  "parameters, channel_grid<...> or mixed_width<...>");
+    static_assert(!detail::is_mixed<Values>, "kvq::cuda::format: mixed_width is for keys only");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
                   "kvq::cuda::format: sizes must be at least 1");
     using keys = Keys;
@@ -52,15 +98,43 @@ struct format {
     KVQ_HD static constexpr block_shape value_shape() noexcept {
         return {tensor::value, PageTokens, ValueDim};
     }
-    static constexpr std::size_t key_block_bytes = Keys{}.block_bytes({tensor::key, PageTokens, HeadDim});
+    static constexpr std::size_t key_block_bytes =
+        detail::block_bytes_of<Keys>({tensor::key, PageTokens, HeadDim});
     static constexpr std::size_t value_block_bytes =
-        Values{}.block_bytes({tensor::value, PageTokens, ValueDim});
+        detail::block_bytes_of<Values>({tensor::value, PageTokens, ValueDim});
 };
 
 /// Both KIVI schemes at once: kivi_format<4, 64, 128, 64>.
 template <int Bits, int Group, int HeadDim, int PageTokens, class Params = params<float16>>
 using kivi_format = format<typename kivi<Bits, Group, Params>::keys,
                            typename kivi<Bits, Group, Params>::values, HeadDim, PageTokens>;
+
+/// Both schemes of a preset: preset_format<std4, 128>.
+template <class Preset, int HeadDim, int PageTokens = 128>
+using preset_format = format<typename Preset::keys, typename Preset::values, HeadDim, PageTokens>;
+
+/// Numbers of 16 bits of one head's plan: the place of every channel, then quads of every width.
+template <class Format>
+inline constexpr int key_plan_words = [] {
+    if constexpr (detail::is_mixed<typename Format::keys>)
+        return kvq::detail::round_up(Format::head_dim + Format::keys::width_list::count, 8);
+    else
+        return 0;
+}();
+
+/// Writes the plan of a layer's heads as cache_ref::key_plans needs it: kv_heads * key_plan_words<Format> numbers, in host
+/// memory. The plan must be one for Format's head_dim.
+template <class Format>
+void write_key_plan(const width_plan& plan, int layer, std::uint16_t* out) noexcept {
+    for (int head = 0; head < plan.kv_heads; ++head, out += key_plan_words<Format>) {
+        const channel_allocation& a = plan.blocks[static_cast<std::size_t>(layer * plan.kv_heads + head)];
+        for (int i = 0; i < key_plan_words<Format>; ++i) out[i] = 0;
+        for (std::size_t place = 0; place < a.order.size(); ++place)
+            out[a.order[place]] = static_cast<std::uint16_t>(place);
+        for (std::size_t w = 0; w < a.quads.size(); ++w)
+            out[static_cast<std::size_t>(Format::head_dim) + w] = a.quads[w];
+    }
+}
 
 template <class Format>
 struct cache_ref {
@@ -76,7 +150,14 @@ struct cache_ref {
     int table_columns = 0;
     int kv_heads = 0;
     int first_token = 0;
+    /// Keys of mixed widths: orders and widths of this layer's heads in device memory, see write_key_plan(). Null: without a
+    /// plan.
+    const std::uint16_t* key_plans = nullptr;
 
+    /// The plan of a head, or null.
+    KVQ_HD const std::uint16_t* key_plan(int head) const noexcept {
+        return key_plans == nullptr ? nullptr : key_plans + head * key_plan_words<Format>;
+    }
     KVQ_HD std::byte* key_block(int page, int head) const noexcept {
         return key_pages + static_cast<std::size_t>(page) * key_page_bytes +
                static_cast<std::size_t>(head) * Format::key_block_bytes;

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "cache_ref.cuh"
-#include "ptx.cuh"
+#include "parameters.cuh"
 
 namespace kvq::inline v0_1::cuda::detail {
 
@@ -37,42 +37,10 @@ struct lane_id {
         : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
 };
 
-__device__ __forceinline__ uint4 load_shared_16(std::uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(at));
-    return v;
-}
-__device__ __forceinline__ uint2 load_shared_8(std::uint32_t at) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
-    return v;
-}
-
-/// Four neighbouring parameters of type P in shared memory.
-template <class P>
-__device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
-    if constexpr (sizeof(P) == 4) {
-        const uint4 v = load_shared_16(at);
-        return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
-    } else {
-        const uint2 v = load_shared_8(at);
-        return {unpack_half<P, 0>(v.x), unpack_half<P, 1>(v.x), unpack_half<P, 0>(v.y),
-                unpack_half<P, 1>(v.y)};
-    }
-}
-
-/// What the code layouts of full<T> and scheme<...> have in common.
-template <class S>
-struct word_traits {  // scheme<...>
+template <int Bits>
+struct code_words_of {
     static constexpr bool full = false;
-    using parameter = typename S::parameter;
-    using planes = code_planes<S::code_bits>;
-    static constexpr bool token_parameters = S::granularity_type::on_tokens;
-    static constexpr int group = S::granularity_type::group;
-    static constexpr bool has_bias = S::levels::has_bias;
-    static constexpr int zero_code = S::zero_code;
+    using planes = code_planes<Bits>;
     static constexpr int columns_per_unit = 4;  // a unit is a quad
     static constexpr int units_per_step = planes::quads_per_step;
     static constexpr int plane_count = planes::count;
@@ -81,11 +49,71 @@ struct word_traits {  // scheme<...>
         return planes::first_vector(plane, units);
     }
     KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
+
+    /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each.
+    template <int Quad>
+    __device__ __forceinline__ static uint4 codes(const uint4 (&words)[planes::vectors(units_per_step)]) {
+        uint4 result{0, 0, 0, 0};
+        static_for<plane_count>([&](auto plane) {
+            constexpr int p = decltype(plane)::value;
+            constexpr int per = units_per_word(p);
+            constexpr int width = 8 / per;
+            constexpr int right = width * (Quad % per), left = planes::shift(p);
+            constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
+            const uint4& w = words[first_line(p, units_per_step) + Quad / per];
+            const auto part = [](std::uint32_t x) { return ((x >> right) & mask) << left; };
+            result.x |= part(w.x);
+            result.y |= part(w.y);
+            result.z |= part(w.z);
+            result.w |= part(w.w);
+        });
+        return result;
+    }
+};
+
+/// What the code layouts of full<T>, scheme<...> and channel_grid<...> have in common.
+template <class S>
+struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
+    using parameter = typename S::parameter;
+    using factor = void;  // of tokens, besides parameters of channels
+    static constexpr bool token_parameters = S::granularity_type::on_tokens;
+    static constexpr int group = S::granularity_type::group;
+    static constexpr bool has_bias = S::levels::has_bias;
+    static constexpr int zero_code = S::zero_code;
+
+    /// Where scales and biases of a block start, and numbers that channels share.
+    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) { return S{}.scale_offset(s); }
+    KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
+        return S{}.scale_offset(s) + S{}.section_bytes(s);
+    }
+};
+template <int Bits, int Group, class Encoder, class Params, class Factors>
+struct word_traits<channel_grid<Bits, Group, Encoder, Params, Factors>> : code_words_of<Bits> {
+    using grid = channel_grid<Bits, Group, Encoder, Params, Factors>;
+    using parameter = stored_as<Params>;
+    using factor = stored_as<Factors>;
+    static constexpr bool token_parameters = false;
+    static constexpr int group = Group;
+    static constexpr bool has_bias = true;
+    static constexpr int zero_code = 0;
+    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) {
+        return grid::parameter_offset(s);
+    }
+    KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
+        return grid::parameter_offset(s) +
+               static_cast<std::size_t>(grid::token_axis(s).groups() * grid::slots(s) *
+                                        parameter_width<parameter>);
+    }
+};
+template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
+struct word_traits<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> {  // see mixed_keys.cuh
+    static constexpr bool token_parameters = false;
 };
 template <class T>
 struct word_traits<kvq::full<T>> {
     static constexpr bool full = true;
     using parameter = float16;
+    using factor = void;
     static constexpr bool token_parameters = true;
     static constexpr int group = 0;
     static constexpr bool has_bias = false;
@@ -99,11 +127,12 @@ struct word_traits<kvq::full<T>> {
 };
 
 template <tensor Role, class Format, int Tokens>
-struct chunk {
+struct code_chunk {
     using scheme = scheme_of<Role, Format>;
     using traits = word_traits<scheme>;
     using parameter = typename traits::parameter;
     static constexpr bool key = Role == tensor::key;
+    static constexpr bool mixed = false;  // as in mixed_keys.cuh
     static constexpr bool full = traits::full;
     static constexpr int dim = dim_of<Role, Format>;
     static constexpr int page = Format::page_tokens;
@@ -117,8 +146,24 @@ struct chunk {
                                 : token_parameters ? ceil_div(dim, group)
                                                    : larger(1, Tokens / group);
     static constexpr int run = token_parameters ? Tokens : dim;
-    static constexpr int run_bytes = run * static_cast<int>(sizeof(parameter));
+    static constexpr int width = parameter_width<parameter>;
+    static constexpr int run_bytes = run * width;
     static constexpr int section = runs * run_bytes;
+    static constexpr bool coded = std::is_same_v<parameter, kvq::coded>;
+    static constexpr int shared_bytes = coded ? 6 * ceil_div(page, group) : 0;  // in the page
+
+    // Factors of tokens, which stand behind parameters of channels.
+    using factor = typename traits::factor;
+    static constexpr bool has_factors = !std::is_same_v<factor, void>;
+    static constexpr int factor_width = [] {
+        if constexpr (has_factors)
+            return parameter_width<factor>;
+        else
+            return 0;
+    }();
+    static constexpr int factor_skew = shared_bytes % 16;  // they start so far behind a piece of 16 bytes
+    /// Are the weights of tokens multiplied by anything?
+    static constexpr bool scales_tokens = token_parameters || has_factors;
 
     // Rows and columns.
     static constexpr int rows = key ? Tokens : dim;
@@ -155,14 +200,19 @@ struct chunk {
     static constexpr int codes_bytes = rows * lines * 4;
     static constexpr int scale_at = round_up(codes_bytes, 16);
     static constexpr int bias_at = scale_at + section;
-    static constexpr int bytes = scale_at + section * (traits::has_bias ? 2 : 1);
+    static constexpr int shared_at = bias_at + (traits::has_bias ? section : 0);
+    static constexpr bool whole =
+        coded && Tokens == page;  // all behind the codes in one piece, as in the page
+    static constexpr int factor_at =
+        shared_at + (whole ? shared_bytes : round_up(shared_bytes, 16) + factor_skew);
+    static constexpr int bytes = round_up(factor_at + Tokens * factor_width, 16);
 
     /// Can the warp kernels handle this shape? (Everything else goes through attend_any.cuh.)
     static constexpr bool supported = [] {
         const bool shape_fits = dim % 16 == 0 && (page == 16 || page % 32 == 0) && Tokens >= 16 &&
                                 page % Tokens == 0 && Tokens % tile_height == 0;
         if (full) return shape_fits && traits::columns_per_unit == 2;
-        bool groups_fit = true;
+        bool groups_fit = !has_factors || (!key && coded == (factor_width == 1));
         if (!token_parameters && group != page)
             groups_fit = group % 32 == 0 && page % group == 0 && (Tokens % group == 0 || group % Tokens == 0);
         if (!token_parameters && !key) groups_fit = groups_fit && group % Tokens == 0;
@@ -178,23 +228,47 @@ struct chunk {
     }
 
     /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte pieces are permuted as well.
-    static constexpr bool permuted = key && !full && !token_parameters && run_bytes % 64 == 0;
+    static constexpr bool permuted = key && !full && !token_parameters && !coded && run_bytes % 64 == 0;
     __device__ __forceinline__ static std::uint32_t parameter_byte(int at) {
         return static_cast<std::uint32_t>(permuted ? at ^ ((at >> 7 & 3) << 4) : at);
     }
 
     // ---- to shared memory ----
 
+    /// Which 16 bytes of a run a lane takes first; negative: it takes some behind the others. Where blocks do not start on lines
+    /// of 128 bytes, a warp's copies do: otherwise they would take parts of 5 lines, and of 32-byte sectors twice.
+    __device__ __forceinline__ static int first_piece([[maybe_unused]] const std::byte* block, int lane) {
+        constexpr std::size_t block_bytes = key ? Format::key_block_bytes : Format::value_block_bytes;
+        if constexpr (block_bytes % 128 != 0)
+            return lane - static_cast<int>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
+        else
+            return lane;
+    }
+    /// Calls f(number of the piece, distance of its bytes from `piece`'s) for the lane's share of `Pieces`.
+    template <int Pieces, class F>
+    __device__ __forceinline__ static void for_pieces(int piece, F&& f) {
+        constexpr int turns = ceil_div(Pieces, warp_size);
+        static_for<turns>([&](auto i) {
+            constexpr int I = decltype(i)::value;
+            constexpr std::size_t block_bytes = key ? Format::key_block_bytes : Format::value_block_bytes;
+            int ahead = I * warp_size;
+            if constexpr (I == 0 && block_bytes % 128 != 0)
+                if (piece < 0) ahead = turns * warp_size;
+            if (Pieces % warp_size == 0 || piece + ahead < Pieces) f(piece + ahead, ahead * 16);
+        });
+    }
+
     /// Starts copying the chunk that begins at token `first` of `block` to `to`. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first,
                                                 int lane) {
-        const std::byte* from = block + static_cast<std::size_t>(lane) * 16;
+        const int piece = first_piece(block, lane);
+        const std::byte* from = block + piece * 16;
         if constexpr (key) {
             const std::byte* codes = from + static_cast<std::size_t>(first) * (lines * 4);
             static_for<tiles>([&](auto tile) {
                 constexpr int T = decltype(tile)::value;
                 copy_lines<lines, tile_height, 0>(to + T * tile_height * lines * 4,
-                                                  codes + T * tile_height * lines * 4, lane);
+                                                  codes + T * tile_height * lines * 4, piece);
             });
         } else {
             static_for<tiles>([&](auto tile) {
@@ -211,15 +285,25 @@ struct chunk {
                         to + T * tile_height * lines * 4,
                         from + T * tile_height * page_lines * 4 +
                             static_cast<std::size_t>(line) * (height * 4),
-                        lane);
+                        piece);
                 });
             });
         }
         if constexpr (!full) {
-            constexpr std::size_t scales = scheme{}.scale_offset(shape);
-            constexpr std::size_t biases = scales + scheme{}.section_bytes(shape);
-            copy_parameters(to + scale_at, from + scales, first, lane);
-            if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, lane);
+            constexpr std::size_t scales = traits::scale_offset(shape), biases = traits::bias_offset(shape);
+            if constexpr (whole) {
+                copy_plain<bytes - scale_at>(to + scale_at, from + scales, piece);
+            } else {
+                copy_parameters(to + scale_at, from + scales, first, piece);
+                if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, piece);
+                constexpr std::size_t behind = biases + (biases - scales);
+                if constexpr (coded)
+                    copy_plain<round_up(shared_bytes, 16)>(to + shared_at, from + behind, piece);
+                if constexpr (has_factors)
+                    copy_plain<round_up(factor_skew + Tokens * factor_width, 16)>(
+                        to + factor_at - factor_skew,
+                        from + behind + (shared_bytes - factor_skew) + first * factor_width, piece);
+            }
         }
     }
 
@@ -282,7 +366,8 @@ struct chunk {
                     constexpr int X = decltype(x)::value;
                     constexpr std::integral_constant<int, J * step_units + 2 * X> unit_a;
                     constexpr std::integral_constant<int, J * step_units + 2 * X + 1> unit_b;
-                    f(first, unit_a, unit_b, codes<2 * X>(words), codes<2 * X + 1>(words));
+                    f(first, unit_a, unit_b, traits::template codes<2 * X>(words),
+                      traits::template codes<2 * X + 1>(words));
                 });
             });
         }
@@ -291,23 +376,54 @@ struct chunk {
         return {v.x & mask, v.y & mask, v.z & mask, v.w & mask};
     }
 
-    /// Parameters of the four tokens or channels that start at `index` of run `r`.
-    __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
-        return load_parameters<parameter>(
-            at + scale_at + parameter_byte((r * run + index) * static_cast<int>(sizeof(parameter))));
+    /// What the channels of run `r` share, in a chunk whose first token is `first` of its page.
+    __device__ __forceinline__ static group_line<parameter> line(std::uint32_t at, int first, int r) {
+        if constexpr (coded)
+            return group_line<parameter>::load(
+                at + shared_at + 6u * static_cast<std::uint32_t>((Tokens == page ? 0 : first / group) + r));
+        else
+            return {};
     }
-    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index) {
-        return load_parameters<parameter>(
-            at + bias_at + parameter_byte((r * run + index) * static_cast<int>(sizeof(parameter))));
+    /// Parameters of the four tokens or channels that start at `index` of run `r`; scales in units of the line's.
+    __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
+        return load_scales<parameter>(at + scale_at + parameter_byte((r * run + index) * width));
+    }
+    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index,
+                                                    const group_line<parameter>& line = {}) {
+        return load_biases<parameter>(at + bias_at + parameter_byte((r * run + index) * width), line);
     }
     /// Of eight, where `index` is a multiple of eight.
     __device__ __forceinline__ static void eight_scales(std::uint32_t at, int r, int index, float4& a,
                                                         float4& b) {
-        load_eight<parameter>(at + scale_at, (r * run + index) * static_cast<int>(sizeof(parameter)), a, b);
+        if constexpr (coded) {
+            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(scale_at + r * run + index));
+            a = small_values<kvq::detail::scale_float>(v.x);
+            b = small_values<kvq::detail::scale_float>(v.y);
+        } else {
+            load_eight<parameter>(at + scale_at, (r * run + index) * width, a, b);
+        }
     }
     __device__ __forceinline__ static void eight_biases(std::uint32_t at, int r, int index, float4& a,
-                                                        float4& b) {
-        load_eight<parameter>(at + bias_at, (r * run + index) * static_cast<int>(sizeof(parameter)), a, b);
+                                                        float4& b, const group_line<parameter>& line) {
+        if constexpr (coded) {
+            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
+            a = bias_values(v.x, line);
+            b = bias_values(v.y, line);
+        } else {
+            load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
+        }
+    }
+    /// Codes of biases, raised.
+    __device__ __forceinline__ static float4 bias_codes(std::uint32_t at, int r, int index) requires(coded) {
+        return raised_codes(load_shared_4(at + static_cast<std::uint32_t>(bias_at + r * run + index)));
+    }
+    /// What the weights of four tokens are multiplied by, in run `r`.
+    __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
+        if constexpr (has_factors)
+            return load_factors<factor, factor_skew % 4>(
+                at + static_cast<std::uint32_t>(factor_at + token * factor_width));
+        else
+            return scales(at, r, token);
     }
     template <class P>
     __device__ __forceinline__ static void load_eight(std::uint32_t at, int byte, float4& a, float4& b) {
@@ -322,6 +438,9 @@ struct chunk {
             b = load_parameters<P>(at + parameter_byte(byte + 16));
         }
     }
+
+    /// Only keys of mixed widths need scratch.
+    KVQ_HD static constexpr int scratch_bytes(int) { return 0; }
 
     /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
     __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from,
@@ -342,17 +461,20 @@ struct chunk {
         }
     }
 
-    /// Zeroes the parameters of tokens outside [from, to), for the same reason.
+    /// Zeroes the parameters of tokens outside [from, to), for the same reason. Coded factors are never NaN.
+    static constexpr bool clears_parameters =
+        !full && (token_parameters || (has_factors && !std::is_same_v<factor, kvq::coded>));
     __device__ __forceinline__ static void clear_parameters(std::uint32_t at, const lane_id& id, int from,
-                                                            int to) requires(!full && token_parameters) {
-        constexpr int width = static_cast<int>(sizeof(parameter));
-        for (int i = id.lane; i < runs * run; i += warp_size) {
-            const int token = i % run;
+                                                            int to) requires(clears_parameters) {
+        constexpr int size = token_parameters ? width : factor_width;
+        constexpr int n = token_parameters ? runs * run : Tokens;
+        for (int i = id.lane; i < n; i += warp_size) {
+            const int token = i % Tokens;
             if (token >= from && token < to) continue;
-            for (int part = 0; part < (traits::has_bias ? 2 : 1); ++part) {
-                const std::uint32_t address =
-                    at + static_cast<std::uint32_t>((part ? bias_at : scale_at) + i * width);
-                if constexpr (width == 4)
+            for (int part = 0; part < (token_parameters && traits::has_bias ? 2 : 1); ++part) {
+                const int section_at = !token_parameters ? factor_at : part ? bias_at : scale_at;
+                const std::uint32_t address = at + static_cast<std::uint32_t>(section_at + i * size);
+                if constexpr (size == 4)
                     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(0u));
                 else
                     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address),
@@ -363,39 +485,30 @@ struct chunk {
 
 private:
     template <int Lines, int Height, int FirstLine>
-    __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from, int lane) {
-        constexpr int pieces = Lines * Height / 4;
-        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
-            const int piece = decltype(i)::value * warp_size + lane;
+    __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from, int first) {
+        for_pieces<Lines * Height / 4>(first, [&](int piece, int ahead) {
             const int line = FirstLine + piece / (Height / 4);
             const std::uint32_t at = static_cast<std::uint32_t>(piece * 16 + FirstLine * Height * 4);
-            if (pieces % warp_size == 0 || piece < pieces)
-                copy_async(to + (Height == 32 ? at ^ swizzle(line) : at),
-                           from + decltype(i)::value * warp_size * 16);
+            copy_async(to + (Height == 32 ? at ^ swizzle(line) : at), from + ahead);
         });
     }
 
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
-                                                           int lane) {
-        constexpr int width = static_cast<int>(sizeof(parameter));
+                                                           int piece) {
         if constexpr (token_parameters) {
             const std::byte* const begin = from + static_cast<std::size_t>(first) * width;
             static_for<runs>([&](auto r) {
                 constexpr int R = decltype(r)::value;
-                copy_plain<run_bytes>(to + R * run_bytes, begin + R * page * width, lane);
+                copy_plain<run_bytes>(to + R * run_bytes, begin + R * page * width, piece);
             });
         } else {
-            copy_plain<section>(to, from + static_cast<std::size_t>(first / group) * (dim * width), lane);
+            copy_plain<section>(to, from + static_cast<std::size_t>(first / group) * (dim * width), piece);
         }
     }
     template <int Bytes>
-    __device__ __forceinline__ static void copy_plain(std::uint32_t to, const std::byte* from, int lane) {
-        constexpr int pieces = Bytes / 16;
-        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
-            constexpr int I = decltype(i)::value;
-            if ((I + 1) * warp_size <= pieces || I * warp_size + lane < pieces)
-                copy_async(to + parameter_byte((I * warp_size + lane) * 16), from + I * warp_size * 16);
-        });
+    __device__ __forceinline__ static void copy_plain(std::uint32_t to, const std::byte* from, int first) {
+        for_pieces<Bytes / 16>(
+            first, [&](int piece, int ahead) { copy_async(to + parameter_byte(piece * 16), from + ahead); });
     }
 
     /// The four rows' words of one line of the lane.
@@ -418,26 +531,6 @@ private:
                 return load_shared_16(tile + static_cast<std::uint32_t>(line * height * 4 +
                                                                         smaller(id.g * 16, height * 4 - 16)));
         }
-    }
-
-    /// Codes of quad `Quad` of a step, one byte each, for four rows.
-    template <int Quad>
-    __device__ __forceinline__ static uint4 codes(const uint4 (&words)[traits::lines(step_units)]) {
-        uint4 result{0, 0, 0, 0};
-        static_for<traits::plane_count>([&](auto plane) {
-            constexpr int p = decltype(plane)::value;
-            constexpr int per = traits::units_per_word(p);
-            constexpr int width = 8 / per;
-            constexpr int right = width * (Quad % per), left = traits::planes::shift(p);
-            constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
-            const uint4& w = words[traits::first_line(p, step_units) + Quad / per];
-            const auto part = [](std::uint32_t x) { return ((x >> right) & mask) << left; };
-            result.x |= part(w.x);
-            result.y |= part(w.y);
-            result.z |= part(w.z);
-            result.w |= part(w.w);
-        });
-        return result;
     }
 };
 

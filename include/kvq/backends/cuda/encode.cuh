@@ -50,6 +50,8 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
             reinterpret_cast<std::uint32_t*>(block)[w] = word;
         }
     } else {
+        static_assert(!is_grid<S> && !is_mixed<S>,
+                      "kvq::cuda: channel_grid and mixed_width are coded on the CPU; the device reads them");
         using P = typename S::parameter;
         using planes = code_planes<S::code_bits>;
         const auto layout = S{}.codes(s);

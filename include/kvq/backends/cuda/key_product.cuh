@@ -49,19 +49,45 @@ __device__ __forceinline__ std::uint32_t query_byte(int at) {
     return static_cast<std::uint32_t>(Dim % 32 == 0 ? at ^ ((at >> 7 & 7) << 4) : at);
 }
 
+/// A query row as fixed-point numbers: the words of their high and low bytes, the step, and the sum of the numbers.
+template <int N>
+__device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32_t (&high)[N],
+                                             std::uint32_t (&low)[N], int& total) {
+    float top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) top = max_abs4({x[i][0], x[i][1], x[i][2], x[i][3]}, top);
+    top = over_row(top, max_floats{});
+    const float inverse = top > 1e-33f ? __fdividef(32512.0f, top) : 0.0f;
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        // 1.5 * 2^23 + 128 + x: byte 1 of the sum is the high piece, byte 0 the low piece plus 128.
+        std::uint32_t y[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) y[k] = __float_as_uint(fmaf(x[i][k], inverse, 12583040.0f));
+        total += static_cast<int>((y[0] + y[1]) + (y[2] + y[3]) - 4u * 0x4b400080u);
+        const piece_words w = split_pieces(y[0], y[1], y[2], y[3]);
+        high[i] = w.high;
+        low[i] = w.low ^ 0x80808080u;
+    }
+    return top * (1.0f / 32512.0f);
+}
+
 /// Folds the query rows 4n + g/2 (`rows`: shared address of row g/2 of [rows][stride] floats) with the channel parameters
-/// in `run` of `slot`, if there are any. Lanes with even g prepare the first half of the units for their neighbour with odd
+/// in `run` of `slot` (whose chunk starts at token `first` of its page), if there are any. Lanes with even g prepare the first half of the units for their neighbour with odd
 /// g and vice versa.
 /// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so that the
 /// rounding of x is multiplied by numbers half as large.
 template <class Chunk, int Rows4>
 __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
-                                          std::uint32_t slot, int run, const lane_id& id) {
+                                          std::uint32_t slot, [[maybe_unused]] int first,
+                                          [[maybe_unused]] int run, const lane_id& id) {
     using traits = typename Chunk::traits;
     constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
     constexpr int width = traits::columns_per_unit;
     constexpr int halves = Chunk::pairs;  // units that this lane prepares, of 2 * pairs
     const int parity = id.g & 1;
+    [[maybe_unused]] const auto line = Chunk::line(slot, first, run);
     static_for<Chunk::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
         int channel[halves];
@@ -80,13 +106,13 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                 for (int i = 0; i < halves; i += 2) {
                     Chunk::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
                     if constexpr (traits::has_bias)
-                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1]);
+                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1], line);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < halves; ++i) {
                     scale[i] = Chunk::scales(slot, run, channel[i]);
-                    if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i]);
+                    if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i], line);
                 }
             }
         }
@@ -94,7 +120,6 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
         for (int n = 0; n < Rows4; ++n) {
             const std::uint32_t row = rows + static_cast<std::uint32_t>(16 * n * stride);
             float x[halves][width];
-            float top = 0.0f;
             [[maybe_unused]] float sum = 0.0f;
             [[maybe_unused]] float4 dots{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
@@ -103,7 +128,6 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                     const uint2 v = load_shared_8(row + query_byte<Chunk::dim>(channel[i] * 4));
                     x[i][0] = inside[i] ? __uint_as_float(v.x) : 0.0f;
                     x[i][1] = inside[i] ? __uint_as_float(v.y) : 0.0f;
-                    top = fmaxf(top, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
                 } else {
                     const uint4 v = load_shared_16(row + query_byte<Chunk::dim>(channel[i] * 4));
                     float4 q{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
@@ -116,47 +140,45 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                     }
                     if constexpr (columns)
                         q = {q.x * scale[i].x, q.y * scale[i].y, q.z * scale[i].z, q.w * scale[i].w};
-                    top = max_abs4(q, top);
                     if constexpr (traits::has_bias) sum += (q.x + q.y) + (q.z + q.w);
                     x[i][0] = q.x, x[i][1] = q.y, x[i][2] = q.z, x[i][3] = q.w;
                 }
             }
-            top = over_row(top, max_floats{});
-            const float range = Chunk::full ? 1.0f : 32512.0f;
-            const float inverse = top > 1e-33f ? __fdividef(range, top) : 0.0f;
-            const float step = top * (1.0f / range);
+            std::uint32_t high[halves], low[halves];
             [[maybe_unused]] int total = 0;
+            float step;
+            if constexpr (Chunk::full) {
+                using T = typename Chunk::scheme::value_type;
+                step = 0.0f;
+#pragma unroll
+                for (int i = 0; i < halves; ++i) step = fmaxf(step, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
+                step = over_row(step, max_floats{});
+                const float inverse = step > 1e-33f ? __fdividef(1.0f, step) : 0.0f;
+#pragma unroll
+                for (int i = 0; i < halves; ++i) {
+                    const float a = x[i][0] * inverse, b = x[i][1] * inverse;
+                    high[i] = pack_halves<T>(a, b);
+                    low[i] = pack_halves<T>(a - unpack_half<T, 0>(high[i]), b - unpack_half<T, 1>(high[i]));
+                }
+            } else {
+                step = fixed_point(x, high, low, total);
+            }
 #pragma unroll
             for (int i = 0; i < halves; ++i) {
-                std::uint32_t high, low;
-                if constexpr (Chunk::full) {
-                    using T = typename Chunk::scheme::value_type;
-                    const float a = x[i][0] * inverse, b = x[i][1] * inverse;
-                    high = pack_halves<T>(a, b);
-                    low = pack_halves<T>(a - unpack_half<T, 0>(high), b - unpack_half<T, 1>(high));
-                } else {
-                    // 1.5 * 2^23 + 128 + x: byte 1 of the sum is the high piece, byte 0 the low piece plus 128.
-                    std::uint32_t y[4];
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) y[k] = __float_as_uint(fmaf(x[i][k], inverse, 12583040.0f));
-                    total += static_cast<int>((y[0] + y[1]) + (y[2] + y[3]) - 4u * 0x4b400080u);
-                    const piece_words w = split_pieces(y[0], y[1], y[2], y[3]);
-                    high = w.high;
-                    low = w.low ^ 0x80808080u;
-                }
-                const std::uint32_t own = parity ? low : high;
-                const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high : low, 4);
+                const std::uint32_t own = parity ? low[i] : high[i];
+                const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high[i] : low[i], 4);
                 to[n].pieces[G][i] = parity ? received : own;
                 to[n].pieces[G][halves + i] = parity ? own : received;
             }
             // Scalars of row g/2 move to the lanes whose own row it is: row t sits in lanes 8t..8t+7.
-            to[n].step[G] = __shfl_sync(~0u, step, 8 * id.t);
+            to[n].step[G] = __shfl_sync(~0u, step * line.unit, 8 * id.t);
             if constexpr (!Chunk::full) {
                 [[maybe_unused]] constexpr float middle =
                     0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
                 if constexpr (columns && traits::has_bias) {
                     const float dot = (dots.x + dots.y) + (dots.z + dots.w);
-                    const float part = fmaf(middle, fmaf(-step, static_cast<float>(total), sum), dot);
+                    const float part =
+                        fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
                     to[n].offset[G] = __shfl_sync(~0u, over_row(part, add_floats{}), 8 * id.t);
                 }
                 if constexpr ((!columns && traits::has_bias) || traits::zero_code != 0) {

@@ -23,10 +23,9 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
     const auto run = [&](auto role) {
         constexpr tensor Role = decltype(role)::value;
         constexpr block_shape shape = shape_of<Role, From>;
-        const std::byte* const in = source.template block<Role>(from, head);
         std::byte* const out = target.template block<Role>(to, head);
         const unsigned count = encode_block<scheme_of<Role, To>>(shape, out, [&](int token, int channel) {
-            return read_value<scheme_of<Role, From>>(shape, in, token, channel);
+            return read_value<Role>(source, from, head, token, channel);
         });
         if (not_finite && count) atomicAdd(not_finite, count);
     };
@@ -104,12 +103,10 @@ __global__ void decode_kernel(const __grid_constant__ cache_ref<Format> cache, t
         const int in_page = t % Format::page_tokens, at = starts[b] + cache.first_token + t;
         if (keys.data)
             for (int c = lane; c < Format::head_dim; c += warp_size)
-                keys.at(at, head)[c] = T(read_value<typename Format::keys>(
-                    Format::key_shape(), cache.key_block(page, head), in_page, c));
+                keys.at(at, head)[c] = T(read_value<tensor::key>(cache, page, head, in_page, c));
         if (values.data)
             for (int c = lane; c < Format::value_dim; c += warp_size)
-                values.at(at, head)[c] = T(read_value<typename Format::values>(
-                    Format::value_shape(), cache.value_block(page, head), in_page, c));
+                values.at(at, head)[c] = T(read_value<tensor::value>(cache, page, head, in_page, c));
     }
 }
 

@@ -17,6 +17,7 @@ template <class Values>
 struct weight_words {
     static constexpr int sets = !Values::full && Values::token_parameters ? Values::runs : 1;
     static constexpr int units = 4 * Values::lane_units;
+    static constexpr bool padded = units != Values::units;  // no token fills the last ones: they stay zero
     static constexpr int stride = units + 4;  // words of a column; columns fall into different banks
     static constexpr int row_set = 8 * stride;
     KVQ_HD static constexpr int words(int rows4) { return sets * rows4 * row_set; }
@@ -133,13 +134,13 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     static_for<words::sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         [[maybe_unused]] float scale[Keys::tiles][4], bias[Keys::tiles][4];
-        if constexpr (!Values::full && Values::token_parameters) {
+        if constexpr (!Values::full && Values::scales_tokens) {
 #pragma unroll
             for (int tile = 0; tile < Keys::tiles; ++tile) {
                 const int token = tile * Keys::tile_height + (idle ? 0 : 4 * id.g);
-                const float4 v = Values::scales(slot, S, token);
+                const float4 v = Values::token_scales(slot, S, token);
                 scale[tile][0] = v.x, scale[tile][1] = v.y, scale[tile][2] = v.z, scale[tile][3] = v.w;
-                if constexpr (Values::traits::has_bias) {
+                if constexpr (words::bias_sets > 0) {
                     const float4 b = Values::biases(slot, S, token);
                     bias[tile][0] = b.x, bias[tile][1] = b.y, bias[tile][2] = b.z, bias[tile][3] = b.w;
                 }
@@ -170,7 +171,7 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
             } else {
                 float w[Keys::tiles][4];
                 float largest = 1.0f;
-                if constexpr (Values::token_parameters) {
+                if constexpr (Values::scales_tokens) {
                     largest = 0.0f;
                     [[maybe_unused]] float biased = 0.0f;
 #pragma unroll
@@ -212,17 +213,19 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     });
 }
 
-/// output = output * keep + step * (values x weights) for every tile of 32 channels.
+/// output = output * keep + step * (values x weights) for every tile of 32 channels. `first`: the chunk's first token of its page.
 template <class Values, int Rows4>
 __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                            const chunk_factors<Values, Rows4>& factors, std::uint32_t slot,
-                                           std::uint32_t weights, const lane_id& id) {
+                                           [[maybe_unused]] int first, std::uint32_t weights,
+                                           const lane_id& id) {
     using words = weight_words<Values>;
     using traits = typename Values::traits;
     using sum_type = std::conditional_t<Values::full, float, int>;
     constexpr bool channel_parameters = !Values::full && !Values::token_parameters;
     constexpr bool needs_total = traits::zero_code != 0 || (channel_parameters && traits::has_bias);
     constexpr int tiles_of_set = ceil_div(Values::tiles, words::sets);
+    [[maybe_unused]] const auto line = Values::line(slot, first, 0);
     static_for<words::sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         std::uint32_t b[Rows4][2 * Values::pairs];
@@ -240,6 +243,16 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                     mma_codes_unsigned(sums, 0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u, b[n][2 * i],
                                        b[n][2 * i + 1]);
                 total[n] = 256 * sums[0] + sums[1];
+            }
+        }
+        // Coded biases: total * (first + step * code) = base + slope * (raised + code).
+        [[maybe_unused]] float base[Rows4], slope[Rows4];
+        if constexpr (Values::coded) {
+#pragma unroll
+            for (int n = 0; n < Rows4; ++n) {
+                const float weight = static_cast<float>(total[n]) * factors.step[S][n];
+                slope[n] = weight * line.step;
+                base[n] = fmaf(-raised, slope[n], weight * line.first);
             }
         }
         static_for<tiles_of_set>([&](auto in_set) {
@@ -271,7 +284,11 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                     const float4 v = Values::scales(slot, 0, channel);
                     scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
                     if constexpr (traits::has_bias) {
-                        const float4 w = Values::biases(slot, 0, channel);
+                        float4 w;
+                        if constexpr (Values::coded)
+                            w = Values::bias_codes(slot, 0, channel);
+                        else
+                            w = Values::biases(slot, 0, channel);
                         bias[0] = w.x, bias[1] = w.y, bias[2] = w.z, bias[3] = w.w;
                     }
                 }
@@ -292,8 +309,10 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                         (256 * all_sums[1][r / 2][n][at] + all_sums[1][r / 2][n][at + 1]);
                             if constexpr (traits::zero_code != 0)
                                 whole -= weight * traits::zero_code * total[n];
-                            y = static_cast<float>(whole) * (factors.step[S][n] * (1.0f / weight));
-                            if constexpr (channel_parameters) {
+                            y = static_cast<float>(whole) * (factors.step[S][n] * (line.unit / weight));
+                            if constexpr (Values::coded) {
+                                y = fmaf(bias[r], slope[n], fmaf(y, scale[r], base[n]));
+                            } else if constexpr (channel_parameters) {
                                 y *= scale[r];
                                 if constexpr (traits::has_bias)
                                     y = fmaf(bias[r], static_cast<float>(total[n]) * factors.step[S][n], y);

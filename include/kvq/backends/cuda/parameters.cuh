@@ -1,0 +1,136 @@
+// Parameters of four tokens or channels at a time, from shared memory to registers.
+//
+//   P = float16, bfloat16, float     as they are stored
+//   P = coded                        bytes under three numbers of the group (quant/coded.hpp): scales come in units of
+//                                    group_line::unit, which folds into a product's last factor; biases = first + step * code
+//
+// A byte becomes a float without conversion: permuted to where a float's bits are, then one shift and addition (scales,
+// factors), or put behind the point of 2^15, which is subtracted (biases).
+// Contract: unit * scales, biases and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp).
+#pragma once
+
+#include "../../quant/channel_params.hpp"
+#include "ptx.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+__device__ __forceinline__ uint4 load_shared_16(std::uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at));
+    return v;
+}
+__device__ __forceinline__ uint2 load_shared_8(std::uint32_t at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_4(std::uint32_t at) {
+    std::uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_2(std::uint32_t at) {
+    std::uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ void store_shared_16(std::uint32_t at, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+
+template <class P>
+inline constexpr int parameter_width = std::is_same_v<P, coded> ? 1 : static_cast<int>(sizeof(P));
+
+/// What the channels of a group share.
+template <class P>
+struct group_line {
+    static constexpr float unit = 1.0f;
+    __device__ __forceinline__ static group_line load(std::uint32_t) { return {}; }
+};
+template <>
+struct group_line<coded> {
+    float unit, first, step;
+    __device__ __forceinline__ static group_line load(std::uint32_t at) {
+        return {__uint_as_float(load_shared_2(at) << 16), __uint_as_float(load_shared_2(at + 2) << 16),
+                __uint_as_float(load_shared_2(at + 4) << 16)};
+    }
+};
+
+/// small_float<M>::value of byte I of a word.
+template <class SmallFloat, int I>
+__device__ __forceinline__ float small_value(std::uint32_t word) {
+    constexpr int shift = SmallFloat::exponents == 8 ? 2 : 3;
+    static_assert(SmallFloat::value(1u) ==
+                  kvq::detail::bit_cast<float>((1u << (16 + shift)) + SmallFloat::offset));
+    return __uint_as_float((__byte_perm(word, 0u, 0x4044 | I << 8) << shift) + SmallFloat::offset);
+}
+template <class SmallFloat>
+__device__ __forceinline__ float4 small_values(std::uint32_t word) {
+    return {small_value<SmallFloat, 0>(word), small_value<SmallFloat, 1>(word),
+            small_value<SmallFloat, 2>(word), small_value<SmallFloat, 3>(word)};
+}
+/// 2^15 + code for byte I of a word.
+inline constexpr float raised = 32768.0f;
+template <int I>
+__device__ __forceinline__ float raised_code(std::uint32_t word) {
+    return __uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | I << 4));
+}
+__device__ __forceinline__ float4 raised_codes(std::uint32_t word) {
+    return {raised_code<0>(word), raised_code<1>(word), raised_code<2>(word), raised_code<3>(word)};
+}
+/// first + step * code for byte I of a word.
+template <int I>
+__device__ __forceinline__ float bias_value(std::uint32_t word, const group_line<coded>& line) {
+    return fmaf(raised_code<I>(word) - raised, line.step, line.first);
+}
+__device__ __forceinline__ float4 bias_values(std::uint32_t word, const group_line<coded>& line) {
+    return {bias_value<0>(word, line), bias_value<1>(word, line), bias_value<2>(word, line),
+            bias_value<3>(word, line)};
+}
+
+/// Four neighbouring parameters of a float type.
+template <class P>
+__device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
+    if constexpr (sizeof(P) == 4) {
+        const uint4 v = load_shared_16(at);
+        return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+    } else {
+        const uint2 v = load_shared_8(at);
+        return {unpack_half<P, 0>(v.x), unpack_half<P, 1>(v.x), unpack_half<P, 0>(v.y),
+                unpack_half<P, 1>(v.y)};
+    }
+}
+template <class P>
+__device__ __forceinline__ float4 load_scales(std::uint32_t at) {
+    if constexpr (std::is_same_v<P, coded>)
+        return small_values<kvq::detail::scale_float>(load_shared_4(at));
+    else
+        return load_parameters<P>(at);
+}
+template <class P>
+__device__ __forceinline__ float4 load_biases(std::uint32_t at, [[maybe_unused]] const group_line<P>& line) {
+    if constexpr (std::is_same_v<P, coded>)
+        return bias_values(load_shared_4(at), line);
+    else
+        return load_parameters<P>(at);
+}
+
+/// Factors of four neighbouring tokens. Coded ones may start at any even address: Skew says how far from a word.
+template <class P, int Skew>
+__device__ __forceinline__ float4 load_factors(std::uint32_t at) {
+    if constexpr (std::is_same_v<P, coded>) {
+        static_assert(Skew == 0 || Skew == 2);
+        std::uint32_t word = load_shared_4(at - Skew);
+        if constexpr (Skew == 2) word = __byte_perm(word, load_shared_4(at + 2), 0x5432);
+        return small_values<kvq::detail::factor_float>(word);
+    } else {
+        static_assert(Skew == 0);
+        return load_parameters<P>(at);
+    }
+}
+
+}  // namespace kvq::inline v0_1::cuda::detail
