@@ -106,7 +106,8 @@ struct shrink_search {
         grid_range best = whole;
         double least = detail::code_on_grid(x, n, whole, top, codes);
         for (int i = 1; i < 10; ++i) {
-            const float cut = 0.025f * static_cast<float>(i) * (whole.last - whole.first);
+            const float cut =
+                detail::rounded_product(0.025f * static_cast<float>(i), whole.last - whole.first);
             const grid_range r{whole.first + cut, whole.last - cut};
             const double error = detail::code_on_grid(x, n, r, top, codes);
             if (error < least) {
