@@ -70,6 +70,43 @@ KVQ_HD float read_value(const cache_ref<Format>& cache, int page, int head, int 
     }
 }
 
+/// Neighbours of x in P below or above it, as core/float_formats.hpp has them, with hardware conversion where there is one.
+template <class P>
+__device__ __forceinline__ P round_outside(float x, bool up) {
+    if constexpr (std::is_same_v<P, float16>) {
+        const float clamped = fminf(fmaxf(x, -P::max_finite), P::max_finite);
+        std::uint16_t bits;
+        if (up)
+            asm("cvt.rp.f16.f32 %0, %1;" : "=h"(bits) : "f"(clamped));
+        else
+            asm("cvt.rm.f16.f32 %0, %1;" : "=h"(bits) : "f"(clamped));
+        return P::from_bits(bits);
+    } else {
+        return up ? kvq::detail::round_up_to<P>(x) : kvq::detail::round_down<P>(x);
+    }
+}
+/// Levels::fit(lo, hi), the same bits in fewer instructions.
+template <class S>
+__device__ __forceinline__ stored_parameters<typename S::parameter> fit_range(float lo, float hi) {
+    using P = typename S::parameter;
+    using levels = typename S::levels;
+    constexpr float least = 1.17549435e-38f;
+    constexpr int top = levels::template top<S::code_bits>;
+    if constexpr (std::is_same_v<levels, asymmetric>) {
+        const P bias = round_outside<P>(lo + 0.0f, false);
+        const float range = hi - to_float(bias);
+        if (!(range > 0.0f)) return {P{}, bias};
+        return {round_outside<P>(fmaxf(__fdiv_rn(range, static_cast<float>(top)), least), true), bias};
+    } else if constexpr (std::is_same_v<levels, symmetric>) {
+        const float largest = fmaxf(-lo, hi);
+        if (!(largest > 0.0f)) return {P{}, P{}};
+        constexpr float steps = static_cast<float>(top - levels::template zero_code<S::code_bits>);
+        return {round_outside<P>(fmaxf(__fdiv_rn(largest, steps), least), true), P{}};
+    } else {
+        return levels::template fit<S::code_bits, P>(lo, hi);
+    }
+}
+
 /// 1 / scale as encoders use it.
 __device__ __forceinline__ float inverse_scale(float scale) {
     return scale > 0.0f ? __fdiv_rn(1.0f, scale) : 0.0f;

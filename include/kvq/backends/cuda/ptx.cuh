@@ -10,6 +10,7 @@
 // Source: PTX ISA 8.x, "Matrix multiply-accumulate operation using mma instruction"; sm_80 and later.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -100,38 +101,35 @@ __device__ __forceinline__ T from_float(float value) {
         return T(value);
 }
 
-/// Smallest, largest (of a number and NaN: the number; -0 < +0) and a * b + c of two 16-bit floats at a time.
+/// Smallest and largest (of a number and NaN: NaN; -0 < +0) of two 16-bit floats at a time.
 template <class T>
 __device__ __forceinline__ std::uint32_t min_halves(std::uint32_t a, std::uint32_t b) {
     std::uint32_t c;
     if constexpr (std::is_same_v<T, float16>)
-        asm("min.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+        asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     else
-        asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+        asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
 }
 template <class T>
 __device__ __forceinline__ std::uint32_t max_halves(std::uint32_t a, std::uint32_t b) {
     std::uint32_t c;
     if constexpr (std::is_same_v<T, float16>)
-        asm("max.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+        asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     else
-        asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+        asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
 }
-template <class T>
-__device__ __forceinline__ std::uint32_t fma_halves(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
-    std::uint32_t d;
-    if constexpr (std::is_same_v<T, float16>)
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    else
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/// 1 / x to about 1e-7, for normal x; without the care for subnormal numbers that __fdividef takes.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -159,6 +157,14 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int Pending>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+/// Asks for memory in the second-level cache. All lanes of a warp.
+__device__ __forceinline__ void prefetch_lines(const std::byte* from, int bytes, int lane) {
+    constexpr int line = 128;
+#pragma unroll 1
+    for (int at = lane * line; at < bytes; at += 32 * line)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
 /// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until the one before

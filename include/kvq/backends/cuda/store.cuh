@@ -16,35 +16,69 @@ namespace kvq::inline v0_1::cuda {
 
 namespace detail {
 
-/// One tensor: 32 input tokens of one head. `part` of `parts`: blocks that share tokens which go one by one.
-template <class Format, class T, tensor Role>
+/// Starts copying 32 input tokens of one head to shared memory. All threads of a block.
+template <tensor Role, class Format, class T>
+__device__ __forceinline__ void fetch_tile(const token_view<const T>& x, int first, int head,
+                                           std::byte* rows) {
+    constexpr int dim = dim_of<Role, Format>;
+    constexpr int per_row = dim * static_cast<int>(sizeof(T)) / 16;
+    constexpr int row_bytes = store_rows<T, dim>::row_bytes;
+    const T* const from = x.at(first, head);
+    if ((reinterpret_cast<std::uintptr_t>(from) | static_cast<std::uintptr_t>(x.token_stride) * sizeof(T)) %
+            16 ==
+        0) {
+#pragma unroll
+        for (int i = static_cast<int>(threadIdx.x); i < 32 * per_row; i += store_threads)
+            copy_async(
+                shared_address(rows) + static_cast<std::uint32_t>(i / per_row * row_bytes + i % per_row * 16),
+                reinterpret_cast<const uint4*>(from + i / per_row * x.token_stride) + i % per_row);
+    } else {
+        for (int i = static_cast<int>(threadIdx.x); i < 32 * dim; i += store_threads)
+            *reinterpret_cast<T*>(rows + i / dim * row_bytes + i % dim * static_cast<int>(sizeof(T))) =
+                from[i / dim * x.token_stride + i % dim];
+    }
+    copy_commit();
+}
+
+/// One tensor: 32 input tokens, heads blockIdx.y, blockIdx.y + gridDim.y, ... Few: `parts` blocks share the tokens that go
+/// one by one, of which each warp has at most one.
+template <class Format, class T, tensor Role, bool Few>
 __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, const token_view<const T>& x,
                                              const long long* slots, unsigned* not_finite, int part,
                                              int parts, std::byte* shared) {
     using S = scheme_of<Role, Format>;
     constexpr int dim = dim_of<Role, Format>;
-    using memory = store_rows<T, dim>;
     using store = store_traits<S, dim, Format::page_tokens>;
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
+    const int heads = static_cast<int>(gridDim.y);
     const int head = static_cast<int>(blockIdx.y);
     const int begin = static_cast<int>(blockIdx.x) / parts * 32;
     const auto slot_of = [&](int token) {
         return token >= 0 && token < x.tokens ? static_cast<int>(slots[token]) : -1;
     };
+    auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
+    // Numbers are fetched before it is known where they go. Many tokens are mostly whole tiles, few mostly are not.
+    const bool guess = store::tiles && !Few && begin + 32 <= x.tokens;
+    if (guess) fetch_tile<Role, Format, T>(x, begin, head, own.rows[0]);
     const int here = slot_of(begin + lane);
+    [[maybe_unused]] int before = -1, behind = -1;
+    [[maybe_unused]] token_numbers<Role, Format, T> single;
+    const int single_at = part * store_warps + warp;
+    if constexpr (Few) {
+        if constexpr (store::tiles) before = slot_of(begin - 32 + lane), behind = slot_of(begin + 32 + lane);
+        if (begin + single_at < x.tokens) single.fetch(x.at(begin + single_at, head), lane);
+    }
     unsigned bad = 0;
     unsigned covered = 0;
     if constexpr (store::tiles) {
-        auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
-        std::byte* const rows = own.rows;
         // Which tokens start 32 slots in a row that a tile of the page takes? Often the block's first token alone.
         unsigned leads_here = 1u;
         covered = ~0u;
         if (!__all_sync(~0u, here == __shfl_sync(~0u, here, 0) + lane &&
                                  (lane > 0 || (here >= 0 && here % 32 == 0)))) {
             // Which continue the slot of the token before them: 32 before, here, 32 behind.
-            const int before = slot_of(begin - 32 + lane), behind = slot_of(begin + 32 + lane);
+            if constexpr (!Few) before = slot_of(begin - 32 + lane), behind = slot_of(begin + 32 + lane);
             const auto runs = [&](int slot, int previous_last) {
                 int previous = __shfl_up_sync(~0u, slot, 1);
                 if (lane == 0) previous = previous_last;
@@ -63,54 +97,70 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
             covered = __ballot_sync(
                 ~0u, here >= 0 && ((lead >= 0 ? leads_here >> lead : leads_before >> (32 + lead)) & 1u));
         }
-        for (unsigned left = part == 0 ? leads_here : 0u; left; left &= left - 1) {
-            const int first = begin + __ffs(static_cast<int>(left)) - 1;
-            constexpr int per_row = dim * static_cast<int>(sizeof(T)) / 16;
+        unsigned leads = part == 0 ? leads_here : 0u;
+        int at = __ffs(static_cast<int>(leads)) - 1;
+        if (leads && !(guess && at == 0)) {
+            copy_wait<0>();
             __syncthreads();
-            if ((reinterpret_cast<std::uintptr_t>(x.at(first, head)) |
-                 static_cast<std::uintptr_t>(x.token_stride) * sizeof(T)) %
-                    16 ==
-                0) {
-#pragma unroll
-                for (int i = static_cast<int>(threadIdx.x); i < 32 * per_row; i += store_threads)
-                    copy_async(shared_address(rows) + static_cast<std::uint32_t>(
-                                                          i / per_row * memory::row_bytes + i % per_row * 16),
-                               reinterpret_cast<const uint4*>(x.at(first + i / per_row, head)) + i % per_row);
-                copy_commit();
-                copy_wait<0>();
+            fetch_tile<Role, Format, T>(x, begin + at, head, own.rows[0]);
+        }
+        constexpr int buffers = store_memory<Role, Format, T>::row_buffers;
+        for (int tile_head = head, buffer = 0; leads; buffer ^= buffers - 1) {
+            const int slot = __shfl_sync(~0u, here, at), this_head = tile_head;
+            tile_head += heads;
+            if (tile_head >= x.heads) {
+                tile_head = head;
+                leads &= leads - 1;
+                at = __ffs(static_cast<int>(leads)) - 1;
+            }
+            if (buffers == 2 && leads) {
+                __syncthreads();  // nobody reads the other buffer any more
+                fetch_tile<Role, Format, T>(x, begin + at, tile_head, own.rows[buffer ^ 1]);
+                copy_wait<1>();
             } else {
-                for (int i = static_cast<int>(threadIdx.x); i < 32 * dim; i += store_threads)
-                    *reinterpret_cast<T*>(rows + i / dim * memory::row_bytes +
-                                          i % dim * static_cast<int>(sizeof(T))) =
-                        x.at(first + i / dim, head)[i % dim];
+                copy_wait<0>();
             }
             __syncthreads();
-            bad += store_tile<Role, Format, T>(cache, rows, static_cast<int>(slots[first]), head, own.tile);
+            bad += store_tile<Role, Format, T>(cache, own.rows[buffer], slot, this_head, own.tile);
+            if (buffers == 1 && leads) {
+                __syncthreads();
+                fetch_tile<Role, Format, T>(x, begin + at, tile_head, own.rows[0]);
+            }
         }
     }
-    for (unsigned left = __ballot_sync(~0u, here >= 0) & ~covered; left; left &= left - 1) {
-        const int at = __ffs(static_cast<int>(left)) - 1;
-        if (at % (parts * store_warps) == part * store_warps + warp)
-            bad +=
-                store_token<Role, Format, T>(cache, x.at(begin + at, head), __shfl_sync(~0u, here, at), head);
+    unsigned left = __ballot_sync(~0u, here >= 0) & ~covered;
+    if constexpr (Few) {
+        if (left >> single_at & 1u)
+            bad += store_numbers<Role, Format, T>(cache, single, __shfl_sync(~0u, here, single_at), head);
+    } else {
+        for (; left; left &= left - 1) {
+            const int at = __ffs(static_cast<int>(left)) - 1;
+            if (at % (parts * store_warps) != part * store_warps + warp) continue;
+            const int slot = __shfl_sync(~0u, here, at);
+            for (int h = head; h < x.heads; h += heads)
+                bad += store_token<Role, Format, T>(cache, x.at(begin + at, h), slot, h);
+        }
     }
     if (not_finite && bad) atomicAdd(not_finite, bad);
 }
 
+inline constexpr int few_parts = 32 / store_warps;  // one warp per token
+
 /// Few tokens are usually one per sequence and wait for memory; of many, as many thread blocks as possible shall be under way.
 template <class Format, class T, bool Few>
-__global__ void __launch_bounds__(store_threads, Few ? 4 : 10)
+__global__ void __launch_bounds__(store_threads, Few ? 4 : 8)
     store_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<const T> k,
-                 token_view<const T> v, const long long* slots, unsigned* not_finite, int parts) {
+                 token_view<const T> v, const long long* slots, unsigned* not_finite) {
     __shared__ __align__(16) std::byte shared[larger(sizeof(store_memory<tensor::key, Format, T>),
                                                      sizeof(store_memory<tensor::value, Format, T>))];
     launch_dependents();
     wait_for_predecessor();
+    constexpr int parts = Few ? few_parts : 1;
     const int part = static_cast<int>(blockIdx.x) % parts;
     if (blockIdx.z == 0)
-        store_tokens<Format, T, tensor::key>(cache, k, slots, not_finite, part, parts, shared);
+        store_tokens<Format, T, tensor::key, Few>(cache, k, slots, not_finite, part, parts, shared);
     else
-        store_tokens<Format, T, tensor::value>(cache, v, slots, not_finite, part, parts, shared);
+        store_tokens<Format, T, tensor::value, Few>(cache, v, slots, not_finite, part, parts, shared);
 }
 
 }  // namespace detail
@@ -136,17 +186,20 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
     if (k.tokens == 0) return {};
     if (k.data == nullptr || v.data == nullptr || slots == nullptr)
         return detail::bad_value("k, v or slots is a null pointer");
-    // Few tokens are usually one per sequence: then more blocks share the tokens that do not make tiles.
+    // Few tokens are usually one per sequence: then more blocks share the tokens that do not make tiles. Of many, a block takes
+    // several heads, so that it loads while it computes.
     const bool few = k.tokens <= 512;
-    const int parts = few ? 8 : 1;
-    const dim3 grid(static_cast<unsigned>((k.tokens + 31) / 32 * parts),
-                    static_cast<unsigned>(cache.kv_heads), 2);
+    const int parts = few ? detail::few_parts : 1, tiles = (k.tokens + 31) / 32;
+    int heads = cache.kv_heads;  // thread blocks along the heads: all, or as few as leave 4096 blocks in all
+    if (!few)
+        while (heads % 2 == 0 && cache.kv_heads / heads < 4 && tiles * heads >= 4096) heads /= 2;
+    const dim3 grid(static_cast<unsigned>(tiles * parts), static_cast<unsigned>(heads), 2);
     if (few)  // small launches that overlap took longer than small launches that follow each other
         detail::store_kernel<Format, T, true>
-            <<<grid, detail::store_threads, 0, stream>>>(cache, k, v, slots, not_finite, parts);
+            <<<grid, detail::store_threads, 0, stream>>>(cache, k, v, slots, not_finite);
     else
         detail::launch_overlapped(detail::store_kernel<Format, T, false>, grid, detail::store_threads, 0,
-                                  stream, cache, k, v, slots, not_finite, parts);
+                                  stream, cache, k, v, slots, not_finite);
     return detail::launched("store");
 }
 

@@ -3,7 +3,7 @@
 // A tile lies in shared memory: lane = token for ranges, parameters and keys, lane = 4 channels for values; whole words, no
 // atomics. A single token is coded by a warp and changes the bits of its own codes only.
 // Contract: the bytes that the CPU writes for the same tokens (core/rounding.hpp). Ranges of 16-bit input come from packed
-// minima and maxima, which are exact; rows with NaN, infinities or a minimum of zero take the careful path.
+// minima and maxima, which are exact; rows with NaN or infinities take the careful path.
 #pragma once
 
 #include "../../core/token_view.hpp"
@@ -118,48 +118,65 @@ __device__ __forceinline__ void read_numbers(const std::byte* at, float (&x)[N])
     for (int k = 0; k < N; ++k) x[k] = to_float(raw[k]);
 }
 
+/// The numbers of one token of one head that a warp codes by itself, fetched before it is known where they go: channel c is
+/// number c / 32 of lane c % 32; for words that hold codes of one token only, the channels of the lane's words as well.
+template <tensor Role, class Format, class T>
+struct token_numbers {
+    using S = scheme_of<Role, Format>;
+    static constexpr int dim = dim_of<Role, Format>;
+    using store = store_traits<S, dim, Format::page_tokens>;
+    static constexpr int per_lane = ceil_div(dim, warp_size);
+    static constexpr bool own_words = Role == tensor::key && store::coded && store::tiles;
+    static constexpr int step = word_traits<S>::units_per_step;  // quads
+    static constexpr int jobs = own_words ? ceil_div(dim, 4 * step * warp_size) : 1;
+    T numbers[per_lane];
+    T of_words[jobs][own_words ? 4 * step : 1];
+
+    __device__ __forceinline__ void fetch(const T* from, int lane) {
+#pragma unroll
+        for (int i = 0; i < per_lane; ++i)
+            if (i * warp_size + lane < dim) numbers[i] = from[i * warp_size + lane];
+        if constexpr (own_words) {
+#pragma unroll
+            for (int j = 0; j < jobs; ++j) {
+                const int c = (j * warp_size + lane) * 4 * step;
+                if (c >= dim) continue;
+                constexpr int bytes = 4 * step * static_cast<int>(sizeof(T)), wide = smaller(bytes, 16);
+                if (reinterpret_cast<std::uintptr_t>(from + c) % wide == 0) {
+                    __builtin_memcpy(of_words[j], __builtin_assume_aligned(from + c, wide), bytes);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < 4 * step; ++k) of_words[j][k] = from[c + k];
+                }
+            }
+        }
+    }
+};
+
+/// Numbers of a float whose order as unsigned integers is that of the floats, -0 before +0.
+__device__ __forceinline__ unsigned ordered_bits(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+}
+__device__ __forceinline__ float from_ordered_bits(unsigned bits) {
+    return __uint_as_float(bits ^ (bits >> 31 ? 0x80000000u : 0xffffffffu));
+}
+
 /// One token of one head, by a warp, whatever its neighbours are.
 template <tensor Role, class Format, class T>
-__device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, const T* from, int slot,
-                                             int head) {
+__device__ __forceinline__ unsigned store_numbers(const cache_ref<Format>& cache,
+                                                  const token_numbers<Role, Format, T>& token_row, int slot,
+                                                  int head) {
     using S = scheme_of<Role, Format>;
+    using row_type = token_numbers<Role, Format, T>;
     constexpr block_shape s = shape_of<Role, Format>;
     constexpr int dim = dim_of<Role, Format>;
+    constexpr int per_lane = row_type::per_lane;
+    const T(&numbers)[per_lane] = token_row.numbers;
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int token = slot % Format::page_tokens;
     std::byte* const block = cache.template block<Role>(slot / Format::page_tokens, head);
     unsigned not_finite = 0;
-    // All loads before any store: the compiler cannot know that they do not overlap. Channel c is number c / 32 of a lane.
-    constexpr int per_lane = ceil_div(dim, warp_size);
-    T numbers[per_lane];
-#pragma unroll
-    for (int i = 0; i < per_lane; ++i)
-        if (i * warp_size + lane < dim) numbers[i] = from[i * warp_size + lane];
-    // So do the words that codes of several tokens share: old bits are flipped where they differ, one atomic per code.
-    constexpr bool flips = [] {
-        if constexpr (full_precision<S>)
-            return false;
-        else
-            return code_planes<S::code_bits>::count == 1 && S::code_bits < 8 &&
-                   !(Role == tensor::key && store_traits<S, dim, Format::page_tokens>::tiles);
-    }();
-    [[maybe_unused]] unsigned old[per_lane];
-    [[maybe_unused]] unsigned* words[per_lane];
-    [[maybe_unused]] int shifts[per_lane];
-    if constexpr (flips) {
-        using planes = code_planes<S::code_bits>;
-        const auto layout = S{}.codes(s);
-#pragma unroll
-        for (int i = 0; i < per_lane; ++i) {
-            const int c = smaller(i * warp_size + lane, dim - 1);
-            const int row = Role == tensor::key ? token : c, col = Role == tensor::key ? c : token;
-            const std::size_t byte = code_byte(layout, row, col, 0);
-            words[i] = reinterpret_cast<unsigned*>(block) + byte / 4;
-            shifts[i] = static_cast<int>(byte % 4) * 8 +
-                        planes::width(0) * (layout.cols.slot(col) / 4 % planes::quads_per_word(0));
-            old[i] = __ldcg(words[i]) >> shifts[i];
-        }
-    }
     if constexpr (full_precision<S>) {
         using W = typename S::value_type;
 #pragma unroll
@@ -171,74 +188,74 @@ __device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, con
                 window_value<W>(numbers[i]);
         }
     } else {
-        using P = typename S::parameter;
-        constexpr int group = store_traits<S, dim, Format::page_tokens>::group;
-        for (int g = 0; g * group < dim; ++g) {
-            const int end = smaller(dim, (g + 1) * group);
-            // The first of equal minima counts, as on the CPU: -0 and +0 make different bytes.
-            float lo = 0.0f, hi = 0.0f;
-            int at = dim;
+        using store = typename row_type::store;
+        constexpr int group = store::group;
+        // Lane g makes the parameters of group first + g.
+        for (int first = 0; first < store::groups; first += warp_size) {
+            constexpr int together = smaller(store::groups, warp_size);
+            unsigned own_low = ~0u, own_high = 0u;
 #pragma unroll
-            for (int i = 0; i < per_lane; ++i) {
-                const int c = i * warp_size + lane;
-                if (c < g * group || c >= end) continue;
-                const float x = to_float(numbers[i]);
-                if (!kvq::detail::is_finite(x)) {
-                    ++not_finite;
-                    continue;
-                }
-                if (at == dim || x < lo) {
-                    lo = x;
-                    hi = at == dim ? x : hi;
-                    at = c;
-                }
-                hi = fmaxf(hi, x);
-            }
+            for (int g = 0; g < together; ++g) {
+                unsigned low = ~0u, high = 0u;
 #pragma unroll
-            for (int step = 1; step < warp_size; step *= 2) {
-                const float other_lo = __shfl_xor_sync(~0u, lo, step),
-                            other_hi = __shfl_xor_sync(~0u, hi, step);
-                const int other = __shfl_xor_sync(~0u, at, step);
-                if (other == dim) continue;
-                hi = at == dim ? other_hi : fmaxf(hi, other_hi);
-                if (at == dim || other_lo < lo || (other_lo == lo && other < at)) {
-                    lo = other_lo;
-                    at = other;
+                for (int i = 0; i < per_lane; ++i) {
+                    const int c = i * warp_size + lane, begin = (first + g) * group;
+                    if (c < begin || c >= smaller(dim, begin + group)) continue;
+                    const float x = to_float(numbers[i]);
+                    if (!kvq::detail::is_finite(x)) {
+                        ++not_finite;
+                        continue;
+                    }
+                    low = min(low, ordered_bits(x));
+                    high = max(high, ordered_bits(x));
                 }
+                low = __reduce_min_sync(~0u, low);
+                high = __reduce_max_sync(~0u, high);
+                if (lane == g) own_low = low, own_high = high;
             }
-            const auto stored = S::levels::template fit<S::code_bits, P>(lo, hi);
-            if (lane == 0) S{}.store_parameters(s, block, g, token, stored);
-            const float bias = static_cast<float>(stored.bias),
-                        inverse = inverse_scale(static_cast<float>(stored.scale));
-            const auto code = [&](T x) {
+            const bool any = own_low <= own_high;  // anything finite
+            const auto stored = fit_range<S>(any ? from_ordered_bits(own_low) : 0.0f,
+                                             any ? from_ordered_bits(own_high) : 0.0f);
+            if (lane < together && first + lane < store::groups)
+                S{}.store_parameters(s, block, first + lane, token, stored);
+            const float own_bias = to_float(stored.bias), own_inverse = inverse_scale(to_float(stored.scale));
+            // Is channel c in one of these groups? All lanes.
+            const auto find = [&](int c, float& bias, float& inverse) {
+                const int g = c / group - first;
+                bias = __shfl_sync(~0u, own_bias, g & 31);
+                inverse = __shfl_sync(~0u, own_inverse, g & 31);
+                return c < dim && g >= 0 && g < together;
+            };
+            const auto code = [&](T x, float bias, float inverse) {
                 return static_cast<unsigned>(
                     S::levels::template code<S::code_bits>(to_float(x), bias, inverse));
             };
-            using store = store_traits<S, dim, Format::page_tokens>;
-            if constexpr (Role == tensor::key && store::tiles) {
-                // Words of keys hold codes of one token only.
-                constexpr int step = word_traits<S>::units_per_step, units = dim / 4;
+            float bias, inverse;
+            if constexpr (row_type::own_words) {
+                constexpr int step = row_type::step, units = dim / 4;
                 constexpr int tile_words = 32 * word_traits<S>::lines(units);
                 auto* const row =
                     reinterpret_cast<std::uint32_t*>(block) + token / 32 * tile_words + token % 32;
-                for (int u = (g * group / (4 * step) + lane) * step; 4 * u < end; u += warp_size * step) {
-                    T x[4 * step];
 #pragma unroll
-                    for (int k = 0; k < 4 * step; ++k) x[k] = from[4 * u + k];
+                for (int j = 0; j < row_type::jobs; ++j) {
+                    const int unit = (j * warp_size + lane) * step;
+                    if (!find(4 * unit, bias, inverse)) continue;
                     std::uint32_t quads[step];
 #pragma unroll
                     for (int q = 0; q < step; ++q) {
                         quads[q] = 0;
 #pragma unroll
-                        for (int k = 0; k < 4; ++k) quads[q] |= code(x[4 * q + k]) << (8 * k);
+                        for (int n = 0; n < 4; ++n)
+                            quads[q] |= code(token_row.of_words[j][4 * q + n], bias, inverse) << (8 * n);
                     }
-                    pack_step<S>(u, units, quads, [&](int v, std::uint32_t word) { row[v * 32] = word; });
+                    pack_step<S>(unit, units, quads, [&](int v, std::uint32_t word) { row[v * 32] = word; });
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < per_lane; ++i) {
                     const int c = i * warp_size + lane;
-                    if (c >= g * group && c < end) store_code_shared<S>(s, block, token, c, code(numbers[i]));
+                    if (find(c, bias, inverse))
+                        store_code_shared<S>(s, block, token, c, code(numbers[i], bias, inverse));
                 }
             }
         }
@@ -246,12 +263,20 @@ __device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, con
     return not_finite;
 }
 
+/// The same from memory, out of line: tokens that make no tile are rare where there are many.
+template <tensor Role, class Format, class T>
+__device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, const T* from, int slot,
+                                             int head) {
+    token_numbers<Role, Format, T> row;
+    row.fetch(from, static_cast<int>(threadIdx.x) % warp_size);
+    return store_numbers<Role, Format, T>(cache, row, slot, head);
+}
+
 /// What the threads of a tile tell each other: [group][token] bias and 1 / scale; parts of ranges.
 template <int Groups>
 struct tile_parameters {
     float2 of[Groups][32];
     float lo[store_warps][32], hi[store_warps][32];
-    int dirty[store_warps];  // numbers that need the careful path
 };
 
 /// Shared memory of a thread block for one tensor.
@@ -260,19 +285,21 @@ struct store_memory {
     static constexpr int dim = dim_of<Role, Format>;
     using parameters =
         tile_parameters<store_traits<scheme_of<Role, Format>, dim, Format::page_tokens>::groups>;
-    alignas(16) std::byte rows[32 * store_rows<T, dim>::row_bytes];
+    /// While one is coded the other one is filled; rows of 4-byte numbers and long ones leave space for one only.
+    static constexpr int row_buffers = 64 * store_rows<T, dim>::row_bytes <= 20480 ? 2 : 1;
+    alignas(16) std::byte rows[row_buffers][32 * store_rows<T, dim>::row_bytes];
     alignas(16) parameters tile;
 };
 
-/// Range of the finite numbers of `Count` channels (a multiple of 8) of a token, and how many are not finite. Of equal
-/// minima the first counts, as on the CPU: -0 and +0 make different bytes.
+/// Range of the finite numbers of `Count` channels (a multiple of 8) of a token, and how many are not finite. (Whether a zero
+/// is -0 or +0 makes no difference to parameters.)
 template <int Count, class T>
 __device__ __forceinline__ int row_range(const std::byte* row, float& lo, float& hi) {
     static_assert(Count % 8 == 0);
     bool careful = false;
     if constexpr (sizeof(T) == 2) {
         constexpr std::uint32_t infinity = std::is_same_v<T, float16> ? 0x7c007c00u : 0x7f807f80u;
-        std::uint32_t low = infinity, high = infinity | 0x80008000u, poison = 0;
+        std::uint32_t low = infinity, high = infinity | 0x80008000u;
 #pragma unroll 4
         for (int i = 0; i < Count / 8; ++i) {
             const uint4 v = *reinterpret_cast<const uint4*>(row + 16 * i);
@@ -281,12 +308,12 @@ __device__ __forceinline__ int row_range(const std::byte* row, float& lo, float&
             for (const std::uint32_t w : words) {
                 low = min_halves<T>(low, w);
                 high = max_halves<T>(high, w);
-                poison = fma_halves<T>(w, 0u, poison);  // NaN once a number is NaN or infinite
             }
         }
-        lo = fminf(unpack_half<T, 0>(low), unpack_half<T, 1>(low));
-        hi = fmaxf(unpack_half<T, 0>(high), unpack_half<T, 1>(high));
-        careful = !(unpack_half<T, 0>(poison) == 0.0f && unpack_half<T, 1>(poison) == 0.0f) || lo == 0.0f;
+        // A NaN stays in both (min_halves, max_halves) and makes each comparison below false.
+        low = min_halves<T>(low, low >> 16), high = max_halves<T>(high, high >> 16);
+        lo = unpack_half<T, 0>(low), hi = unpack_half<T, 0>(high);
+        careful = !(lo > -INFINITY && hi < INFINITY);
     } else {
         careful = true;
     }
@@ -330,54 +357,43 @@ __device__ __forceinline__ unsigned store_tile(
     bool clean = true;
     const float2* parameters = nullptr;  // [group][32]
     if constexpr (store::coded) {
-        using P = typename S::parameter;
-        const auto fit = [&](float lo, float hi, int g, bool write) {
+        const auto fit = [&](float lo, float hi, int g) {
             if (lo > hi) lo = hi = 0.0f;  // nothing finite
-            const auto stored = S::levels::template fit<S::code_bits, P>(lo, hi);
-            if (write) S{}.store_parameters(s, block, g, first + lane, stored);
-            const float bias = static_cast<float>(stored.bias),
-                        inverse = inverse_scale(static_cast<float>(stored.scale));
+            const auto stored = fit_range<S>(lo, hi);
+            S{}.store_parameters(s, block, g, first + lane, stored);
+            const float bias = to_float(stored.bias), inverse = inverse_scale(to_float(stored.scale));
             clean = clean && fits_grid<S>(lo, hi, bias, inverse);
             return float2{bias, inverse};
         };
-        if constexpr (store::groups == 1 && dim % (8 * store_warps) == 0) {
-            // Every warp takes a quarter of the channels; then each makes the parameters for itself.
-            constexpr int quarter = dim / store_warps;
+        if constexpr (store_warps % store::groups == 0 && dim % (8 * store_warps) == 0) {
+            // Every warp takes a quarter of the channels; then one warp of each group makes its parameters: done by all, they
+            // would cost more than another barrier.
+            constexpr int quarter = dim / store_warps, warps = store_warps / store::groups;
             float lo, hi;
             not_finite = row_range<quarter, T>(own_row + warp * quarter * width, lo, hi);
             shared.lo[warp][lane] = lo;
             shared.hi[warp][lane] = hi;
-            const bool dirty = __any_sync(~0u, not_finite != 0);
-            if (lane == 0) shared.dirty[warp] = dirty;
             __syncthreads();
-            // One warp makes the parameters: done by all, they would cost more than another barrier.
-            if (warp == 0) {
+            if (warp < store::groups) {
 #pragma unroll
-                for (int w = 0; w < store_warps; ++w) {
-                    lo = w == 0 || shared.lo[w][lane] < lo ? shared.lo[w][lane] : lo;
-                    hi = w == 0 || shared.hi[w][lane] > hi ? shared.hi[w][lane] : hi;
-                    clean = clean && !shared.dirty[w];
+                for (int w = 0; w < warps; ++w) {
+                    const float other_lo = shared.lo[warp * warps + w][lane],
+                                other_hi = shared.hi[warp * warps + w][lane];
+                    lo = w == 0 || other_lo < lo ? other_lo : lo;
+                    hi = w == 0 || other_hi > hi ? other_hi : hi;
                 }
-                shared.of[0][lane] = fit(lo, hi, 0, true);
-                const bool all_clean = __all_sync(~0u, clean);
-                if (lane == 0) shared.dirty[0] = !all_clean;
+                shared.of[warp][lane] = fit(lo, hi, store::groups == 1 ? 0 : warp);
             }
-            __syncthreads();
-            clean = !shared.dirty[0];
+            clean = __syncthreads_and(clean && not_finite == 0);
             parameters = shared.of[0];
         } else {
             // Groups belong to one warp each.
             for (int g = warp; g < store::groups; g += store_warps) {
                 float lo, hi;
                 not_finite += row_range<store::group, T>(own_row + g * store::group * width, lo, hi);
-                shared.of[g][lane] = fit(lo, hi, g, true);
+                shared.of[g][lane] = fit(lo, hi, g);
             }
-            const bool dirty = __any_sync(~0u, !clean || not_finite != 0);
-            if (lane == 0) shared.dirty[warp] = dirty;
-            __syncthreads();
-#pragma unroll
-            for (int w = 0; w < store_warps; ++w) clean = clean && !shared.dirty[w];
-            clean = __all_sync(~0u, clean);
+            clean = __syncthreads_and(clean && not_finite == 0);
             parameters = shared.of[0];
         }
     }
