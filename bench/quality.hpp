@@ -340,24 +340,25 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
         const double value_ns = 1e9 * sum.value_seconds / static_cast<double>(sum.value_values);
         if (chosen.check) same = agrees(schemes[s].name, window) && same;
         if (chosen.json) {
-            const nlohmann::ordered_json line{{"scheme", schemes[s].name},
-                                              {"source", schemes[s].source},
-                                              {"bits", bits},
-                                              {"key_bits", key_bits},
-                                              {"value_bits", value_bits},
-                                              {"bits_with_window", bits_window},
-                                              {"tokens", first.k.tokens},
-                                              {"page_tokens", chosen.page_tokens},
-                                              {"sinks", chosen.sinks},
-                                              {"recent", chosen.recent},
-                                              {"out", window.out},
-                                              {"kld", window.kld},
-                                              {"worst", window.worst},
-                                              {"bare_out", bare.out},
-                                              {"bare_kld", bare.kld},
-                                              {"bare_worst", bare.worst},
-                                              {"key_encode_ns", key_ns},
-                                              {"value_encode_ns", value_ns}};
+            nlohmann::ordered_json line{{"scheme", schemes[s].name},
+                                        {"source", schemes[s].source},
+                                        {"bits", bits},
+                                        {"key_bits", key_bits},
+                                        {"value_bits", value_bits},
+                                        {"bits_with_window", bits_window},
+                                        {"tokens", first.k.tokens},
+                                        {"page_tokens", chosen.page_tokens},
+                                        {"sinks", chosen.sinks},
+                                        {"recent", chosen.recent},
+                                        {"out", window.out},
+                                        {"kld", window.kld},
+                                        {"worst", window.worst},
+                                        {"bare_out", bare.out},
+                                        {"bare_kld", bare.kld},
+                                        {"bare_worst", bare.worst},
+                                        {"key_encode_ns", key_ns},
+                                        {"value_encode_ns", value_ns}};
+            if (!statistics_paths.empty()) line["text_variance"] = text_variance(judged, others);
             std::printf("%s\n", line.dump().c_str());
         } else {
             std::printf("%-*s %6.3f %6.3f %8.3f | %9.5f %9.2e %9.4f | %9.5f %9.2e %9.4f | %.1f, %.1f\n",
