@@ -76,8 +76,8 @@ inline double exact_exp2(double x) noexcept {
 
 }  // namespace detail
 
-/// Variance of the logarithm of a channel's importance from one text to another: 0.02 between two parts of one text, 0.06 to 0.65
-/// between texts of different kinds (docs/quality.md).
+/// Variance of the logarithm of a channel's importance from one text to another: 0.01 to 0.02 between two parts of one text,
+/// 0.05 to 0.64 between texts of different kinds (docs/quality.md).
 inline constexpr double text_doubt = 0.2;
 
 /// Importances (>= 0, in any unit) as far as they can be trusted; their order stays. doubt: expected variance of the natural
