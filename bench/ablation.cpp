@@ -1,11 +1,13 @@
-// Each ingredient on and off, one tensor at a time: keys coded and values in 16 bit, or the other way round. Options and columns
-// are those of bench_quality; the bits to read are those of K (or 16 - K for values).
+// Each ingredient on and off: first one tensor at a time, keys coded and values in 16 bit, or the other way round; then whole
+// presets with one ingredient changed. Options and columns are those of bench_quality; the bits to read are those of K (or 16 - K
+// for values).
 #include <kvq/schemes/centred.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <kvq/schemes/published.hpp>
 
 #include "quality.hpp"
+#include "quality_schemes.hpp"
 
 namespace {
 
@@ -58,6 +60,13 @@ void keys_with_statistics(const quality::collect& add) {
     using keys = mixed_width<Widths, 8 * B, 64, error_feedback<least_squares_below_3_bits>>;
     add.with_statistics<keys, sixteen>(name + "widths, coded, least squares below 3 bits, feedback", source,
                                        [](const calibration* c) { return c ? keys(*c) : keys(); });
+    // At head_dim 48 a row of 3-bit codes takes 5 words for 4.5; this one takes 4.
+    if constexpr (B == 3) {
+        using narrower = mixed_width<Widths, 21, 64, error_feedback<least_squares_below_3_bits>>;
+        add.with_statistics<narrower, sixteen>(
+            name + "2.625 bits, widths, coded, least squares below 3 bits, feedback", source,
+            [](const calibration* c) { return c ? narrower(*c) : narrower(); });
+    }
 }
 
 template <int B>
@@ -104,5 +113,10 @@ int main(int argc, char** argv) {
     values<4>(add);
     values<3>(add);
     values<2>(add);
+    quality::preset_schemes(add);
+    quality::plan_schemes(add);
+    quality::ingredient_schemes<kvq::mix4, 4>(add);
+    quality::ingredient_schemes<kvq::low3, 3>(add);
+    quality::ingredient_schemes<kvq::low2, 2>(add);
     return quality::run_program(argc, argv, entries);
 }

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <functional>
 #include <kvq/attention/executor.hpp>
+#include <kvq/estimate/choose.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <nlohmann/json.hpp>
 
@@ -22,6 +23,8 @@ namespace quality {
 
 struct settings {
     int sinks = 4, recent = 32, page_tokens = 128, queries = 64, threads = 2;
+    std::vector<int> layers;  ///< empty: all
+    bool json = false, check = false;
 };
 
 /// One tensor of one head, coded page by page and decoded again.
@@ -119,6 +122,30 @@ inline void add_statistics(kvq::calibration& statistics, const std::vector<bench
     }
 }
 
+/// Variance of the logarithm of a channel's importance from one text to another, over the channels of a head; mean over heads.
+/// What kvq::text_doubt stands for.
+inline double text_variance(const kvq::calibration& a, const kvq::calibration& b) {
+    const kvq::cache_shape& s = a.shape();
+    double variance = 0.0, heads = 0.0;
+    for (int layer = 0; layer < s.layers; ++layer)
+        for (int head = 0; head < s.kv_heads; ++head) {
+            if (a.keys(layer, head) == 0 || b.keys(layer, head) == 0) continue;
+            double sum = 0.0, squares = 0.0, n = 0.0;
+            for (int c = 0; c < s.head_dim; ++c) {
+                const auto importance = [&](const kvq::calibration& x) {
+                    return x.query_power(layer, head, c) * x.key_variance(layer, head, c);
+                };
+                if (!(importance(a) > 0.0 && importance(b) > 0.0)) continue;
+                const double x = std::log(importance(a) / importance(b));
+                sum += x, squares += x * x, ++n;
+            }
+            if (n == 0.0) continue;
+            variance += squares / n - sum / n * (sum / n);
+            ++heads;
+        }
+    return variance / heads;
+}
+
 /// What one head contributes to a scheme's result.
 struct head_result {
     std::vector<bench::error_sums> window, bare;  // of each query head
@@ -202,19 +229,52 @@ inline errors summarize(const std::vector<bench::error_sums>& heads) {
     return e;
 }
 
-inline void run(const std::vector<std::string>& paths, const std::vector<std::string>& statistics_paths,
-                const std::vector<entry>& schemes, const settings& chosen, bool json) {
+/// Is what choose() says about a preset what was measured? To the digits that its table has.
+inline bool agrees(const std::string& scheme, const errors& measured) {
+    bool same = true;
+    for (const kvq::detail::preset_error& e : kvq::detail::preset_errors) {
+        const bool plain = scheme == e.name, planned = scheme == std::string(e.name) + "+stats";
+        if (!plain && !planned) continue;
+        const kvq::measured_error& said = plain ? e.plain : e.planned;
+        char text[4][16];
+        std::snprintf(text[0], sizeof text[0], "%.4f", said.output);
+        std::snprintf(text[1], sizeof text[1], "%.4f", measured.out);
+        std::snprintf(text[2], sizeof text[2], "%.2e", said.divergence);
+        std::snprintf(text[3], sizeof text[3], "%.2e", measured.kld);
+        if (std::string(text[0]) == text[1] && std::string(text[2]) == text[3]) continue;
+        std::fprintf(stderr, "estimate/choose.hpp says %s / %s of %s, measured are %s / %s\n", text[0],
+                     text[2], scheme.c_str(), text[1], text[3]);
+        same = false;
+    }
+    return same;
+}
+
+/// False if --check found errors that are not those of choose().
+inline bool run(const std::vector<std::string>& paths, const std::vector<std::string>& statistics_paths,
+                const std::vector<entry>& schemes, const settings& chosen) {
+    const auto read = [&](const std::string& path) {
+        std::vector<bench::layer_dump> layers = bench::read_dump(path);
+        if (!chosen.layers.empty())
+            std::erase_if(layers, [&](const bench::layer_dump& l) {
+                return std::find(chosen.layers.begin(), chosen.layers.end(), l.layer) == chosen.layers.end();
+            });
+        if (layers.empty()) throw std::runtime_error(path + " has none of the layers");
+        return layers;
+    };
     struct sequence {
         std::vector<bench::layer_dump> layers;
         std::vector<codec> codecs;
     };
     std::vector<sequence> sequences;
+    kvq::calibration judged, others;
     for (const std::string& path : paths) {
-        sequence s{bench::read_dump(path), {}};
+        sequence s{read(path), {}};
         kvq::calibration statistics = empty_statistics(s.layers);
         if (statistics_paths.empty()) add_statistics(statistics, s.layers, 2);
-        for (const std::string& other : statistics_paths)
-            add_statistics(statistics, bench::read_dump(other), 1);
+        for (const std::string& other : statistics_paths) add_statistics(statistics, read(other), 1);
+        if (sequences.empty()) judged = empty_statistics(s.layers);
+        add_statistics(judged, s.layers, 1);
+        others = statistics;
         for (const entry& e : schemes) s.codecs.push_back(e.make(statistics));
         sequences.push_back(std::move(s));
     }
@@ -246,7 +306,11 @@ inline void run(const std::vector<std::string>& paths, const std::vector<std::st
     const bench::layer_dump& first = sequences.front().layers.front();
     int width = 6;
     for (const entry& e : schemes) width = std::max(width, static_cast<int>(e.name.size()));
-    if (!json)
+    if (!chosen.json && !statistics_paths.empty())
+        std::printf("variance of log importance from the texts of the statistics to these: %.3f\n",
+                    text_variance(judged, others));
+    bool same = true;
+    if (!chosen.json)
         std::printf(
             "%zu layers of %d tokens, q/kv heads %d/%d, head_dim %d, pages of %d, %d queries a head; window "
             "%d/%d\n"
@@ -274,25 +338,27 @@ inline void run(const std::vector<std::string>& paths, const std::vector<std::st
         const errors window = summarize(sum.window), bare = summarize(sum.bare);
         const double key_ns = 1e9 * sum.key_seconds / static_cast<double>(sum.key_values);
         const double value_ns = 1e9 * sum.value_seconds / static_cast<double>(sum.value_values);
-        if (json) {
-            const nlohmann::ordered_json line{{"scheme", schemes[s].name},
-                                              {"source", schemes[s].source},
-                                              {"bits", bits},
-                                              {"key_bits", key_bits},
-                                              {"value_bits", value_bits},
-                                              {"bits_with_window", bits_window},
-                                              {"tokens", first.k.tokens},
-                                              {"page_tokens", chosen.page_tokens},
-                                              {"sinks", chosen.sinks},
-                                              {"recent", chosen.recent},
-                                              {"out", window.out},
-                                              {"kld", window.kld},
-                                              {"worst", window.worst},
-                                              {"bare_out", bare.out},
-                                              {"bare_kld", bare.kld},
-                                              {"bare_worst", bare.worst},
-                                              {"key_encode_ns", key_ns},
-                                              {"value_encode_ns", value_ns}};
+        if (chosen.check) same = agrees(schemes[s].name, window) && same;
+        if (chosen.json) {
+            nlohmann::ordered_json line{{"scheme", schemes[s].name},
+                                        {"source", schemes[s].source},
+                                        {"bits", bits},
+                                        {"key_bits", key_bits},
+                                        {"value_bits", value_bits},
+                                        {"bits_with_window", bits_window},
+                                        {"tokens", first.k.tokens},
+                                        {"page_tokens", chosen.page_tokens},
+                                        {"sinks", chosen.sinks},
+                                        {"recent", chosen.recent},
+                                        {"out", window.out},
+                                        {"kld", window.kld},
+                                        {"worst", window.worst},
+                                        {"bare_out", bare.out},
+                                        {"bare_kld", bare.kld},
+                                        {"bare_worst", bare.worst},
+                                        {"key_encode_ns", key_ns},
+                                        {"value_encode_ns", value_ns}};
+            if (!statistics_paths.empty()) line["text_variance"] = text_variance(judged, others);
             std::printf("%s\n", line.dump().c_str());
         } else {
             std::printf("%-*s %6.3f %6.3f %8.3f | %9.5f %9.2e %9.4f | %9.5f %9.2e %9.4f | %.1f, %.1f\n",
@@ -300,6 +366,7 @@ inline void run(const std::vector<std::string>& paths, const std::vector<std::st
                         window.worst, bare.out, bare.kld, bare.worst, key_ns, value_ns);
         }
     }
+    return same;
 }
 
 inline int run_program(int argc, char** argv, const std::vector<entry>& all) {
@@ -307,7 +374,7 @@ inline int run_program(int argc, char** argv, const std::vector<entry>& all) {
     settings chosen;
     std::vector<std::string> paths, names;
     std::vector<std::string> statistics_paths;
-    bool json = false, list = false;
+    bool list = false;
     app.add_option("dumps", paths,
                    "folders or .safetensors files, a sequence each (bench/dump.hpp says how they look)");
     app.add_option("--schemes", names, "only these, separated by commas")->delimiter(',');
@@ -332,7 +399,12 @@ inline int run_program(int argc, char** argv, const std::vector<entry>& all) {
     app.add_option(
         "--statistics", statistics_paths,
         "gather what schemes named +stats use from these dumps, not from the first half of each sequence");
-    app.add_flag("--json", json, "one JSON object a line");
+    app.add_option("--layers", chosen.layers, "only these layers of the dumps, separated by commas")
+        ->delimiter(',');
+    app.add_flag("--json", chosen.json, "one JSON object a line");
+    app.add_flag(
+        "--check", chosen.check,
+        "fail if the errors of presets are not those that kvq::choose returns (all options as they are)");
     app.add_flag("--list", list, "name the schemes and where they come from");
     CLI11_PARSE(app, argc, argv);
 
@@ -350,7 +422,7 @@ inline int run_program(int argc, char** argv, const std::vector<entry>& all) {
             picked.push_back(*found);
         }
         if (paths.empty()) throw std::runtime_error("no dump is given; --help says what one is");
-        run(paths, statistics_paths, names.empty() ? all : picked, chosen, json);
+        if (!run(paths, statistics_paths, names.empty() ? all : picked, chosen)) return 1;
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s: %s\n", argv[0], error.what());
         return 1;

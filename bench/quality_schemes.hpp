@@ -4,6 +4,7 @@
 // that programs that instantiate attention can give each a translation unit of its own.
 #pragma once
 
+#include <deque>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -123,6 +124,49 @@ void plan_schemes(Add&& add) {
     pair(kvq::mix4{}, "mix4-plan");
     pair(kvq::low3{}, "low3-plan");
     pair(kvq::low2{}, "low2-plan");
+}
+
+/// A preset with mixed widths with one ingredient changed at a time, and each of its tensors alone. Bits: average width.
+template <class P, int Bits, class Add>
+void ingredient_schemes(Add&& add) {
+    using namespace kvq;
+    using sixteen = full<float16>;
+    using encoder = kvq::detail::preset_key_encoder;
+    using widths = typename P::keys::width_list;
+    using best = mean_corrected<least_squares>;
+    const auto name = [](const char* change) {
+        static std::deque<std::string> names;  // entries keep views of them
+        return names.emplace_back(std::string(P::name) + "-" + change).c_str();
+    };
+    const auto keys = [&]<class K, class V>(const char* change, const char* source) {
+        add.template with_statistics<K, V>(name(change), source,
+                                           [](const calibration* c) { return c ? K(*c) : K(); });
+    };
+    const auto values = [&]<class V>(const char* change, const char* source) {
+        keys.template operator()<typename P::keys, V>(change, source);
+    };
+    keys.template operator()<typename P::keys, sixteen>("keys", "values in 16 bit");
+    add.template operator()<sixteen, typename P::values>(name("values"), "keys in 16 bit");
+    add.template with_statistics<typename P::keys, typename P::values>(
+        name("trusting"), "widths as if the statistics were those of the text", [](const calibration* c) {
+            using K = typename P::keys;
+            if (!c) return K();
+            const auto plan = std::make_shared<const width_plan>(K::make_plan(*c, 0.0));
+            return K(plan, encoder(*c, plan.get()));
+        });
+    keys.template operator()<channel_grid<Bits, 64, encoder>, typename P::values>(
+        "even", "keys of one width, error feedback alone");
+    keys.template operator()<mixed_width<widths, 8 * Bits, 64, error_feedback<min_max>>, typename P::values>(
+        "range-keys", "keys without least squares below 3 bits");
+    keys.template operator()<mixed_width<widths, 8 * Bits, 64, encoder, params<float16>>,
+                             channel_grid<Bits, 0, best, params<float16>, token_factors<params<float16>>>>(
+        "fp16", "parameters in fp16");
+    values.template operator()<channel_grid<Bits, 0, min_max, coded, token_factors<coded>>>(
+        "range-values", "values without least squares and corrected mean");
+    values.template operator()<channel_grid<Bits, 0, least_squares, coded, token_factors<coded>>>(
+        "no-mean", "values without corrected mean");
+    values.template operator()<channel_grid<Bits, 0, best>>("no-factors", "values without factors of tokens");
+    values.template operator()<affine<Bits, per_token<64>>>("token-values", "values as in KIVI");
 }
 
 /// All of them.

@@ -21,8 +21,8 @@ void for_each_scheme(const Visit& visit) {
     visit(reference_entry);
     for (const auto list :
          {full_schemes(), affine_g32_schemes(), affine_g64_schemes(), kivi_schemes(), preset_grid_schemes(),
-          preset_mixed_schemes(), plan_schemes(), published_group_schemes(), published_rotation_schemes(),
-          published_kvarn_schemes()}) {
+          preset_mixed_schemes(), plan_schemes(), ingredient_schemes(), published_group_schemes(),
+          published_rotation_schemes(), published_kvarn_schemes()}) {
         for (const scheme_entry& entry : list) {
             visit(entry);
         }

@@ -37,6 +37,7 @@ std::span<const scheme_entry> kivi_schemes();
 std::span<const scheme_entry> preset_grid_schemes();
 std::span<const scheme_entry> preset_mixed_schemes();
 std::span<const scheme_entry> plan_schemes();
+std::span<const scheme_entry> ingredient_schemes();
 std::span<const scheme_entry> published_group_schemes();
 std::span<const scheme_entry> published_rotation_schemes();
 std::span<const scheme_entry> published_kvarn_schemes();

@@ -164,6 +164,31 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most decodes
     CHECK_THROWS_AS(test::encoded(planned, block, x, nullptr, {1, 0}), kvq::error);
 }
 
+TEST_CASE("statistics that say nothing about a text leave even widths: no queries, or all of it in doubt") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    using S = kvq::mixed_width<kvq::widths<6, 4, 3, 0>, 32>;
+    for (const int dim : {8, 48, 64, 128}) {
+        const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = dim};
+        const kvq::block_shape block{kvq::tensor::key, 64, dim};
+        const auto x = random.normals(block.values());
+        const auto even = test::encoded(S{}, block, x);
+        kvq::calibration keys_alone(shape);
+        auto k = test::random_tensor(random, 640, 1, dim);
+        for (int t = 0; t < 640; ++t)
+            for (int c = 0; c < dim; ++c) k.view().at(t, 0)[c] *= static_cast<float>(1 << c % 9);
+        keys_alone.add_keys(0, std::as_const(k).view());
+        CHECK(test::encoded(S(keys_alone), block, x) == even);
+
+        kvq::calibration both = keys_alone;
+        both.add_queries(0, test::random_tensor(random, 640, 1, dim).view());
+        if (dim > 8) CHECK(S(both).plan()->blocks[0].quads[1] != dim / 4);
+        const auto doubted = std::make_shared<const kvq::width_plan>(S::make_plan(both, HUGE_VAL));
+        CHECK(test::encoded(S(doubted), block, x) == even);
+    }
+}
+
 TEST_CASE("malformed plans are refused; a plan is known by its fingerprint, an encoder is not") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

@@ -82,6 +82,63 @@ TEST_CASE("allocation: no cut into widths within the words has less error") {
     CHECK_THROWS_AS(kvq::allocate_widths(two, wide, 1), kvq::error);
 }
 
+TEST_CASE("importances are drawn together by what their spread owes to the text, and keep their order") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 200; ++round) {
+        std::vector<double> x(static_cast<std::size_t>(random.between(1, 130)));
+        const int spread = random.between(0, 5);
+        for (double& v : x) v = std::fabs(static_cast<double>(random.any_magnitude(-spread, spread)));
+        const double doubt = random.pick(std::vector<double>{0.01, 0.2, 1.0, 30.0});
+        const double top = *std::max_element(x.begin(), x.end());
+        double mean = 0, variance = 0;
+        for (const double v : x)
+            mean += std::log(std::fmax(v / top, 0x1p-20)) / static_cast<double>(x.size());
+        for (const double v : x)
+            variance +=
+                std::pow(std::log(std::fmax(v / top, 0x1p-20)) - mean, 2) / static_cast<double>(x.size());
+        const double power = variance > doubt ? 1 - doubt / variance : 0;
+        auto y = x, scaled = x;
+        kvq::steady_importance(y, doubt);
+        // Only ratios count.
+        for (double& v : scaled) v *= 0x1p-300;
+        kvq::steady_importance(scaled, doubt);
+        CHECK(y == scaled);
+        for (std::size_t i = 0; i < x.size(); ++i)
+            for (std::size_t j = 0; j < x.size(); ++j) {
+                if (x[i] < x[j]) CHECK(y[i] <= y[j]);
+                const double ratio = std::fmax(x[i] / top, 0x1p-20) / std::fmax(x[j] / top, 0x1p-20);
+                CHECK(std::fabs(y[i] / y[j] / std::pow(ratio, power) - 1) < 1e-5);
+            }
+    }
+    std::vector<double> same = {3.0, 0.0, 1.0}, none = {0.0, 0.0}, empty;
+    kvq::steady_importance(same, 0.0);
+    CHECK(same == std::vector<double>{3.0, 0.0, 1.0});
+    kvq::steady_importance(same, HUGE_VAL);
+    CHECK(same == std::vector<double>(3, 1.0));
+    kvq::steady_importance(none, 0.2);
+    CHECK(none == std::vector<double>(2, 0.0));
+    kvq::steady_importance(empty, 0.2);
+}
+
+TEST_CASE("logarithms and powers are those of the standard library, from below and to 24 bits") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 1000; ++round) {
+        const double x = 1.0 + std::fabs(static_cast<double>(random.any_magnitude(-20, 40)));
+        const double log = kvq::detail::floor_log2(x);
+        CHECK(log == std::floor(log * 0x1p24) * 0x1p-24);
+        CHECK(log <= std::log2(x) + 1e-9);
+        CHECK(log > std::log2(x) - 0x1p-23);
+        CHECK(std::fabs(kvq::detail::exact_exp2(log) / std::exp2(log) - 1) < 1e-13);
+    }
+    CHECK(kvq::detail::floor_log2(1.0) == 0.0);
+    CHECK(kvq::detail::floor_log2(0x1p20) == 20.0);
+    CHECK(kvq::detail::exact_exp2(20.0) == 0x1p20);
+}
+
 TEST_CASE("statistics: powers, products and variances inside groups of 64") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstring>
+#include <limits>
 #include <memory>
 
 #include "../pack/bit_pack.hpp"
@@ -107,8 +108,9 @@ struct mixed_width {
         fingerprint_ = fingerprint_of(plan_.get());
     }
 
-    /// The plan of least expected error (quant/width_allocation.hpp).
-    static width_plan make_plan(const calibration& statistics) {
+    /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the text that is read may differ from that of
+    /// the statistics; 0 trusts them. Few statistics raise it, none at all make even widths.
+    static width_plan make_plan(const calibration& statistics, double doubt = text_doubt) {
         const cache_shape& s = statistics.shape();
         width_plan plan{s.kv_heads, s.head_dim, {}};
         std::vector<double> importance(static_cast<std::size_t>(s.head_dim));
@@ -117,6 +119,7 @@ struct mixed_width {
                 for (int c = 0; c < s.head_dim; ++c)
                     importance[static_cast<std::size_t>(c)] =
                         statistics.query_power(layer, head, c) * statistics.key_variance(layer, head, c);
+                steady_importance(importance, doubt > 0.0 ? doubt + chance(statistics, layer, head) : 0.0);
                 plan.blocks.push_back(allocate_widths(importance, Widths::values, row_words(s.head_dim)));
             }
         return plan;
@@ -321,6 +324,14 @@ private:
             else
                 return 0;
         }
+    }
+
+    /// Variance of the logarithm of an importance by chance: 2 / n each for a mean of n independent squares, twice that
+    /// for tokens that resemble their neighbours.
+    static double chance(const calibration& statistics, int layer, int head) {
+        const double queries = statistics.queries(layer, head), keys = statistics.keys(layer, head);
+        return queries > 0.0 && keys > 0.0 ? 4.0 / queries + 4.0 / keys
+                                           : std::numeric_limits<double>::infinity();
     }
 
     const channel_allocation* allocation(const block_shape& s, block_id id) const {
