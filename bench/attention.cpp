@@ -208,8 +208,10 @@ int main(int argc, char** argv) {
     add<kvq::int8, one_piece>(list, "int8/1");
 #if defined(KVQ_BENCH_GGML)
     list.emplace_back("ggml f16", &measure_ggml<GGML_TYPE_F16>);
-    list.emplace_back("ggml q8_0", &measure_ggml<GGML_TYPE_Q8_0>);
-    list.emplace_back("ggml q4_0", &measure_ggml<GGML_TYPE_Q4_0>);
+    if (s.head_dim % ggml_blck_size(GGML_TYPE_Q4_0) == 0) {  // both have blocks of 32 channels
+        list.emplace_back("ggml q8_0", &measure_ggml<GGML_TYPE_Q8_0>);
+        list.emplace_back("ggml q4_0", &measure_ggml<GGML_TYPE_Q4_0>);
+    }
 #endif
 
     if (!json)
