@@ -31,11 +31,16 @@ using plain_cache = kvq::cache<kvq::full<kvq::float16>>;
 
 }  // namespace test
 
+/// One composed, one mixed, one that is all the user's: for tests whose subject is the cache and not the scheme, and where a
+/// build takes long.
+#define KVQ_TEST_FEW_CACHES test::kivi_cache, test::mixed_cache, test::custom_cache
+#if defined(KVQ_TEST_FEWER_SCHEMES)
+#define KVQ_TEST_CACHES KVQ_TEST_FEW_CACHES
+#else
 #define KVQ_TEST_CACHES                                                                             \
     test::int8_cache, test::kivi_cache, test::mixed_cache, test::custom_cache, test::product_cache, \
         test::rotated_cache, test::plain_cache
-/// One composed, one mixed, one that is all the user's: for tests whose subject is the cache and not the scheme.
-#define KVQ_TEST_FEW_CACHES test::kivi_cache, test::mixed_cache, test::custom_cache
+#endif
 
 namespace test {
 
