@@ -230,12 +230,20 @@ int main(int argc, char** argv) {
             if (baseline.exact.empty()) baseline = r;
             const double speed = baseline.ns / r.ns, scheme_error = relative_error(baseline.exact, r.exact);
             if (json) {
-                const nlohmann::json line{
-                    {"scheme", r.scheme},          {"q_heads", s.q_heads}, {"kv_heads", s.kv_heads},
-                    {"head_dim", s.head_dim},      {"tokens", n},          {"q_tokens", s.q_tokens},
-                    {"threads", s.threads},        {"ns", r.ns},           {"bytes", r.bytes},
-                    {"roofline", r.roofline},      {"vs_fp16", speed},     {"rel_error", r.rel_error},
-                    {"scheme_error", scheme_error}};
+                const nlohmann::json line{{"scheme", r.scheme},
+                                          {"q_heads", s.q_heads},
+                                          {"kv_heads", s.kv_heads},
+                                          {"head_dim", s.head_dim},
+                                          {"tokens", n},
+                                          {"q_tokens", s.q_tokens},
+                                          {"threads", s.threads},
+                                          {"ns", r.ns},
+                                          {"bytes", r.bytes},
+                                          {"bits", r.bits},
+                                          {"roofline", r.roofline},
+                                          {"vs_fp16", speed},
+                                          {"rel_error", r.rel_error},
+                                          {"scheme_error", scheme_error}};
                 std::printf("%s\n", line.dump().c_str());
             } else {
                 std::printf("%-14s %8d %6.2f %12.0f %10.1f %9.2f %8.0f%% %7.2fx %8.0e %8.0e\n",

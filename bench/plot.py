@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Plots and tables of the JSON lines that bench_quality, kvq_llama evaluate and bench_attention print.
 
-plot.py pareto RESULTS.jsonl OUT.svg [--y kld|out|ppl_delta_pct|bare_kld|...]   quality against bits per value
+plot.py pareto RESULTS.jsonl OUT.svg [--y kld|out|ppl_delta_pct|bare_kld|scheme_error|...]   quality against bits per value
 plot.py speed  RESULTS.jsonl OUT.svg [--y ns|vs_fp16]                           time of a decode step against context
 plot.py table  RESULTS.jsonl                                                    Markdown of bench_quality or evaluate
 
@@ -24,6 +24,7 @@ LABELS = {
     "ppl_delta_pct": "perplexity increase (%)",
     "ns": "time of one decode step (us)",
     "vs_fp16": "speed against 16-bit pages",
+    "scheme_error": "relative error of the attention output, random data",
 }
 
 
@@ -71,7 +72,7 @@ def pareto(rows, y, own, axes):
     own_points, published = [], []
     for row in rows:
         value = row.get(y)
-        if value is None or value <= 0 or row["scheme"] in ("fp16", "reference"):
+        if value is None or value <= 0 or row["scheme"] in ("fp16", "reference") or row["scheme"].endswith("/1"):
             continue
         (own_points if is_own(row["scheme"], own) else published).append((row["bits"], value, row["scheme"]))
     for points, color, marker, label in ((published, "tab:gray", "o", "published"), (own_points, "tab:blue", "s", "kvq presets")):
@@ -136,6 +137,7 @@ def main():
     parser.add_argument("--own", default=OWN, help="names of this library's presets, separated by commas")
     parser.add_argument("--title", default="")
     parser.add_argument("--max-y", type=float, help="leave out what is worse")
+    parser.add_argument("--tokens", type=int, help="only rows of this context")
     chosen = parser.parse_args()
     if chosen.kind == "table":
         return table(read(chosen.files))
@@ -152,6 +154,8 @@ def main():
     plt.rcParams.update({"svg.hashsalt": "kvq", "svg.fonttype": "none", "font.size": 9})
     figure, axes = plt.subplots(figsize=(7, 4.6))
     rows = read(chosen.files[:-1])
+    if chosen.tokens is not None:
+        rows = [row for row in rows if row["tokens"] == chosen.tokens]
     if chosen.max_y is not None:
         rows = [row for row in rows if row.get(y, 0) <= chosen.max_y]
     figure.subplots_adjust(left=0.11, right=0.98, bottom=0.11, top=0.95)
