@@ -76,9 +76,10 @@ inline double exact_exp2(double x) noexcept {
 
 }  // namespace detail
 
-/// Variance of the logarithm of a channel's importance from one text to another: 0.01 to 0.02 between two parts of one text,
-/// 0.05 to 0.64 between texts of different kinds (docs/quality.md).
-inline constexpr double text_doubt = 0.2;
+/// What plans expect the variance of the logarithm of a channel's importance to be from one text to another. Seen: 0.01 to 0.02
+/// between two parts of one text, 0.05 to 0.64 between texts of different kinds (docs/quality.md). With 4 bits and more on
+/// average widths win less over even ones than a mistake costs: the worst is expected there.
+constexpr double text_doubt(double average_bits) noexcept { return average_bits < 4.0 ? 0.2 : 0.6; }
 
 /// Importances (>= 0, in any unit) as far as they can be trusted; their order stays. doubt: expected variance of the natural
 /// logarithm of a channel's importance; 0 leaves all as they are. Less than 2^-20 of the largest counts as that much.

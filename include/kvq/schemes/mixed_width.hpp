@@ -110,7 +110,8 @@ struct mixed_width {
 
     /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the text that is read may differ from that of
     /// the statistics; 0 trusts them. Few statistics raise it, none at all make even widths.
-    static width_plan make_plan(const calibration& statistics, double doubt = text_doubt) {
+    static width_plan make_plan(const calibration& statistics,
+                                double doubt = text_doubt(AverageEighths / 8.0)) {
         const cache_shape& s = statistics.shape();
         width_plan plan{s.kv_heads, s.head_dim, {}};
         std::vector<double> importance(static_cast<std::size_t>(s.head_dim));
