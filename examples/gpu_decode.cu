@@ -14,7 +14,7 @@
 
 using namespace kvq;
 using window = cuda::format<full<float16>, full<float16>, 128, 64>;
-using coded = cuda::kivi_format<4, 64, 128, 64>;
+using packed = cuda::kivi_format<4, 64, 128, 64>;
 
 constexpr int batch = 8, kv_heads = 8, q_heads = 32, dim = 128, recent = 64, columns = 8;
 constexpr int window_pages = batch * columns, coded_pages = batch * columns;
@@ -61,14 +61,14 @@ int main() {
     cudaMemcpy(window_table, pages.data(), pages.size() * sizeof(int), cudaMemcpyHostToDevice);
 
     const auto win = make_cache<window>(window_pages, window_table, tokens);
-    const auto code = make_cache<coded>(coded_pages, coded_table, tokens);
+    const auto code = make_cache<packed>(coded_pages, coded_table, tokens);
     const std::size_t kv = static_cast<std::size_t>(batch) * kv_heads * dim,
                       qn = static_cast<std::size_t>(batch) * q_heads * dim;
     float16 *const k = device<float16>(kv), *const v = device<float16>(kv), *const q = device<float16>(qn),
                    *const out = device<float16>(qn);
     float* const state = device<float>(static_cast<std::size_t>(batch) * q_heads * (dim + 2));
     const std::size_t bytes = std::max(cuda::attend_workspace_bytes<window, float16>(q_heads / kv_heads),
-                                       cuda::attend_workspace_bytes<coded, float16>(q_heads / kv_heads));
+                                       cuda::attend_workspace_bytes<packed, float16>(q_heads / kv_heads));
     std::byte* const workspace = device<std::byte>(bytes);  // zeroed once
     cudaStream_t stream;
     cudaStreamCreate(&stream);
@@ -97,7 +97,7 @@ int main() {
         cuda::attention_options first, last;
         first.state_out = state;
         last.state_in = state;
-        check(cuda::attend<coded, float16>(code, in(q, batch, q_heads, dim), {}, first, workspace, bytes,
+        check(cuda::attend<packed, float16>(code, in(q, batch, q_heads, dim), {}, first, workspace, bytes,
                                            stream));
         check(cuda::attend<window, float16>(win, in(q, batch, q_heads, dim), {out, batch, q_heads, dim}, last,
                                             workspace, bytes, stream));

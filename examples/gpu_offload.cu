@@ -20,8 +20,8 @@ using keys = affine<4, per_token<>>;
 using values = affine<4, per_token<>>;
 constexpr int kv_heads = 4, q_heads = 16, dim = 128, page_tokens = 64, tokens = 1000;
 constexpr int pages = (tokens + page_tokens - 1) / page_tokens;
-using coded = cuda::format<keys, values, dim, page_tokens>;
-using ref = cuda::cache_ref<coded>;
+using packed = cuda::format<keys, values, dim, page_tokens>;
+using ref = cuda::cache_ref<packed>;
 
 static void check(const cuda::status& s) {
     if (s) return;
@@ -65,14 +65,14 @@ int main() {
     };
     float* const k = device(random(tokens * kv_heads * dim));
     float* const v = device(random(tokens * kv_heads * dim));
-    check(cuda::store<coded, float>(gpu, {k, tokens, kv_heads, dim}, {v, tokens, kv_heads, dim},
+    check(cuda::store<packed, float>(gpu, {k, tokens, kv_heads, dim}, {v, tokens, kv_heads, dim},
                                     device(slots), nullptr, nullptr));
 
     // Attention there.
     const std::vector<float> q = random(q_heads * dim);
     float* const out = device<float>(q.size());
-    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float>(q_heads / kv_heads);
-    check(cuda::attend<coded, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
+    const std::size_t bytes = cuda::attend_workspace_bytes<packed, float>(q_heads / kv_heads);
+    check(cuda::attend<packed, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
                                      device<std::byte>(bytes), bytes, nullptr));
     std::vector<float> on_gpu(q.size());
     cudaMemcpy(on_gpu.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
@@ -118,7 +118,7 @@ int main() {
         cudaMemcpy(gpu.value_pages + i * gpu.value_page_bytes, value_pages[i]->data(), gpu.value_page_bytes,
                    cudaMemcpyHostToDevice);
     }
-    check(cuda::attend<coded, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
+    check(cuda::attend<packed, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
                                      device<std::byte>(bytes), bytes, nullptr));
     std::vector<float> again(q.size());
     cudaMemcpy(again.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
