@@ -98,7 +98,7 @@ int main() {
         first.state_out = state;
         last.state_in = state;
         check(cuda::attend<packed, float16>(code, in(q, batch, q_heads, dim), {}, first, workspace, bytes,
-                                           stream));
+                                            stream));
         check(cuda::attend<window, float16>(win, in(q, batch, q_heads, dim), {out, batch, q_heads, dim}, last,
                                             workspace, bytes, stream));
     }

@@ -66,14 +66,14 @@ int main() {
     float* const k = device(random(tokens * kv_heads * dim));
     float* const v = device(random(tokens * kv_heads * dim));
     check(cuda::store<packed, float>(gpu, {k, tokens, kv_heads, dim}, {v, tokens, kv_heads, dim},
-                                    device(slots), nullptr, nullptr));
+                                     device(slots), nullptr, nullptr));
 
     // Attention there.
     const std::vector<float> q = random(q_heads * dim);
     float* const out = device<float>(q.size());
     const std::size_t bytes = cuda::attend_workspace_bytes<packed, float>(q_heads / kv_heads);
     check(cuda::attend<packed, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
-                                     device<std::byte>(bytes), bytes, nullptr));
+                                      device<std::byte>(bytes), bytes, nullptr));
     std::vector<float> on_gpu(q.size());
     cudaMemcpy(on_gpu.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
 
@@ -119,7 +119,7 @@ int main() {
                    cudaMemcpyHostToDevice);
     }
     check(cuda::attend<packed, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
-                                     device<std::byte>(bytes), bytes, nullptr));
+                                      device<std::byte>(bytes), bytes, nullptr));
     std::vector<float> again(q.size());
     cudaMemcpy(again.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
     const bool same = std::equal(again.begin(), again.end(), on_gpu.begin());

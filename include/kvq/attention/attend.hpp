@@ -142,7 +142,7 @@ public:
 
     const Keys& keys;
     const Values& values;
-    const Variant& variant_;
+    const Variant& kind;
     layer_pages pages;
     attention_plan plan;
     int layer;
@@ -218,7 +218,7 @@ private:
     void load_queries(int head, int first, int n, const scratch& s) const {
         float scale = 0.0f;
         if constexpr (scaling<Variant>)
-            scale = variant_.scale(plan.dim);
+            scale = kind.scale(plan.dim);
         else
             scale = 1.0f / std::sqrt(static_cast<float>(plan.dim));
         if constexpr (!changing_logits<Variant>) scale *= log2e;
@@ -253,7 +253,7 @@ private:
 
         const int last_pos = q_pos(first + n - 1);
         int first_key = 0;
-        if constexpr (limiting_keys<Variant>) first_key = variant_.first_key(q_pos(first));
+        if constexpr (limiting_keys<Variant>) first_key = kind.first_key(q_pos(first));
         const int end = smaller((chunk + 1) * plan.chunk_entries, plan.entries);
         for (int e = chunk * plan.chunk_entries; e < end; ++e) {
             const layer_pages::entry entry = pages.at(e);
@@ -298,11 +298,11 @@ private:
             if constexpr (changing_logits<Variant>)
                 for (int t = 0; t < entry.tokens; ++t)
                     score[t] =
-                        log2e * variant_.logit(score[t], q_head(head, first + i), pos, entry.first_token + t);
+                        log2e * kind.logit(score[t], q_head(head, first + i), pos, entry.first_token + t);
             constexpr float never = -std::numeric_limits<float>::infinity();
             for (int t = larger(0, pos + 1 - entry.first_token); t < entry.tokens; ++t) score[t] = never;
             if constexpr (limiting_keys<Variant>) {
-                const int hidden = smaller(entry.tokens, variant_.first_key(pos) - entry.first_token);
+                const int hidden = smaller(entry.tokens, kind.first_key(pos) - entry.first_token);
                 for (int t = 0; t < hidden; ++t) score[t] = never;
             }
         }

@@ -44,7 +44,8 @@ public:
         for (int layer = 0; layer < layers; ++layer)
             for (int head = 0; head < heads_; ++head) {
                 if (statistics.queries(layer, head) == 0) continue;
-                const auto block = static_cast<std::size_t>(layer * heads_ + head);
+                const int number = layer * heads_ + head;
+                const auto block = static_cast<std::size_t>(number);
                 const auto channel = [&](std::size_t place) {
                     return plan ? static_cast<int>(plan->blocks[block].order[place])
                                 : static_cast<int>(place);

@@ -51,11 +51,11 @@ constexpr double width_noise(int width) noexcept {
 inline double floor_log2(double x) noexcept {
     int whole = 0;
     double rest = 2.0 * std::frexp(x, &whole), result = whole - 1;
-    for (double bit = 0.5; bit >= 0x1p-24; bit /= 2) {
+    for (int place = 1; place <= 24; ++place) {
         rest *= rest;
         if (rest >= 2.0) {
             rest /= 2;
-            result += bit;
+            result += std::ldexp(1.0, -place);
         }
     }
     return result;
@@ -64,7 +64,8 @@ inline double floor_log2(double x) noexcept {
 inline double exact_exp2(double x) noexcept {
     const double whole = std::floor(x);
     double rest = x - whole, result = 1.0, factor = 2.0;
-    for (double bit = 0.5; bit >= 0x1p-24; bit /= 2) {
+    for (int place = 1; place <= 24; ++place) {
+        const double bit = std::ldexp(1.0, -place);
         factor = std::sqrt(factor);
         if (rest >= bit) {
             rest -= bit;
@@ -150,8 +151,9 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
                 if (least[index(q, u)] == never) continue;
                 for (int n = 0; q + n <= quads && u + detail::code_words(widths[w], n) <= words; ++n) {
                     const std::size_t to = index(q + n, u + detail::code_words(widths[w], n));
+                    const int end = q + n;
                     const double share =
-                        below[static_cast<std::size_t>(q + n)] - below[static_cast<std::size_t>(q)];
+                        below[static_cast<std::size_t>(end)] - below[static_cast<std::size_t>(q)];
                     const double error =
                         least[index(q, u)] + detail::rounded_product(detail::width_noise(widths[w]), share);
                     if (error < next[to]) {

@@ -142,7 +142,8 @@ private:
             } else {
                 std::byte all[2 * Lanes::width];
                 Lanes::store_halfwords(all, pattern);
-                __builtin_memcpy(to, all, static_cast<std::size_t>(2 * n));
+                const int bytes = 2 * n;
+                __builtin_memcpy(to, all, static_cast<std::size_t>(bytes));
             }
         }
     }

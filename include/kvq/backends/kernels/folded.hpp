@@ -81,7 +81,8 @@ struct fold_layout {
     }
     /// One padded row of floats.
     constexpr std::size_t scratch_floats() const noexcept {
-        return static_cast<std::size_t>(detail::round_up(cols.slots(), 4 * step) + 32);
+        const int floats = detail::round_up(cols.slots(), 4 * step) + 32;
+        return static_cast<std::size_t>(floats);
     }
 
     fold_scalars* scalars(std::byte* memory) const noexcept {

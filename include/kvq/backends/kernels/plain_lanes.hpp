@@ -145,7 +145,7 @@ struct plain_lanes {
     }
     static KVQ_INLINE float sum(floats a) {
         float s = 0.0f;
-        for (int i = 0; i < width; ++i) s += a.v[i];
+        for (const float x : a.v) s += x;
         return s;
     }
     static KVQ_INLINE float largest(floats a) {
