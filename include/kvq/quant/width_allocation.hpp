@@ -13,7 +13,8 @@
 //   importance_c -> importance_c^g,    g = 1 - doubt / var(log importance over the channels of the head), not below 0
 //
 // Heads whose channels hardly differ get even widths from it, heads with outlier channels are left as they are.
-// Source: shrinkage: James & Stein 1961, on logarithms. Uniform quantizers: Max, IRE Trans. Inf. Theory 1960, table II; reverse water-filling (Cover & Thomas, section 10.3.3); per-channel key widths: Kitty-like schemes.
+// Source: shrinkage: James & Stein 1961, on logarithms. Uniform quantizers: Max, IRE Trans. Inf. Theory 1960, table II; reverse
+// water-filling (Cover & Thomas, section 10.3.3); per-channel key widths: Kitty-like schemes.
 #pragma once
 
 #include <algorithm>
