@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <kvq/backends/kernels/plain_lanes.hpp>
+#include <kvq/backends/kernels/softmax.hpp>
 #include <kvq/backends/simd.hpp>
 #include <vector>
 
@@ -324,6 +325,91 @@ TEST_CASE_TEMPLATE("pieces: lowest bytes of four words each, high and low side b
                 }
                 CHECK(out[static_cast<std::size_t>(q * stride + i)] == expected);
             }
+    }
+}
+
+TEST_CASE_TEMPLATE("pieces of four vectors written together are those written one by one", L,
+                   KVQ_TEST_LANES) {
+    if constexpr (requires(std::uint32_t * to, const typename L::ints* a) {
+                      L::store_pieces_of_four(to, a);
+                  }) {
+        using io = lanes_of<L>;
+        fixture<L> f;
+        for (int round = 0; round < 200; ++round) {
+            typename L::ints a[4];
+            const auto size = static_cast<std::size_t>(L::width / 4 * 8);
+            std::vector<std::uint32_t> expected(size), out(size + 1, 0xabababab);
+            for (int i = 0; i < 4; ++i) {
+                auto numbers = f.words(), high = numbers;
+                for (auto& x : numbers)
+                    x = f.random.one_in(5)
+                            ? f.random.pick(std::vector<int>{-32512, -32384, -128, 127, 128, 32512})
+                            : f.random.between(-32512, 32512);
+                f.each([&](std::size_t k) { high[k] = (numbers[k] + 128) >> 8; });
+                a[i] = io::in(numbers);
+                L::store_pieces(expected.data() + 2 * i, 8, io::in(high), a[i]);
+            }
+            L::store_pieces_of_four(out.data(), a);
+            REQUIRE(out.back() == 0xabababab);
+            out.pop_back();
+            REQUIRE(out == expected);
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("exp2_negative: relative error below 3e-7, exactly zero below -126", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    const auto exp2 = [](const typename io::numbers& x) {
+        return io::out(kvq::kernels::exp2_negative<L>(io::in(x)));
+    };
+    double worst = 0;
+    for (int i = 0; i < 1'260'000;) {
+        typename io::numbers x(L::width);
+        for (float& v : x) v = -static_cast<float>(i++) * 1e-4f;
+        const auto y = exp2(x);
+        for (std::size_t k = 0; k < x.size(); ++k) {
+            const double exact = std::exp2(static_cast<double>(x[k]));
+            if (x[k] > -126.0f)
+                worst = std::fmax(worst, std::fabs(static_cast<double>(y[k]) - exact) / exact);
+        }
+    }
+    CHECK(worst < 3e-7);
+    for (const float x : {-126.0f, -127.0f, -1000.0f, -1e30f, -std::numeric_limits<float>::infinity()})
+        CHECK(exp2(typename io::numbers(L::width, x))[0] == 0.0f);
+    CHECK(exp2(typename io::numbers(L::width, 0.0f))[0] == 1.0f);
+}
+
+TEST_CASE_TEMPLATE("softmax_tile: rows side by side are rows one by one", L, KVQ_TEST_LANES) {
+    fixture<L> f;
+    for (int round = 0; round < 300; ++round) {
+        const int n = f.random.between(1, 70), stride = n + f.random.between(0, 3);
+        std::vector<float> scores(static_cast<std::size_t>(4 * stride));
+        for (float& s : scores)
+            s = f.random.one_in(9) ? -std::numeric_limits<float>::infinity() : 5.0f * f.random.normal();
+        if (f.random.one_in(4))
+            std::fill_n(scores.begin() + stride, n, -std::numeric_limits<float>::infinity());
+        float max[4], sum[4], factor[4];
+        for (int r = 0; r < 4; ++r) {
+            max[r] = f.random.one_in(3) ? -std::numeric_limits<float>::infinity() : 5.0f * f.random.normal();
+            sum[r] = std::isinf(max[r]) ? 0.0f : 1.0f + f.random.uniform();
+        }
+        auto one_by_one = scores;
+        std::vector<float> expected;
+        for (int r = 0; r < 4; ++r) {
+            float state[3] = {max[r], sum[r], 0.0f};
+            kvq::kernels::softmax_tile<L, 1>(one_by_one.data() + r * stride, 0, n, state, state + 1,
+                                             state + 2);
+            expected.insert(expected.end(), state, state + 3);
+        }
+        kvq::kernels::softmax_tile<L, 4>(scores.data(), stride, n, max, sum, factor);
+        REQUIRE(scores == one_by_one);
+        for (int r = 0; r < 4; ++r) {
+            const float* const one = expected.data() + 3 * r;
+            REQUIRE(max[r] == one[0]);
+            REQUIRE(factor[r] == one[2]);
+            // A compiler may fuse the last product and sum for one row, and not for four.
+            REQUIRE(std::fabs(sum[r] - one[1]) <= 0x1p-22f * one[1]);
+        }
     }
 }
 

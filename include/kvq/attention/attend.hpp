@@ -315,16 +315,28 @@ private:
         const block_id id{layer, head};
         const int dim = plan.value_dim;
         const std::size_t rotations = scratch::transforming_count(values);
+        float factor[attention_rows];
+        for (int i = 0; i < n;) {
+            constexpr int together = kernels::query_block;
+            const auto weigh = [&](auto rows) {
+                kernels::softmax_tile<lanes, decltype(rows)::value>(s.scores + i * s.scores_stride,
+                                                                    s.scores_stride, entry.tokens, max + i,
+                                                                    sum + i, factor + i);
+                i += decltype(rows)::value;
+            };
+            if (n - i >= together)
+                weigh(std::integral_constant<int, together>{});
+            else
+                weigh(std::integral_constant<int, 1>{});
+        }
         for (int i = 0; i < n; ++i) {
-            const float factor =
-                kernels::softmax_tile<lanes>(s.scores + i * s.scores_stride, entry.tokens, max[i], sum[i]);
-            if (factor != 1.0f) {
-                for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor;
+            if (factor[i] != 1.0f) {
+                for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor[i];
                 for (std::size_t r = 0; r < rotations; ++r) {
                     float* const turned =
                         s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
                                         static_cast<std::size_t>(dim);
-                    for (int d = 0; d < dim; ++d) turned[d] *= factor;
+                    for (int d = 0; d < dim; ++d) turned[d] *= factor[i];
                 }
             }
         }

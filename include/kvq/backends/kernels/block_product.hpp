@@ -30,10 +30,9 @@ struct block_product {
         if constexpr (full_precision<Scheme>) {
             return 0;
         } else if constexpr (foldable<Scheme>) {
-            return fold_bytes(scheme, shape, n) +
-                   detail::round_up(
-                       code_product<lanes, Backend, Scheme>::parameter_floats(scheme, shape) * sizeof(float),
-                       std::size_t{64});
+            return parameter_bytes(scheme, shape) +
+                   fold_layout<Scheme::code_bits>(scheme.codes(shape), Scheme::fold(shape.role).columns(), n)
+                       .bytes;
         } else if constexpr (segmented<Scheme>) {
             return segment_product<lanes, Backend, Scheme>::workspace_bytes(scheme, shape, n);
         } else {
@@ -44,7 +43,8 @@ struct block_product {
     static void begin(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                       const float* x, std::ptrdiff_t x_stride, int n, std::byte* workspace) {
         if constexpr (foldable<Scheme>)
-            fold<lanes, Backend>(scheme, shape, id, block, x, x_stride, n, workspace);
+            fold<lanes, Backend>(scheme, shape, id, block, x, x_stride, n,
+                                 workspace + parameter_bytes(scheme, shape));
     }
 
     /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a coded
@@ -56,8 +56,9 @@ struct block_product {
             value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n, rows, cols, y,
                                                               y_stride, add, ahead);
         } else if constexpr (foldable<Scheme>) {
-            float* const parameters = reinterpret_cast<float*>(workspace + fold_bytes(scheme, shape, n));
-            code_product<lanes, Backend, Scheme>(scheme, shape, id, block, workspace, n, parameters)
+            code_product<lanes, Backend, Scheme>(scheme, shape, id, block,
+                                                 workspace + parameter_bytes(scheme, shape), n,
+                                                 reinterpret_cast<float*>(workspace))
                 .run(y, y_stride, add, ahead);
         } else if constexpr (segmented<Scheme>) {
             segment_product<lanes, Backend, Scheme>::run(scheme, shape, id, block, x, x_stride, n, y,
@@ -78,10 +79,12 @@ struct block_product {
     }
 
 private:
-    static std::size_t fold_bytes(const Scheme& scheme, const block_shape& shape,
-                                  int n) requires foldable<Scheme> {
-        return fold_layout<Scheme::code_bits>(scheme.codes(shape), Scheme::fold(shape.role).columns(), n)
-            .bytes();
+    /// Row parameters come first in the workspace, then what `fold` makes.
+    static std::size_t parameter_bytes(const Scheme& scheme,
+                                       const block_shape& shape) requires foldable<Scheme> {
+        return detail::round_up(
+            code_product<lanes, Backend, Scheme>::parameter_floats(scheme, shape) * sizeof(float),
+            std::size_t{64});
     }
 };
 

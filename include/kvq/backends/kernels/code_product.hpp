@@ -172,13 +172,6 @@ struct code_target {
     bool add;  ///< to what y holds
 };
 
-/// The first n floats of a vector, or all of them; none if n is not positive.
-template <class Lanes>
-KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
-    if (n >= Lanes::width) return Lanes::load_floats(from);
-    return Lanes::load_floats(from, detail::larger(n, 0));
-}
-
 /// Integer sums as floats, with what parameters add.
 template <vector_form Form, class Lanes, int ZeroCode, int Vectors, int Queries>
 KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
@@ -275,10 +268,9 @@ public:
             const int queries = next_query_block(layout_.n - first);
             for (int rg = 0; rg < rows.groups(); ++rg) {
                 const int set = use_.columns() ? rg : 0;
-                const std::uint32_t* const x =
-                    block_words + static_cast<std::size_t>(set) *
-                                      static_cast<std::size_t>(layout_.set_words()) *
-                                      static_cast<std::size_t>(layout_.n);
+                const std::uint32_t* const x = block_words + static_cast<std::size_t>(set) *
+                                                                 static_cast<std::size_t>(layout_.set_words) *
+                                                                 static_cast<std::size_t>(layout_.n);
                 for (int tile = 0; tile < rows.group_slots(rg); tile += tile_layout::tile_rows) {
                     const int height = detail::smaller(tile_layout::tile_rows, rows.group_slots(rg) - tile);
                     const position at{first,
@@ -291,7 +283,7 @@ public:
                     run_tile(at, x, y, y_stride, add, ahead);
                 }
             }
-            block_words += layout_.set_words() * queries;
+            block_words += layout_.set_words * queries;
             first += queries;
         }
     }

@@ -43,57 +43,50 @@ struct fold_scalars {
     std::int32_t low_sum;
 };
 
-/// Sizes of a folded set of `n` vectors; see above.
+/// Where the parts of a folded set of `n` vectors lie in memory: [scratch][scalars][words]; see above. Sizes are kept, not worked
+/// out again: kernels ask for them once per block.
 template <int Bits>
 struct fold_layout {
     static constexpr int step = code_planes<Bits>::quads_per_step;
     /// Bytes that storing whole vectors of pieces may write beyond the last word.
     static constexpr std::size_t overrun = 256;
+    /// Rows of floats that folding takes: scales, biases, and the vectors of a query block.
+    static constexpr std::size_t scratch_rows = 2 + query_block;
 
     grouped_axis cols;
     int sets;
     int n;
+    int set_words;               ///< per query of one set
+    std::size_t scratch_floats;  ///< one padded row
+    std::size_t scalars_offset, words_offset, bytes;
 
     constexpr fold_layout(const code_layout<Bits>& codes, bool per_row_group, int queries) noexcept
-        : cols(codes.cols), sets(per_row_group ? codes.rows().groups() : 1), n(queries) {}
+        : cols(codes.cols), sets(per_row_group ? codes.rows().groups() : 1), n(queries) {
+        int steps = 0;
+        for (int g = 0; g < cols.groups(); ++g) steps += last_step(g) - first_step(g);
+        set_words = steps * step * 2;
+        // A step has up to 8 quads, and vectors run over the last one.
+        scratch_floats = detail::round_up(static_cast<std::size_t>(cols.slots()), std::size_t{16}) + 32;
+        const auto each = static_cast<std::size_t>(sets * n);
+        scalars_offset = scratch_rows * scratch_floats * sizeof(float);
+        words_offset = scalars_offset +
+                       detail::round_up(each * static_cast<std::size_t>(cols.groups()) * sizeof(fold_scalars),
+                                        std::size_t{64});
+        bytes = words_offset +
+                detail::round_up(each * static_cast<std::size_t>(set_words) * 4 + overrun, std::size_t{64});
+    }
 
     constexpr int first_step(int group) const noexcept { return cols.group_begin(group) / 4 / step; }
     constexpr int last_step(int group) const noexcept {
         return detail::ceil_div((cols.group_begin(group) + cols.group_slots(group)) / 4, step);
     }
-    /// Words per query of one set.
-    constexpr int set_words() const noexcept {
-        int steps = 0;
-        for (int g = 0; g < cols.groups(); ++g) steps += last_step(g) - first_step(g);
-        return steps * step * 2;
-    }
-    constexpr std::size_t scalars() const noexcept {
-        return static_cast<std::size_t>(sets) * static_cast<std::size_t>(cols.groups()) *
-               static_cast<std::size_t>(n);
-    }
-    constexpr std::size_t bytes() const noexcept {
-        return detail::round_up(scalars() * sizeof(fold_scalars), std::size_t{64}) +
-               detail::round_up(static_cast<std::size_t>(sets) * static_cast<std::size_t>(set_words()) *
-                                        static_cast<std::size_t>(n) * 4 +
-                                    overrun,
-                                std::size_t{64}) +
-               3 * scratch_floats() * sizeof(float);
-    }
-    /// One padded row of floats.
-    constexpr std::size_t scratch_floats() const noexcept {
-        const int floats = detail::round_up(cols.slots(), 4 * step) + 32;
-        return static_cast<std::size_t>(floats);
-    }
 
+    float* scratch(std::byte* memory) const noexcept { return reinterpret_cast<float*>(memory); }
     fold_scalars* scalars(std::byte* memory) const noexcept {
-        return reinterpret_cast<fold_scalars*>(memory);
+        return reinterpret_cast<fold_scalars*>(memory + scalars_offset);
     }
     std::uint32_t* words(std::byte* memory) const noexcept {
-        return reinterpret_cast<std::uint32_t*>(
-            memory + detail::round_up(scalars() * sizeof(fold_scalars), std::size_t{64}));
-    }
-    float* scratch(std::byte* memory) const noexcept {
-        return reinterpret_cast<float*>(memory + bytes() - 3 * scratch_floats() * sizeof(float));
+        return reinterpret_cast<std::uint32_t*>(memory + words_offset);
     }
 };
 
@@ -106,6 +99,126 @@ std::int32_t sum_words(typename Lanes::ints a) {
     return sum;
 }
 
+/// The first n floats of a vector, or all of them; none if n is not positive.
+template <class Lanes>
+KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
+    if (n >= Lanes::width) return Lanes::load_floats(from);
+    return Lanes::load_floats(from, detail::larger(n, 0));
+}
+
+/// One column group of `Queries` vectors, which share what they load of the parameters.
+template <vector_form Form, class Lanes, int Bits, int ZeroCode>
+struct group_fold {
+    fold_use use;
+    const float* scale;  ///< of the group's columns, where use.col_scale
+    const float* bias;   ///< of the group's columns, where use.col_bias
+    float* scratch;      ///< query_block rows, scratch_stride apart
+    std::ptrdiff_t scratch_stride;
+    int before, size, after;  ///< columns that belong to others, of the group, up to the end of its last step
+    int stride;               ///< words from one quad of a vector's pieces to the next
+
+    /// x: the group's first columns, vectors x_stride apart. Words of vector i start at out + 2 i, scalars at s + i.
+    template <int Queries>
+    void run(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out, fold_scalars* s) const {
+        float inverse[Queries];
+        scale_columns<Queries>(x, x_stride, s, inverse);
+        write_pieces<Queries>(out, inverse, s);
+    }
+
+private:
+    using floats = typename Lanes::floats;
+    using ints = typename Lanes::ints;
+
+    /// x' with zeros around it, and what it takes to bring it to the range of the pieces.
+    template <int Queries>
+    KVQ_INLINE void scale_columns(const float* x, std::ptrdiff_t x_stride, fold_scalars* s,
+                                  float* inverse) const {
+        floats largest[Queries], sum[Queries], dot[Queries];
+        KVQ_UNROLL
+        for (int i = 0; i < Queries; ++i) largest[i] = sum[i] = dot[i] = Lanes::splat_float(0.0f);
+        for (int c = 0; c < size; c += Lanes::width) {
+            floats b = Lanes::splat_float(0.0f), f = b;
+            if (use.col_bias) b = load_rows<Lanes>(bias + c, size - c);
+            if (use.col_scale) f = load_rows<Lanes>(scale + c, size - c);
+            KVQ_UNROLL
+            for (int i = 0; i < Queries; ++i) {
+                auto v = load_rows<Lanes>(x + i * x_stride + c, size - c);
+                if (use.col_bias) dot[i] = Lanes::multiply_add(v, b, dot[i]);
+                if (use.col_scale) v = Lanes::multiply(v, f);
+                Lanes::store_floats(scratch + i * scratch_stride + before + c, v);
+                largest[i] = Lanes::max(largest[i], Lanes::abs(v));
+                sum[i] = Lanes::add(sum[i], v);
+            }
+        }
+        constexpr float top_code = (1 << Bits) - 1;
+        float range = Form == vector_form::byte ? 127.0f : 32512.0f;
+        if constexpr (Form == vector_form::word)
+            range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)));
+        KVQ_UNROLL
+        for (int i = 0; i < Queries; ++i) {
+            float* const row = scratch + i * scratch_stride;
+            for (int c = 0; c < before; ++c) row[c] = 0.0f;
+            for (int c = before + size; c < detail::round_up(before + size + after, Lanes::width); ++c)
+                row[c] = 0.0f;
+            const float top = Lanes::largest(largest[i]);
+            // Vectors this small are zero next to anything float can hold.
+            inverse[i] = top > 1e-33f ? range / top : 0.0f;
+            s[i] = {top > 1e-33f ? top / range : 0.0f, Lanes::sum(sum[i]), Lanes::sum(dot[i]), 0, 0};
+        }
+    }
+
+    template <int Queries>
+    KVQ_INLINE void write_pieces(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
+        ints sums[Queries], high_sums[Queries];
+        KVQ_UNROLL
+        for (int i = 0; i < Queries; ++i) sums[i] = high_sums[i] = Lanes::splat(0);
+        for (int c = 0; c < before + size + after; c += Lanes::width) {
+            ints fixed[Queries], high[Queries];
+            KVQ_UNROLL
+            for (int i = 0; i < Queries; ++i) {
+                fixed[i] = Lanes::round(Lanes::multiply(Lanes::load_floats(scratch + i * scratch_stride + c),
+                                                        Lanes::splat_float(inverse[i])));
+                high[i] = fixed[i];
+                if constexpr (Form == vector_form::two_bytes && (ZeroCode != 0 || !packs<Queries>))
+                    high[i] = Lanes::template shift_right_signed<8>(Lanes::add(fixed[i], Lanes::splat(128)));
+                if constexpr (ZeroCode != 0) {
+                    sums[i] = Lanes::add(sums[i], fixed[i]);
+                    high_sums[i] = Lanes::add(high_sums[i], high[i]);
+                }
+            }
+            if constexpr (packs<Queries>) {
+                if constexpr (Form == vector_form::byte)
+                    for (int i = 0; i < Queries; ++i) fixed[i] = Lanes::template shift_left<8>(fixed[i]);
+                Lanes::store_pieces_of_four(out, fixed);
+            } else {
+                KVQ_UNROLL
+                for (int i = 0; i < Queries; ++i) {
+                    if constexpr (Form == vector_form::word)
+                        Lanes::store_word_pairs(out + 2 * i, stride, fixed[i]);
+                    else
+                        Lanes::store_pieces(out + 2 * i, stride, high[i], fixed[i]);
+                }
+            }
+            out += Lanes::width / 4 * stride;
+        }
+        if constexpr (ZeroCode != 0) {
+            KVQ_UNROLL
+            for (int i = 0; i < Queries; ++i) {
+                s[i].high_sum = sum_words<Lanes>(high_sums[i]);
+                if constexpr (Form == vector_form::two_bytes)
+                    s[i].low_sum = sum_words<Lanes>(sums[i]) - 256 * s[i].high_sum;
+            }
+        }
+    }
+
+    /// Are the pieces of so many vectors written together?
+    template <int Queries>
+    static constexpr bool packs = Form != vector_form::word&& Queries ==
+                                  query_block&& requires(std::uint32_t* out, const ints* a) {
+        Lanes::store_pieces_of_four(out, a);
+    };
+};
+
 /// Folds n vectors x[i] (cols floats each, x_stride apart) for products with `block`.
 template <class Lanes, class Backend, class Scheme>
 void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block, const float* x,
@@ -113,14 +226,13 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
     const fold_use use = Scheme::fold(shape.role);
     const auto codes = scheme.codes(shape);
     const fold_layout<Scheme::code_bits> layout(codes, use.columns(), n);
-    constexpr int step = fold_layout<Scheme::code_bits>::step;
-    constexpr vector_form form = form_of<Lanes, Backend>;
-    constexpr float top_code = (1 << Scheme::code_bits) - 1;
+    constexpr int step = 4 * fold_layout<Scheme::code_bits>::step;
     const grouped_axis& cols = layout.cols;
-    float* const vector = layout.scratch(memory);
-    float* const scale = vector + layout.scratch_floats();
-    float* const bias = scale + layout.scratch_floats();
+    const auto row_floats = static_cast<std::ptrdiff_t>(layout.scratch_floats);
+    float* const scale = layout.scratch(memory);
+    float* const bias = scale + row_floats;
     const bool dense = cols.groups() == 1 || cols.group % 4 == 0;
+    std::uint32_t* words = layout.words(memory);
 
     for (int set = 0; set < layout.sets; ++set) {
         if (use.columns()) {
@@ -129,79 +241,25 @@ void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std
                           })
                 scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
         }
-        std::uint32_t* words = layout.words(memory) + static_cast<std::size_t>(set) *
-                                                          static_cast<std::size_t>(layout.set_words() * n);
         for (int first = 0; first < n;) {
             const int block_n = next_query_block(n - first);
-            for (int i = first; i < first + block_n; ++i) {
-                const float* const row = x + i * x_stride;
-                std::uint32_t* out = words + 2 * (i - first);
-                for (int g = 0; g < cols.groups(); ++g) {
-                    const int begin = cols.group_begin(g), size = cols.group_size(g);
-                    const int from = 4 * step * layout.first_step(g), to = 4 * step * layout.last_step(g);
-                    // x' of this group with zeros around it, up to the borders of a step.
-                    for (int c = from; c < begin; ++c) vector[c - from] = 0.0f;
-                    float* const inside = vector + (begin - from);
-                    const float* const source = row + (dense ? begin : g * cols.group);
-                    fold_scalars s{0.0f, 0.0f, 0.0f, 0, 0};
-                    typename Lanes::floats largest = Lanes::splat_float(0.0f), sum = largest, dot = largest;
-                    for (int c = 0; c < size; c += Lanes::width) {
-                        const int left = size - c;
-                        auto v = left >= Lanes::width ? Lanes::load_floats(source + c)
-                                                      : Lanes::load_floats(source + c, left);
-                        if (use.col_bias) {
-                            const auto b = left >= Lanes::width ? Lanes::load_floats(bias + begin + c)
-                                                                : Lanes::load_floats(bias + begin + c, left);
-                            dot = Lanes::multiply_add(v, b, dot);
-                        }
-                        if (use.col_scale) {
-                            const auto f = left >= Lanes::width ? Lanes::load_floats(scale + begin + c)
-                                                                : Lanes::load_floats(scale + begin + c, left);
-                            v = Lanes::multiply(v, f);
-                        }
-                        Lanes::store_floats(inside + c, v);
-                        largest = Lanes::max(largest, Lanes::abs(v));
-                        sum = Lanes::add(sum, v);
-                    }
-                    for (int c = begin - from + size; c < to - from; ++c) vector[c] = 0.0f;
-                    s.sum = Lanes::sum(sum);
-                    s.bias_dot = Lanes::sum(dot);
-                    const float top = Lanes::largest(largest);
-                    float range = form == vector_form::byte ? 127.0f : 32512.0f;
-                    if constexpr (form == vector_form::word)
-                        range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)));
-                    // Vectors this small are zero next to anything float can hold.
-                    const float inverse = top > 1e-33f ? range / top : 0.0f;
-                    s.step = top > 1e-33f ? top / range : 0.0f;
-                    auto sums = Lanes::splat(0), high_sums = sums;
-                    for (int c = 0; c < to - from; c += Lanes::width) {
-                        const auto fixed = Lanes::round(
-                            Lanes::multiply(Lanes::load_floats(vector + c), Lanes::splat_float(inverse)));
-                        auto high = fixed;
-                        if constexpr (form == vector_form::two_bytes)
-                            high =
-                                Lanes::template shift_right_signed<8>(Lanes::add(fixed, Lanes::splat(128)));
-                        if constexpr (form == vector_form::word)
-                            Lanes::store_word_pairs(out, 2 * block_n, fixed);
-                        else
-                            Lanes::store_pieces(out, 2 * block_n, high, fixed);
-                        out += Lanes::width / 4 * 2 * block_n;
-                        if constexpr (Scheme::zero_code != 0) {
-                            sums = Lanes::add(sums, fixed);
-                            high_sums = Lanes::add(high_sums, high);
-                        }
-                    }
-                    // A vector may have run over the end of the group: the next one starts where this one ends.
-                    out -= (detail::round_up(to - from, Lanes::width) - (to - from)) / 4 * 2 * block_n;
-                    if constexpr (Scheme::zero_code != 0) {
-                        s.high_sum = sum_words<Lanes>(high_sums);
-                        if constexpr (form == vector_form::two_bytes)
-                            s.low_sum = sum_words<Lanes>(sums) - 256 * s.high_sum;
-                    }
-                    layout.scalars(memory)[(set * cols.groups() + g) * n + i] = s;
-                }
+            std::uint32_t* out = words;
+            for (int g = 0; g < cols.groups(); ++g) {
+                const int begin = cols.group_begin(g), size = cols.group_size(g);
+                const int from = step * layout.first_step(g), to = step * layout.last_step(g);
+                const group_fold<form_of<Lanes, Backend>, Lanes, Scheme::code_bits, Scheme::zero_code> group{
+                    use,          scale + begin, bias + begin,      bias + row_floats, row_floats,
+                    begin - from, size,          to - begin - size, 2 * block_n};
+                const float* const source = x + first * x_stride + (dense ? begin : g * cols.group);
+                fold_scalars* const s = layout.scalars(memory) + (set * cols.groups() + g) * n + first;
+                if (block_n == query_block)
+                    group.template run<query_block>(source, x_stride, out, s);
+                else
+                    for (int i = 0; i < block_n; ++i)
+                        group.template run<1>(source + i * x_stride, x_stride, out + 2 * i, s + i);
+                out += (to - from) / 4 * 2 * block_n;
             }
-            words += layout.set_words() * block_n;
+            words += layout.set_words * block_n;
             first += block_n;
         }
     }

@@ -14,7 +14,7 @@ class segment_product {
 public:
     static std::size_t workspace_bytes(const Scheme& scheme, const block_shape& shape, int n) {
         // Row groups and columns are the same for every head.
-        return fold_layout<8>(scheme.columns(shape, {}).codes(shape), true, n).bytes();
+        return fold_layout<8>(scheme.columns(shape, {}).codes(shape), true, n).bytes;
     }
 
     /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block. Other arguments: block_product.hpp.
@@ -35,8 +35,7 @@ public:
             const int queries = next_query_block(n - first);
             for (int rg = 0; rg < p.rows_.groups(); ++rg) {
                 const std::uint32_t* const set =
-                    words +
-                    static_cast<std::size_t>(rg) * static_cast<std::size_t>(p.layout_.set_words() * n);
+                    words + static_cast<std::size_t>(rg) * static_cast<std::size_t>(p.layout_.set_words * n);
                 for (int tile = 0; tile < p.rows_.group_slots(rg); tile += tile_layout::tile_rows) {
                     const int height =
                         detail::smaller(tile_layout::tile_rows, p.rows_.group_slots(rg) - tile);
@@ -50,7 +49,7 @@ public:
                     p.run_tile(p.rows_.group_begin(rg) + tile, height, set, queries, to);
                 }
             }
-            words += p.layout_.set_words() * queries;
+            words += p.layout_.set_words * queries;
             first += queries;
         }
     }

@@ -15,9 +15,16 @@ namespace kvq::inline v0_1::kernels {
 /// 2^x for x <= 0.
 template <class Lanes>
 KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
-    const auto bounded = Lanes::max(x, Lanes::splat_float(-126.0f));
-    const auto whole = Lanes::round(bounded);
-    const auto f = Lanes::subtract(bounded, Lanes::to_floats(whole));
+    constexpr bool scales = requires { Lanes::scale_by_power(x, x); };
+    typename Lanes::floats f = x;
+    typename Lanes::ints whole{};
+    if constexpr (scales) {
+        f = Lanes::distance_to_whole(x);
+    } else {
+        const auto bounded = Lanes::max(x, Lanes::splat_float(-126.0f));
+        whole = Lanes::round(bounded);
+        f = Lanes::subtract(bounded, Lanes::to_floats(whole));
+    }
     auto p = Lanes::splat_float(1.540353039e-4f);
     p = Lanes::multiply_add(p, f, Lanes::splat_float(1.333355815e-3f));
     p = Lanes::multiply_add(p, f, Lanes::splat_float(9.618129108e-3f));
@@ -25,48 +32,61 @@ KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
     p = Lanes::multiply_add(p, f, Lanes::splat_float(2.402265070e-1f));
     p = Lanes::multiply_add(p, f, Lanes::splat_float(6.931471806e-1f));
     p = Lanes::multiply_add(p, f, Lanes::splat_float(1.0f));
+    if constexpr (scales)
+        return Lanes::keep_above(Lanes::scale_by_power(p, Lanes::subtract(x, f)), x, -126.0f);
     const auto power = Lanes::as_floats(Lanes::template shift_left<23>(Lanes::add(whole, Lanes::splat(127))));
     return Lanes::keep_above(Lanes::multiply(p, power), x, -126.0f);
 }
 
-/// Scores [0, n) become weights in place.
-template <class Lanes>
-float softmax_tile(float* scores, int n, float& max, float& sum) {
+/// Scores [0, n) of `Rows` rows, `stride` apart, become weights in place; max and sum move on. factor: what earlier weights of a row
+/// are worth now. Rows are done side by side, so that none waits for its own maximum.
+template <class Lanes, int Rows>
+void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float* sum, float* factor) {
     constexpr float lowest = -std::numeric_limits<float>::infinity();
-    float top = max;
+    using floats = typename Lanes::floats;
+    floats shift[Rows], total[Rows];
+    KVQ_UNROLL
+    for (int r = 0; r < Rows; ++r) shift[r] = Lanes::splat_float(lowest);
     int i = 0;
-    auto tops = Lanes::splat_float(lowest);
-    for (; i + Lanes::width <= n; i += Lanes::width) tops = Lanes::max(tops, Lanes::load_floats(scores + i));
-    top = detail::larger(top, Lanes::largest(tops));
-    for (; i < n; ++i) top = detail::larger(top, scores[i]);
-    if (top == lowest) {
-        for (int k = 0; k < n; ++k) scores[k] = 0.0f;
-        return 1.0f;
+    for (; i + Lanes::width <= n; i += Lanes::width) {
+        KVQ_UNROLL
+        for (int r = 0; r < Rows; ++r)
+            shift[r] = Lanes::max(shift[r], Lanes::load_floats(scores + r * stride + i));
     }
-    const auto shift = Lanes::splat_float(top);
-    auto total = Lanes::splat_float(0.0f);
+    float top[Rows];
+    KVQ_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+        top[r] = detail::larger(max[r], Lanes::largest(shift[r]));
+        for (int k = i; k < n; ++k) top[r] = detail::larger(top[r], scores[r * stride + k]);
+        // Where everything is hidden so far, -infinity less anything finite is a weight of 0.
+        shift[r] = Lanes::splat_float(top[r] == lowest ? 0.0f : top[r]);
+        total[r] = Lanes::splat_float(0.0f);
+    }
     for (i = 0; i + Lanes::width <= n; i += Lanes::width) {
-        const auto w = exp2_negative<Lanes>(Lanes::subtract(Lanes::load_floats(scores + i), shift));
-        Lanes::store_floats(scores + i, w);
-        total = Lanes::add(total, w);
+        KVQ_UNROLL
+        for (int r = 0; r < Rows; ++r) {
+            float* const at = scores + r * stride + i;
+            const auto w = exp2_negative<Lanes>(Lanes::subtract(Lanes::load_floats(at), shift[r]));
+            Lanes::store_floats(at, w);
+            total[r] = Lanes::add(total[r], w);
+        }
     }
-    float weights = Lanes::sum(total);
-    for (; i < n; ++i) {
-        float one[Lanes::width];
-        Lanes::store_floats(one, exp2_negative<Lanes>(Lanes::splat_float(scores[i] - top)));
-        scores[i] = one[0];
-        weights += one[0];
+    const auto one_weight = [](float x) {
+        float all[Lanes::width];
+        Lanes::store_floats(all, exp2_negative<Lanes>(Lanes::splat_float(x)));
+        return all[0];
+    };
+    KVQ_UNROLL
+    for (int r = 0; r < Rows; ++r) {
+        float weights = Lanes::sum(total[r]);
+        for (int k = i; k < n; ++k) {
+            float& score = scores[r * stride + k];
+            weights += score = one_weight(score - (top[r] == lowest ? 0.0f : top[r]));
+        }
+        factor[r] = top[r] > max[r] ? one_weight(max[r] == lowest ? -1e30f : max[r] - top[r]) : 1.0f;
+        sum[r] = sum[r] * factor[r] + weights;
+        max[r] = top[r];
     }
-    float factor = 1.0f;
-    if (top > max) {
-        float one[Lanes::width];
-        Lanes::store_floats(one,
-                            exp2_negative<Lanes>(Lanes::splat_float(max == lowest ? -1e30f : max - top)));
-        factor = one[0];
-    }
-    sum = sum * factor + weights;
-    max = top;
-    return factor;
 }
 
 }  // namespace kvq::inline v0_1::kernels

@@ -13,7 +13,9 @@
 //   transpose, load_bytes, load_halfwords, store_halfwords, half_bits<T>, rounded_product, in_register
 //   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
 //   splat_pair, add_pairs, keep_even, sum, largest, smallest
-//   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_extremes
+//   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_extremes,
+//   store_pieces_of_four(out, a)              what store_pieces makes of four vectors of numbers 256 high + low, side by side
+//   distance_to_whole, scale_by_power         exponent arithmetic in one instruction each
 #pragma once
 
 #include "arch.hpp"

@@ -45,18 +45,18 @@ struct register_ops<Arch> {
 #endif
         if constexpr (Bits < 8) {  // the sum of two products fits 16 bits
             const __m256i pairs = _mm256_maddubs_epi16(codes, x);
-            return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+            return in_register(_mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
         } else {
             const ints even =
                 _mm256_madd_epi16(even_bytes(codes), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
             const ints odd = _mm256_madd_epi16(odd_bytes(codes), _mm256_srai_epi16(x, 8));
-            return _mm256_add_epi32(acc, _mm256_add_epi32(even, odd));
+            return in_register(_mm256_add_epi32(acc, _mm256_add_epi32(even, odd)));
         }
     }
     static KVQ_INLINE ints even_bytes(ints a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
     static KVQ_INLINE ints odd_bytes(ints a) { return _mm256_srli_epi16(a, 8); }
     static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
-        return _mm256_add_epi32(acc, _mm256_madd_epi16(a, x));
+        return in_register(_mm256_add_epi32(acc, _mm256_madd_epi16(a, x)));
     }
     static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int stride, ints a) {
         const __m256i pairs = _mm256_shuffle_epi8(

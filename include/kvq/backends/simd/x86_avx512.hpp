@@ -49,18 +49,18 @@ struct register_ops<Arch> {
 #endif
         if constexpr (Bits < 8) {  // the sum of two products fits 16 bits
             const __m512i pairs = _mm512_maddubs_epi16(codes, x);
-            return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+            return in_register(_mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1))));
         } else {
             const ints even =
                 _mm512_madd_epi16(even_bytes(codes), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
             const ints odd = _mm512_madd_epi16(odd_bytes(codes), _mm512_srai_epi16(x, 8));
-            return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+            return in_register(_mm512_add_epi32(acc, _mm512_add_epi32(even, odd)));
         }
     }
     static KVQ_INLINE ints even_bytes(ints a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }
     static KVQ_INLINE ints odd_bytes(ints a) { return _mm512_srli_epi16(a, 8); }
     static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
-        return _mm512_add_epi32(acc, _mm512_madd_epi16(a, x));
+        return in_register(_mm512_add_epi32(acc, _mm512_madd_epi16(a, x)));
     }
     static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int stride, ints a) {
         alignas(64) std::uint32_t all[16];
@@ -76,6 +76,10 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints round(floats a) { return _mm512_cvtps_epi32(a); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm512_castsi512_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm512_castps_si512(a); }
+    /// a minus the nearest whole number; 0 for infinities.
+    static KVQ_INLINE floats distance_to_whole(floats a) { return _mm512_reduce_ps(a, 0); }
+    /// a 2^n for whole n.
+    static KVQ_INLINE floats scale_by_power(floats a, floats n) { return _mm512_scalef_ps(a, n); }
     template <int S>
     static KVQ_INLINE ints shift_signed(ints a) {
         return _mm512_srai_epi32(a, S);
@@ -87,6 +91,23 @@ struct register_ops<Arch> {
         _mm_storeh_pd(reinterpret_cast<double*>(out + stride), _mm_castsi128_pd(first_two));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(out + 2 * stride), last_two);
         _mm_storeh_pd(reinterpret_cast<double*>(out + 3 * stride), _mm_castsi128_pd(last_two));
+    }
+
+    static KVQ_INLINE void store_pieces_of_four(std::uint32_t* out, const ints* a) {
+        // Byte 1 of a number plus 128 is its high piece, byte 0 its low piece plus 128: two numbers to a word.
+        const auto two = [](__m512i x, __m512i y) {
+            const __m512i half = _mm512_set1_epi32(128);
+            const __m512i words = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_add_epi32(x, half),
+                                                          _mm512_slli_epi32(_mm512_add_epi32(y, half), 16));
+            const __m512i order =
+                _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
+            return _mm512_shuffle_epi8(_mm512_xor_si512(words, _mm512_set1_epi16(128)), order);
+        };
+        const __m512i first = two(a[0], a[1]), second = two(a[2], a[3]);
+        _mm512_storeu_si512(
+            out, _mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second));
+        _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi64(
+                                          first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second));
     }
 
     static KVQ_INLINE void transpose(ints (&v)[16]) {

@@ -52,17 +52,17 @@ struct register_ops<Arch> {
 #if defined(__SSSE3__)
         if constexpr (Bits < 8 && std::same_as<Arch, sse4_1>) {  // the sum of two products fits 16 bits
             const __m128i pairs = _mm_maddubs_epi16(codes, x);
-            return _mm_add_epi32(acc, _mm_madd_epi16(pairs, _mm_set1_epi16(1)));
+            return in_register(_mm_add_epi32(acc, _mm_madd_epi16(pairs, _mm_set1_epi16(1))));
         }
 #endif
         const ints even = _mm_madd_epi16(even_bytes(codes), _mm_srai_epi16(_mm_slli_epi16(x, 8), 8));
         const ints odd = _mm_madd_epi16(odd_bytes(codes), _mm_srai_epi16(x, 8));
-        return _mm_add_epi32(acc, _mm_add_epi32(even, odd));
+        return in_register(_mm_add_epi32(acc, _mm_add_epi32(even, odd)));
     }
     static KVQ_INLINE ints even_bytes(ints a) { return _mm_and_si128(a, _mm_set1_epi16(255)); }
     static KVQ_INLINE ints odd_bytes(ints a) { return _mm_srli_epi16(a, 8); }
     static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
-        return _mm_add_epi32(acc, _mm_madd_epi16(a, x));
+        return in_register(_mm_add_epi32(acc, _mm_madd_epi16(a, x)));
     }
     static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int, ints a) {
         const __m128i upper = _mm_slli_epi32(_mm_shuffle_epi32(a, 0x0e), 16);
