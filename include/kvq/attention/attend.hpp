@@ -105,14 +105,14 @@ struct attention_scratch {
         rotated = c.floats(transforming_count(values) * rows * value_dim + 16);
         keys.for_each([&]<class S>(const S& s, int i) {
             const block_shape shape{tensor::key, g.page_tokens, plan.dim};
-            key_space[i] =
-                c.take(kernels::block_product<Backend, S>::workspace_bytes(s, shape, static_cast<int>(rows)));
+            const kernels::block_product<Backend, S> product(s, shape, static_cast<int>(rows));
+            key_space[i] = c.take(product.workspace_bytes());
         });
         std::size_t most = 0;
         values.for_each([&]<class S>(const S& s, int) {
             const block_shape shape{tensor::value, g.page_tokens, plan.value_dim};
-            most = larger(
-                most, kernels::block_product<Backend, S>::workspace_bytes(s, shape, static_cast<int>(rows)));
+            const kernels::block_product<Backend, S> product(s, shape, static_cast<int>(rows));
+            most = larger(most, product.workspace_bytes());
         });
         value_space = c.take(most);
         bytes = c.used();
@@ -132,6 +132,12 @@ struct attention_scratch {
         return n;
     }
 };
+
+/// Products of n vectors with blocks of every format of a table.
+template <class Backend, class Table>
+auto make_products(const Table& table, const block_shape& shape, int n) {
+    return table.map([&]<class S>(const S& s) { return kernels::block_product<Backend, S>(s, shape, n); });
+}
 
 /// Attention of one layer, ready to run its tasks.
 template <class Backend, class Keys, class Values, class Variant>
@@ -159,11 +165,15 @@ public:
         const int n = smaller(attention_rows, plan.rows() - first);
         const int dim = plan.value_dim;
         load_queries(head, first, n, s);
+        const row_block rows{
+            head, first, n,
+            make_products<Backend>(keys, {tensor::key, pages.geometry.page_tokens, plan.dim}, n),
+            make_products<Backend>(values, {tensor::value, pages.geometry.page_tokens, plan.value_dim}, n)};
         bool folded[Keys::size] = {};
         float max[attention_rows], sum[attention_rows];
         if (plan.split()) {
             const int chunk = task % chunks;
-            visit_chunk(head, first, n, chunk, s, folded, max, sum);
+            visit_chunk(rows, chunk, s, folded, max, sum);
             for (int i = 0; i < n; ++i) {
                 float* const to = partial(head, first + i, chunk);
                 to[0] = max[i];
@@ -178,7 +188,7 @@ public:
             for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
         }
         for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
-            visit_chunk(head, first, n, chunk, s, folded, max, sum);
+            visit_chunk(rows, chunk, s, folded, max, sum);
             for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
         }
         for (int i = 0; i < n; ++i) running[i].finish(row_output(head, first + i), dim);
@@ -197,6 +207,13 @@ public:
 
 private:
     static constexpr float log2e = 1.44269504f;
+
+    /// The query rows of a task, and what multiplies them with blocks.
+    struct row_block {
+        int head, first, n;
+        decltype(make_products<Backend>(std::declval<const Keys&>(), {}, 0)) key_products;
+        decltype(make_products<Backend>(std::declval<const Values&>(), {}, 0)) value_products;
+    };
 
     float* partial(int head, int row, int chunk) const noexcept {
         const auto index = (static_cast<std::size_t>(head) * static_cast<std::size_t>(plan.rows()) +
@@ -240,8 +257,9 @@ private:
     }
 
     /// One chunk's softmax state into s.part, max, sum.
-    void visit_chunk(int head, int first, int n, int chunk, const scratch& s, bool* folded, float* max,
+    void visit_chunk(const row_block& rows, int chunk, const scratch& s, bool* folded, float* max,
                      float* sum) const {
+        const int first = rows.first, n = rows.n;
         const int dim = plan.value_dim;
         for (int i = 0; i < n; ++i) {
             max[i] = -std::numeric_limits<float>::infinity();
@@ -260,33 +278,32 @@ private:
             if (entry.first_token > last_pos) break;
             if (entry.first_token + entry.tokens <= first_key) continue;
             const layer_pages::entry next = e + 1 < plan.entries ? pages.at(e + 1) : entry;
-            score_page(head, n, entry, next, s, folded);
-            mask_and_change(head, first, n, entry, s);
-            weigh_page(head, n, entry, next, s, max, sum);
+            score_page(rows, entry, next, s, folded);
+            mask_and_change(rows.head, first, n, entry, s);
+            weigh_page(rows, entry, next, s, max, sum);
         }
-        restore_outputs(head, n, s);
+        restore_outputs(rows.head, n, s);
     }
 
-    void score_page(int head, int n, const layer_pages::entry& entry, const layer_pages::entry& next,
+    void score_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
                     const scratch& s, bool* folded) const {
         const page& p = *entry.keys;
         const block_shape shape = key_shape(p);
-        const block_id id{layer, head};
-        keys.visit(p.format, [&]<class S>(const S& scheme) {
-            using product = kernels::block_product<Backend, S>;
+        const block_id id{layer, rows.head};
+        visit_element(rows.key_products, p.format, [&]<class Product>(const Product& product) {
             const std::byte* const block =
-                p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
+                p.data() + product.block_bytes(shape) * static_cast<std::size_t>(rows.head);
             const float* x = s.query;
-            if constexpr (transforming<S>)
+            if constexpr (transforming<typename Product::scheme_type>)
                 x = s.turned +
-                    scratch::transforming_index(keys, p.format) * static_cast<std::size_t>(n * plan.dim);
+                    scratch::transforming_index(keys, p.format) * static_cast<std::size_t>(rows.n * plan.dim);
             std::byte* const space = s.key_space[p.format];
-            if (!product::folds_once(tensor::key) || !folded[p.format]) {
-                product::begin(scheme, shape, id, block, x, plan.dim, n, space);
+            if (!Product::folds_once(tensor::key) || !folded[p.format]) {
+                product.begin(shape, id, block, x, plan.dim, space);
                 folded[p.format] = true;
             }
-            product::finish(scheme, shape, id, block, x, plan.dim, n, entry.tokens, plan.dim, s.scores,
-                            s.scores_stride, false, ahead(p, *next.keys), space);
+            product.finish(shape, id, block, x, plan.dim, entry.tokens, plan.dim, s.scores, s.scores_stride,
+                           false, ahead(p, *next.keys), space);
         });
     }
 
@@ -308,11 +325,12 @@ private:
         }
     }
 
-    void weigh_page(int head, int n, const layer_pages::entry& entry, const layer_pages::entry& next,
+    void weigh_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
                     const scratch& s, float* max, float* sum) const {
+        const int n = rows.n;
         const page& p = *entry.values;
         const block_shape shape = value_shape(p);
-        const block_id id{layer, head};
+        const block_id id{layer, rows.head};
         const int dim = plan.value_dim;
         const std::size_t rotations = scratch::transforming_count(values);
         float factor[attention_rows];
@@ -340,17 +358,16 @@ private:
                 }
             }
         }
-        values.visit(p.format, [&]<class S>(const S& scheme) {
-            using product = kernels::block_product<Backend, S>;
+        visit_element(rows.value_products, p.format, [&]<class Product>(const Product& product) {
             const std::byte* const block =
-                p.data() + scheme.block_bytes(shape) * static_cast<std::size_t>(head);
+                p.data() + product.block_bytes(shape) * static_cast<std::size_t>(rows.head);
             float* to = s.part;
-            if constexpr (transforming<S>)
+            if constexpr (transforming<typename Product::scheme_type>)
                 to = s.rotated +
                      scratch::transforming_index(values, p.format) * static_cast<std::size_t>(n * dim);
-            product::begin(scheme, shape, id, block, s.scores, s.scores_stride, n, s.value_space);
-            product::finish(scheme, shape, id, block, s.scores, s.scores_stride, n, dim, entry.tokens, to,
-                            dim, true, ahead(p, *next.values), s.value_space);
+            product.begin(shape, id, block, s.scores, s.scores_stride, s.value_space);
+            product.finish(shape, id, block, s.scores, s.scores_stride, dim, entry.tokens, to, dim, true,
+                           ahead(p, *next.values), s.value_space);
         });
     }
 

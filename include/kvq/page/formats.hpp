@@ -17,6 +17,14 @@ struct formats {};
 
 namespace detail {
 
+/// Calls f with the element of the given index; the last one takes every index that is left.
+template <std::size_t Index = 0, class... T, class F>
+decltype(auto) visit_element(const std::tuple<T...>& elements, int index, F&& f) {
+    if constexpr (Index + 1 < sizeof...(T))
+        if (index != static_cast<int>(Index)) return visit_element<Index + 1>(elements, index, f);
+    return f(std::get<Index>(elements));
+}
+
 template <class F, tensor Role>
 struct format_list {
     static_assert(kv_scheme<F>,
@@ -53,10 +61,16 @@ public:
     format_table() = default;
     explicit format_table(Schemes... schemes) : schemes_(full<Window>{}, std::move(schemes)...) {}
 
+    /// f(scheme) of every scheme as a tuple.
+    template <class F>
+    auto map(F f) const {
+        return std::apply([&](const auto&... scheme) { return std::make_tuple(f(scheme)...); }, schemes_);
+    }
+
     /// Calls f(scheme) with the scheme of the given index.
     template <class F>
     decltype(auto) visit(int index, F&& f) const {
-        return visit_from<0>(index, f);
+        return detail::visit_element(schemes_, index, f);
     }
 
     /// Calls f(scheme, index) for every scheme, the window included.
@@ -79,13 +93,6 @@ public:
     }
 
 private:
-    template <std::size_t Index, class F>
-    decltype(auto) visit_from(int index, F& f) const {
-        if constexpr (Index + 1 < static_cast<std::size_t>(size))
-            if (index != static_cast<int>(Index)) return visit_from<Index + 1>(index, f);
-        return f(std::get<Index>(schemes_));
-    }
-
     std::tuple<full<Window>, Schemes...> schemes_;
 };
 

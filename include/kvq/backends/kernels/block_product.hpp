@@ -5,8 +5,11 @@
 //   segmented        the same for one range of columns after the other, added up (segment_product.hpp)
 //   anything else    the block is decoded to floats in the workspace, then multiplied
 //
-// `begin` prepares the vectors (where columns carry no parameters, once for all blocks), `finish` multiplies.
+// An object is made once for many blocks of one shape, so that layouts are worked out once. `begin` prepares the vectors (where
+// columns carry no parameters, once for all blocks), `finish` multiplies.
 #pragma once
+
+#include <utility>
 
 #include "code_product.hpp"
 #include "segment_product.hpp"
@@ -14,9 +17,36 @@
 
 namespace kvq::inline v0_1::kernels {
 
+/// Blocks that are multiplied as they are, or decoded first.
+struct float_plan {
+    std::size_t values;  ///< of the workspace
+
+    std::size_t workspace_bytes() const { return detail::round_up(values * sizeof(float), std::size_t{64}); }
+};
+
+template <class Scheme>
+auto plan_products(const Scheme& scheme, const block_shape& shape, int n) {
+    if constexpr (foldable<Scheme>)
+        return code_plan<Scheme>(scheme, shape, n);
+    else if constexpr (segmented<Scheme>)
+        return segment_plan<Scheme>(scheme, shape, n);
+    else
+        return float_plan{full_precision<Scheme> ? 0 : shape.values()};
+}
+
+/// Products of `n` vectors with blocks of `scheme`, which must outlive it.
 template <class Backend, class Scheme>
-struct block_product {
+class block_product {
+public:
+    using scheme_type = Scheme;
     using lanes = typename Backend::lanes;
+
+    /// shape: of every coded block. (Blocks of values need not be full: theirs is an argument of the calls.)
+    block_product(const Scheme& scheme, const block_shape& shape, int n)
+        : scheme_(scheme),
+          plan_(plan_products(scheme, shape, n)),
+          n_(n),
+          block_bytes_(scheme.block_bytes(shape)) {}
 
     /// May `begin` be called once and serve every block?
     static constexpr bool folds_once(tensor role) noexcept {
@@ -26,48 +56,41 @@ struct block_product {
             return !segmented<Scheme>;
     }
 
-    static std::size_t workspace_bytes(const Scheme& scheme, const block_shape& shape, int n) {
-        if constexpr (full_precision<Scheme>) {
-            return 0;
-        } else if constexpr (foldable<Scheme>) {
-            return parameter_bytes(scheme, shape) +
-                   fold_layout<Scheme::code_bits>(scheme.codes(shape), Scheme::fold(shape.role).columns(), n)
-                       .bytes;
-        } else if constexpr (segmented<Scheme>) {
-            return segment_product<lanes, Backend, Scheme>::workspace_bytes(scheme, shape, n);
-        } else {
-            return detail::round_up(shape.values() * sizeof(float), std::size_t{64});
-        }
+    /// From one head's block to the next.
+    std::size_t block_bytes(const block_shape& shape) const {
+        if constexpr (full_precision<Scheme>)
+            return scheme_.block_bytes(shape);
+        else
+            return block_bytes_;
     }
+    std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
 
-    static void begin(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
-                      const float* x, std::ptrdiff_t x_stride, int n, std::byte* workspace) {
+    void begin(const block_shape& shape, block_id id, const std::byte* block, const float* x,
+               std::ptrdiff_t x_stride, std::byte* workspace) const {
         if constexpr (foldable<Scheme>)
-            fold<lanes, Backend>(scheme, shape, id, block, x, x_stride, n,
-                                 workspace + parameter_bytes(scheme, shape));
+            fold<lanes, Backend>(scheme_, plan_.fold, shape, id, block, x, x_stride,
+                                 workspace + plan_.parameter_bytes);
     }
 
     /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a coded
-    /// block is always full). ahead: distance to the block that will be read next, for prefetching.
-    static void finish(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
-                       const float* x, std::ptrdiff_t x_stride, int n, int rows, int cols, float* y,
-                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+    /// block is always full). ahead: distance to the block that will be read next, for prefetching; 0 if there is none.
+    void finish(const block_shape& shape, block_id id, const std::byte* block, const float* x,
+                std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                std::ptrdiff_t ahead, std::byte* workspace) const {
         if constexpr (full_precision<Scheme>) {
-            value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n, rows, cols, y,
+            value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,
                                                               y_stride, add, ahead);
         } else if constexpr (foldable<Scheme>) {
-            code_product<lanes, Backend, Scheme>(scheme, shape, id, block,
-                                                 workspace + parameter_bytes(scheme, shape), n,
-                                                 reinterpret_cast<float*>(workspace))
+            code_product<lanes, Backend, Scheme>(scheme_, plan_, shape, id, block, workspace)
                 .run(y, y_stride, add, ahead);
         } else if constexpr (segmented<Scheme>) {
-            segment_product<lanes, Backend, Scheme>::run(scheme, shape, id, block, x, x_stride, n, y,
+            segment_product<lanes, Backend, Scheme>::run(scheme_, plan_, shape, id, block, x, x_stride, y,
                                                          y_stride, add, ahead, workspace);
         } else {
             float* const values = reinterpret_cast<float*>(workspace);
-            scheme.decode(shape, id, block, values);
+            scheme_.decode(shape, id, block, values);
             const bool key = shape.role == tensor::key;
-            for (int i = 0; i < n; ++i)
+            for (int i = 0; i < n_; ++i)
                 for (int r = 0; r < rows; ++r) {
                     float sum = 0.0f;
                     for (int c = 0; c < cols; ++c)
@@ -79,13 +102,10 @@ struct block_product {
     }
 
 private:
-    /// Row parameters come first in the workspace, then what `fold` makes.
-    static std::size_t parameter_bytes(const Scheme& scheme,
-                                       const block_shape& shape) requires foldable<Scheme> {
-        return detail::round_up(
-            code_product<lanes, Backend, Scheme>::parameter_floats(scheme, shape) * sizeof(float),
-            std::size_t{64});
-    }
+    const Scheme& scheme_;
+    decltype(plan_products(std::declval<const Scheme&>(), block_shape{}, 0)) plan_;
+    int n_;
+    std::size_t block_bytes_;
 };
 
 }  // namespace kvq::inline v0_1::kernels

@@ -221,42 +221,57 @@ void multiply_part(const code_part& part, const code_target& to) {
     finish_sums<Form, Lanes, ZeroCode, Vectors, Queries>(sums, to);
 }
 
-/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n vectors that were folded for
-/// this block.
+/// What products of n vectors with blocks of one shape have in common.
+template <class Scheme>
+struct code_plan {
+    static constexpr int bits = Scheme::code_bits;
+
+    fold_use use;
+    code_layout<bits> codes;
+    fold_layout<bits> fold;
+    std::ptrdiff_t line;  ///< floats of the row parameters of one column group
+    std::size_t
+        parameter_bytes;  ///< of all row parameters: they come first in the workspace, then what fold() makes
+
+    code_plan(const Scheme& scheme, const block_shape& shape, int n)
+        : use(Scheme::fold(shape.role)),
+          codes(scheme.codes(shape)),
+          fold(codes, use.columns(), n),
+          line(codes.rows().slots() + 16),
+          parameter_bytes(
+              detail::round_up(static_cast<std::size_t>((use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0)) *
+                                   static_cast<std::size_t>(codes.cols.groups()) *
+                                   static_cast<std::size_t>(line) * sizeof(float),
+                               std::size_t{64})) {}
+
+    std::size_t workspace_bytes() const { return parameter_bytes + fold.bytes; }
+};
+
+/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n vectors that were folded for this block.
 template <class Lanes, class Backend, class Scheme>
 class code_product {
 public:
-    /// `parameters`: scratch of parameter_floats().
-    code_product(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
-                 std::byte* folded, int n, float* parameters)
-        : use_(Scheme::fold(shape.role)),
-          codes_(scheme.codes(shape)),
-          layout_(codes_, use_.columns(), n),
+    code_product(const Scheme& scheme, const code_plan<Scheme>& plan, const block_shape& shape, block_id id,
+                 const std::byte* block, std::byte* workspace)
+        : codes_(plan.codes),
+          layout_(plan.fold),
+          columns_(plan.use.columns()),
           block_(block),
-          words_(layout_.words(folded)),
-          scalars_(layout_.scalars(folded)),
-          line_(parameter_line(codes_)),
-          scales_(use_.row_scale ? parameters : nullptr),
-          biases_(use_.row_bias ? parameters + (use_.row_scale ? line_ * codes_.cols.groups() : 0)
-                                : nullptr) {
+          words_(layout_.words(workspace + plan.parameter_bytes)),
+          scalars_(layout_.scalars(workspace + plan.parameter_bytes)),
+          line_(plan.line),
+          scales_(plan.use.row_scale ? reinterpret_cast<float*>(workspace) : nullptr),
+          biases_(plan.use.row_bias ? reinterpret_cast<float*>(workspace) +
+                                          (plan.use.row_scale ? line_ * codes_.cols.groups() : 0)
+                                    : nullptr) {
         if constexpr (requires {
-                          scheme.template row_parameters<Backend>(shape, id, block, 0, parameters,
-                                                                  parameters);
+                          scheme.template row_parameters<Backend>(shape, id, block, 0, scales_, biases_);
                       })
-            if (use_.row_scale || use_.row_bias)
+            if (scales_ || biases_)
                 for (int g = 0; g < codes_.cols.groups(); ++g)
                     scheme.template row_parameters<Backend>(shape, id, block, g,
                                                             scales_ ? scales_ + g * line_ : nullptr,
                                                             biases_ ? biases_ + g * line_ : nullptr);
-    }
-
-    /// Floats that row parameters take as scratch.
-    static std::size_t parameter_floats(const Scheme& scheme, const block_shape& shape) {
-        const auto codes = scheme.codes(shape);
-        const fold_use use = Scheme::fold(shape.role);
-        return static_cast<std::size_t>((use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0)) *
-               static_cast<std::size_t>(codes.cols.groups()) *
-               static_cast<std::size_t>(parameter_line(codes));
     }
 
     /// ahead: distance in bytes from this block to the one that will be read
@@ -267,7 +282,7 @@ public:
         for (int first = 0; first < layout_.n;) {
             const int queries = next_query_block(layout_.n - first);
             for (int rg = 0; rg < rows.groups(); ++rg) {
-                const int set = use_.columns() ? rg : 0;
+                const int set = columns_ ? rg : 0;
                 const std::uint32_t* const x = block_words + static_cast<std::size_t>(set) *
                                                                  static_cast<std::size_t>(layout_.set_words) *
                                                                  static_cast<std::size_t>(layout_.n);
@@ -300,8 +315,6 @@ private:
         int rows;    // rows from there to the end of the group
         int row;     // first row
     };
-
-    static std::ptrdiff_t parameter_line(const code_layout<bits>& codes) { return codes.rows().slots() + 16; }
 
     void run_tile(const position& at, const std::uint32_t* x, float* y, std::ptrdiff_t y_stride, bool add,
                   std::ptrdiff_t ahead) const {
@@ -354,9 +367,9 @@ private:
             multiply_part<form_of<Lanes, Backend>, Lanes, bits, zero, Vectors, 1, Partial>(what, to);
     }
 
-    fold_use use_;
-    code_layout<bits> codes_;
-    fold_layout<bits> layout_;
+    const code_layout<bits>& codes_;
+    const fold_layout<bits>& layout_;
+    bool columns_;  // do they carry parameters?
     const std::byte* block_;
     const std::uint32_t* words_;
     const fold_scalars* scalars_;

@@ -44,7 +44,7 @@ struct fold_scalars {
 };
 
 /// Where the parts of a folded set of `n` vectors lie in memory: [scratch][scalars][words]; see above. Sizes are kept, not worked
-/// out again: kernels ask for them once per block.
+/// out again: kernels ask for them at every block.
 template <int Bits>
 struct fold_layout {
     static constexpr int step = code_planes<Bits>::quads_per_step;
@@ -219,13 +219,12 @@ private:
     };
 };
 
-/// Folds n vectors x[i] (cols floats each, x_stride apart) for products with `block`.
+/// Folds layout.n vectors x[i] (cols floats each, x_stride apart) for products with `block`.
 template <class Lanes, class Backend, class Scheme>
-void fold(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block, const float* x,
-          std::ptrdiff_t x_stride, int n, std::byte* memory) {
+void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
+          block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
     const fold_use use = Scheme::fold(shape.role);
-    const auto codes = scheme.codes(shape);
-    const fold_layout<Scheme::code_bits> layout(codes, use.columns(), n);
+    const int n = layout.n;
     constexpr int step = 4 * fold_layout<Scheme::code_bits>::step;
     const grouped_axis& cols = layout.cols;
     const auto row_floats = static_cast<std::ptrdiff_t>(layout.scratch_floats);

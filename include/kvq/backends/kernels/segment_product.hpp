@@ -9,22 +9,29 @@
 
 namespace kvq::inline v0_1::kernels {
 
+/// What products of n vectors with blocks of one shape have in common. Row groups and columns are the same for every head.
+template <class Scheme>
+struct segment_plan {
+    code_layout<8> codes;
+    fold_layout<8> fold;
+
+    segment_plan(const Scheme& scheme, const block_shape& shape, int n)
+        : codes(scheme.columns(shape, {}).codes(shape)), fold(codes, true, n) {}
+
+    std::size_t workspace_bytes() const { return fold.bytes; }
+};
+
 template <class Lanes, class Backend, class Scheme>
 class segment_product {
 public:
-    static std::size_t workspace_bytes(const Scheme& scheme, const block_shape& shape, int n) {
-        // Row groups and columns are the same for every head.
-        return fold_layout<8>(scheme.columns(shape, {}).codes(shape), true, n).bytes;
-    }
-
     /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block. Other arguments: block_product.hpp.
-    static void run(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
-                    const float* x, std::ptrdiff_t x_stride, int n, float* y, std::ptrdiff_t y_stride,
-                    bool add, std::ptrdiff_t ahead, std::byte* workspace) {
-        const auto columns = scheme.columns(shape, id);
-        fold<Lanes, Backend>(columns, shape, id, block, x, x_stride, n, workspace);
-        segment_product p{columns.codes(shape).rows(), fold_layout<8>(columns.codes(shape), true, n), block,
-                          ahead};
+    static void run(const Scheme& scheme, const segment_plan<Scheme>& plan, const block_shape& shape,
+                    block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride, float* y,
+                    std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+        const int n = plan.fold.n;
+        kernels::fold<Lanes, Backend>(scheme.columns(shape, id), plan.fold, shape, id, block, x, x_stride,
+                                      workspace);
+        segment_product p{plan, block, ahead};
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
             const auto w = static_cast<std::size_t>(index_of<Bits>());
             p.segments_[w] = segment;
@@ -58,8 +65,8 @@ private:
     using list = typename Scheme::width_list;
     using every_width = std::make_integer_sequence<int, list::count>;
 
-    segment_product(grouped_axis rows, fold_layout<8> layout, const std::byte* block, std::ptrdiff_t ahead)
-        : rows_(rows), layout_(layout), block_(block), ahead_(ahead) {}
+    segment_product(const segment_plan<Scheme>& plan, const std::byte* block, std::ptrdiff_t ahead)
+        : rows_(plan.codes.rows()), layout_(plan.fold), block_(block), ahead_(ahead) {}
 
     template <int Bits>
     static constexpr int index_of() {
@@ -146,8 +153,8 @@ private:
         }
     }
 
-    grouped_axis rows_;
-    fold_layout<8> layout_;
+    const grouped_axis& rows_;
+    const fold_layout<8>& layout_;
     code_segment segments_[static_cast<std::size_t>(list::count)] = {};
     int quads_[static_cast<std::size_t>(list::count)] = {};
     const std::byte* block_;
