@@ -336,11 +336,11 @@ private:
         float factor[attention_rows];
         for (int i = 0; i < n;) {
             constexpr int together = kernels::query_block;
-            const auto weigh = [&](auto rows) {
-                kernels::softmax_tile<lanes, decltype(rows)::value>(s.scores + i * s.scores_stride,
-                                                                    s.scores_stride, entry.tokens, max + i,
-                                                                    sum + i, factor + i);
-                i += decltype(rows)::value;
+            const auto weigh = [&](auto count) {
+                kernels::softmax_tile<lanes, decltype(count)::value>(s.scores + i * s.scores_stride,
+                                                                     s.scores_stride, entry.tokens, max + i,
+                                                                     sum + i, factor + i);
+                i += decltype(count)::value;
             };
             if (n - i >= together)
                 weigh(std::integral_constant<int, together>{});
