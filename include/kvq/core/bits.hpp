@@ -50,21 +50,12 @@ KVQ_HD KVQ_INLINE void store_as(void* to, T value) noexcept {
     std::memcpy(to, &value, sizeof(T));
 }
 
-/// Asks for the cache line at p; any address is allowed.
+/// Asks for the cache line at p, into the second cache: a stream would take all the misses that the first one can wait for.
+/// Any address is allowed.
 KVQ_INLINE void prefetch([[maybe_unused]] const void* p) noexcept {
 #if defined(__CUDACC__)
 #elif defined(__x86_64__) && defined(__GNUC__)
     // g++ takes its own builtin for a read of any memory, and writes all accumulators back before it.
-    __asm__ volatile("prefetcht0 (%0)" : : "r"(p));
-#elif defined(__GNUC__)
-    __builtin_prefetch(p);
-#endif
-}
-
-/// The same into the second cache, for streams that would take all the misses that the first one can wait for.
-KVQ_INLINE void prefetch_far([[maybe_unused]] const void* p) noexcept {
-#if defined(__CUDACC__)
-#elif defined(__x86_64__) && defined(__GNUC__)
     __asm__ volatile("prefetcht1 (%0)" : : "r"(p));
 #elif defined(__GNUC__)
     __builtin_prefetch(p, 0, 2);

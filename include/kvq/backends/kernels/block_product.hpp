@@ -77,6 +77,10 @@ public:
     void finish(const block_shape& shape, block_id id, const std::byte* block, const float* x,
                 std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                 std::ptrdiff_t ahead, std::byte* workspace) const {
+        // Parameters are needed first and all at once: every block would begin with waiting for them.
+        if constexpr (foldable<Scheme> || segmented<Scheme>)
+            for (std::size_t at = plan_.parameters; at < block_bytes_; at += 64)
+                detail::prefetch(block + ahead + at);
         if constexpr (full_precision<Scheme>) {
             value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,
                                                               y_stride, add, ahead);

@@ -111,23 +111,18 @@ struct code_part {
     const std::uint32_t* x;
 };
 
-/// Prefetches what the next block has where this one has the vectors of a step.
-/// Far: into the second cache, for codes that are used up faster than the first
-/// one can wait for lines.
-template <bool Far, class Lanes, int Bits, int Vectors, int Plane = 0>
+/// Prefetches what the next block has where this one has the vectors of a step: into the second cache, since the first one
+/// can wait for few lines at a time.
+template <class Lanes, int Bits, int Vectors, int Plane = 0>
 KVQ_INLINE void fetch_ahead(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
                             std::ptrdiff_t ahead) {
     using P = code_planes<Bits>;
     const std::byte* const from = planes[Plane] + ahead;
     for (int v = 0; v < P::quads_per_step / P::quads_per_word(Plane); ++v)
-        for (int line = 0; line < Vectors * Lanes::width * 4; line += 64) {
-            if constexpr (Far)
-                detail::prefetch_far(from + v * vector_bytes + line);
-            else
-                detail::prefetch(from + v * vector_bytes + line);
-        }
+        for (int line = 0; line < Vectors * Lanes::width * 4; line += 64)
+            detail::prefetch(from + v * vector_bytes + line);
     if constexpr (Plane + 1 < P::count)
-        fetch_ahead<Far, Lanes, Bits, Vectors, Plane + 1>(planes, vector_bytes, ahead);
+        fetch_ahead<Lanes, Bits, Vectors, Plane + 1>(planes, vector_bytes, ahead);
 }
 
 template <class Lanes, int Vectors, int Queries>
@@ -149,7 +144,7 @@ KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queri
     const std::uint32_t* x = part.x;
     const int whole = detail::smaller(part.steps, part.quads / P::quads_per_step);
     for (int s = 0; s < whole; ++s) {
-        fetch_ahead<(Bits > 4 || Queries == 1), Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
+        fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
         add_quads<Form, Lanes, Bits, Vectors, Queries, Partial>(sums, planes, part.vector_bytes,
                                                                 P::quads_per_step, x, part.slots, all{});
         for (int p = 0; p < P::count; ++p)
@@ -229,7 +224,8 @@ struct code_plan {
     fold_use use;
     code_layout<bits> codes;
     fold_layout<bits> fold;
-    std::ptrdiff_t line;  ///< floats of the row parameters of one column group
+    std::size_t parameters;  ///< where they begin in a block
+    std::ptrdiff_t line;     ///< floats of the row parameters of one column group
     std::size_t
         parameter_bytes;  ///< of all row parameters: they come first in the workspace, then what fold() makes
 
@@ -237,6 +233,7 @@ struct code_plan {
         : use(Scheme::fold(shape.role)),
           codes(scheme.codes(shape)),
           fold(codes, use.columns(), n),
+          parameters(codes.bytes()),
           line(codes.rows().slots() + 16),
           parameter_bytes(
               detail::round_up(static_cast<std::size_t>((use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0)) *

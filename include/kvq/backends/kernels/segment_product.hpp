@@ -14,9 +14,12 @@ template <class Scheme>
 struct segment_plan {
     code_layout<8> codes;
     fold_layout<8> fold;
+    std::size_t parameters;  ///< where they begin in a block
 
     segment_plan(const Scheme& scheme, const block_shape& shape, int n)
-        : codes(scheme.columns(shape, {}).codes(shape)), fold(codes, true, n) {}
+        : codes(scheme.columns(shape, {}).codes(shape)),
+          fold(codes, true, n),
+          parameters(scheme.columns(shape, {}).parameters) {}
 
     std::size_t workspace_bytes() const { return fold.bytes; }
 };

@@ -34,7 +34,7 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
 
     const int pairs = cols / per_word;
     for (int w = 0; w < pairs; ++w, words += vector_bytes) {
-        for (int line = 0; line < Vectors * bytes; line += 64) detail::prefetch_far(words + line + ahead);
+        for (int line = 0; line < Vectors * bytes; line += 64) detail::prefetch(words + line + ahead);
         typename Lanes::floats k[Vectors];
         KVQ_UNROLL
         for (int v = 0; v < Vectors; ++v)
