@@ -67,7 +67,7 @@ struct fold_layout {
         set_words = steps * step * 2;
         // A step has up to 8 quads, and vectors run over the last one.
         scratch_floats = detail::round_up(static_cast<std::size_t>(cols.slots()), std::size_t{16}) + 32;
-        const auto each = static_cast<std::size_t>(sets * n);
+        const std::size_t each = static_cast<std::size_t>(sets) * static_cast<std::size_t>(n);
         scalars_offset = scratch_rows * scratch_floats * sizeof(float);
         words_offset = scalars_offset +
                        detail::round_up(each * static_cast<std::size_t>(cols.groups()) * sizeof(fold_scalars),
