@@ -334,19 +334,15 @@ private:
         const int dim = plan.value_dim;
         const std::size_t rotations = scratch::transforming_count(values);
         float factor[attention_rows];
-        for (int i = 0; i < n;) {
-            constexpr int together = kernels::query_block;
-            const auto weigh = [&](auto count) {
-                kernels::softmax_tile<lanes, decltype(count)::value>(s.scores + i * s.scores_stride,
-                                                                     s.scores_stride, entry.tokens, max + i,
-                                                                     sum + i, factor + i);
-                i += decltype(count)::value;
-            };
-            if (n - i >= together)
-                weigh(std::integral_constant<int, together>{});
-            else
-                weigh(std::integral_constant<int, 1>{});
-        }
+        const auto weigh = [&](int i, auto count) {
+            kernels::softmax_tile<lanes, decltype(count)::value>(
+                s.scores + i * s.scores_stride, s.scores_stride, entry.tokens, max + i, sum + i, factor + i);
+        };
+        constexpr int together = kernels::query_block;
+        int weighed = 0;
+        for (; weighed + together <= n; weighed += together)
+            weigh(weighed, std::integral_constant<int, together>{});
+        for (; weighed < n; ++weighed) weigh(weighed, std::integral_constant<int, 1>{});
         for (int i = 0; i < n; ++i) {
             if (factor[i] != 1.0f) {
                 for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor[i];
