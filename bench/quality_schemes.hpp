@@ -131,7 +131,10 @@ template <class P, int Bits, class Add>
 void ingredient_schemes(Add&& add) {
     using namespace kvq;
     using sixteen = full<float16>;
-    using encoder = kvq::detail::preset_key_encoder;
+    using encoder = typename P::keys::encoder_type;
+    // low2 takes ranges where there is feedback, the others least squares for channels of 2 bits.
+    using other_encoder =
+        std::conditional_t<Bits == 2, kvq::detail::preset_key_encoder, error_feedback<min_max>>;
     using widths = typename P::keys::width_list;
     using best = mean_corrected<least_squares>;
     const auto name = [](const char* change) {
@@ -156,8 +159,8 @@ void ingredient_schemes(Add&& add) {
         });
     keys.template operator()<channel_grid<Bits, 64, encoder>, typename P::values>(
         "even", "keys of one width, error feedback alone");
-    keys.template operator()<mixed_width<widths, 8 * Bits, 64, error_feedback<min_max>>, typename P::values>(
-        "range-keys", "keys without least squares below 3 bits");
+    keys.template operator()<mixed_width<widths, 8 * Bits, 64, other_encoder>, typename P::values>(
+        "other-keys", "keys of 2 bits: range; low2: least squares");
     keys.template operator()<mixed_width<widths, 8 * Bits, 64, encoder, params<float16>>,
                              channel_grid<Bits, 0, best, params<float16>, token_factors<params<float16>>>>(
         "fp16", "parameters in fp16");

@@ -60,7 +60,7 @@ CHANGES = (
     ("{}-plan+stats", "no error feedback"),
     ("{}-even+stats", "even widths"),
     ("{}-trusting+stats", "importances as they are"),
-    ("{}-range-keys+stats", "keys below 3 bits: range"),
+    ("{}-other-keys+stats", "keys of 2 bits: range (low2: least squares)"),
     ("{}-fp16+stats", "parameters in fp16"),
     ("{}-range-values+stats", "values: range"),
     ("{}-no-mean+stats", "values: mean not corrected"),

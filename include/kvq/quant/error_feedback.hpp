@@ -117,12 +117,20 @@ private:
     std::vector<float> coefficients_;
 };
 
-/// Any encoder, with feedback where there are matrices for it.
-template <class Encoder>
+/// Any encoder, with feedback where there are matrices for it. Alone: the encoder to take as long as there are none.
+template <class Encoder, class Alone = Encoder>
 struct error_feedback : Encoder {
-    static std::string name() { return Encoder::name() + "-feedback"; }
+    static_assert(Encoder::rounding == Alone::rounding && Encoder::corrects_mean == Alone::corrects_mean,
+                  "kvq::error_feedback: both encoders must round parameters and correct means alike");
+    static std::string name() {
+        return (std::same_as<Encoder, Alone> ? "" : Alone::name()) + Encoder::name() + "-feedback";
+    }
 
     std::shared_ptr<const feedback_matrices> matrices;
+
+    grid_range fit(const float* x, int n, int top, float* codes) const noexcept {
+        return matrices ? Encoder::fit(x, n, top, codes) : Alone::fit(x, n, top, codes);
+    }
 
     error_feedback() = default;
     explicit error_feedback(std::shared_ptr<const feedback_matrices> m) : matrices(std::move(m)) {}

@@ -86,6 +86,7 @@ struct mixed_width {
     using width_list = Widths;
     using parameters = channel_parameters<Params>;
     using params_type = Params;
+    using encoder_type = Encoder;
     static constexpr int group = Group;
     static_assert(AverageEighths >= 8 * Widths::values[Widths::count - 1] &&
                       AverageEighths <= 8 * Widths::values[0],

@@ -29,6 +29,9 @@ namespace detail {
 /// Keys of mixed widths.
 using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 
+/// Where most channels have 2 bits, feedback has much to make up for, and it cannot make up for clipping (docs/quality.md).
+using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
+
 /// Values of the presets: per channel over the page, one factor per token, least squares and corrected mean.
 template <int Bits, class Params = coded>
 using preset_values = channel_grid<Bits, 0, mean_corrected<least_squares>, Params, token_factors<Params>>;
@@ -67,7 +70,7 @@ struct low3 {
 };
 struct low2 {
     static constexpr const char* name = "low2";
-    using keys = mixed_width<widths<4, 2, 0>, 16, 64, detail::preset_key_encoder>;
+    using keys = mixed_width<widths<4, 2, 0>, 16, 64, detail::low2_key_encoder>;
     using values = detail::preset_values<2>;
 };
 
