@@ -6,6 +6,7 @@
 
 #include "kernels/decode.hpp"
 #include "kernels/encode.hpp"
+#include "kernels/token_encode.hpp"
 #include "kernels/tokens.hpp"
 #include "scalar.hpp"
 #include "simd/lanes.hpp"
@@ -51,6 +52,16 @@ struct simd {
         if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block).run()) return 0;
         return scalar::encode<Window>(scheme, shape, id, window, block, values);
+    }
+
+    template <class Window, kv_scheme Scheme, class T>
+    static std::uint32_t encode_tokens(const Scheme& scheme, const block_shape& shape, block_id id,
+                                       const T* tokens, std::ptrdiff_t stride, std::byte* window,
+                                       std::byte* block, float* values) {
+        if constexpr (kernels::composed_scheme<Scheme> && std::same_as<T, Window>)
+            if (kernels::token_encoder<lanes, Scheme, T>(scheme, shape, tokens, stride, block).run()) return 0;
+        write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
+        return encode<Window>(scheme, shape, id, window, block, values);
     }
 
     template <kv_scheme Scheme, float_format T>

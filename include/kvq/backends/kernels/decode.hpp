@@ -19,7 +19,7 @@ template <class Backend, composed_scheme Scheme>
 class block_decoder {
 public:
     block_decoder(const Scheme& scheme, const block_shape& shape, const std::byte* block)
-        : scheme_(scheme), shape_(shape), codes_(scheme.codes(shape)), from_(block) {}
+        : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(block) {}
 
     /// x^ of token t and channel c to out[t * stride + c]. False: not for this kernel, nothing was written.
     template <class T>
@@ -196,10 +196,10 @@ private:
 
     /// n parameters of one group, from a slot on; arrays hold a chunk.
     KVQ_INLINE void load_parameters(int group, int slot, int n, float* scale, float* bias) const {
-        const std::byte* const at = from_ + scheme_.parameter_offset(shape_, group, slot);
+        const std::byte* const at = from_ + sections_.offset(group, slot);
         Backend::template load_floats<parameter>(at, n, scale);
         if constexpr (levels::has_bias)
-            Backend::template load_floats<parameter>(at + scheme_.section_bytes(shape_), n, bias);
+            Backend::template load_floats<parameter>(at + sections_.bytes, n, bias);
     }
 
     /// Calls f(part, column, values of its rows) for all columns of all parts; of a part, columns come in order.
@@ -372,9 +372,9 @@ private:
         }
     }
 
-    const Scheme& scheme_;
     const block_shape shape_;
     const code_layout<bits> codes_;
+    const parameter_sections sections_;
     const std::byte* from_;
 };
 

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "../../pack/value_layout.hpp"
+#include "code_words.hpp"
 #include "composed.hpp"
 #include "fit.hpp"
 
@@ -23,6 +24,7 @@ public:
           shape_(shape),
           window_(shape),
           codes_(scheme.codes(shape)),
+          sections_(scheme, shape, codes_),
           from_(window),
           to_(block) {}
 
@@ -51,6 +53,7 @@ private:
     using levels = typename Scheme::levels;
     using parameter = typename Scheme::parameter;
     using planes = code_planes<Scheme::code_bits>;
+    using writer = code_words<Lanes, Scheme::code_bits>;
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
     using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, Window>;
@@ -214,37 +217,16 @@ private:
         return found;
     }
 
-    /// The bits of a plane of neighbouring quads, side by side.
-    template <int Plane, int K = 0>
-    static KVQ_INLINE ints join(const ints* words) {
-        constexpr int width = planes::width(Plane), per_vector = planes::quads_per_word(Plane);
-        ints part = Lanes::template shift_right<planes::shift(Plane)>(words[K]);
-        if constexpr (planes::count > 1)
-            part = Lanes::bit_and(
-                part, Lanes::splat(static_cast<std::int32_t>(((1u << width) - 1u) * 0x01010101u)));
-        part = Lanes::template shift_left<width * K>(part);
-        if constexpr (K + 1 < per_vector) part = Lanes::bit_or(part, join<Plane, K + 1>(words));
-        return part;
-    }
-    /// Stores the words of all quads of a step, cut into planes; Cut: the last step of a row may be short.
-    template <bool Cut, int Plane = 0, bool Whole>
+    /// Stores the words of all quads of a step; Cut: the last step of a row may be short.
+    template <bool Cut, bool Whole>
     KVQ_INLINE void put(const strip<Whole>& at, int step, const ints (&words)[step_quads]) const {
-        constexpr int per_vector = planes::quads_per_word(Plane), vectors = step_quads / per_vector;
-        const int quads = codes_.quads();
-        std::byte* const to = at.to + (planes::first_vector(Plane, quads) + step * vectors) * at.to_step;
-        KVQ_UNROLL
-        for (int v = 0; v < vectors; ++v) {
-            if (Cut && v > 0 && (step * vectors + v) * per_vector >= quads) break;
-            at.store(to + v * at.to_step, join<Plane>(words + v * per_vector));
-        }
-        if constexpr (Plane + 1 < planes::count) put<Cut, Plane + 1>(at, step, words);
+        writer::template put<Cut>(codes_.quads(), step, words,
+                                  [&](int vector, ints w) { at.store(at.to + vector * at.to_step, w); });
+    }
+    static KVQ_INLINE ints four_codes(ints a, ints b, ints c, ints d) {
+        return writer::four_codes(a, b, c, d);
     }
 
-    static KVQ_INLINE ints four_codes(ints a, ints b, ints c, ints d) {
-        return Lanes::bit_or(
-            Lanes::bit_or(a, Lanes::template shift_left<8>(b)),
-            Lanes::bit_or(Lanes::template shift_left<16>(c), Lanes::template shift_left<24>(d)));
-    }
     /// The four values of a quad, from its first word on.
     template <bool Whole>
     static KVQ_INLINE void load_quad(const strip<Whole>& at, const std::byte* p, floats (&x)[4]) {
@@ -309,8 +291,8 @@ private:
         const int begin = g * codes_.cols.group;
         const extremes found = range_of(at, begin, begin + codes_.cols.group_size(g));
         const fit f(found.least(), found.most());
-        f.store(to_ + scheme_.parameter_offset(shape_, g, codes_.rows().slot(at.row)),
-                scheme_.section_bytes(shape_), at.n);
+        f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)),
+                sections_.bytes, at.n);
         return f;
     }
 
@@ -437,7 +419,7 @@ private:
         for (int c = 0; c < size; c += Lanes::width) {
             const fit f(Lanes::template extreme_of_each<true>(lo + c),
                         Lanes::template extreme_of_each<false>(hi + c));
-            f.store(to_ + scheme_.parameter_offset(shape_, group, first + c), scheme_.section_bytes(shape_),
+            f.store(to_ + sections_.offset(group, first + c), sections_.bytes,
                     detail::smaller(Lanes::width, size - c));
             Lanes::store_floats(bias + c, f.bias);
             Lanes::store_floats(inverse + c, f.inverse);
@@ -458,6 +440,7 @@ private:
     const block_shape shape_;
     const value_layout<Window> window_;
     const code_layout<bits> codes_;
+    const parameter_sections sections_;
     const std::byte* from_;
     std::byte* to_;
     ints special_ = Lanes::splat(0);

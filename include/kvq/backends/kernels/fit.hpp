@@ -95,7 +95,7 @@ public:
                 v = Lanes::multiply_add(x, Lanes::splat_float(0x1p112f),
                                         Lanes::subtract(Lanes::splat_float(0.0f), bias));
             else
-                v = Lanes::subtract(x, bias);
+                v = Lanes::difference(x, bias);
             v = Lanes::multiply(v, inverse);
             if constexpr (Clamp)
                 v = Lanes::min(Lanes::max(v, Lanes::splat_float(0.0f)), Lanes::splat_float(steps));

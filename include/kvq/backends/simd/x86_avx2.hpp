@@ -68,6 +68,14 @@ struct register_ops<Arch> {
 
     static KVQ_INLINE floats to_floats(ints a) { return _mm256_cvtepi32_ps(a); }
     static KVQ_INLINE ints round(floats a) { return _mm256_cvtps_epi32(a); }
+    static KVQ_INLINE ints ordered_halves(ints a) {
+        return _mm256_xor_si256(a, _mm256_and_si256(_mm256_srai_epi16(a, 15), _mm256_set1_epi16(0x7fff)));
+    }
+    static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm256_min_epi16(a, b); }
+    static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm256_max_epi16(a, b); }
+    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
+        return _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+    }
     static KVQ_INLINE floats as_floats(ints a) { return _mm256_castsi256_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm256_castps_si256(a); }
     template <int S>
