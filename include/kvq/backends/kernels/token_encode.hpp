@@ -7,7 +7,7 @@
 //
 // Contract: the bytes of write_tokens followed by encode (tests/conformance). run() returns false, and what it wrote is to
 // be written again, for shapes that do not fill vectors, for lanes without pack_bytes, where codes would need clamping,
-// and where NaN or infinities turn up: a NaN, and nothing else, gives a code with the sign bit set; infinities, and in 16
+// and where NaN or infinities turn up: a NaN, and nothing else, gives the integer -2^31; infinities, and in 16
 // bits NaN too, are extremes.
 #pragma once
 
@@ -29,10 +29,17 @@ public:
         : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(tokens), stride_(stride), to_(block) {}
 
     bool run() {
-        if constexpr (requires(ints a) { Lanes::pack_bytes(a, a, a, a); })
-            return fills_vectors() && (per_token ? each_token() : each_channel()) && !met_special();
-        else
+        if constexpr (fits_lanes && requires(ints a) { Lanes::template pack_bytes<true>(a, a, a, a); }) {
+            if (!fills_vectors()) return false;
+            std::memset(to_ + sections_.first, 0, (levels::has_bias ? 2 : 1) * sections_.bytes);
+            if constexpr (per_token)
+                each_token();
+            else
+                each_channel();
+            return !fit::exceeds(most_) && !met_special();
+        } else {
             return false;
+        }
     }
 
 private:
@@ -40,7 +47,7 @@ private:
     using floats = typename Lanes::floats;
     using levels = typename Scheme::levels;
     using parameter = typename Scheme::parameter;
-    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, float>;
+    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, T, false>;
     using writer = code_words<Lanes, Scheme::code_bits>;
     static constexpr int width = Lanes::width;
     static constexpr int step_quads = writer::step_quads, step_columns = 4 * step_quads;
@@ -49,8 +56,15 @@ private:
     static constexpr int unit = 4 * width;
     /// Channels of a vector as it lies in memory.
     static constexpr int per_load = 4 * width / static_cast<int>(sizeof(T));
-    /// Most tokens that are coded at a time, for parameters per token.
-    static constexpr int most_tokens = detail::larger(width, step_columns);
+    /// Are parameters fitted a vector at a time?
+    static constexpr bool fits_lanes = float_format<parameter>;
+    /// Has a unit two groups of channels?
+    static constexpr bool halves =
+        per_token && Scheme::granularity_type::group == unit / 2 && unit / 2 % per_load == 0;
+    /// Channels of a group, where they are always as many; else 0.
+    static constexpr int channels_of_group = halves ? unit / 2 : Scheme::granularity_type::group == unit ? unit : 0;
+    /// Tokens that are coded at a time, for parameters per token: so many that fitting them does not wait for its divisions.
+    static constexpr int most_tokens = 32;
 
     /// Parameters at hand: of tokens (one line for each group of channels that a unit may have), or of channels.
     struct parameters {
@@ -65,14 +79,13 @@ private:
     const grouped_axis& axis(bool tokens) const {
         return (shape_.role == tensor::key) == tokens ? codes_.rows() : codes_.cols;
     }
-    int token_step() const { return shape_.role == tensor::key ? width : most_tokens; }
+    int token_step() const { return shape_.role == tensor::key ? width : detail::larger(width, step_columns); }
 
     bool fills_vectors() const {
         const grouped_axis &channels = axis(false), &tokens = axis(true);
         const auto whole = [](const grouped_axis& a, int step) {
             return a.size > 0 && a.size % step == 0 && (a.groups() == 1 || a.group % step == 0);
         };
-        const bool halves = channels.groups() > 1 && 2 * channels.group == unit && unit / 2 % per_load == 0;
         return whole(tokens, token_step()) && shape_.dim % unit == 0 && (halves || whole(channels, unit));
     }
 
@@ -107,8 +120,8 @@ private:
         }
     };
 
-    /// Fits groups with these extremes and writes their parameters; slot: of the first one. Is nothing to be clamped?
-    KVQ_INLINE bool fitted(floats lo, floats hi, int group, int slot, float* bias, float* inverse) {
+    /// Fits groups with these extremes and writes their parameters; slot: of the first one.
+    KVQ_INLINE void fitted(floats lo, floats hi, int group, int slot, float* bias, float* inverse) {
         const auto exponent = [](floats x) {
             return Lanes::add(Lanes::bit_and(Lanes::as_ints(x), Lanes::splat(0x7f800000)),
                               Lanes::splat(0x00800000));
@@ -118,23 +131,19 @@ private:
         f.store(to_ + sections_.offset(group, slot), sections_.bytes, width);
         Lanes::store_floats(bias, f.bias);
         Lanes::store_floats(inverse, f.inverse);
-        return !f.must_clamp();
+        most_ = Lanes::max(most_, f.most());
     }
 
     /// Groups of channels [begin, end) of `width` tokens from t on.
-    bool fit_tokens(int t, int begin, int end, int group, float* bias, float* inverse) {
+    void fit_tokens(int t, int begin, int end, int group, float* bias, float* inverse) {
         ints lo[width], hi[width];
         for (int i = 0; i < width; ++i) {
             const T* const p = token(t + i);
             extremes found(p + begin);
-            for (int c = begin + per_load; c < end; c += per_load) found.take(p + c);
+            const int n = channels_of_group > 0 ? channels_of_group : end - begin;
+            for (int c = per_load; c < n; c += per_load) found.take(p + begin + c);
             if constexpr (sizeof(T) == 2) {
-                // The smaller one of both halves below, the complement of the larger one above: one merge for both.
-                const ints low = Lanes::splat(0xffff), hi_not = Lanes::bit_xor(found.hi, Lanes::splat(-1));
-                lo[i] = Lanes::min_halves(
-                    Lanes::bit_or(Lanes::bit_and(found.lo, low), Lanes::template shift_left<16>(hi_not)),
-                    Lanes::bit_or(Lanes::template shift_right<16>(found.lo),
-                                  Lanes::bit_and(hi_not, Lanes::splat(-0x10000))));
+                lo[i] = Lanes::pair_extremes(found.lo, found.hi);
             } else {
                 lo[i] = found.lo;
                 hi[i] = found.hi;
@@ -147,16 +156,16 @@ private:
             };
             const ints both = Lanes::ordered_halves(Lanes::bit_xor(
                 Lanes::as_ints(Lanes::merge_lanes(lo, pick)), Lanes::splat(-0x10000)));
-            return fitted(Lanes::template halves<T, 0>(both), Lanes::template halves<T, 1>(both), group, slot,
-                          bias, inverse);
+            fitted(Lanes::template halves<T, 0>(both), Lanes::template halves<T, 1>(both), group, slot, bias,
+                   inverse);
         } else {
-            return fitted(Lanes::template extreme_of_each<true>(lo), Lanes::template extreme_of_each<false>(hi),
-                          group, slot, bias, inverse);
+            fitted(Lanes::template extreme_of_each<true>(lo), Lanes::template extreme_of_each<false>(hi), group,
+                   slot, bias, inverse);
         }
     }
 
     /// A unit of channels, from c on, over tokens [begin, end).
-    bool fit_channels(int c, int begin, int end, int group, float* bias, float* inverse) {
+    void fit_channels(int c, int begin, int end, int group, float* bias, float* inverse) {
         constexpr int loads = unit / per_load;
         const auto at = [&](int t, int i) { return token(t) + c + i * per_load; };
         const auto start = [&]<int... I>(std::integer_sequence<int, I...>) {
@@ -176,54 +185,48 @@ private:
             Lanes::store(lo + i * 4 * width, e.lo);
             Lanes::store(hi + i * 4 * width, e.hi);
         }
-        bool fine = true;
         for (int i = 0; i < unit; i += width) {
             const auto bytes = static_cast<std::size_t>(i) * sizeof(T);
-            fine &= fitted(Lanes::template load_values<T>(lo + bytes), Lanes::template load_values<T>(hi + bytes),
+            fitted(Lanes::template load_values<T>(lo + bytes), Lanes::template load_values<T>(hi + bytes),
                            group, axis(false).slot(c + i), bias + i, inverse + i);
         }
-        return fine;
     }
 
     // ---- codes ----
 
-    bool each_token() {
-        std::memset(to_ + sections_.first, 0, (levels::has_bias ? 2 : 1) * sections_.bytes);
+    void each_token() {
         const grouped_axis& channels = axis(false);
         const int group = channels.groups() == 1 ? shape_.dim : channels.group;
-        const int some = detail::larger(unit, group), step = token_step();
+        const int some = detail::larger(unit, group);
         parameters p;
-        for (int t = 0; t < shape_.tokens; t += step)
+        for (int t = 0; t < shape_.tokens; t += most_tokens)
             for (int c = 0; c < shape_.dim; c += some) {
                 const int end = detail::smaller(c + some, shape_.dim);
+                const int step = detail::smaller(most_tokens, shape_.tokens - t);
                 for (int g = c; g < end; g += group)
                     for (int i = 0; i < step; i += width)
-                        if (!fit_tokens(t + i, g, detail::smaller(g + group, end), g / group,
-                                        p.bias[(g - c) / group] + i, p.inverse[(g - c) / group] + i))
-                            return false;
+                        fit_tokens(t + i, g, detail::smaller(g + group, end), g / group,
+                                   p.bias[(g - c) / group] + i, p.inverse[(g - c) / group] + i);
                 code(area{c, end - c, t, step}, [&](int token_of, int vector) {
-                    const int line = group < unit ? vector * width / group : 0;
+                    const int line = halves ? vector / 2 : 0;
                     return std::pair(Lanes::splat_float(p.bias[line][token_of]),
                                      Lanes::splat_float(p.inverse[line][token_of]));
                 });
             }
-        return true;
     }
 
-    bool each_channel() {
-        std::memset(to_ + sections_.first, 0, (levels::has_bias ? 2 : 1) * sections_.bytes);
+    void each_channel() {
         const grouped_axis& tokens = axis(true);
         parameters p;
         for (int g = 0; g < tokens.groups(); ++g)
             for (int c = 0; c < shape_.dim; c += unit) {
                 const int begin = g * tokens.group, n = tokens.group_size(g);
-                if (!fit_channels(c, begin, begin + n, g, p.bias[0], p.inverse[0])) return false;
+                fit_channels(c, begin, begin + n, g, p.bias[0], p.inverse[0]);
                 code(area{c, unit, begin, n}, [&](int, int vector) {
                     return std::pair(Lanes::load_floats(p.bias[0] + vector * width),
                                      Lanes::load_floats(p.inverse[0] + vector * width));
                 });
             }
-        return true;
     }
 
     template <class F>
@@ -234,25 +237,31 @@ private:
             code_values(a, of);
     }
 
-    /// The code of values at p with the parameters of(token, vector), counted in the area and in the unit.
+    /// The levels of values at p with the parameters of(token, vector), counted in the area and in the unit.
     template <class F>
-    KVQ_INLINE ints code_at(const T* p, int token_of, int vector, F&& of) {
+    static KVQ_INLINE ints code_at(const T* p, int token_of, int vector, F&& of) {
         const auto [bias, inverse] = of(token_of, vector);
-        const ints c = fit::template code<false>(value(p), bias, inverse);
-        if constexpr (sizeof(T) == 4) special_ = Lanes::bit_or(special_, c);
-        return c;
+        return fit::template level<false>(value(p), bias, inverse);
+    }
+    /// Remembers the sign bit that no code has but that of -2^31.
+    static KVQ_INLINE void look_at(ints& seen, ints a, ints b, ints c, ints d) {
+        if constexpr (sizeof(T) == 4)
+            seen = Lanes::bit_or(seen, Lanes::bit_or(Lanes::bit_or(fit::code_of(a), fit::code_of(b)),
+                                                     Lanes::bit_or(fit::code_of(c), fit::code_of(d))));
     }
 
     template <class F>
     KVQ_INLINE void code_keys(const area& a, F&& of) {
+        ints seen = Lanes::splat(0);
         for (int t = 0; t < a.tokens; t += width)
             for (int c = a.channel; c < a.channel + a.channels; c += unit) {
                 ints square[width];
                 for (int i = 0; i < width; ++i) {
                     const T* const p = token(a.token + t + i) + c;
-                    square[i] = Lanes::pack_bytes(
-                        code_at(p, t + i, 0, of), code_at(p + width, t + i, 1, of),
-                        code_at(p + 2 * width, t + i, 2, of), code_at(p + 3 * width, t + i, 3, of));
+                    const auto one = [&](int k) { return code_at(p + k * width, t + i, k, of); };
+                    const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
+                    look_at(seen, c0, c1, c2, c3);
+                    square[i] = fit::packed(c0, c1, c2, c3);
                 }
                 Lanes::transpose(square);
                 ints words[width];
@@ -266,10 +275,12 @@ private:
                     writer::template put<false>(codes_.quads(), c / step_columns + s, words + s * step_quads,
                                                 [&](int v, ints w) { Lanes::store(to + v * step, w); });
             }
+        special_ = Lanes::bit_or(special_, seen);
     }
 
     template <class F>
     KVQ_INLINE void code_values(const area& a, F&& of) {
+        ints seen = Lanes::splat(0);
         for (int c = a.channel; c < a.channel + a.channels; c += width) {
             std::byte* const to = to_ + 4 * codes_.tiles.word(c, 0);
             const std::ptrdiff_t step = vector_bytes(c);
@@ -281,12 +292,15 @@ private:
                     const auto one = [&](int k) {
                         return code_at(token(a.token + t + 4 * q + k) + c, t + 4 * q + k, vector, of);
                     };
-                    words[q] = writer::four_codes(one(0), one(1), one(2), one(3));
+                    const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
+                    look_at(seen, c0, c1, c2, c3);
+                    words[q] = writer::four_codes(fit::code_of(c0), fit::code_of(c1), fit::code_of(c2), fit::code_of(c3));
                 }
                 writer::template put<false>(codes_.quads(), (a.token + t) / step_columns, words,
                                             [&](int v, ints w) { Lanes::store(to + v * step, w); });
             }
         }
+        special_ = Lanes::bit_or(special_, seen);
     }
 
     /// Bytes from one vector of a tile to the next: those of its rows.
@@ -311,6 +325,7 @@ private:
     std::ptrdiff_t stride_;
     std::byte* to_;
     ints special_ = Lanes::splat(0);
+    floats most_ = Lanes::splat_float(0.0f);
 };
 
 }  // namespace kvq::inline v0_1::kernels

@@ -59,13 +59,6 @@ struct simd_lanes : arch::register_ops<Arch> {
     static KVQ_INLINE floats splat_float(float x) { return floats(x); }
     static KVQ_INLINE floats add(floats a, floats b) { return a + b; }
     static KVQ_INLINE floats subtract(floats a, floats b) { return a - b; }
-    /// a - b, on the multipliers where adders are what kernels wait for.
-    static KVQ_INLINE floats difference(floats a, floats b) {
-        if constexpr (requires { ops::difference(a, b); })
-            return ops::difference(a, b);
-        else
-            return a - b;
-    }
     static KVQ_INLINE floats multiply(floats a, floats b) { return a * b; }
     static KVQ_INLINE floats multiply_add(floats a, floats b, floats c) { return xsimd::fma(a, b, c); }
     static KVQ_INLINE floats divide(floats a, floats b) {

@@ -74,19 +74,22 @@ struct register_ops<Arch> {
 
     static KVQ_INLINE floats to_floats(ints a) { return _mm512_cvtepi32_ps(a); }
     static KVQ_INLINE ints round(floats a) { return _mm512_cvtps_epi32(a); }
-    /// As a fused operation with 1, rounded once as a subtraction is. The explicit rounding keeps compilers from undoing it.
-    static KVQ_INLINE floats difference(floats a, floats b) {
-        return _mm512_fmsub_round_ps(a, _mm512_set1_ps(1.0f), b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    }
     static KVQ_INLINE ints ordered_halves(ints a) {
         const __m512i sign = _mm512_srai_epi16(a, 15);  // a ^ (sign & 0x7fff)
         return _mm512_ternarylogic_epi32(a, sign, _mm512_set1_epi16(0x7fff), 0x78);
     }
     static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm512_min_epi16(a, b); }
     static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm512_max_epi16(a, b); }
-    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
-        return _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d));
+    static KVQ_INLINE ints pair_extremes(ints lo, ints hi) {
+        const __m512i hi_not = _mm512_xor_si512(hi, _mm512_set1_epi32(-1));
+        return _mm512_min_epi16(_mm512_unpacklo_epi16(lo, hi_not), _mm512_unpackhi_epi16(lo, hi_not));
     }
+    template <bool Signed>
+    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
+        const __m512i ab = _mm512_packs_epi32(a, b), cd = _mm512_packs_epi32(c, d);
+        return Signed ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
+    }
+    static KVQ_INLINE ints add_bytes(ints a, ints b) { return _mm512_add_epi8(a, b); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm512_castsi512_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm512_castps_si512(a); }
     template <int S>
