@@ -6,6 +6,7 @@
 
 #include "kernels/decode.hpp"
 #include "kernels/encode.hpp"
+#include "kernels/table_decode.hpp"
 #include "kernels/token_encode.hpp"
 #include "kernels/tokens.hpp"
 #include "scalar.hpp"
@@ -67,8 +68,10 @@ struct simd {
     template <kv_scheme Scheme, float_format T>
     static void decode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                        T* out, std::ptrdiff_t stride, float* values) {
-        if constexpr (kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>) {
+            if (kernels::table_decoder<simd, Scheme, T>(scheme, shape, block, out, stride).run()) return;
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
+        }
         if constexpr (full_precision<Scheme>)
             if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
         scalar::decode(scheme, shape, id, block, out, stride, values);

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <array>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -152,6 +153,69 @@ struct register_ops<Arch> {
                         floats(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd)));
         return pick(floats(_mm512_shuffle_f32x4(c[0], c[1], 0x88)),
                     floats(_mm512_shuffle_f32x4(c[0], c[1], 0xdd)));
+    }
+    /// 4 x 4 words within 128-bit lanes: afterwards lane l of v[i] holds what word 4l + i of all four was.
+    static KVQ_INLINE void transpose_fours(ints (&v)[4]) {
+        const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]),
+                      c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+        v[0] = _mm512_unpacklo_epi64(a, c);
+        v[1] = _mm512_unpackhi_epi64(a, c);
+        v[2] = _mm512_unpacklo_epi64(b, d);
+        v[3] = _mm512_unpackhi_epi64(b, d);
+    }
+    /// The low halves of the words of two vectors side by side, and the high ones.
+    static KVQ_INLINE void split_halves(ints (&v)[2]) {
+        alignas(64) static constexpr auto even = [] {
+            std::array<std::uint16_t, 32> i{};
+            for (std::size_t k = 0; k < 32; ++k) i[k] = static_cast<std::uint16_t>(2 * k);
+            return i;
+        }();
+        const __m512i index = _mm512_load_si512(even.data());
+        const __m512i low = _mm512_permutex2var_epi16(v[0], index, v[1]);
+        v[1] = _mm512_permutex2var_epi16(v[0], _mm512_or_si512(index, _mm512_set1_epi16(1)), v[1]);
+        v[0] = low;
+    }
+    /// 16 values rounded to T, twice where two fit; entry i % (lanes of T) of a table for lane i of an index of T's size.
+    template <class T>
+    static KVQ_INLINE ints code_table(floats a) {
+        if constexpr (std::same_as<T, float>)
+            return as_ints(a);
+        else if constexpr (std::same_as<T, float16>)
+            return _mm512_broadcast_i64x4(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        else
+            return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(half_bits<T>(a)));
+    }
+    template <class T>
+    static KVQ_INLINE ints lookup_table(ints index, ints table) {
+        if constexpr (sizeof(T) == 2)
+            return _mm512_permutexvar_epi16(index, table);
+        else
+            return _mm512_permutexvar_epi32(index, table);
+    }
+    /// 16 bytes hold four words of codes of one row: those of columns [Part * n, (Part + 1) * n), one in each of the n lanes
+    /// of T, above them whatever shares the byte.
+    template <class T, int Bits, int Part>
+    static KVQ_INLINE ints spread_codes(const std::byte* p) {
+        struct indices {
+            std::uint8_t byte[64];
+            std::uint8_t shift[64];
+        };
+        alignas(64) static constexpr indices of = [] {
+            indices r{};
+            constexpr int size = sizeof(T), n = 64 / size, quads = 8 / Bits;  // of a word
+            for (int i = 0; i < 64; ++i) {
+                const int column = Part * n + i / size, quad = column / 4;
+                r.byte[i] = static_cast<std::uint8_t>(i % size == 0 ? quad / quads * 4 + column % 4 : 0x80);
+                r.shift[i] = static_cast<std::uint8_t>(i % size == 0 ? quad % quads * Bits : 0);
+            }
+            return r;
+        }();
+        const __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m512i bytes = _mm512_shuffle_epi8(words, _mm512_load_si512(of.byte));
+        if constexpr (sizeof(T) == 2)
+            return _mm512_srlv_epi16(bytes, _mm512_load_si512(of.shift));
+        else
+            return _mm512_srlv_epi32(bytes, _mm512_load_si512(of.shift));
     }
     /// Lane i: lane index[i] of the table.
     static KVQ_INLINE floats lookup(floats table, ints index) { return _mm512_permutexvar_ps(index, table); }
