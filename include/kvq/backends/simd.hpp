@@ -60,7 +60,8 @@ struct simd {
                                        const T* tokens, std::ptrdiff_t stride, std::byte* window,
                                        std::byte* block, float* values) {
         if constexpr (kernels::composed_scheme<Scheme> && std::same_as<T, Window>)
-            if (kernels::token_encoder<lanes, Scheme, T>(scheme, shape, tokens, stride, block).run()) return 0;
+            if (kernels::token_encoder<lanes, Scheme, T>(scheme, shape, tokens, stride, block).run())
+                return 0;
         write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
         return encode<Window>(scheme, shape, id, window, block, values);
     }

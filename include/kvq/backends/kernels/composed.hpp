@@ -25,7 +25,8 @@ struct parameter_sections {
     parameter_sections(const S& scheme, const block_shape& shape, const code_layout<S::code_bits>& codes)
         : first(scheme.scale_offset(shape)),
           bytes(scheme.section_bytes(shape)),
-          slots(detail::on_rows<typename S::granularity_type>(shape.role) ? codes.rows().slots() : codes.cols.slots()),
+          slots(detail::on_rows<typename S::granularity_type>(shape.role) ? codes.rows().slots()
+                                                                          : codes.cols.slots()),
           size(sizeof(typename S::parameter)) {}
 
     KVQ_INLINE std::size_t offset(int group, int slot) const {

@@ -127,17 +127,6 @@ private:
         }
     }
 
-    /// Something in the order of half the words' values: of the low bits that a 16-bit value drags along none matters, and
-    /// exponents that count otherwise do not either. `half` gives the values of what was found.
-    template <int Half>
-    static KVQ_INLINE floats in_order(ints words) {
-        if constexpr (std::same_as<Window, float> || Half == 1)
-            return Lanes::as_floats(words);
-        else
-            return Lanes::as_floats(Lanes::template shift_left<16>(words));
-    }
-    static KVQ_INLINE floats value_of(floats found) { return half<per_word - 1>(Lanes::as_ints(found)); }
-
     /// Words with a bit set that says: an infinity or NaN was here.
     static KVQ_INLINE ints special(ints words) {
         constexpr std::uint32_t exponent = std::same_as<Window, float>     ? 0x7f800000u
@@ -157,63 +146,80 @@ private:
         return (any & (per_word == 2 ? 0x80008000u : 0x80000000u)) != 0;
     }
 
-    /// Minimum and maximum of some columns in every lane; two of each, so that they do not wait for each other.
+    /// Minima and maxima of words in every lane; two of each, so that they do not wait for each other. 16-bit values are
+    /// compared as the integers that have their order, both halves at once; where infinities and NaN are the extremes.
     struct extremes {
-        floats lo[2], hi[2];
-        ints seen;
+        ints lo[2], hi[2], seen = Lanes::splat(0);
 
-        KVQ_INLINE extremes() : seen(Lanes::splat(0)) {
+        KVQ_INLINE extremes() {
             for (int i = 0; i < 2; ++i) {
-                lo[i] = Lanes::splat_float(detail::max_float);
-                hi[i] = Lanes::splat_float(-detail::max_float);
+                lo[i] = per_word == 2 ? Lanes::splat(0x7fff7fff)
+                                      : Lanes::as_ints(Lanes::splat_float(detail::max_float));
+                hi[i] = per_word == 2 ? Lanes::splat(static_cast<std::int32_t>(0x80008000u))
+                                      : Lanes::as_ints(Lanes::splat_float(-detail::max_float));
             }
         }
-        KVQ_INLINE void take(floats x, int i) {
-            lo[i] = Lanes::min(lo[i], x);
-            hi[i] = Lanes::max(hi[i], x);
+        KVQ_INLINE void take(ints words, int i) {
+            if constexpr (per_word == 2) {
+                words = Lanes::ordered_halves(words);
+                lo[i] = Lanes::min_halves(lo[i], words);
+                hi[i] = Lanes::max_halves(hi[i], words);
+            } else {
+                words = Lanes::in_register(words);
+                seen = Lanes::bit_or(seen, special(words));
+                const floats x = Lanes::as_floats(words);
+                lo[i] = Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[i]), x));
+                hi[i] = Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[i]), x));
+            }
         }
-        KVQ_INLINE floats least() const { return value_of(Lanes::min(lo[0], lo[1])); }
-        KVQ_INLINE floats most() const { return value_of(Lanes::max(hi[0], hi[1])); }
+        /// Words of the least and of the largest values.
+        KVQ_INLINE ints least() const {
+            if constexpr (per_word == 2)
+                return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1]));
+            else
+                return Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[0]), Lanes::as_floats(lo[1])));
+        }
+        KVQ_INLINE ints most() const {
+            if constexpr (per_word == 2)
+                return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1]));
+            else
+                return Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[0]), Lanes::as_floats(hi[1])));
+        }
+        KVQ_INLINE ints met() const {
+            if constexpr (per_word == 2)
+                return Lanes::bit_or(special(least()), special(most()));
+            else
+                return seen;
+        }
     };
+
+    /// Words with one half in place of both.
+    template <int Half>
+    static KVQ_INLINE ints twice(ints words) {
+        const ints low = Lanes::splat(0xffff), high = Lanes::splat(-0x10000);
+        if constexpr (Half == 0)
+            return Lanes::bit_or(Lanes::bit_and(words, low), Lanes::template shift_left<16>(words));
+        else
+            return Lanes::bit_or(Lanes::template shift_right<16>(words), Lanes::bit_and(words, high));
+    }
 
     /// Of columns [begin, end).
     template <bool Whole>
     KVQ_INLINE extremes range_of(const strip<Whole>& at, int begin, int end) {
         extremes found;
         const std::byte* p = at.from + begin / per_word * at.from_step;
-        if constexpr (per_word == 2) {
-            const auto one = [&](auto which) {
-                const ints w = Lanes::in_register(at.load(p));
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(in_order<decltype(which)::value>(w), 0);
-                p += at.from_step;
-            };
-            if (begin % 2 && begin < end) {
-                one(std::integral_constant<int, 1>{});
-                ++begin;
-            }
-            for (; begin + 1 < end; begin += 2, p += at.from_step) {
-                const ints w = Lanes::in_register(at.load(p));
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(in_order<0>(w), 0);
-                found.take(in_order<1>(w), 1);
-            }
-            if (begin < end) one(std::integral_constant<int, 0>{});
-        } else {
-            for (; begin + 1 < end; begin += 2, p += 2 * at.from_step) {
-                const ints w0 = Lanes::in_register(at.load(p)),
-                           w1 = Lanes::in_register(at.load(p + at.from_step));
-                found.seen = Lanes::bit_or(found.seen, Lanes::bit_or(special(w0), special(w1)));
-                found.take(in_order<0>(w0), 0);
-                found.take(in_order<0>(w1), 1);
-            }
-            if (begin < end) {
-                const ints w = Lanes::in_register(at.load(p));
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(in_order<0>(w), 0);
-            }
+        if (per_word == 2 && begin % 2 && begin < end) {
+            found.take(twice<1>(at.load(p)), 0);
+            p += at.from_step;
+            ++begin;
         }
-        special_ = Lanes::bit_or(special_, found.seen);
+        for (; begin + 2 * per_word <= end; begin += 2 * per_word, p += 2 * at.from_step) {
+            found.take(at.load(p), 0);
+            found.take(at.load(p + at.from_step), 1);
+        }
+        for (; begin + per_word <= end; begin += per_word, p += at.from_step) found.take(at.load(p), 0);
+        if (per_word == 2 && begin < end) found.take(twice<0>(at.load(p)), 0);
+        special_ = Lanes::bit_or(special_, found.met());
         return found;
     }
 
@@ -290,9 +296,13 @@ private:
     fit fit_group(const strip<Whole>& at, int g) {
         const int begin = g * codes_.cols.group;
         const extremes found = range_of(at, begin, begin + codes_.cols.group_size(g));
-        const fit f(found.least(), found.most());
-        f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)),
-                sections_.bytes, at.n);
+        floats lo = half<0>(found.least()), hi = half<0>(found.most());
+        if constexpr (per_word == 2) {
+            lo = Lanes::min(lo, half<1>(found.least()));
+            hi = Lanes::max(hi, half<1>(found.most()));
+        }
+        const fit f(lo, hi);
+        f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)), sections_.bytes, at.n);
         return f;
     }
 
@@ -380,37 +390,28 @@ private:
         const std::ptrdiff_t next_tile =
             4 * rows_of_tile * static_cast<std::ptrdiff_t>(window_.tiles.words_per_row);
         for (int c = 0; c < size; c += per_word) {
-            extremes found, second;
+            extremes found;
             const int word = (first + c) / per_word;
-            const auto take = [&](ints w, int i, auto&& x) {
-                w = Lanes::in_register(w);
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(x(in_order<0>(w)), i);
-                if constexpr (per_word == 2) second.take(x(in_order<1>(w)), i);
-            };
-            const auto same = [](floats x) { return x; };
             const std::byte* p = from_ + 4 * window_.tiles.word(begin, word);
             for (int tile = begin; whole_tiles && tile < end; tile += rows_of_tile, p += next_tile) {
                 KVQ_UNROLL
                 for (int v = 0; v < tile_vectors; ++v)
-                    take(Lanes::load(p + v * 4 * Lanes::width), v % 2, same);
+                    found.take(Lanes::load(p + v * 4 * Lanes::width), v % 2);
             }
             for (int tile = begin; !whole_tiles && tile < end;) {
                 const int left = detail::smaller(end - tile, rows_of_tile - tile % rows_of_tile);
                 p = from_ + 4 * window_.tiles.word(tile, word);
                 int r = 0;
-                for (; r + Lanes::width <= left; r += Lanes::width) take(Lanes::load(p + 4 * r), 0, same);
-                if (r < left)
-                    take(Lanes::load(p + 4 * r, left - r), 1,
-                         [&](floats x) { return repeated(x, left - r); });
+                for (; r + Lanes::width <= left; r += Lanes::width) found.take(Lanes::load(p + 4 * r), 0);
+                if (r < left) found.take(repeated(Lanes::load(p + 4 * r, left - r), left - r), 1);
                 tile += left;
             }
-            special_ = Lanes::bit_or(special_, found.seen);
-            lo[c] = Lanes::as_ints(found.least());
-            hi[c] = Lanes::as_ints(found.most());
+            special_ = Lanes::bit_or(special_, found.met());
+            lo[c] = Lanes::as_ints(half<0>(found.least()));
+            hi[c] = Lanes::as_ints(half<0>(found.most()));
             if constexpr (per_word == 2) {
-                lo[c + 1] = Lanes::as_ints(second.least());
-                hi[c + 1] = Lanes::as_ints(second.most());
+                lo[c + 1] = Lanes::as_ints(half<1>(found.least()));
+                hi[c + 1] = Lanes::as_ints(half<1>(found.most()));
             }
         }
         for (int c = size + size % per_word; c < detail::round_up(size, Lanes::width); ++c)
@@ -429,11 +430,11 @@ private:
     }
 
     /// Lanes from n on repeat lane 0, so that they change no minimum or maximum.
-    static floats repeated(floats x, int n) {
-        float lane[Lanes::width];
-        Lanes::store_floats(lane, x);
+    static ints repeated(ints words, int n) {
+        std::uint32_t lane[Lanes::width];
+        Lanes::store(reinterpret_cast<std::byte*>(lane), words);
         for (int i = n; i < Lanes::width; ++i) lane[i] = lane[0];
-        return Lanes::load_floats(lane);
+        return Lanes::load(reinterpret_cast<const std::byte*>(lane));
     }
 
     const Scheme& scheme_;

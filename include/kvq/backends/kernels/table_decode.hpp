@@ -53,7 +53,9 @@ private:
     static constexpr int bits = Scheme::code_bits, width = Lanes::width;
     static constexpr bool has_table = planes::count == 1 && (1 << bits) <= width &&
                                       detail::on_rows<typename Scheme::granularity_type>(tensor::key) &&
-                                      requires(ints a) { Lanes::template lookup_table<T>(a, a); };
+                                      requires(ints a) {
+        Lanes::template lookup_table<T>(a, a);
+    };
     /// Columns of a word, of the words of a row in a 128-bit lane, and values of an output vector.
     static constexpr int word_columns = 4 * planes::quads_per_word(0), lane_columns = 4 * word_columns;
     static constexpr int per_store = 4 * width / static_cast<int>(sizeof(T));
@@ -84,7 +86,8 @@ private:
             if constexpr (Steps > 0)
                 for (int g = 0; g * Steps < count; ++g) f(g, g * Steps, Steps);
             int begin = Steps > 0 ? count : 0, end = left;
-            for (int g = 0; begin < count; ++g, begin = end, end += steps) f(g, begin, detail::smaller(end, count) - begin);
+            for (int g = 0; begin < count; ++g, begin = end, end += steps)
+                f(g, begin, detail::smaller(end, count) - begin);
         }
     };
     /// Steps of every group if all have as many and spans begin with one.
@@ -143,8 +146,8 @@ private:
                 const std::byte* from = from_ + 4 * codes_.tiles.word(row, 4 * at.first);
                 const std::ptrdiff_t step = vector_bytes(row);
                 for (int n = 0; n < at.count; ++n, from += 4 * step) {
-                    ints words[4] = {Lanes::load(from), Lanes::load(from + step), Lanes::load(from + 2 * step),
-                                     Lanes::load(from + 3 * step)};
+                    ints words[4] = {Lanes::load(from), Lanes::load(from + step),
+                                     Lanes::load(from + 2 * step), Lanes::load(from + 3 * step)};
                     Lanes::transpose_fours(words);
                     KVQ_UNROLL
                     for (int i = 0; i < 4; ++i) Lanes::store(turned[n][i], words[i]);
@@ -154,7 +157,8 @@ private:
                     at.template each_group<Steps>([&](int g, int first, int count) {
                         const ints values = table(p, g, r, level);
                         for (int n = 0; n < (Steps > 0 ? Steps : count); ++n)
-                            write_lane(lanes + (first + n) * 4 * 4 * width, values, out + (first + n) * lane_columns,
+                            write_lane(lanes + (first + n) * 4 * 4 * width, values,
+                                       out + (first + n) * lane_columns,
                                        std::make_integer_sequence<int, lane_columns / per_store>{});
                     });
                 }
@@ -199,12 +203,14 @@ private:
                     const auto one = [&]<int C>(std::integral_constant<int, C>) {
                         // A vector of parameters at a time: what a masked store writes is slow to read again.
                         const int i = (t + C) % width;
-                        if (C % width == 0 && i == 0) load(p, at, t + C, detail::smaller(width, cols - t - C));
+                        if (C % width == 0 && i == 0)
+                            load(p, at, t + C, detail::smaller(width, cols - t - C));
                         at.template each_group<Steps>([&](int g, int first, int count) {
                             const ints values = table(p, g, i, level);
                             for (int n = 0; n < (Steps > 0 ? Steps : count); ++n)
-                                Lanes::store(reinterpret_cast<std::byte*>(out + (first + n) * per_store),
-                                             Lanes::template lookup_table<T>(code<C>(words[first + n]), values));
+                                Lanes::store(
+                                    reinterpret_cast<std::byte*>(out + (first + n) * per_store),
+                                    Lanes::template lookup_table<T>(code<C>(words[first + n]), values));
                         });
                         out += stride;
                     };

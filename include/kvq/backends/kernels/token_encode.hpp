@@ -26,7 +26,12 @@ class token_encoder {
 public:
     token_encoder(const Scheme& scheme, const block_shape& shape, const T* tokens, std::ptrdiff_t stride,
                   std::byte* block)
-        : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(tokens), stride_(stride), to_(block) {}
+        : shape_(shape),
+          codes_(scheme.codes(shape)),
+          sections_(scheme, shape, codes_),
+          from_(tokens),
+          stride_(stride),
+          to_(block) {}
 
     bool run() {
         if constexpr (fits_lanes && requires(ints a) { Lanes::template pack_bytes<true>(a, a, a, a); }) {
@@ -62,7 +67,9 @@ private:
     static constexpr bool halves =
         per_token && Scheme::granularity_type::group == unit / 2 && unit / 2 % per_load == 0;
     /// Channels of a group, where they are always as many; else 0.
-    static constexpr int channels_of_group = halves ? unit / 2 : Scheme::granularity_type::group == unit ? unit : 0;
+    static constexpr int channels_of_group = halves                                    ? unit / 2
+                                             : Scheme::granularity_type::group == unit ? unit
+                                                                                       : 0;
     /// Tokens that are coded at a time, for parameters per token: so many that fitting them does not wait for its divisions.
     static constexpr int most_tokens = 32;
 
@@ -79,7 +86,9 @@ private:
     const grouped_axis& axis(bool tokens) const {
         return (shape_.role == tensor::key) == tokens ? codes_.rows() : codes_.cols;
     }
-    int token_step() const { return shape_.role == tensor::key ? width : detail::larger(width, step_columns); }
+    int token_step() const {
+        return shape_.role == tensor::key ? width : detail::larger(width, step_columns);
+    }
 
     bool fills_vectors() const {
         const grouped_axis &channels = axis(false), &tokens = axis(true);
@@ -154,13 +163,13 @@ private:
             const auto pick = [](floats a, floats b) {
                 return Lanes::as_floats(Lanes::min_halves(Lanes::as_ints(a), Lanes::as_ints(b)));
             };
-            const ints both = Lanes::ordered_halves(Lanes::bit_xor(
-                Lanes::as_ints(Lanes::merge_lanes(lo, pick)), Lanes::splat(-0x10000)));
+            const ints both = Lanes::ordered_halves(
+                Lanes::bit_xor(Lanes::as_ints(Lanes::merge_lanes(lo, pick)), Lanes::splat(-0x10000)));
             fitted(Lanes::template halves<T, 0>(both), Lanes::template halves<T, 1>(both), group, slot, bias,
                    inverse);
         } else {
-            fitted(Lanes::template extreme_of_each<true>(lo), Lanes::template extreme_of_each<false>(hi), group,
-                   slot, bias, inverse);
+            fitted(Lanes::template extreme_of_each<true>(lo), Lanes::template extreme_of_each<false>(hi),
+                   group, slot, bias, inverse);
         }
     }
 
@@ -172,9 +181,8 @@ private:
             return std::array<extremes, loads>{extremes(at(begin, I))...};
         };
         auto found = start(std::make_integer_sequence<int, loads>{});
-        for (int t = begin + 1; t < end; ++t)
-            KVQ_UNROLL
-            for (int i = 0; i < loads; ++i) found[static_cast<std::size_t>(i)].take(at(t, i));
+        for (int t = begin + 1; t < end; ++t) KVQ_UNROLL
+        for (int i = 0; i < loads; ++i) found[static_cast<std::size_t>(i)].take(at(t, i));
         alignas(64) std::byte lo[unit * sizeof(T)], hi[unit * sizeof(T)];
         for (int i = 0; i < loads; ++i) {
             extremes e = found[static_cast<std::size_t>(i)];
@@ -188,7 +196,7 @@ private:
         for (int i = 0; i < unit; i += width) {
             const auto bytes = static_cast<std::size_t>(i) * sizeof(T);
             fitted(Lanes::template load_values<T>(lo + bytes), Lanes::template load_values<T>(hi + bytes),
-                           group, axis(false).slot(c + i), bias + i, inverse + i);
+                   group, axis(false).slot(c + i), bias + i, inverse + i);
         }
     }
 
@@ -294,7 +302,8 @@ private:
                     };
                     const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
                     look_at(seen, c0, c1, c2, c3);
-                    words[q] = writer::four_codes(fit::code_of(c0), fit::code_of(c1), fit::code_of(c2), fit::code_of(c3));
+                    words[q] = writer::four_codes(fit::code_of(c0), fit::code_of(c1), fit::code_of(c2),
+                                                  fit::code_of(c3));
                 }
                 writer::template put<false>(codes_.quads(), (a.token + t) / step_columns, words,
                                             [&](int v, ints w) { Lanes::store(to + v * step, w); });
