@@ -226,8 +226,9 @@ private:
     /// Stores the words of all quads of a step; Cut: the last step of a row may be short.
     template <bool Cut, bool Whole>
     KVQ_INLINE void put(const strip<Whole>& at, int step, const ints (&words)[step_quads]) const {
-        writer::template put<Cut>(codes_.quads(), step, words,
-                                  [&](int vector, ints w) { at.store(at.to + vector * at.to_step, w); });
+        writer::template put<Cut>(codes_.quads(), step, words, [&](int vector, ints w) KVQ_INLINE_LAMBDA {
+            at.store(at.to + vector * at.to_step, w);
+        });
     }
     static KVQ_INLINE ints four_codes(ints a, ints b, ints c, ints d) {
         return writer::four_codes(a, b, c, d);
@@ -277,7 +278,7 @@ private:
             for (int q = 0; q < step_quads; ++q, p += 4 / per_word * at.from_step) {
                 floats x[4];
                 load_quad(at, p, x);
-                const auto code = [&](int k) {
+                const auto code = [&](int k) KVQ_INLINE_LAMBDA {
                     return fit::template code<Clamp>(x[k], Lanes::splat_float(bias[4 * q + k]),
                                                      Lanes::splat_float(inverse[4 * q + k]));
                 };

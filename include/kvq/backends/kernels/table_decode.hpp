@@ -108,7 +108,7 @@ private:
             f(span{i, detail::smaller(most, all - i), i / steps, steps, steps - i % steps});
     }
     KVQ_INLINE void load(parameters& p, const span& at, int token, int n) const {
-        at.template each_group<0>([&](int g, int, int) {
+        at.template each_group<0>([&](int g, int, int) KVQ_INLINE_LAMBDA {
             const std::byte* const from = from_ + sections_.offset(at.group + g, token);
             Backend::template load_floats<parameter>(from, n, p.scale[g]);
             if constexpr (levels::has_bias)
@@ -154,7 +154,7 @@ private:
                 }
                 for (int r = 0; r < width; ++r, out += stride) {
                     const std::byte* const lanes = turned[0][r % 4] + r / 4 * 16;
-                    at.template each_group<Steps>([&](int g, int first, int count) {
+                    at.template each_group<Steps>([&](int g, int first, int count) KVQ_INLINE_LAMBDA {
                         const ints values = table(p, g, r, level);
                         for (int n = 0; n < (Steps > 0 ? Steps : count); ++n)
                             write_lane(lanes + (first + n) * 4 * 4 * width, values,
@@ -199,13 +199,13 @@ private:
                     }
                     from[n] += step[n];
                 }
-                [&]<int... Column>(std::integer_sequence<int, Column...>) {
-                    const auto one = [&]<int C>(std::integral_constant<int, C>) {
+                [&]<int... Column>(std::integer_sequence<int, Column...>) KVQ_INLINE_LAMBDA {
+                    const auto one = [&]<int C>(std::integral_constant<int, C>) KVQ_INLINE_LAMBDA {
                         // A vector of parameters at a time: what a masked store writes is slow to read again.
                         const int i = (t + C) % width;
                         if (C % width == 0 && i == 0)
                             load(p, at, t + C, detail::smaller(width, cols - t - C));
-                        at.template each_group<Steps>([&](int g, int first, int count) {
+                        at.template each_group<Steps>([&](int g, int first, int count) KVQ_INLINE_LAMBDA {
                             const ints values = table(p, g, i, level);
                             for (int n = 0; n < (Steps > 0 ? Steps : count); ++n)
                                 Lanes::store(

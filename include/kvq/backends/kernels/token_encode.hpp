@@ -176,7 +176,7 @@ private:
     /// A unit of channels, from c on, over tokens [begin, end).
     void fit_channels(int c, int begin, int end, int group, float* bias, float* inverse) {
         constexpr int loads = unit / per_load;
-        const auto at = [&](int t, int i) { return token(t) + c + i * per_load; };
+        const auto at = [&](int t, int i) KVQ_INLINE_LAMBDA { return token(t) + c + i * per_load; };
         const auto start = [&]<int... I>(std::integer_sequence<int, I...>) {
             return std::array<extremes, loads>{extremes(at(begin, I))...};
         };
@@ -215,7 +215,7 @@ private:
                     for (int i = 0; i < step; i += width)
                         fit_tokens(t + i, g, detail::smaller(g + group, end), g / group,
                                    p.bias[(g - c) / group] + i, p.inverse[(g - c) / group] + i);
-                code(area{c, end - c, t, step}, [&](int token_of, int vector) {
+                code(area{c, end - c, t, step}, [&](int token_of, int vector) KVQ_INLINE_LAMBDA {
                     const int line = halves ? vector / 2 : 0;
                     return std::pair(Lanes::splat_float(p.bias[line][token_of]),
                                      Lanes::splat_float(p.inverse[line][token_of]));
@@ -230,7 +230,7 @@ private:
             for (int c = 0; c < shape_.dim; c += unit) {
                 const int begin = g * tokens.group, n = tokens.group_size(g);
                 fit_channels(c, begin, begin + n, g, p.bias[0], p.inverse[0]);
-                code(area{c, unit, begin, n}, [&](int, int vector) {
+                code(area{c, unit, begin, n}, [&](int, int vector) KVQ_INLINE_LAMBDA {
                     return std::pair(Lanes::load_floats(p.bias[0] + vector * width),
                                      Lanes::load_floats(p.inverse[0] + vector * width));
                 });
@@ -266,7 +266,8 @@ private:
                 ints square[width];
                 for (int i = 0; i < width; ++i) {
                     const T* const p = token(a.token + t + i) + c;
-                    const auto one = [&](int k) { return code_at(p + k * width, t + i, k, of); };
+                    const auto one = [&](int k)
+                                         KVQ_INLINE_LAMBDA { return code_at(p + k * width, t + i, k, of); };
                     const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
                     look_at(seen, c0, c1, c2, c3);
                     square[i] = fit::packed(c0, c1, c2, c3);
@@ -281,7 +282,8 @@ private:
                 KVQ_UNROLL
                 for (int s = 0; s < width / step_quads; ++s)
                     writer::template put<false>(codes_.quads(), c / step_columns + s, words + s * step_quads,
-                                                [&](int v, ints w) { Lanes::store(to + v * step, w); });
+                                                [&](int v, ints w)
+                                                    KVQ_INLINE_LAMBDA { Lanes::store(to + v * step, w); });
             }
         special_ = Lanes::bit_or(special_, seen);
     }
@@ -297,7 +299,7 @@ private:
                 ints words[step_quads];
                 KVQ_UNROLL
                 for (int q = 0; q < step_quads; ++q) {
-                    const auto one = [&](int k) {
+                    const auto one = [&](int k) KVQ_INLINE_LAMBDA {
                         return code_at(token(a.token + t + 4 * q + k) + c, t + 4 * q + k, vector, of);
                     };
                     const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
@@ -306,7 +308,8 @@ private:
                                                   fit::code_of(c3));
                 }
                 writer::template put<false>(codes_.quads(), (a.token + t) / step_columns, words,
-                                            [&](int v, ints w) { Lanes::store(to + v * step, w); });
+                                            [&](int v, ints w)
+                                                KVQ_INLINE_LAMBDA { Lanes::store(to + v * step, w); });
             }
         }
         special_ = Lanes::bit_or(special_, seen);
