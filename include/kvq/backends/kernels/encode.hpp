@@ -382,7 +382,7 @@ private:
 
     /// Parameters of columns [first, first + size) of a row group. Must codes be clamped?
     bool fit_columns(int group, int first, int size, float* bias, float* inverse) {
-        // In one lane each: what the lanes of a column's extremes were.
+        // The extremes of a word's columns, in every lane.
         ints lo[chunk], hi[chunk];
         const grouped_axis& rows = codes_.rows();
         const int begin = group * rows.group, end = begin + rows.group_size(group);
@@ -408,19 +408,23 @@ private:
                 tile += left;
             }
             special_ = Lanes::bit_or(special_, found.met());
-            lo[c] = Lanes::as_ints(half<0>(found.least()));
-            hi[c] = Lanes::as_ints(half<0>(found.most()));
-            if constexpr (per_word == 2) {
-                lo[c + 1] = Lanes::as_ints(half<1>(found.least()));
-                hi[c + 1] = Lanes::as_ints(half<1>(found.most()));
-            }
+            lo[c / per_word] = found.least();
+            hi[c / per_word] = found.most();
         }
-        for (int c = size + size % per_word; c < detail::round_up(size, Lanes::width); ++c)
-            lo[c] = hi[c] = Lanes::splat(0);
+        for (int w = detail::ceil_div(size, per_word); w % Lanes::width != 0; ++w)
+            lo[w] = hi[w] = Lanes::splat(0);
+        // Of every column, one after the other.
+        alignas(64) std::byte least[chunk * sizeof(Window)], most[chunk * sizeof(Window)];
+        for (int w = 0; w < detail::ceil_div(size, per_word); w += Lanes::width) {
+            Lanes::store(least + 4 * w, merged<true>(lo + w));
+            Lanes::store(most + 4 * w, merged<false>(hi + w));
+        }
         bool clamp = false;
         for (int c = 0; c < size; c += Lanes::width) {
-            const fit f(Lanes::template extreme_of_each<true>(lo + c),
-                        Lanes::template extreme_of_each<false>(hi + c));
+            const auto bytes = static_cast<std::size_t>(c) * sizeof(Window);
+            const group_fit<Lanes, levels, bits, parameter, Window, false> f(
+                Lanes::template load_values<Window>(least + bytes),
+                Lanes::template load_values<Window>(most + bytes));
             f.store(to_ + sections_.offset(group, first + c), sections_.bytes,
                     detail::smaller(Lanes::width, size - c));
             Lanes::store_floats(bias + c, f.bias);
@@ -428,6 +432,22 @@ private:
             clamp = clamp || f.must_clamp();
         }
         return clamp;
+    }
+
+    /// Lane i: the least (most) word of vector i; of 16-bit values, halves by themselves.
+    template <bool Least>
+    static KVQ_INLINE ints merged(const ints* v) {
+        if constexpr (per_word == 1) {
+            return Lanes::as_ints(Lanes::template extreme_of_each<Least>(v));
+        } else {
+            ints ordered[Lanes::width];
+            KVQ_UNROLL
+            for (int i = 0; i < Lanes::width; ++i) ordered[i] = Lanes::ordered_halves(v[i]);
+            return Lanes::ordered_halves(Lanes::as_ints(Lanes::merge_lanes(ordered, [](floats a, floats b) {
+                const ints x = Lanes::as_ints(a), y = Lanes::as_ints(b);
+                return Lanes::as_floats(Least ? Lanes::min_halves(x, y) : Lanes::max_halves(x, y));
+            })));
+        }
     }
 
     /// Lanes from n on repeat lane 0, so that they change no minimum or maximum.
