@@ -199,9 +199,8 @@ void measure(const char* name, const char* input, kvq::tensor role, const settin
     thread_local std::vector<std::byte> window;
     out.row("encode", name, role, input, "tokens", set, set.time([&](int i) {
         window.resize(plain);
-        backend::write_tokens<T>(shape, window.data(), reinterpret_cast<const T*>(float_at(i)), s.dim,
-                                 s.tokens, 0);
-        backend::encode<T>(scheme, shape, {}, window.data(), code_at(i), space());
+        backend::encode_tokens<T>(scheme, shape, {}, reinterpret_cast<const T*>(float_at(i)), s.dim,
+                                  window.data(), code_at(i), space());
     }),
             bytes, b.read, b.copy);
     out.row("decode", name, role, input, "tokens", set, set.time([&](int i) {

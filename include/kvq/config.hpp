@@ -19,6 +19,13 @@
 #define KVQ_INLINE inline __attribute__((always_inline))
 #endif
 
+// The same for lambdas: after the parameters. A kernel must not be called once per vector because a program is large.
+#if defined(_MSC_VER) && !defined(__clang__)
+#define KVQ_INLINE_LAMBDA
+#else
+#define KVQ_INLINE_LAMBDA __attribute__((always_inline))
+#endif
+
 // Loops over a handful of registers must be unrolled before registers are assigned; compilers need telling.
 #if defined(__GNUC__) && !defined(__CUDACC__)
 #define KVQ_UNROLL _Pragma("GCC unroll 16")

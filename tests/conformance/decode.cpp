@@ -61,7 +61,7 @@ TEST_CASE_TEMPLATE("same bits from every backend", S, KVQ_TEST_BACKEND_SCHEMES) 
     const S scheme = test::make_scheme<S>();
     INFO(scheme.name(), " on ", std::string(native::name()));
     for (int round = 0; round < 60; ++round) {
-        const auto shape = test::random_shape(random);
+        const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
         const auto block = test::encoded(scheme, shape, some_block(random, shape, false));
         check_tokens<float>(random, scheme, shape, block);
@@ -70,13 +70,14 @@ TEST_CASE_TEMPLATE("same bits from every backend", S, KVQ_TEST_BACKEND_SCHEMES) 
 }
 
 TEST_CASE_TEMPLATE("same 16-bit values, and 32-bit windows", S, kvq::int8, kvq::kivi<4>::keys,
-                   kvq::kivi<3>::values, test::odd_keys) {
+                   kvq::kivi<3>::values, kvq::affine<4>, test::affine_scheme<2, kvq::per_token<32>>,
+                   test::affine_scheme<1, kvq::per_token<0>>, test::odd_keys) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const S scheme = test::make_scheme<S>();
     for (int round = 0; round < 60; ++round) {
-        const auto shape = test::random_shape(random);
+        const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
         const auto block = test::encoded(scheme, shape, some_block(random, shape, false));
         check_tokens<kvq::float16>(random, scheme, shape, block);

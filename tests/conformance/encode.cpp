@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <kvq/backends/scalar.hpp>
 #include <kvq/backends/simd.hpp>
+#include <limits>
 
 #include "support/blocks.hpp"
 #include "support/caches.hpp"
@@ -34,6 +35,21 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
     CHECK(difference.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
     CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
     for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
+
+    // The same from rows of tokens, some elements apart.
+    const int stride = shape.dim + static_cast<int>(shape.values() % 7);
+    std::vector<Window> tokens(static_cast<std::size_t>(shape.tokens * stride), Window(-3.0f));
+    for (int t = 0; t < shape.tokens; ++t)
+        for (int c = 0; c < shape.dim; ++c)
+            tokens[static_cast<std::size_t>(t * stride + c)] =
+                Window(x[static_cast<std::size_t>(t * shape.dim + c)]);
+    std::fill(got.begin(), got.end(), std::byte{0xcd});
+    const std::uint32_t counted_tokens = Backend::template encode_tokens<Window>(
+        scheme, shape, id, tokens.data(), stride, window.data(), got.data(), scratch.data());
+    CHECK(counted_tokens == not_finite);
+    const auto from_tokens = std::mismatch(expected.begin(), expected.end(), got.begin());
+    CHECK(from_tokens.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
+    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
 }
 
 template <class S, class Window>
@@ -42,7 +58,7 @@ void check_scheme(test::generator& random, int rounds) {
     const std::string from = kvq::float_name<Window>, on = native::name();
     INFO(scheme.name(), " from ", from, " on ", on);
     for (int round = 0; round < rounds; ++round) {
-        const auto shape = test::random_shape(random);
+        const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         const int kind = random.between(0, 3);
         INFO(shape, ", kind of numbers ", kind);
         const auto x =
@@ -63,12 +79,33 @@ TEST_CASE_TEMPLATE("same bytes from every backend", S, KVQ_TEST_BACKEND_SCHEMES)
 }
 
 TEST_CASE_TEMPLATE("same bytes from 32-bit and bfloat16 windows", S, kvq::int8, kvq::kivi<4>::keys,
-                   kvq::kivi<4>::values, test::odd_keys, test::odd_values, test::rotated) {
+                   kvq::kivi<4>::values, kvq::affine<3>, test::odd_keys, test::odd_values, test::rotated) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     check_scheme<S, float>(random, 40);
     check_scheme<S, kvq::bfloat16>(random, 40);
+}
+
+TEST_CASE_TEMPLATE("one value that is not finite among tokens that fill vectors", T, float, kvq::float16,
+                   kvq::bfloat16) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 60; ++round) {
+        const auto shape = test::whole_shape(random);
+        auto x = test::random_block(random, shape);
+        const auto at = static_cast<std::size_t>(random.between(0, static_cast<int>(x.size()) - 1));
+        constexpr float infinity = std::numeric_limits<float>::infinity();
+        constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+        const float values[] = {infinity, -infinity, nan, -nan, 1e30f, -60000.0f};
+        x[at] = values[random.between(0, 5)];
+        INFO(shape, ", ", x[at], " at ", at);
+        check_block<T, native>(kvq::int8{}, shape, {}, x);
+        check_block<T, native>(kvq::affine<4>{}, shape, {}, x);
+        check_block<T, native>(kvq::affine<4, kvq::per_channel<16>>{}, shape, {}, x);
+        check_block<T, native>(kvq::affine<2, kvq::per_token<32>>{}, shape, {}, x);
+    }
 }
 
 TEST_CASE("every 16-bit pattern, one page of each") {

@@ -444,6 +444,63 @@ TEST_CASE_TEMPLATE("rows become columns, and extremes of vectors lanes", L, KVQ_
     }
 }
 
+TEST_CASE_TEMPLATE("codes are packed to bytes, a vector's part of each 128-bit lane", L, KVQ_TEST_LANES) {
+    if constexpr (requires(typename L::ints a) { L::template pack_bytes<true>(a, a, a, a); }) {
+        using io = lanes_of<L>;
+        fixture<L> f;
+        for (const bool is_signed : {false, true}) {
+            typename io::words v[4];
+            for (auto& w : v) {
+                w = f.words();
+                for (auto& x : w) x = (x & 255) - (is_signed ? 128 : 0);
+            }
+            const auto got = io::out(
+                is_signed
+                    ? L::template pack_bytes<true>(io::in(v[0]), io::in(v[1]), io::in(v[2]), io::in(v[3]))
+                    : L::template pack_bytes<false>(io::in(v[0]), io::in(v[1]), io::in(v[2]), io::in(v[3])));
+            f.each([&](std::size_t i) {
+                for (std::size_t k = 0; k < 4; ++k)
+                    REQUIRE((static_cast<std::uint32_t>(got[i]) >> (8 * k) & 255u) ==
+                            (static_cast<std::uint32_t>(v[i % 4][i / 4 * 4 + k]) & 255u));
+            });
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("16-bit values in the order of integers", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    const auto half = [](std::int32_t w, int i) { return static_cast<std::int16_t>(w >> (16 * i)); };
+    for (int round = 0; round < 50; ++round) {
+        const auto a = f.words(), b = f.words();
+        const auto ordered = io::out(L::ordered_halves(io::in(a))),
+                   back = io::out(L::ordered_halves(io::in(ordered))),
+                   least = io::out(L::min_halves(io::in(a), io::in(b))),
+                   most = io::out(L::max_halves(io::in(a), io::in(b)));
+        int lowest = 32767, highest = -32768;
+        f.each([&](std::size_t i) {
+            REQUIRE(back[i] == a[i]);
+            for (int k = 0; k < 2; ++k) {
+                REQUIRE(half(least[i], k) == std::min(half(a[i], k), half(b[i], k)));
+                REQUIRE(half(most[i], k) == std::max(half(a[i], k), half(b[i], k)));
+                const auto raw = half(a[i], k);
+                REQUIRE(half(ordered[i], k) == (raw < 0 ? static_cast<std::int16_t>(raw ^ 0x7fff) : raw));
+                lowest = std::min<int>(lowest, half(a[i], k));
+                highest = std::max<int>(highest, half(b[i], k));
+            }
+        });
+        if constexpr (requires(typename L::ints x) { L::pair_extremes(x, x); }) {
+            int pair_low = 32767, pair_high = 32767;
+            for (const std::int32_t pair : io::out(L::pair_extremes(io::in(a), io::in(b)))) {
+                pair_low = std::min<int>(pair_low, half(pair, 0));
+                pair_high = std::min<int>(pair_high, half(pair, 1));
+            }
+            REQUIRE(pair_low == lowest);
+            REQUIRE(pair_high == -1 - highest);
+        }
+    }
+}
+
 TEST_CASE_TEMPLATE("bytes and halfwords widen to words and come back", L, KVQ_TEST_LANES) {
     using io = lanes_of<L>;
     fixture<L> f;

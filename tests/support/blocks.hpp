@@ -25,6 +25,12 @@ inline kvq::block_shape random_shape(generator& random, int largest = 160) {
     return {random.one_in(2) ? kvq::tensor::key : kvq::tensor::value, size(), size()};
 }
 
+/// Shapes that fill vectors and tiles, which kernels have shorter ways for.
+inline kvq::block_shape whole_shape(generator& random) {
+    return {random.one_in(2) ? kvq::tensor::key : kvq::tensor::value, 16 * random.between(1, 6),
+            64 * random.between(1, 4)};
+}
+
 /// check(random, shape) for random shapes; what fails names the seed, the scheme and the shape.
 template <class Scheme, class Check>
 void for_random_shapes(const Scheme& scheme, int rounds, int largest, Check check) {

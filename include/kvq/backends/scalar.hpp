@@ -14,6 +14,8 @@
 //       from one scheme to another by way of x^ as a block of full<float> in `values`; false: not here, take the long way
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
 //       `count` tokens, `stride` elements apart, become tokens [at, at + count) of a window block
+//   encode_tokens<Window>(scheme, shape, id, tokens, stride, window, block, values)
+//       what write_tokens of all tokens of a block and encode give; `window` is scratch for a window block
 //   name()
 #pragma once
 
@@ -72,6 +74,14 @@ struct scalar {
             for (int c = 0; c < shape.dim; ++c)
                 detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c),
                                  Window(static_cast<float>(tokens[t * stride + c])));
+    }
+
+    template <class Window, kv_scheme Scheme, class T>
+    static std::uint32_t encode_tokens(const Scheme& scheme, const block_shape& shape, block_id id,
+                                       const T* tokens, std::ptrdiff_t stride, std::byte* window,
+                                       std::byte* block, float* values) {
+        write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
+        return encode<Window>(scheme, shape, id, window, block, values);
     }
 };
 

@@ -6,6 +6,8 @@
 
 #include "kernels/decode.hpp"
 #include "kernels/encode.hpp"
+#include "kernels/table_decode.hpp"
+#include "kernels/token_encode.hpp"
 #include "kernels/tokens.hpp"
 #include "scalar.hpp"
 #include "simd/lanes.hpp"
@@ -53,11 +55,24 @@ struct simd {
         return scalar::encode<Window>(scheme, shape, id, window, block, values);
     }
 
+    template <class Window, kv_scheme Scheme, class T>
+    static std::uint32_t encode_tokens(const Scheme& scheme, const block_shape& shape, block_id id,
+                                       const T* tokens, std::ptrdiff_t stride, std::byte* window,
+                                       std::byte* block, float* values) {
+        if constexpr (kernels::composed_scheme<Scheme> && std::same_as<T, Window>)
+            if (kernels::token_encoder<lanes, Scheme, T>(scheme, shape, tokens, stride, block).run())
+                return 0;
+        write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
+        return encode<Window>(scheme, shape, id, window, block, values);
+    }
+
     template <kv_scheme Scheme, float_format T>
     static void decode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                        T* out, std::ptrdiff_t stride, float* values) {
-        if constexpr (kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::composed_scheme<Scheme>) {
+            if (kernels::table_decoder<simd, Scheme, T>(scheme, shape, block, out, stride).run()) return;
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
+        }
         if constexpr (full_precision<Scheme>)
             if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
         scalar::decode(scheme, shape, id, block, out, stride, values);

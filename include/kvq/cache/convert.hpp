@@ -48,8 +48,8 @@ void convert_page(const format_table<Role, Window, List>& table, const cache_sha
     }
 }
 
-/// Codes a whole page of tokens that have just arrived, source tokens [first, first + to.tokens), a head at a time through
-/// the first block of a window page: its values are still in the first cache when they are coded. `window` stays scratch.
+/// Codes a whole page of tokens that have just arrived, source tokens [first, first + to.tokens), a head at a time; `window`,
+/// a window page, is scratch.
 template <class Backend, class Window, tensor Role, class List, class T>
 void code_tokens(const format_table<Role, Window, List>& table, const cache_shape& shape, int layer,
                  const token_view<const T>& source, int first, page& window, page& to, float* scratch) {
@@ -57,12 +57,10 @@ void code_tokens(const format_table<Role, Window, List>& table, const cache_shap
     const std::size_t to_bytes = table.block_bytes(to.format, block);
     to.not_finite = 0;
     for (int h = 0; h < shape.kv_heads; ++h) {
-        Backend::template write_tokens<Window>(block, window.data(), source.at(first, h), source.token_stride,
-                                               to.tokens, 0);
         to.not_finite += table.visit(to.format, [&](const auto& s) {
-            return Backend::template encode<Window>(s, block, block_id{layer, h}, window.data(),
-                                                    to.data() + to_bytes * static_cast<std::size_t>(h),
-                                                    scratch);
+            return Backend::template encode_tokens<Window>(
+                s, block, block_id{layer, h}, source.at(first, h), source.token_stride, window.data(),
+                to.data() + to_bytes * static_cast<std::size_t>(h), scratch);
         });
     }
 }

@@ -16,4 +16,22 @@ inline constexpr bool is_composed<scheme<Bits, Levels, Granularity, Params>> =
 template <class S>
 concept composed_scheme = is_composed<S>;
 
+/// Where a block's parameters lie: scheme::parameter_offset and section_bytes, asked once per block.
+struct parameter_sections {
+    std::size_t first, bytes;
+    int slots, size;
+
+    template <composed_scheme S>
+    parameter_sections(const S& scheme, const block_shape& shape, const code_layout<S::code_bits>& codes)
+        : first(scheme.scale_offset(shape)),
+          bytes(scheme.section_bytes(shape)),
+          slots(detail::on_rows<typename S::granularity_type>(shape.role) ? codes.rows().slots()
+                                                                          : codes.cols.slots()),
+          size(sizeof(typename S::parameter)) {}
+
+    KVQ_INLINE std::size_t offset(int group, int slot) const {
+        return first + static_cast<std::size_t>((group * slots + slot) * size);
+    }
+};
+
 }  // namespace kvq::inline v0_1::kernels

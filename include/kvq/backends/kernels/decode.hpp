@@ -19,7 +19,7 @@ template <class Backend, composed_scheme Scheme>
 class block_decoder {
 public:
     block_decoder(const Scheme& scheme, const block_shape& shape, const std::byte* block)
-        : scheme_(scheme), shape_(shape), codes_(scheme.codes(shape)), from_(block) {}
+        : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(block) {}
 
     /// x^ of token t and channel c to out[t * stride + c]. False: not for this kernel, nothing was written.
     template <class T>
@@ -29,9 +29,8 @@ public:
         if (shape_.role == tensor::key)
             each_part([&](const part& p) { turned_part(p, out, stride); });
         else
-            each_value([&](const part& p, int token, floats x) {
-                store_some(out + token * stride + p.row, x, p.rows);
-            });
+            each_value([&](const part& p, int token, floats x)
+                           KVQ_INLINE_LAMBDA { store_some(out + token * stride + p.row, x, p.rows); });
         return true;
     }
 
@@ -47,17 +46,15 @@ public:
             tile_layout::tile_rows % rows.group != 0)
             return false;
         // Rows come in fours and groups of rows stay inside tiles: one store per vector.
-        const auto address = [&](const part& p, int word) {
-            return out + 4 * layout.tiles.word(p.row, word);
-        };
+        const auto address = [&](const part& p, int word)
+                                 KVQ_INLINE_LAMBDA { return out + 4 * layout.tiles.word(p.row, word); };
         if constexpr (sizeof(Window) == 4) {
-            each_value([&](const part& p, int col, floats x) {
-                store_words(address(p, col), Lanes::as_ints(x), p.rows);
-            });
+            each_value([&](const part& p, int col, floats x)
+                           KVQ_INLINE_LAMBDA { store_words(address(p, col), Lanes::as_ints(x), p.rows); });
         } else {
             ints even = Lanes::splat(0);
             const int last = shape_.cols() - 1;
-            each_value([&](const part& p, int col, floats x) {
+            each_value([&](const part& p, int col, floats x) KVQ_INLINE_LAMBDA {
                 const ints pattern = Lanes::template half_bits<Window>(x);
                 if (col % 2 == 0) even = pattern;
                 if (col % 2 == 0 && col < last) return;
@@ -161,10 +158,10 @@ private:
         const std::ptrdiff_t vector_bytes = p.height * 4;
         const std::byte* plane[planes::count];
         first_vectors(p, first, plane);
-        const auto load = [&]<bool Partial, bool Cut>() {
+        const auto load = [&]<bool Partial, bool Cut>() KVQ_INLINE_LAMBDA {
             KVQ_UNROLL
             for (int s = 0; s < chunk_quads / planes::quads_per_step; ++s)
-                [&]<int... Q>(std::integer_sequence<int, Q...>) {
+                [&]<int... Q>(std::integer_sequence<int, Q...>) KVQ_INLINE_LAMBDA {
                     ((Cut && s * planes::quads_per_step + Q >= count
                           ? void()
                           : void(quads[s * planes::quads_per_step + Q] =
@@ -196,10 +193,10 @@ private:
 
     /// n parameters of one group, from a slot on; arrays hold a chunk.
     KVQ_INLINE void load_parameters(int group, int slot, int n, float* scale, float* bias) const {
-        const std::byte* const at = from_ + scheme_.parameter_offset(shape_, group, slot);
+        const std::byte* const at = from_ + sections_.offset(group, slot);
         Backend::template load_floats<parameter>(at, n, scale);
         if constexpr (levels::has_bias)
-            Backend::template load_floats<parameter>(at + scheme_.section_bytes(shape_), n, bias);
+            Backend::template load_floats<parameter>(at + sections_.bytes, n, bias);
     }
 
     /// Calls f(part, column, values of its rows) for all columns of all parts; of a part, columns come in order.
@@ -240,7 +237,7 @@ private:
                     row_bias = Lanes::load_floats(bias);
                 }
                 const ints words = quads[quad];
-                const auto emit = [&](int k, ints code) {
+                const auto emit = [&](int k, ints code) KVQ_INLINE_LAMBDA {
                     if (col + k < cols.size) f(p, col + k, value(code, row_scale, row_bias));
                 };
                 emit(0, code_of<0>(words));
@@ -281,7 +278,7 @@ private:
         const int left = codes_.cols.size - col;
         const auto run = [&]<bool Partial, int... Q>(std::bool_constant<Partial>,
                                                      std::integer_sequence<int, Q...>) {
-            const auto quad = [&]<int Quad>(std::integral_constant<int, Quad>) {
+            const auto quad = [&]<int Quad>(std::integral_constant<int, Quad>) KVQ_INLINE_LAMBDA {
                 if (Cut && 4 * Quad >= left) return;
                 const ints words = quad_codes<Lanes, bits, Quad, Partial>(plane, p.height * 4, 0, p.slots);
                 f(p, col + 4 * Quad, of[4 * Quad](code_of<0>(words)));
@@ -361,9 +358,10 @@ private:
                         }
                     };
                     if (rows_have)
-                        some([of = values_of(scale[r], bias[r])](int, ints code) { return of(code); });
+                        some([of = values_of(scale[r], bias[r])](int, ints code)
+                                 KVQ_INLINE_LAMBDA { return of(code); });
                     else
-                        some([&](int c, ints code) {
+                        some([&](int c, ints code) KVQ_INLINE_LAMBDA {
                             return value(code, Lanes::load_floats(scale + c), Lanes::load_floats(bias + c));
                         });
                 }
@@ -372,9 +370,9 @@ private:
         }
     }
 
-    const Scheme& scheme_;
     const block_shape shape_;
     const code_layout<bits> codes_;
+    const parameter_sections sections_;
     const std::byte* from_;
 };
 

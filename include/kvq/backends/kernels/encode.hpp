@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "../../pack/value_layout.hpp"
+#include "code_words.hpp"
 #include "composed.hpp"
 #include "fit.hpp"
 
@@ -23,6 +24,7 @@ public:
           shape_(shape),
           window_(shape),
           codes_(scheme.codes(shape)),
+          sections_(scheme, shape, codes_),
           from_(window),
           to_(block) {}
 
@@ -51,6 +53,7 @@ private:
     using levels = typename Scheme::levels;
     using parameter = typename Scheme::parameter;
     using planes = code_planes<Scheme::code_bits>;
+    using writer = code_words<Lanes, Scheme::code_bits>;
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
     using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, Window>;
@@ -124,17 +127,6 @@ private:
         }
     }
 
-    /// Something in the order of half the words' values: of the low bits that a 16-bit value drags along none matters, and
-    /// exponents that count otherwise do not either. `half` gives the values of what was found.
-    template <int Half>
-    static KVQ_INLINE floats in_order(ints words) {
-        if constexpr (std::same_as<Window, float> || Half == 1)
-            return Lanes::as_floats(words);
-        else
-            return Lanes::as_floats(Lanes::template shift_left<16>(words));
-    }
-    static KVQ_INLINE floats value_of(floats found) { return half<per_word - 1>(Lanes::as_ints(found)); }
-
     /// Words with a bit set that says: an infinity or NaN was here.
     static KVQ_INLINE ints special(ints words) {
         constexpr std::uint32_t exponent = std::same_as<Window, float>     ? 0x7f800000u
@@ -154,97 +146,94 @@ private:
         return (any & (per_word == 2 ? 0x80008000u : 0x80000000u)) != 0;
     }
 
-    /// Minimum and maximum of some columns in every lane; two of each, so that they do not wait for each other.
+    /// Minima and maxima of words in every lane; two of each, so that they do not wait for each other. 16-bit values are
+    /// compared as the integers that have their order, both halves at once; where infinities and NaN are the extremes.
     struct extremes {
-        floats lo[2], hi[2];
-        ints seen;
+        ints lo[2], hi[2], seen = Lanes::splat(0);
 
-        KVQ_INLINE extremes() : seen(Lanes::splat(0)) {
+        KVQ_INLINE extremes() {
             for (int i = 0; i < 2; ++i) {
-                lo[i] = Lanes::splat_float(detail::max_float);
-                hi[i] = Lanes::splat_float(-detail::max_float);
+                lo[i] = per_word == 2 ? Lanes::splat(0x7fff7fff)
+                                      : Lanes::as_ints(Lanes::splat_float(detail::max_float));
+                hi[i] = per_word == 2 ? Lanes::splat(static_cast<std::int32_t>(0x80008000u))
+                                      : Lanes::as_ints(Lanes::splat_float(-detail::max_float));
             }
         }
-        KVQ_INLINE void take(floats x, int i) {
-            lo[i] = Lanes::min(lo[i], x);
-            hi[i] = Lanes::max(hi[i], x);
+        KVQ_INLINE void take(ints words, int i) {
+            if constexpr (per_word == 2) {
+                words = Lanes::ordered_halves(words);
+                lo[i] = Lanes::min_halves(lo[i], words);
+                hi[i] = Lanes::max_halves(hi[i], words);
+            } else {
+                words = Lanes::in_register(words);
+                seen = Lanes::bit_or(seen, special(words));
+                const floats x = Lanes::as_floats(words);
+                lo[i] = Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[i]), x));
+                hi[i] = Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[i]), x));
+            }
         }
-        KVQ_INLINE floats least() const { return value_of(Lanes::min(lo[0], lo[1])); }
-        KVQ_INLINE floats most() const { return value_of(Lanes::max(hi[0], hi[1])); }
+        /// Words of the least and of the largest values.
+        KVQ_INLINE ints least() const {
+            if constexpr (per_word == 2)
+                return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1]));
+            else
+                return Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[0]), Lanes::as_floats(lo[1])));
+        }
+        KVQ_INLINE ints most() const {
+            if constexpr (per_word == 2)
+                return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1]));
+            else
+                return Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[0]), Lanes::as_floats(hi[1])));
+        }
+        KVQ_INLINE ints met() const {
+            if constexpr (per_word == 2)
+                return Lanes::bit_or(special(least()), special(most()));
+            else
+                return seen;
+        }
     };
+
+    /// Words with one half in place of both.
+    template <int Half>
+    static KVQ_INLINE ints twice(ints words) {
+        const ints low = Lanes::splat(0xffff), high = Lanes::splat(-0x10000);
+        if constexpr (Half == 0)
+            return Lanes::bit_or(Lanes::bit_and(words, low), Lanes::template shift_left<16>(words));
+        else
+            return Lanes::bit_or(Lanes::template shift_right<16>(words), Lanes::bit_and(words, high));
+    }
 
     /// Of columns [begin, end).
     template <bool Whole>
     KVQ_INLINE extremes range_of(const strip<Whole>& at, int begin, int end) {
         extremes found;
         const std::byte* p = at.from + begin / per_word * at.from_step;
-        if constexpr (per_word == 2) {
-            const auto one = [&](auto which) {
-                const ints w = Lanes::in_register(at.load(p));
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(in_order<decltype(which)::value>(w), 0);
-                p += at.from_step;
-            };
-            if (begin % 2 && begin < end) {
-                one(std::integral_constant<int, 1>{});
-                ++begin;
-            }
-            for (; begin + 1 < end; begin += 2, p += at.from_step) {
-                const ints w = Lanes::in_register(at.load(p));
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(in_order<0>(w), 0);
-                found.take(in_order<1>(w), 1);
-            }
-            if (begin < end) one(std::integral_constant<int, 0>{});
-        } else {
-            for (; begin + 1 < end; begin += 2, p += 2 * at.from_step) {
-                const ints w0 = Lanes::in_register(at.load(p)),
-                           w1 = Lanes::in_register(at.load(p + at.from_step));
-                found.seen = Lanes::bit_or(found.seen, Lanes::bit_or(special(w0), special(w1)));
-                found.take(in_order<0>(w0), 0);
-                found.take(in_order<0>(w1), 1);
-            }
-            if (begin < end) {
-                const ints w = Lanes::in_register(at.load(p));
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(in_order<0>(w), 0);
-            }
+        if (per_word == 2 && begin % 2 && begin < end) {
+            found.take(twice<1>(at.load(p)), 0);
+            p += at.from_step;
+            ++begin;
         }
-        special_ = Lanes::bit_or(special_, found.seen);
+        for (; begin + 2 * per_word <= end; begin += 2 * per_word, p += 2 * at.from_step) {
+            found.take(at.load(p), 0);
+            found.take(at.load(p + at.from_step), 1);
+        }
+        for (; begin + per_word <= end; begin += per_word, p += at.from_step) found.take(at.load(p), 0);
+        if (per_word == 2 && begin < end) found.take(twice<0>(at.load(p)), 0);
+        special_ = Lanes::bit_or(special_, found.met());
         return found;
     }
 
-    /// The bits of a plane of neighbouring quads, side by side.
-    template <int Plane, int K = 0>
-    static KVQ_INLINE ints join(const ints* words) {
-        constexpr int width = planes::width(Plane), per_vector = planes::quads_per_word(Plane);
-        ints part = Lanes::template shift_right<planes::shift(Plane)>(words[K]);
-        if constexpr (planes::count > 1)
-            part = Lanes::bit_and(
-                part, Lanes::splat(static_cast<std::int32_t>(((1u << width) - 1u) * 0x01010101u)));
-        part = Lanes::template shift_left<width * K>(part);
-        if constexpr (K + 1 < per_vector) part = Lanes::bit_or(part, join<Plane, K + 1>(words));
-        return part;
-    }
-    /// Stores the words of all quads of a step, cut into planes; Cut: the last step of a row may be short.
-    template <bool Cut, int Plane = 0, bool Whole>
+    /// Stores the words of all quads of a step; Cut: the last step of a row may be short.
+    template <bool Cut, bool Whole>
     KVQ_INLINE void put(const strip<Whole>& at, int step, const ints (&words)[step_quads]) const {
-        constexpr int per_vector = planes::quads_per_word(Plane), vectors = step_quads / per_vector;
-        const int quads = codes_.quads();
-        std::byte* const to = at.to + (planes::first_vector(Plane, quads) + step * vectors) * at.to_step;
-        KVQ_UNROLL
-        for (int v = 0; v < vectors; ++v) {
-            if (Cut && v > 0 && (step * vectors + v) * per_vector >= quads) break;
-            at.store(to + v * at.to_step, join<Plane>(words + v * per_vector));
-        }
-        if constexpr (Plane + 1 < planes::count) put<Cut, Plane + 1>(at, step, words);
+        writer::template put<Cut>(codes_.quads(), step, words, [&](int vector, ints w) KVQ_INLINE_LAMBDA {
+            at.store(at.to + vector * at.to_step, w);
+        });
+    }
+    static KVQ_INLINE ints four_codes(ints a, ints b, ints c, ints d) {
+        return writer::four_codes(a, b, c, d);
     }
 
-    static KVQ_INLINE ints four_codes(ints a, ints b, ints c, ints d) {
-        return Lanes::bit_or(
-            Lanes::bit_or(a, Lanes::template shift_left<8>(b)),
-            Lanes::bit_or(Lanes::template shift_left<16>(c), Lanes::template shift_left<24>(d)));
-    }
     /// The four values of a quad, from its first word on.
     template <bool Whole>
     static KVQ_INLINE void load_quad(const strip<Whole>& at, const std::byte* p, floats (&x)[4]) {
@@ -289,7 +278,7 @@ private:
             for (int q = 0; q < step_quads; ++q, p += 4 / per_word * at.from_step) {
                 floats x[4];
                 load_quad(at, p, x);
-                const auto code = [&](int k) {
+                const auto code = [&](int k) KVQ_INLINE_LAMBDA {
                     return fit::template code<Clamp>(x[k], Lanes::splat_float(bias[4 * q + k]),
                                                      Lanes::splat_float(inverse[4 * q + k]));
                 };
@@ -308,9 +297,13 @@ private:
     fit fit_group(const strip<Whole>& at, int g) {
         const int begin = g * codes_.cols.group;
         const extremes found = range_of(at, begin, begin + codes_.cols.group_size(g));
-        const fit f(found.least(), found.most());
-        f.store(to_ + scheme_.parameter_offset(shape_, g, codes_.rows().slot(at.row)),
-                scheme_.section_bytes(shape_), at.n);
+        floats lo = half<0>(found.least()), hi = half<0>(found.most());
+        if constexpr (per_word == 2) {
+            lo = Lanes::min(lo, half<1>(found.least()));
+            hi = Lanes::max(hi, half<1>(found.most()));
+        }
+        const fit f(lo, hi);
+        f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)), sections_.bytes, at.n);
         return f;
     }
 
@@ -389,7 +382,7 @@ private:
 
     /// Parameters of columns [first, first + size) of a row group. Must codes be clamped?
     bool fit_columns(int group, int first, int size, float* bias, float* inverse) {
-        // In one lane each: what the lanes of a column's extremes were.
+        // The extremes of a word's columns, in every lane.
         ints lo[chunk], hi[chunk];
         const grouped_axis& rows = codes_.rows();
         const int begin = group * rows.group, end = begin + rows.group_size(group);
@@ -398,46 +391,41 @@ private:
         const std::ptrdiff_t next_tile =
             4 * rows_of_tile * static_cast<std::ptrdiff_t>(window_.tiles.words_per_row);
         for (int c = 0; c < size; c += per_word) {
-            extremes found, second;
+            extremes found;
             const int word = (first + c) / per_word;
-            const auto take = [&](ints w, int i, auto&& x) {
-                w = Lanes::in_register(w);
-                found.seen = Lanes::bit_or(found.seen, special(w));
-                found.take(x(in_order<0>(w)), i);
-                if constexpr (per_word == 2) second.take(x(in_order<1>(w)), i);
-            };
-            const auto same = [](floats x) { return x; };
             const std::byte* p = from_ + 4 * window_.tiles.word(begin, word);
             for (int tile = begin; whole_tiles && tile < end; tile += rows_of_tile, p += next_tile) {
                 KVQ_UNROLL
                 for (int v = 0; v < tile_vectors; ++v)
-                    take(Lanes::load(p + v * 4 * Lanes::width), v % 2, same);
+                    found.take(Lanes::load(p + v * 4 * Lanes::width), v % 2);
             }
             for (int tile = begin; !whole_tiles && tile < end;) {
                 const int left = detail::smaller(end - tile, rows_of_tile - tile % rows_of_tile);
                 p = from_ + 4 * window_.tiles.word(tile, word);
                 int r = 0;
-                for (; r + Lanes::width <= left; r += Lanes::width) take(Lanes::load(p + 4 * r), 0, same);
-                if (r < left)
-                    take(Lanes::load(p + 4 * r, left - r), 1,
-                         [&](floats x) { return repeated(x, left - r); });
+                for (; r + Lanes::width <= left; r += Lanes::width) found.take(Lanes::load(p + 4 * r), 0);
+                if (r < left) found.take(repeated(Lanes::load(p + 4 * r, left - r), left - r), 1);
                 tile += left;
             }
-            special_ = Lanes::bit_or(special_, found.seen);
-            lo[c] = Lanes::as_ints(found.least());
-            hi[c] = Lanes::as_ints(found.most());
-            if constexpr (per_word == 2) {
-                lo[c + 1] = Lanes::as_ints(second.least());
-                hi[c + 1] = Lanes::as_ints(second.most());
-            }
+            special_ = Lanes::bit_or(special_, found.met());
+            lo[c / per_word] = found.least();
+            hi[c / per_word] = found.most();
         }
-        for (int c = size + size % per_word; c < detail::round_up(size, Lanes::width); ++c)
-            lo[c] = hi[c] = Lanes::splat(0);
+        for (int w = detail::ceil_div(size, per_word); w % Lanes::width != 0; ++w)
+            lo[w] = hi[w] = Lanes::splat(0);
+        // Of every column, one after the other.
+        alignas(64) std::byte least[chunk * sizeof(Window)], most[chunk * sizeof(Window)];
+        for (int w = 0; w < detail::ceil_div(size, per_word); w += Lanes::width) {
+            Lanes::store(least + 4 * w, merged<true>(lo + w));
+            Lanes::store(most + 4 * w, merged<false>(hi + w));
+        }
         bool clamp = false;
         for (int c = 0; c < size; c += Lanes::width) {
-            const fit f(Lanes::template extreme_of_each<true>(lo + c),
-                        Lanes::template extreme_of_each<false>(hi + c));
-            f.store(to_ + scheme_.parameter_offset(shape_, group, first + c), scheme_.section_bytes(shape_),
+            const auto bytes = static_cast<std::size_t>(c) * sizeof(Window);
+            const group_fit<Lanes, levels, bits, parameter, Window, false> f(
+                Lanes::template load_values<Window>(least + bytes),
+                Lanes::template load_values<Window>(most + bytes));
+            f.store(to_ + sections_.offset(group, first + c), sections_.bytes,
                     detail::smaller(Lanes::width, size - c));
             Lanes::store_floats(bias + c, f.bias);
             Lanes::store_floats(inverse + c, f.inverse);
@@ -446,18 +434,35 @@ private:
         return clamp;
     }
 
+    /// Lane i: the least (most) word of vector i; of 16-bit values, halves by themselves.
+    template <bool Least>
+    static KVQ_INLINE ints merged(const ints* v) {
+        if constexpr (per_word == 1) {
+            return Lanes::as_ints(Lanes::template extreme_of_each<Least>(v));
+        } else {
+            ints ordered[Lanes::width];
+            KVQ_UNROLL
+            for (int i = 0; i < Lanes::width; ++i) ordered[i] = Lanes::ordered_halves(v[i]);
+            return Lanes::ordered_halves(Lanes::as_ints(Lanes::merge_lanes(ordered, [](floats a, floats b) {
+                const ints x = Lanes::as_ints(a), y = Lanes::as_ints(b);
+                return Lanes::as_floats(Least ? Lanes::min_halves(x, y) : Lanes::max_halves(x, y));
+            })));
+        }
+    }
+
     /// Lanes from n on repeat lane 0, so that they change no minimum or maximum.
-    static floats repeated(floats x, int n) {
-        float lane[Lanes::width];
-        Lanes::store_floats(lane, x);
+    static ints repeated(ints words, int n) {
+        std::uint32_t lane[Lanes::width];
+        Lanes::store(reinterpret_cast<std::byte*>(lane), words);
         for (int i = n; i < Lanes::width; ++i) lane[i] = lane[0];
-        return Lanes::load_floats(lane);
+        return Lanes::load(reinterpret_cast<const std::byte*>(lane));
     }
 
     const Scheme& scheme_;
     const block_shape shape_;
     const value_layout<Window> window_;
     const code_layout<bits> codes_;
+    const parameter_sections sections_;
     const std::byte* from_;
     std::byte* to_;
     ints special_ = Lanes::splat(0);

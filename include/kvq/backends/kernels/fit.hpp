@@ -13,11 +13,12 @@
 
 namespace kvq::inline v0_1::kernels {
 
-template <class Lanes, class Levels, int Bits, class P, class Window>
+/// Scaled: are float16 values given times 2^-112?
+template <class Lanes, class Levels, int Bits, class P, class Window,
+          bool Scaled = std::same_as<Window, float16>>
 class group_fit {
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
-    static constexpr bool scaled = std::same_as<Window, float16>;
     static constexpr bool in_lanes = float_format<P>;
     static constexpr float limit = detail::max_finite<P>;
     static constexpr int top = Levels::template top<Bits>, zero = Levels::template zero_code<Bits>;
@@ -45,10 +46,9 @@ public:
             }
             const floats wanted = Lanes::divide(range, Lanes::splat_float(steps));
             if constexpr (!always_fits) {
-                floats most = wanted;
+                most_ = wanted;
                 if constexpr (Levels::has_bias)
-                    most = Lanes::max(most, Lanes::subtract(Lanes::splat_float(0.0f), lo));
-                must_clamp_ = Lanes::largest(most) > limit;
+                    most_ = Lanes::max(most_, Lanes::subtract(Lanes::splat_float(0.0f), lo));
             }
             floats scale;
             const floats least = Lanes::max(wanted, Lanes::splat_float(1.17549435e-38f));
@@ -66,11 +66,14 @@ public:
             }
             bias = Lanes::load_floats(b);
             inverse = Lanes::load_floats(f);
-            must_clamp_ = true;
+            most_ = Lanes::as_floats(Lanes::splat(0x7f800000));
         }
     }
 
-    KVQ_INLINE bool must_clamp() const { return must_clamp_; }
+    KVQ_INLINE bool must_clamp() const { return !always_fits && exceeds(most_); }
+    /// Codes must be clamped if any lane of this is above what the parameters can hold. (Of several fits: of the largest.)
+    KVQ_INLINE floats most() const { return most_; }
+    static KVQ_INLINE bool exceeds(floats most) { return Lanes::largest(most) > limit; }
 
     /// Writes the first n lanes' parameters: scales at `to`, biases `section` bytes further.
     KVQ_INLINE void store(std::byte* to, std::size_t section, int n) const {
@@ -89,28 +92,43 @@ public:
     /// Codes of values x.
     template <bool Clamp>
     static KVQ_INLINE ints code(floats x, floats bias, floats inverse) {
-        if constexpr (Levels::has_bias) {
-            floats v;
-            if constexpr (scaled)  // the product is exact, so this rounds once, as a subtraction does
-                v = Lanes::multiply_add(x, Lanes::splat_float(0x1p112f),
-                                        Lanes::subtract(Lanes::splat_float(0.0f), bias));
-            else
-                v = Lanes::subtract(x, bias);
-            v = Lanes::multiply(v, inverse);
-            if constexpr (Clamp)
-                v = Lanes::min(Lanes::max(v, Lanes::splat_float(0.0f)), Lanes::splat_float(steps));
-            return Lanes::round(v);
-        } else {
-            floats v = Lanes::multiply(real(x), inverse);
-            if constexpr (Clamp)
-                v = Lanes::min(Lanes::max(v, Lanes::splat_float(-steps)), Lanes::splat_float(steps));
-            return Lanes::add(Lanes::round(v), Lanes::splat(zero));
-        }
+        return code_of(level<Clamp>(x, bias, inverse));
+    }
+    /// The integers that codes stand for: codes themselves, or codes less that of zero.
+    template <bool Clamp>
+    static KVQ_INLINE ints level(floats x, floats bias, floats inverse) {
+        floats v;
+        if constexpr (!Levels::has_bias)
+            v = real(x);
+        else if constexpr (Scaled)  // the product is exact, so this rounds once, as a subtraction does
+            v = Lanes::multiply_add(x, Lanes::splat_float(0x1p112f),
+                                    Lanes::subtract(Lanes::splat_float(0.0f), bias));
+        else
+            v = Lanes::subtract(x, bias);
+        v = Lanes::multiply(v, inverse);
+        if constexpr (Clamp)
+            v = Lanes::min(Lanes::max(v, Lanes::splat_float(Levels::has_bias ? 0.0f : -steps)),
+                           Lanes::splat_float(steps));
+        return Lanes::round(v);
+    }
+    static KVQ_INLINE ints code_of(ints level) {
+        if constexpr (zero == 0)
+            return level;
+        else
+            return Lanes::add(level, Lanes::splat(zero));
+    }
+    /// The codes of four vectors of levels, packed as Lanes::pack_bytes does.
+    static KVQ_INLINE ints packed(ints a, ints b, ints c, ints d) {
+        const ints bytes = Lanes::template pack_bytes<zero != 0>(a, b, c, d);
+        if constexpr (zero == 0)
+            return bytes;
+        else
+            return Lanes::add_bytes(bytes, Lanes::splat(static_cast<std::int32_t>(zero * 0x01010101u)));
     }
 
 private:
     static KVQ_INLINE floats real(floats x) {
-        if constexpr (scaled)
+        if constexpr (Scaled)
             return Lanes::multiply(x, Lanes::splat_float(0x1p112f));
         else
             return x;
@@ -152,7 +170,7 @@ private:
     ints stored_scale_ = Lanes::splat(0), stored_bias_ = Lanes::splat(0);
     [[no_unique_address]] std::conditional_t<in_lanes, nothing, stored_parameters<P>[Lanes::width]> stored_ {
     };
-    bool must_clamp_ = false;
+    floats most_ = Lanes::splat_float(0.0f);
 };
 
 }  // namespace kvq::inline v0_1::kernels

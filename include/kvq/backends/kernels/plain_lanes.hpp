@@ -75,6 +75,35 @@ struct plain_lanes {
     static KVQ_INLINE ints add(ints a, ints b) {
         return map_ints([&](int i) { return a.v[i] + b.v[i]; });
     }
+    /// 16-bit halves as signed integers: minima and maxima; and what has the order of the 16-bit floats they were (or back).
+    template <class F>
+    static KVQ_INLINE ints map_halves(F f) {
+        return map_ints([&](int i) {
+            const std::uint32_t low = static_cast<std::uint16_t>(f(i, 0)),
+                                high = static_cast<std::uint16_t>(f(i, 16));
+            return static_cast<std::int32_t>(low | high << 16);
+        });
+    }
+    static KVQ_INLINE ints min_halves(ints a, ints b) {
+        return map_halves([&](int i, int at) {
+            const auto x = static_cast<std::int16_t>(a.v[i] >> at),
+                       y = static_cast<std::int16_t>(b.v[i] >> at);
+            return x < y ? x : y;
+        });
+    }
+    static KVQ_INLINE ints max_halves(ints a, ints b) {
+        return map_halves([&](int i, int at) {
+            const auto x = static_cast<std::int16_t>(a.v[i] >> at),
+                       y = static_cast<std::int16_t>(b.v[i] >> at);
+            return x > y ? x : y;
+        });
+    }
+    static KVQ_INLINE ints ordered_halves(ints a) {
+        return map_halves([&](int i, int at) {
+            const auto x = static_cast<std::int16_t>(a.v[i] >> at);
+            return static_cast<std::int16_t>(x < 0 ? x ^ 0x7fff : x);
+        });
+    }
     /// acc + the sum of four products: unsigned bytes of `codes` (each below 2^Bits), signed bytes of `x`.
     template <int Bits>
     static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {

@@ -51,6 +51,7 @@ struct simd_lanes : arch::register_ops<Arch> {
     }
     static KVQ_INLINE ints bit_and(ints a, ints b) { return a & b; }
     static KVQ_INLINE ints bit_or(ints a, ints b) { return a | b; }
+    static KVQ_INLINE ints bit_xor(ints a, ints b) { return a ^ b; }
     static KVQ_INLINE ints add(ints a, ints b) { return a + b; }
 
     static KVQ_INLINE floats load_floats(const float* p) { return floats::load_unaligned(p); }
@@ -100,12 +101,11 @@ struct simd_lanes : arch::register_ops<Arch> {
         else
             ops::store_halfwords(p, ops::template half_bits<T>(a));
     }
-    /// Lane i: the smallest (largest) lane of vector i.
-    template <bool Smallest>
-    static KVQ_INLINE floats extreme_of_each(const ints* v) {
-        const auto pick = [](floats a, floats b) { return Smallest ? min(a, b) : max(a, b); };
-        if constexpr (requires { ops::merge_extremes(v, pick); }) {
-            return ops::merge_extremes(v, pick);
+    /// Lane i: all lanes of vector i under `pick`, which may be in any order.
+    template <class F>
+    static KVQ_INLINE floats merge_lanes(const ints* v, F pick) {
+        if constexpr (requires { ops::merge_lanes(v, pick); }) {
+            return ops::merge_lanes(v, pick);
         } else {
             ints square[width];
             KVQ_UNROLL
@@ -116,6 +116,11 @@ struct simd_lanes : arch::register_ops<Arch> {
             for (int i = 1; i < width; ++i) result = pick(result, ops::as_floats(square[i]));
             return result;
         }
+    }
+    /// Lane i: the smallest (largest) lane of vector i.
+    template <bool Smallest>
+    static KVQ_INLINE floats extreme_of_each(const ints* v) {
+        return merge_lanes(v, [](floats a, floats b) { return Smallest ? min(a, b) : max(a, b); });
     }
     static KVQ_INLINE floats keep_above(floats a, floats test, float limit) {
         return xsimd::select(test > floats(limit), a, floats(0.0f));

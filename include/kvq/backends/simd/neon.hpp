@@ -92,6 +92,16 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints shift_signed(ints a) {
         return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(a), S));
     }
+    static KVQ_INLINE ints ordered_halves(ints a) {
+        const int16x8_t sign = vshrq_n_s16(vreinterpretq_s16_u32(a), 15);
+        return veorq_u32(a, vreinterpretq_u32_s16(vandq_s16(sign, vdupq_n_s16(0x7fff))));
+    }
+    static KVQ_INLINE ints min_halves(ints a, ints b) {
+        return vreinterpretq_u32_s16(vminq_s16(vreinterpretq_s16_u32(a), vreinterpretq_s16_u32(b)));
+    }
+    static KVQ_INLINE ints max_halves(ints a, ints b) {
+        return vreinterpretq_u32_s16(vmaxq_s16(vreinterpretq_s16_u32(a), vreinterpretq_s16_u32(b)));
+    }
     static KVQ_INLINE void store_pieces(std::uint32_t* out, int, ints high, ints low) {
         const uint8x8_t bytes = vmovn_u16(vcombine_u16(vmovn_u32(high), vmovn_u32(low)));
         vst1_u8(reinterpret_cast<std::uint8_t*>(out), bytes);

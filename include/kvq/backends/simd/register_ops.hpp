@@ -10,12 +10,17 @@
 //   to_floats, round, as_floats               between words and floats
 //   store_pieces(out, stride, high, low)      lowest bytes, packed to words and interleaved
 //   shift_signed<S>(a)
+//   ordered_halves, min_halves, max_halves     16-bit floats as integers of the same order (or back), and their extremes
 //   transpose, load_bytes, load_halfwords, store_halfwords, half_bits<T>, rounded_product, in_register
 //   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
 //   splat_pair, add_pairs, keep_even, sum, largest, smallest
-//   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_extremes,
-//   store_pieces_of_four(out, a)              what store_pieces makes of four vectors of numbers 256 high + low, side by side
-//   distance_to_whole, scale_by_power         exponent arithmetic in one instruction each
+//   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_lanes
+//   optional, for kernels that other instruction sets do without
+//     store_pieces_of_four(out, a)            folded.hpp: what store_pieces makes of four vectors of numbers 256 high + low
+//     distance_to_whole, scale_by_power       softmax.hpp: exponent arithmetic in one instruction each
+//     pack_bytes<Signed>(a, b, c, d), add_bytes, pair_extremes(lo, hi)     token_encode.hpp: word i of 128-bit lane l of the
+//         result is lane l of vector i; one word that holds the smallest half of lo and the complement of the largest of hi
+//     transpose_fours, split_halves, spread_codes, code_table, lookup_table    table_decode.hpp
 #pragma once
 
 #include "arch.hpp"

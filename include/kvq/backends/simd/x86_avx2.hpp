@@ -68,6 +68,21 @@ struct register_ops<Arch> {
 
     static KVQ_INLINE floats to_floats(ints a) { return _mm256_cvtepi32_ps(a); }
     static KVQ_INLINE ints round(floats a) { return _mm256_cvtps_epi32(a); }
+    static KVQ_INLINE ints ordered_halves(ints a) {
+        return _mm256_xor_si256(a, _mm256_and_si256(_mm256_srai_epi16(a, 15), _mm256_set1_epi16(0x7fff)));
+    }
+    static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm256_min_epi16(a, b); }
+    static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm256_max_epi16(a, b); }
+    static KVQ_INLINE ints pair_extremes(ints lo, ints hi) {
+        const __m256i hi_not = _mm256_xor_si256(hi, _mm256_set1_epi32(-1));
+        return _mm256_min_epi16(_mm256_unpacklo_epi16(lo, hi_not), _mm256_unpackhi_epi16(lo, hi_not));
+    }
+    template <bool Signed>
+    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
+        const __m256i ab = _mm256_packs_epi32(a, b), cd = _mm256_packs_epi32(c, d);
+        return Signed ? _mm256_packs_epi16(ab, cd) : _mm256_packus_epi16(ab, cd);
+    }
+    static KVQ_INLINE ints add_bytes(ints a, ints b) { return _mm256_add_epi8(a, b); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm256_castsi256_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm256_castps_si256(a); }
     template <int S>

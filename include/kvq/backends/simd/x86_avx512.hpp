@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <array>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -74,6 +75,22 @@ struct register_ops<Arch> {
 
     static KVQ_INLINE floats to_floats(ints a) { return _mm512_cvtepi32_ps(a); }
     static KVQ_INLINE ints round(floats a) { return _mm512_cvtps_epi32(a); }
+    static KVQ_INLINE ints ordered_halves(ints a) {
+        const __m512i sign = _mm512_srai_epi16(a, 15);  // a ^ (sign & 0x7fff)
+        return _mm512_ternarylogic_epi32(a, sign, _mm512_set1_epi16(0x7fff), 0x78);
+    }
+    static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm512_min_epi16(a, b); }
+    static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm512_max_epi16(a, b); }
+    static KVQ_INLINE ints pair_extremes(ints lo, ints hi) {
+        const __m512i hi_not = _mm512_xor_si512(hi, _mm512_set1_epi32(-1));
+        return _mm512_min_epi16(_mm512_unpacklo_epi16(lo, hi_not), _mm512_unpackhi_epi16(lo, hi_not));
+    }
+    template <bool Signed>
+    static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
+        const __m512i ab = _mm512_packs_epi32(a, b), cd = _mm512_packs_epi32(c, d);
+        return Signed ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
+    }
+    static KVQ_INLINE ints add_bytes(ints a, ints b) { return _mm512_add_epi8(a, b); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm512_castsi512_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm512_castps_si512(a); }
     /// a minus the nearest whole number; 0 for infinities.
@@ -139,7 +156,7 @@ struct register_ops<Arch> {
     }
     /// Lane i: all lanes of vector i under `pick`. Each level halves the vectors and what is left of each.
     template <class F>
-    static KVQ_INLINE floats merge_extremes(const ints* v, F pick) {
+    static KVQ_INLINE floats merge_lanes(const ints* v, F pick) {
         const auto f = [](__m512i a) { return floats(_mm512_castsi512_ps(a)); };
         __m512 a[8], b[4], c[2];
         KVQ_UNROLL
@@ -157,6 +174,69 @@ struct register_ops<Arch> {
                         floats(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd)));
         return pick(floats(_mm512_shuffle_f32x4(c[0], c[1], 0x88)),
                     floats(_mm512_shuffle_f32x4(c[0], c[1], 0xdd)));
+    }
+    /// 4 x 4 words within 128-bit lanes: afterwards lane l of v[i] holds what word 4l + i of all four was.
+    static KVQ_INLINE void transpose_fours(ints (&v)[4]) {
+        const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]),
+                      c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
+        v[0] = _mm512_unpacklo_epi64(a, c);
+        v[1] = _mm512_unpackhi_epi64(a, c);
+        v[2] = _mm512_unpacklo_epi64(b, d);
+        v[3] = _mm512_unpackhi_epi64(b, d);
+    }
+    /// The low halves of the words of two vectors side by side, and the high ones.
+    static KVQ_INLINE void split_halves(ints (&v)[2]) {
+        alignas(64) static constexpr auto even = [] {
+            std::array<std::uint16_t, 32> i{};
+            for (std::size_t k = 0; k < 32; ++k) i[k] = static_cast<std::uint16_t>(2 * k);
+            return i;
+        }();
+        const __m512i index = _mm512_load_si512(even.data());
+        const __m512i low = _mm512_permutex2var_epi16(v[0], index, v[1]);
+        v[1] = _mm512_permutex2var_epi16(v[0], _mm512_or_si512(index, _mm512_set1_epi16(1)), v[1]);
+        v[0] = low;
+    }
+    /// 16 values rounded to T, twice where two fit; entry i % (lanes of T) of a table for lane i of an index of T's size.
+    template <class T>
+    static KVQ_INLINE ints code_table(floats a) {
+        if constexpr (std::same_as<T, float>)
+            return as_ints(a);
+        else if constexpr (std::same_as<T, float16>)
+            return _mm512_broadcast_i64x4(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+        else
+            return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(half_bits<T>(a)));
+    }
+    template <class T>
+    static KVQ_INLINE ints lookup_table(ints index, ints table) {
+        if constexpr (sizeof(T) == 2)
+            return _mm512_permutexvar_epi16(index, table);
+        else
+            return _mm512_permutexvar_epi32(index, table);
+    }
+    /// 16 bytes hold four words of codes of one row: those of columns [Part * n, (Part + 1) * n), one in each of the n lanes
+    /// of T, above them whatever shares the byte.
+    template <class T, int Bits, int Part>
+    static KVQ_INLINE ints spread_codes(const std::byte* p) {
+        struct indices {
+            std::uint8_t byte[64];
+            std::uint8_t shift[64];
+        };
+        alignas(64) static constexpr indices of = [] {
+            indices r{};
+            constexpr int size = sizeof(T), n = 64 / size, quads = 8 / Bits;  // of a word
+            for (int i = 0; i < 64; ++i) {
+                const int column = Part * n + i / size, quad = column / 4;
+                r.byte[i] = static_cast<std::uint8_t>(i % size == 0 ? quad / quads * 4 + column % 4 : 0x80);
+                r.shift[i] = static_cast<std::uint8_t>(i % size == 0 ? quad % quads * Bits : 0);
+            }
+            return r;
+        }();
+        const __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+        const __m512i bytes = _mm512_shuffle_epi8(words, _mm512_load_si512(of.byte));
+        if constexpr (sizeof(T) == 2)
+            return _mm512_srlv_epi16(bytes, _mm512_load_si512(of.shift));
+        else
+            return _mm512_srlv_epi32(bytes, _mm512_load_si512(of.shift));
     }
     /// Lane i: lane index[i] of the table.
     static KVQ_INLINE floats lookup(floats table, ints index) { return _mm512_permutexvar_ps(index, table); }

@@ -78,6 +78,11 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints shift_signed(ints a) {
         return _mm_srai_epi32(a, S);
     }
+    static KVQ_INLINE ints ordered_halves(ints a) {
+        return _mm_xor_si128(a, _mm_and_si128(_mm_srai_epi16(a, 15), _mm_set1_epi16(0x7fff)));
+    }
+    static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm_min_epi16(a, b); }
+    static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm_max_epi16(a, b); }
     static KVQ_INLINE void store_pieces(std::uint32_t* out, int, ints high, ints low) {
         const __m128i byte = _mm_set1_epi32(255);
         const __m128i words = _mm_packs_epi32(_mm_and_si128(high, byte), _mm_and_si128(low, byte));

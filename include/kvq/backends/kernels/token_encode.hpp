@@ -1,0 +1,343 @@
+// Coding a full block straight from tokens, [token][channel]: lanes are neighbouring channels, as they lie in memory.
+//
+//   per token      minima and maxima of `width` tokens, merged to one lane each; a token's parameters are broadcast
+//   per channel    minima and maxima lane by lane, over the tokens of a group
+//   K              rows are tokens: codes are packed to bytes first and transposed as words of four, a quarter of the work
+//   V              rows are channels: nothing moves between lanes
+//
+// Contract: the bytes of write_tokens followed by encode (tests/conformance). run() returns false, and what it wrote is to
+// be written again, for shapes that do not fill vectors, for lanes without pack_bytes, where codes would need clamping,
+// and where NaN or infinities turn up: a NaN, and nothing else, gives the integer -2^31; infinities, and in 16
+// bits NaN too, are extremes.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "code_words.hpp"
+#include "composed.hpp"
+#include "fit.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+template <class Lanes, composed_scheme Scheme, float_format T>
+class token_encoder {
+public:
+    token_encoder(const Scheme& scheme, const block_shape& shape, const T* tokens, std::ptrdiff_t stride,
+                  std::byte* block)
+        : shape_(shape),
+          codes_(scheme.codes(shape)),
+          sections_(scheme, shape, codes_),
+          from_(tokens),
+          stride_(stride),
+          to_(block) {}
+
+    bool run() {
+        if constexpr (fits_lanes && requires(ints a) { Lanes::template pack_bytes<true>(a, a, a, a); }) {
+            if (!fills_vectors()) return false;
+            std::memset(to_ + sections_.first, 0, (levels::has_bias ? 2 : 1) * sections_.bytes);
+            if constexpr (per_token)
+                each_token();
+            else
+                each_channel();
+            return !fit::exceeds(most_) && !met_special();
+        } else {
+            return false;
+        }
+    }
+
+private:
+    using ints = typename Lanes::ints;
+    using floats = typename Lanes::floats;
+    using levels = typename Scheme::levels;
+    using parameter = typename Scheme::parameter;
+    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, T, false>;
+    using writer = code_words<Lanes, Scheme::code_bits>;
+    static constexpr int width = Lanes::width;
+    static constexpr int step_quads = writer::step_quads, step_columns = 4 * step_quads;
+    static constexpr bool per_token = detail::on_rows<typename Scheme::granularity_type>(tensor::key);
+    /// Channels that are packed at a time.
+    static constexpr int unit = 4 * width;
+    /// Channels of a vector as it lies in memory.
+    static constexpr int per_load = 4 * width / static_cast<int>(sizeof(T));
+    /// Are parameters fitted a vector at a time?
+    static constexpr bool fits_lanes = float_format<parameter>;
+    /// Has a unit two groups of channels?
+    static constexpr bool halves =
+        per_token && Scheme::granularity_type::group == unit / 2 && unit / 2 % per_load == 0;
+    /// Channels of a group, where they are always as many; else 0.
+    static constexpr int channels_of_group = halves                                    ? unit / 2
+                                             : Scheme::granularity_type::group == unit ? unit
+                                                                                       : 0;
+    /// Tokens that are coded at a time, for parameters per token: so many that fitting them does not wait for its divisions.
+    static constexpr int most_tokens = 32;
+
+    /// Parameters at hand: of tokens (one line for each group of channels that a unit may have), or of channels.
+    struct parameters {
+        alignas(64) float bias[2][64], inverse[2][64];
+    };
+
+    /// Channels and tokens that are coded at a time.
+    struct area {
+        int channel, channels, token, tokens;
+    };
+
+    const grouped_axis& axis(bool tokens) const {
+        return (shape_.role == tensor::key) == tokens ? codes_.rows() : codes_.cols;
+    }
+    int token_step() const {
+        return shape_.role == tensor::key ? width : detail::larger(width, step_columns);
+    }
+
+    bool fills_vectors() const {
+        const grouped_axis &channels = axis(false), &tokens = axis(true);
+        const auto whole = [](const grouped_axis& a, int step) {
+            return a.size > 0 && a.size % step == 0 && (a.groups() == 1 || a.group % step == 0);
+        };
+        return whole(tokens, token_step()) && shape_.dim % unit == 0 && (halves || whole(channels, unit));
+    }
+
+    const T* token(int t) const { return from_ + t * stride_; }
+    static KVQ_INLINE floats value(const T* p) {
+        return Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(p));
+    }
+
+    // ---- extremes ----
+
+    /// Minima and maxima: of floats, or of 16-bit values as the integers that have their order.
+    struct extremes {
+        ints lo, hi;
+
+        static KVQ_INLINE ints load(const T* p) {
+            const ints w = Lanes::in_register(Lanes::load(reinterpret_cast<const std::byte*>(p)));
+            if constexpr (sizeof(T) == 2)
+                return Lanes::ordered_halves(w);
+            else
+                return w;
+        }
+        KVQ_INLINE explicit extremes(const T* p) : lo(load(p)), hi(lo) {}
+        KVQ_INLINE void take(const T* p) { take(extremes(p)); }
+        KVQ_INLINE void take(const extremes& x) {
+            if constexpr (sizeof(T) == 2) {
+                lo = Lanes::min_halves(lo, x.lo);
+                hi = Lanes::max_halves(hi, x.hi);
+            } else {
+                lo = Lanes::as_ints(Lanes::min(Lanes::as_floats(lo), Lanes::as_floats(x.lo)));
+                hi = Lanes::as_ints(Lanes::max(Lanes::as_floats(hi), Lanes::as_floats(x.hi)));
+            }
+        }
+    };
+
+    /// Fits groups with these extremes and writes their parameters; slot: of the first one.
+    KVQ_INLINE void fitted(floats lo, floats hi, int group, int slot, float* bias, float* inverse) {
+        const auto exponent = [](floats x) {
+            return Lanes::add(Lanes::bit_and(Lanes::as_ints(x), Lanes::splat(0x7f800000)),
+                              Lanes::splat(0x00800000));
+        };
+        special_ = Lanes::bit_or(special_, Lanes::bit_or(exponent(lo), exponent(hi)));
+        const fit f(lo, hi);
+        f.store(to_ + sections_.offset(group, slot), sections_.bytes, width);
+        Lanes::store_floats(bias, f.bias);
+        Lanes::store_floats(inverse, f.inverse);
+        most_ = Lanes::max(most_, f.most());
+    }
+
+    /// Groups of channels [begin, end) of `width` tokens from t on.
+    void fit_tokens(int t, int begin, int end, int group, float* bias, float* inverse) {
+        ints lo[width], hi[width];
+        for (int i = 0; i < width; ++i) {
+            const T* const p = token(t + i);
+            extremes found(p + begin);
+            const int n = channels_of_group > 0 ? channels_of_group : end - begin;
+            for (int c = per_load; c < n; c += per_load) found.take(p + begin + c);
+            if constexpr (sizeof(T) == 2) {
+                lo[i] = Lanes::pair_extremes(found.lo, found.hi);
+            } else {
+                lo[i] = found.lo;
+                hi[i] = found.hi;
+            }
+        }
+        const int slot = axis(true).slot(t);
+        if constexpr (sizeof(T) == 2) {
+            const auto pick = [](floats a, floats b) {
+                return Lanes::as_floats(Lanes::min_halves(Lanes::as_ints(a), Lanes::as_ints(b)));
+            };
+            const ints both = Lanes::ordered_halves(
+                Lanes::bit_xor(Lanes::as_ints(Lanes::merge_lanes(lo, pick)), Lanes::splat(-0x10000)));
+            fitted(Lanes::template halves<T, 0>(both), Lanes::template halves<T, 1>(both), group, slot, bias,
+                   inverse);
+        } else {
+            fitted(Lanes::template extreme_of_each<true>(lo), Lanes::template extreme_of_each<false>(hi),
+                   group, slot, bias, inverse);
+        }
+    }
+
+    /// A unit of channels, from c on, over tokens [begin, end).
+    void fit_channels(int c, int begin, int end, int group, float* bias, float* inverse) {
+        constexpr int loads = unit / per_load;
+        const auto at = [&](int t, int i) KVQ_INLINE_LAMBDA { return token(t) + c + i * per_load; };
+        const auto start = [&]<int... I>(std::integer_sequence<int, I...>) {
+            return std::array<extremes, loads>{extremes(at(begin, I))...};
+        };
+        auto found = start(std::make_integer_sequence<int, loads>{});
+        for (int t = begin + 1; t < end; ++t) KVQ_UNROLL
+        for (int i = 0; i < loads; ++i) found[static_cast<std::size_t>(i)].take(at(t, i));
+        alignas(64) std::byte lo[unit * sizeof(T)], hi[unit * sizeof(T)];
+        for (int i = 0; i < loads; ++i) {
+            extremes e = found[static_cast<std::size_t>(i)];
+            if constexpr (sizeof(T) == 2) {
+                e.lo = Lanes::ordered_halves(e.lo);
+                e.hi = Lanes::ordered_halves(e.hi);
+            }
+            Lanes::store(lo + i * 4 * width, e.lo);
+            Lanes::store(hi + i * 4 * width, e.hi);
+        }
+        for (int i = 0; i < unit; i += width) {
+            const auto bytes = static_cast<std::size_t>(i) * sizeof(T);
+            fitted(Lanes::template load_values<T>(lo + bytes), Lanes::template load_values<T>(hi + bytes),
+                   group, axis(false).slot(c + i), bias + i, inverse + i);
+        }
+    }
+
+    // ---- codes ----
+
+    void each_token() {
+        const grouped_axis& channels = axis(false);
+        const int group = channels.groups() == 1 ? shape_.dim : channels.group;
+        const int some = detail::larger(unit, group);
+        parameters p;
+        for (int t = 0; t < shape_.tokens; t += most_tokens)
+            for (int c = 0; c < shape_.dim; c += some) {
+                const int end = detail::smaller(c + some, shape_.dim);
+                const int step = detail::smaller(most_tokens, shape_.tokens - t);
+                for (int g = c; g < end; g += group)
+                    for (int i = 0; i < step; i += width)
+                        fit_tokens(t + i, g, detail::smaller(g + group, end), g / group,
+                                   p.bias[(g - c) / group] + i, p.inverse[(g - c) / group] + i);
+                code(area{c, end - c, t, step}, [&](int token_of, int vector) KVQ_INLINE_LAMBDA {
+                    const int line = halves ? vector / 2 : 0;
+                    return std::pair(Lanes::splat_float(p.bias[line][token_of]),
+                                     Lanes::splat_float(p.inverse[line][token_of]));
+                });
+            }
+    }
+
+    void each_channel() {
+        const grouped_axis& tokens = axis(true);
+        parameters p;
+        for (int g = 0; g < tokens.groups(); ++g)
+            for (int c = 0; c < shape_.dim; c += unit) {
+                const int begin = g * tokens.group, n = tokens.group_size(g);
+                fit_channels(c, begin, begin + n, g, p.bias[0], p.inverse[0]);
+                code(area{c, unit, begin, n}, [&](int, int vector) KVQ_INLINE_LAMBDA {
+                    return std::pair(Lanes::load_floats(p.bias[0] + vector * width),
+                                     Lanes::load_floats(p.inverse[0] + vector * width));
+                });
+            }
+    }
+
+    template <class F>
+    KVQ_INLINE void code(const area& a, F&& of) {
+        if (shape_.role == tensor::key)
+            code_keys(a, of);
+        else
+            code_values(a, of);
+    }
+
+    /// The levels of values at p with the parameters of(token, vector), counted in the area and in the unit.
+    template <class F>
+    static KVQ_INLINE ints code_at(const T* p, int token_of, int vector, F&& of) {
+        const auto [bias, inverse] = of(token_of, vector);
+        return fit::template level<false>(value(p), bias, inverse);
+    }
+    /// Remembers the sign bit that no code has but that of -2^31.
+    static KVQ_INLINE void look_at(ints& seen, ints a, ints b, ints c, ints d) {
+        if constexpr (sizeof(T) == 4)
+            seen = Lanes::bit_or(seen, Lanes::bit_or(Lanes::bit_or(fit::code_of(a), fit::code_of(b)),
+                                                     Lanes::bit_or(fit::code_of(c), fit::code_of(d))));
+    }
+
+    template <class F>
+    KVQ_INLINE void code_keys(const area& a, F&& of) {
+        ints seen = Lanes::splat(0);
+        for (int t = 0; t < a.tokens; t += width)
+            for (int c = a.channel; c < a.channel + a.channels; c += unit) {
+                ints square[width];
+                for (int i = 0; i < width; ++i) {
+                    const T* const p = token(a.token + t + i) + c;
+                    const auto one = [&](int k)
+                                         KVQ_INLINE_LAMBDA { return code_at(p + k * width, t + i, k, of); };
+                    const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
+                    look_at(seen, c0, c1, c2, c3);
+                    square[i] = fit::packed(c0, c1, c2, c3);
+                }
+                Lanes::transpose(square);
+                ints words[width];
+                KVQ_UNROLL
+                for (int i = 0; i < width; ++i) words[i % 4 * (width / 4) + i / 4] = square[i];
+                const int row = a.token + t;
+                std::byte* const to = to_ + 4 * codes_.tiles.word(row, 0);
+                const std::ptrdiff_t step = vector_bytes(row);
+                KVQ_UNROLL
+                for (int s = 0; s < width / step_quads; ++s)
+                    writer::template put<false>(codes_.quads(), c / step_columns + s, words + s * step_quads,
+                                                [&](int v, ints w)
+                                                    KVQ_INLINE_LAMBDA { Lanes::store(to + v * step, w); });
+            }
+        special_ = Lanes::bit_or(special_, seen);
+    }
+
+    template <class F>
+    KVQ_INLINE void code_values(const area& a, F&& of) {
+        ints seen = Lanes::splat(0);
+        for (int c = a.channel; c < a.channel + a.channels; c += width) {
+            std::byte* const to = to_ + 4 * codes_.tiles.word(c, 0);
+            const std::ptrdiff_t step = vector_bytes(c);
+            const int vector = (c - a.channel) % unit / width;
+            for (int t = 0; t < a.tokens; t += step_columns) {
+                ints words[step_quads];
+                KVQ_UNROLL
+                for (int q = 0; q < step_quads; ++q) {
+                    const auto one = [&](int k) KVQ_INLINE_LAMBDA {
+                        return code_at(token(a.token + t + 4 * q + k) + c, t + 4 * q + k, vector, of);
+                    };
+                    const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
+                    look_at(seen, c0, c1, c2, c3);
+                    words[q] = writer::four_codes(fit::code_of(c0), fit::code_of(c1), fit::code_of(c2),
+                                                  fit::code_of(c3));
+                }
+                writer::template put<false>(codes_.quads(), (a.token + t) / step_columns, words,
+                                            [&](int v, ints w)
+                                                KVQ_INLINE_LAMBDA { Lanes::store(to + v * step, w); });
+            }
+        }
+        special_ = Lanes::bit_or(special_, seen);
+    }
+
+    /// Bytes from one vector of a tile to the next: those of its rows.
+    std::ptrdiff_t vector_bytes(int row) const {
+        return codes_.tiles.words_per_row > 1
+                   ? 4 * static_cast<std::ptrdiff_t>(codes_.tiles.word(row, 1) - codes_.tiles.word(row, 0))
+                   : 0;
+    }
+
+    bool met_special() const {
+        std::byte all[4 * width];
+        Lanes::store(all, special_);
+        std::uint32_t any = 0;
+        for (int i = 0; i < width; ++i) any |= detail::load_as<std::uint32_t>(all + 4 * i);
+        return (any & 0x80000000u) != 0;
+    }
+
+    const block_shape shape_;
+    const code_layout<Scheme::code_bits> codes_;
+    const parameter_sections sections_;
+    const T* from_;
+    std::ptrdiff_t stride_;
+    std::byte* to_;
+    ints special_ = Lanes::splat(0);
+    floats most_ = Lanes::splat_float(0.0f);
+};
+
+}  // namespace kvq::inline v0_1::kernels
