@@ -25,12 +25,13 @@ namespace detail {
 template <class Format, int Rows4>
 constexpr int chunk_tokens() {
     constexpr int page = Format::page_tokens;
-    // Keys of mixed widths need shared memory for the query.
-    int tokens = smaller(page, Rows4 == 4 || is_mixed<typename Format::keys> ? 64 : 128);
+    int tokens = smaller(page, Rows4 == 4 ? 64 : 128);
     constexpr int least = smaller(32, page);  // a tile of keys
     constexpr int widest =
         static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
-    while (tokens > least && tokens * widest > 9216) tokens /= 2;
+    // Keys of mixed widths need shared memory for the query.
+    constexpr int most = is_mixed<typename Format::keys> ? 8192 : 9216;
+    while (tokens > least && tokens * widest > most) tokens /= 2;
     if (Rows4 == 2 && tokens > 64 && tokens * widest > 5120) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
     if (!values::full && !values::token_parameters)

@@ -218,8 +218,15 @@ struct code_chunk {
         return lane_steps * (step_units / traits::units_per_word(p));
     }
     KVQ_HD static constexpr int plane_lines(int p) { return ceil_div(units, traits::units_per_word(p)); }
-    /// Do quarters hold the same number of lines?
-    static constexpr bool aligned = group_units == 4 * lane_units;
+    /// Quarters that hold the same number of lines, 0 if they do not. Short chunks may have only one or two: then other lanes read
+    /// the same lines, and their weights are zero.
+    static constexpr int quarters =
+        group_units == 4 * lane_units ? 4
+        : column_groups == 1 && (group_units == 2 * lane_units || group_units == lane_units)
+            ? group_units / lane_units
+            : 0;
+    static constexpr bool aligned = quarters > 0;
+    static constexpr int last_quarter = aligned ? quarters - 1 : 3;
     static constexpr int codes_bytes = rows * lines * 4;
     static constexpr int scale_at = round_up(codes_bytes, 16);
     static constexpr int bias_at = scale_at + section;
@@ -431,7 +438,7 @@ struct code_chunk {
             const bool low = token >= from && token < to, high = token + 1 >= from && token + 1 < to;
             if (low && high) continue;
             const std::uint32_t turned =
-                height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & 3) << 5 : 0u;
+                height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter) << 5 : 0u;
             const std::uint32_t address = at + (static_cast<std::uint32_t>(w * 4) ^ turned);
             const std::uint32_t keep = (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
             std::uint32_t word;
@@ -470,27 +477,29 @@ private:
                                                       [[maybe_unused]] int skew, int lane) {
         constexpr int pieces = Lines * Height / 4, turns = ceil_div(pieces, warp_size);
         constexpr int of_quarter = lane_lines(Plane);
-        static_assert(!skewed || (pieces % warp_size == 0 && Lines % (4 * of_quarter) == 0));
+        constexpr bool full_turns = pieces % warp_size == 0;
+        static_assert(!skewed || Lines % (quarters * of_quarter) == 0);
         static_for<turns>([&](auto i) {
             constexpr int I = decltype(i)::value;
             int t = 0;
-            if constexpr (Height != 32)
-                t = 0;
-            else if constexpr (of_quarter % 4 == 0)
-                t = (I / (of_quarter / 4)) & 3;
-            else if constexpr (4 % of_quarter == 0)
-                t = (lane / (8 * of_quarter) + I * (4 / of_quarter)) & 3;
-            else
-                t = ((lane / 8 + 4 * I) / of_quarter) & 3;
+            if constexpr (Height == 32) {
+                if constexpr (of_quarter % 4 == 0)
+                    t = (I / (of_quarter / 4)) & last_quarter;
+                else if constexpr (4 % of_quarter == 0)
+                    t = (lane / (8 * of_quarter) + I * (4 / of_quarter)) & last_quarter;
+                else
+                    t = ((lane / 8 + 4 * I) / of_quarter) & last_quarter;
+            }
             int at = ((lane * 16) ^ (t << 5)) + I * 512, distance = I * 512;
+            bool inside = full_turns || I * warp_size + lane - skew < pieces;
             if constexpr (skewed && I == 0) {
                 if (lane < skew) {
+                    inside = full_turns;
                     at = lane * 16 + turns * 512;
                     distance = turns * 512;
                 }
             }
-            if (pieces % warp_size == 0 || I * warp_size + lane < pieces)
-                copy_async(to + static_cast<std::uint32_t>(at), from + distance);
+            if (inside) copy_async(to + static_cast<std::uint32_t>(at), from + distance);
         });
     }
 
@@ -542,15 +551,17 @@ private:
         constexpr int line = (Group * group_steps + Step) * per + X;  // of the first quarter
         if constexpr (aligned && height == 32) {
             constexpr int offset = Tile * tile_height * lines * 4 + (before + line) * 128;
-            const auto behind = static_cast<std::uint32_t>(id.t * (of_quarter * 128));
+            const int quarter = id.t & last_quarter;
+            const auto behind = static_cast<std::uint32_t>(quarter * (of_quarter * 128));
             if constexpr (skewed) {
                 // The piece may fall into the next line, and behind the quarter's last one into the next quarter.
                 const std::uint32_t in_line = (at & 127u) + 16u * static_cast<std::uint32_t>(id.g);
-                std::uint32_t t = static_cast<std::uint32_t>(id.t);
-                if constexpr ((line + 1) % of_quarter == 0) t = (t + (in_line >> 7)) & 3u;
+                std::uint32_t t = static_cast<std::uint32_t>(quarter);
+                if constexpr ((line + 1) % of_quarter == 0)
+                    t = (t + (in_line >> 7)) & static_cast<std::uint32_t>(last_quarter);
                 return load_shared_16((at & ~127u) + behind + (in_line ^ (t << 5)) + offset);
             } else {
-                return load_shared_16(at + behind + static_cast<std::uint32_t>((id.g * 16) ^ (id.t << 5)) +
+                return load_shared_16(at + behind + static_cast<std::uint32_t>((id.g * 16) ^ (quarter << 5)) +
                                       offset);
             }
         } else {
