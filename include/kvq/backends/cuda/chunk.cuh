@@ -236,6 +236,7 @@ struct code_chunk {
     static constexpr int factor_at =
         shared_at + (whole ? shared_bytes : round_up(shared_bytes, 16) + factor_skew);
     static constexpr int bytes = round_up(factor_at + Tokens * factor_width, 16);
+    /// Blocks that do not start on lines of 128 bytes, see above; not where quarters differ, which is rare.
     static constexpr bool skewed =
         aligned && tile_height == 32 && last_height == 32 &&
         (key ? Format::key_block_bytes : Format::value_block_bytes) % std::size_t{128} != 0;
