@@ -7,8 +7,9 @@
 // order, contents are random. "early": with attention_options::early, where launches that follow each other overlap. The
 // error is against the float kernel for any shape (attend_any.cuh) on the same pages.
 //
-// With -DPRESETS: the presets, each behind the plain affine format of its width; "-plan": channels of different widths, where
-// importance differs between channels by factors of exp(4) and more, otherwise mixed widths are even.
+// With -DPRESETS=1 (5 to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width; "-plan":
+// channels of different widths, where importance differs between channels by factors of exp(4) and more, otherwise mixed widths
+// are even.
 #include <kvq/backends/cuda/attend.cuh>
 #include <kvq/schemes/presets.hpp>
 
@@ -306,16 +307,19 @@ int main(int argc, char** argv) {
                                        std::pair{64, 4096}, std::pair{128, 8192}})
                 if (!(kv == 32 && b == 128)) shapes.push_back({b, t, q, kv});
     }
-#if defined(PRESETS)
+#if defined(PRESETS) && PRESETS == 1
     for (const shape& s : shapes) {
-        run<plain<4>>("plain4", s, set);
-        run<cuda::preset_format<std4, 128>>("std4", s, set);
         run<plain<8>>("plain8", s, set);
         run<cuda::preset_format<ref8, 128>>("ref8", s, set);
         run<plain<6>>("plain6", s, set);
         run<cuda::preset_format<hi6, 128>>("hi6", s, set);
         run<plain<5>>("plain5", s, set);
         run<cuda::preset_format<std5, 128>>("std5", s, set);
+    }
+#elif defined(PRESETS)
+    for (const shape& s : shapes) {
+        run<plain<4>>("plain4", s, set);
+        run<cuda::preset_format<std4, 128>>("std4", s, set);
         run<cuda::preset_format<mix4, 128>>("mix4", s, set);
         run<cuda::preset_format<mix4, 128>>("mix4-plan", s, set);
         run<plain<3>>("plain3", s, set);

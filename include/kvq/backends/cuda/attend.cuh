@@ -77,6 +77,35 @@ auto with_rows(int rows, F&& f) {
     }
 }
 
+/// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their blocks are those of a
+/// channel_grid, byte for byte, and its kernel reads them: it knows at compile time what the other one looks up.
+template <class Format>
+struct even_keys {
+    static constexpr bool known = false;
+};
+template <class Widths, int AverageEighths, int Group, class Encoder, class Params, class Values, int HeadDim,
+          int PageTokens, int ValueDim>
+requires(AverageEighths >= 8 && AverageEighths % 8 == 0) struct even_keys<format<
+    mixed_width<Widths, AverageEighths, Group, Encoder, Params>, Values, HeadDim, PageTokens, ValueDim>> {
+    using mixed = mixed_width<Widths, AverageEighths, Group, Encoder, Params>;
+    using even = channel_grid<AverageEighths / 8, Group, min_max, Params>;
+    using format_type = format<even, Values, HeadDim, PageTokens, ValueDim>;
+    static constexpr block_shape shape{tensor::key, PageTokens, HeadDim};
+    static constexpr bool known = [] {
+        constexpr auto quads = mixed::even_quads(HeadDim);
+        bool one_width = false;
+        for (int w = 0; w < Widths::count; ++w)
+            one_width = one_width || (Widths::values[w] == AverageEighths / 8 && 4 * quads.of[w] == HeadDim);
+        return one_width && mixed::parameter_offset(shape) == even::parameter_offset(shape) &&
+               mixed::block_bytes(shape) == even::block_bytes(shape);
+    }();
+    static cache_ref<format_type> cache(
+        const cache_ref<format<mixed, Values, HeadDim, PageTokens, ValueDim>>& c) noexcept {
+        return {c.key_pages, c.value_pages,   c.key_page_bytes, c.value_page_bytes, c.block_table, c.tokens,
+                c.sequences, c.table_columns, c.kv_heads,       c.first_token,      nullptr};
+    }
+};
+
 template <class Format, class T>
 status check_attention(const cache_ref<Format>& cache, const token_view<const T>& q, const token_view<T>& out,
                        const attention_options& o) noexcept {
@@ -105,13 +134,17 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
 /// Bytes of workspace that attend() needs for any batch with this many query heads per kv head times query tokens.
 template <class Format, class T>
 std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
+    std::size_t bytes = 0;
     if constexpr (detail::warps_can<Format>)
-        return detail::with_rows<Format, T>(group * query_tokens, [](auto launch) {
+        bytes = detail::with_rows<Format, T>(group * query_tokens, [](auto launch) {
             cudaError_t code = cudaSuccess;
             return decltype(launch)::workspace(decltype(launch)::grid(code));
         });
-    else
-        return 0;
+    if constexpr (detail::even_keys<Format>::known)
+        bytes = kvq::detail::larger(
+            bytes,
+            attend_workspace_bytes<typename detail::even_keys<Format>::format_type, T>(group, query_tokens));
+    return bytes;
 }
 
 /// Fused attention of a batch; see the top of this file. `options` name what is not the default.
@@ -120,6 +153,10 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
               const attention_options& options, void* workspace, std::size_t workspace_bytes,
               cudaStream_t stream) noexcept {
     static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
+    if constexpr (detail::even_keys<Format>::known)
+        if (cache.key_plans == nullptr)
+            return attend(detail::even_keys<Format>::cache(cache), q, out, options, workspace,
+                          workspace_bytes, stream);
     if (status s = detail::check_attention(cache, q, out, options); !s) return s;
     if (q.tokens == 0) return {};
     detail::attention_args<Format, T> a{};

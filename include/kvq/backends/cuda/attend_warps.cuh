@@ -29,7 +29,9 @@ constexpr int chunk_tokens() {
     constexpr int least = smaller(32, page);  // a tile of keys
     constexpr int widest =
         static_cast<int>(larger(Format::key_block_bytes, Format::value_block_bytes)) / page;
-    while (tokens > least && tokens * widest > 9216) tokens /= 2;
+    // Keys of mixed widths need shared memory for the query.
+    constexpr int most = is_mixed<typename Format::keys> ? 8192 : 9216;
+    while (tokens > least && tokens * widest > most) tokens /= 2;
     if (Rows4 == 2 && tokens > 64 && tokens * widest > 5120) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
     if (!values::full && !values::token_parameters)
@@ -57,6 +59,14 @@ inline constexpr bool warps_can = [] {
            can(std::integral_constant<int, chunk_tokens<Format, 4>()>{});
 }();
 
+/// What a warp needs once per item; it waits in shared memory.
+struct warp_notes {
+    walk_state reader, feeder;
+    share_plan plan;
+    share_span span;  // of the current item, where it has several parts; the first warp's counts
+};
+static_assert(sizeof(warp_notes) == 128);
+
 /// Shared memory of a thread block.
 template <class Format, int Rows4>
 struct attention_memory {
@@ -64,50 +74,54 @@ struct attention_memory {
     using keys = chunk<tensor::key, Format, tokens>;
     using values = chunk<tensor::value, Format, tokens>;
     using words = weight_words<values>;
+    /// Tokens that a warp takes one after the other: two chunks where keys share their parameters, which are folded once.
+    static constexpr int chunks_of_step = [] {
+        if constexpr (!fold_once<keys>) return keys::group % (2 * tokens) == 0 ? 2 : 1;
+        return 1;
+    }();
+    static constexpr int step_tokens = chunks_of_step * tokens;
     static constexpr int rows = 4 * Rows4;
-    static constexpr int slot_bytes = round_up(larger(keys::bytes, values::bytes), 128);
-    // Keys are done with their scratch when weights are written.
-    static constexpr int scratch_at = words::padded ? round_up(words::words(Rows4) * 4, 16) : 0;
-    static constexpr int weight_bytes =
-        round_up(larger(words::words(Rows4) * 4, scratch_at + keys::scratch_bytes(Rows4)), 128);
-    static constexpr int notes_bytes = 128;  // warp_notes
+    static constexpr int slot_bytes = round_up(larger(keys::slot_bytes, values::slot_bytes), 128);
+    static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
+    static constexpr int scratch_bytes = round_up(keys::scratch_bytes(Rows4), 128);
+    static constexpr int notes_bytes = sizeof(warp_notes);
     static constexpr int query_stride = Format::head_dim;
     static constexpr int query_bytes = round_up(rows * query_stride * 4, 128);
-    static constexpr int output_stride = Format::value_dim + 8;
-    static constexpr int output_part = rows * output_stride;  // floats
-    static constexpr int output_parts = Rows4 == 4 ? 2 : 4;   // add up to the output
-    static constexpr int output_bytes = round_up(output_parts * output_part * 4, 128);
-
+    static constexpr int output_stride = Format::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
+    static constexpr int output_part = rows * output_stride;                               // floats
     struct size {
         int warps, slots;
-        constexpr int warp_bytes() const { return slots * slot_bytes + weight_bytes + notes_bytes; }
+        int parts;  // that add up to the output
+        constexpr int warp_bytes() const {
+            return slots * slot_bytes + weight_bytes + scratch_bytes + notes_bytes;
+        }
+        constexpr int output_bytes() const { return round_up(parts * output_part * 4, 128); }
         constexpr int bytes() const {
-            return warps * warp_bytes() + query_bytes + output_bytes +
+            return warps * warp_bytes() + query_bytes + output_bytes() +
                    round_up(128 + (2 * warps + 2) * rows * 4, 128);
         }
     };
     /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an item best. Two
-    /// units per warp are under way instead of three where memory is short; more warps pay where units are small.
+    /// units per warp are under way instead of three where memory is short, and warps take turns with the output; more warps pay
+    /// where units are small.
     static constexpr size chosen = [] {
-        for (const int warps : {Rows4 == 1 && slot_bytes <= 3072 ? 12 : 8, 4})
+        for (const int warps : {Rows4 == 1 && slot_bytes <= 3072 && !keys::mixed ? 12 : 8, 4})
             for (const int slots : {3, 2})
-                if (size{warps, slots}.bytes() <= shared_memory_budget<Format>) return size{warps, slots};
-        return size{4, 2};
+                for (const int parts : {4, 2})
+                    if (!(Rows4 == 4 && parts == 4) &&
+                        size{warps, slots, parts}.bytes() <= shared_memory_budget<Format>)
+                        return size{warps, slots, parts};
+        return size{4, 2, 2};
     }();
-    static constexpr int warps = chosen.warps, slots = chosen.slots;
+    static constexpr int warps = chosen.warps, slots = chosen.slots, output_parts = chosen.parts;
     static constexpr int threads = warps * warp_size;
-    static constexpr int warp_bytes = size{warps, slots}.warp_bytes(), bytes = size{warps, slots}.bytes();
+    static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
+                         bytes = chosen.bytes();
     /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
     static constexpr int blocks = larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps, 232448 / (bytes + 1024)));
     static constexpr int registers = smaller(255, 65536 / (threads * blocks));  // per thread
     /// Floats of one partial state in the workspace.
     static constexpr int partial_floats = rows * (Format::value_dim + 2);
-};
-
-/// What a warp needs once per item; it waits in shared memory.
-struct warp_notes {
-    walk_state reader, feeder;
-    share_plan plan;
 };
 
 /// Feeds a warp's ring: key and value units of its chunks in turn, across items. Page numbers are fetched a chunk ahead.
@@ -116,16 +130,20 @@ struct unit_feed {
     using keys = typename Memory::keys;
     using values = typename Memory::values;
     const attention_args<Format, T>& a;
-    walk_state* parked;    // of the chunk after the current one
-    int index, to;         // of that chunk, relative to its item; where the item's part ends
+    walk_state* parked;    // of the step after the current one
+    int index, to;         // of that step, relative to its item; where the item's part ends
     int item_first, real;  // as in item_part
     const int* table;      // row of the item's sequence
     int next_page, next_first, next_head;
-    int page, first, head;  // of the current chunk
-    unsigned present = 0;   // bit per slot: does it hold a chunk?
+    int page, first, head = -1;  // of the current chunk
+    int left = 0;                // chunks of its step that follow it
+    unsigned present = 0;        // bit per slot: does it hold a chunk?
+    unsigned skews = 0;          // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
+    [[no_unique_address]] typename keys::head_type key_head{};
 
     __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
-                                         const item_walk<Memory::tokens>& start, int warp, walk_state* notes)
+                                         const item_walk<Memory::step_tokens>& start, int warp,
+                                         walk_state* notes)
         : a(args), parked(notes) {
         start.park(parked);
         take(start, warp);
@@ -140,12 +158,19 @@ struct unit_feed {
         const unsigned bit = 1u << slot;
         if (page >= 0) {
             present |= bit;
-            if constexpr (Role == tensor::key && keys::mixed)
-                keys::copy(to_slot, a.cache.key_block(page, head), first, lane, a.cache.key_plan(head));
-            else if constexpr (Role == tensor::key)
-                keys::copy(to_slot, a.cache.key_block(page, head), first, lane);
+            const std::byte* const block = a.cache.template block<Role>(page, head);
+            std::uint32_t to_chunk = to_slot;
+            if constexpr (Role == tensor::key ? keys::skewed : values::skewed) {
+                const auto skew = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
+                skews = (skews & ~(15u << 4 * slot)) | skew << 4 * slot;
+                to_chunk += 16 * skew;
+            } else if constexpr (keys::skewed || values::skewed) {
+                skews &= ~(15u << 4 * slot);
+            }
+            if constexpr (Role == tensor::key)
+                keys::copy(to_chunk, block, first, lane, key_head);
             else
-                values::copy(to_slot, a.cache.value_block(page, head), first, lane);
+                values::copy(to_chunk, block, first, lane);
         } else {
             present &= ~bit;
         }
@@ -154,7 +179,7 @@ struct unit_feed {
     }
 
 private:
-    __device__ __forceinline__ void take(const item_walk<Memory::tokens>& walk, int warp) {
+    __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk, int warp) {
         index = walk.item.from + warp;
         to = walk.item.to;
         item_first = walk.item.first;
@@ -164,15 +189,22 @@ private:
         next_head = walk.item.kv_head;
     }
     __device__ __forceinline__ void advance(int warp) {
+        if (Memory::chunks_of_step > 1 && left > 0) {
+            --left;
+            first += Memory::tokens;
+            return;
+        }
+        left = Memory::chunks_of_step - 1;
         page = next_page;
         first = next_first;
+        if (keys::mixed && head != next_head) key_head = keys::head_of(a.cache.key_plan(next_head));
         head = next_head;
         seek(warp);
     }
     __device__ __forceinline__ void seek(int warp) {
         index += Memory::warps;
         if (index >= to) {
-            item_walk<Memory::tokens> walk(a.work);
+            item_walk<Memory::step_tokens> walk(a.work);
             walk.fetch(parked);
             do {
                 walk.next();
@@ -186,7 +218,7 @@ private:
             walk.park(parked);
         }
         next_page = -1;
-        const int token = (item_first + index) * Memory::tokens;
+        const int token = (item_first + index) * Memory::step_tokens;
         const int column = token / Format::page_tokens;
         if (index < real && column < a.cache.table_columns) {
             next_page = __ldg(table + column);
@@ -194,6 +226,31 @@ private:
         }
     }
 };
+
+/// Asks for the pages of a warp's first chunks in the second-level cache while the previous launch still runs. Whatever that
+/// launch writes arrives there as well, so this changes no result. What it finds in lengths and tables may be out of date:
+/// then it asks in vain, for other pages or (where a launch that lets its successor start early is just writing tables) for
+/// addresses that do not exist; such hints were seen to be ignored.
+template <class Memory, class Format, class T>
+__device__ __forceinline__ void prefetch_pages(const attention_args<Format, T>& a, int warp, int lane) {
+    item_walk<Memory::step_tokens> walk(a.work);
+    find_share<Memory::step_tokens, true>(a.work, a.cut, Memory::warps, walk);
+    if (walk.share_begin >= walk.share_end) return;
+    const item_part& item = walk.item;
+    const int* const table = a.cache.block_table + static_cast<std::size_t>(item.sequence) *
+                                                       static_cast<std::size_t>(a.cache.table_columns);
+    const int index = item.from + warp;
+    const int token = (item.first + index) * Memory::step_tokens, column = token / Format::page_tokens;
+    // Of the warps whose chunks share a page, the first one asks for all of it. More than one page a warp took longer.
+    if (index >= item.to || index >= item.real || column >= a.cache.table_columns ||
+        (warp > 0 && token % Format::page_tokens != 0))
+        return;
+    const int page = __ldcg(table + column);
+    if (page < 0) return;
+    prefetch_lines(a.cache.key_block(page, item.kv_head), static_cast<int>(Format::key_block_bytes), lane);
+    prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Format::value_block_bytes),
+                   lane);
+}
 
 /// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero.
 template <class Memory, class Format, class T>
@@ -244,14 +301,14 @@ struct query_rows {
                     for (int k = 0; k < per_load; ++k)
                         *reinterpret_cast<float*>(
                             reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
-                            query_byte<Format::head_dim>(4 * static_cast<int>(plan[byte / 4 + k]))) =
+                            query_byte<Format::head_dim>(row, 4 * static_cast<int>(plan[byte / 4 + k]))) =
                             to_float(values[i][k]) * scale;
                     continue;
                 }
 #pragma unroll
             for (int k = 0; k < per_load; k += 4)
                 *reinterpret_cast<float4*>(reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
-                                           query_byte<Format::head_dim>(byte + 4 * k)) = {
+                                           query_byte<Format::head_dim>(row, byte + 4 * k)) = {
                     to_float(values[i][k]) * scale, to_float(values[i][k + 1]) * scale,
                     to_float(values[i][k + 2]) * scale, to_float(values[i][k + 3]) * scale};
         }
@@ -268,15 +325,18 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     constexpr int rows = memory::rows;
     extern __shared__ __align__(128) std::byte shared[];
     launch_dependents();
-    if (!a.early) wait_for_predecessor();
     const lane_id id;
     // The shuffle tells the compiler that all lanes have the same number.
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / warp_size, 0);
+    if (!a.early) {
+        prefetch_pages<memory>(a, warp, id.lane);
+        wait_for_predecessor();
+    }
 
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
     const std::uint32_t weights = ring + memory::slots * memory::slot_bytes;
-    const std::uint32_t scratch = weights + memory::scratch_at;
+    const std::uint32_t scratch = weights + memory::weight_bytes;
     std::byte* const block_memory = shared + memory::warps * memory::warp_bytes;
     float* const query = reinterpret_cast<float*>(block_memory);
     float* const scalars =
@@ -289,7 +349,9 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
 
     warp_notes* const notes =
         reinterpret_cast<warp_notes*>(warp_memory + memory::warp_bytes - memory::notes_bytes);
-    item_walk<memory::tokens> walk(a.work);
+    warp_notes* const first_notes =
+        reinterpret_cast<warp_notes*>(shared + memory::warp_bytes - memory::notes_bytes);
+    item_walk<memory::step_tokens> walk(a.work);
     {
         const share_plan plan = find_share(a.work, a.cut, memory::warps, walk);
         if (id.lane == 0) notes->plan = plan;
@@ -304,7 +366,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     constexpr std::integral_constant<tensor, turns ? tensor::key : tensor::value> after_values;
     if (a.early) {  // the warp's first two chunks may hold tokens that are just being written
         const int last = walk.item.from + warp + memory::warps;
-        if (last >= walk.item.to || (walk.item.first + last + 1) * memory::tokens >
+        if (last >= walk.item.to || (walk.item.first + last + 1) * memory::step_tokens >
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
@@ -330,15 +392,22 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     const auto wait_unit = [&] {
         copy_wait<memory::slots - 1>();
         __syncwarp();
-        return ring + static_cast<std::uint32_t>(slot * memory::slot_bytes);
+        std::uint32_t at = ring + static_cast<std::uint32_t>(slot * memory::slot_bytes);
+        if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
+        return at;
     };
 
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
         query_part.store(query, a.scale, a.cache.key_plan(item.kv_head));
+        // Found while the first units are on their way; it takes a few divisions.
+        if (warp == 0 && !(item.from == 0 && item.to == item.count)) {
+            const share_span span = find_span(notes->plan, item);
+            if (id.lane == 0) first_notes->span = span;
+        }
         __syncthreads();
-        const std::uint32_t query_at = shared_address(query + id.g / 2 * memory::query_stride);
+        const std::uint32_t query_at = shared_address(query);
         const int length = a.work.tokens[item.sequence];
         const int first_row = item.row_block * rows, last_row = smaller(first_row + rows, a.rows) - 1;
         // Tokens that every row sees: [common_begin, common_end); that some row sees: [any_begin, any_end).
@@ -346,19 +415,22 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         const int common_end = a.row_end(length, first_row), any_end = a.row_end(length, last_row);
         warp_state<values, Rows4> state;
         state.clear();
+        const head_keys<keys, Rows4> key_head(scratch, a.cache.key_plan(item.kv_head), id);
         folded_row<keys> folded[Rows4];
         if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, id);
 
-        for (int index = item.from + warp; index < item.to; index += memory::warps) {
+        int in_step = 0;  // chunk of the step
+        for (int index = item.from + warp; index < item.to;) {
             std::uint32_t at = wait_unit();
             const bool present = ((feed.present >> slot) & 1u) != 0;  // held in this format
-            const int first = (item.first + index) * memory::tokens, in_page = first % Format::page_tokens;
+            const int first = (item.first + index) * memory::step_tokens + in_step * memory::tokens,
+                      in_page = first % Format::page_tokens;
             float scores[keys::tiles][Rows4][4];
             chunk_factors<values, Rows4> factors;
             bool masked = false;
             if (present) {
-                score_chunk(scores, folded, query_at, memory::query_stride, at, in_page, scratch,
-                            a.cache.key_plan(item.kv_head), id);
+                score_chunk(scores, folded, query_at, memory::query_stride, at, in_page,
+                            memory::chunks_of_step == 1 || in_step == 0, key_head, id);
                 if (a.softcap > 0.0f) {
 #pragma unroll
                     for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
@@ -370,7 +442,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                 if (masked) {
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
-                        const int row = first_row + 4 * n + id.t;
+                        const int row = first_row + lane_row<Rows4>(n, id.t);
                         const int begin = a.row_begin(length, row),
                                   end = row < a.rows ? a.row_end(length, row) : 0;
 #pragma unroll
@@ -399,6 +471,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                 add_values<values, Rows4>(state, factors, at, in_page, weights, id);
             }
             next_unit(after_values);
+            if (++in_step == memory::chunks_of_step) {
+                in_step = 0;
+                index += memory::warps;
+            }
         }
 
         walk.fetch(&notes->reader);
@@ -412,7 +488,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         if ((done.from == 0 && done.to == done.count))
             write_rows<memory, memory::output_parts>(a, done, merged);
         else
-            write_partial<memory>(a, done, notes->plan, merged, first_of_share, flag);
+            write_partial<memory>(a, done, first_notes->span, merged, first_of_share, flag);
         if (last) break;
         __syncthreads();
     }

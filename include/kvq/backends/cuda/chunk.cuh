@@ -5,8 +5,11 @@
 //   values  rows = channels, columns = tokens          one run per tile of 32 channels (+ parameters)
 //
 // Lane (g, t) owns rows 4g..4g+3 of every tile (one 16-byte load: rows g and g+8 of two m16 tiles) and the t-th quarter of
-// the columns. The four quarters lie whole lines of 128 bytes apart, that is in the same banks; so the 16-byte pieces of a
-// line are stored at piece ^ 2t, which makes every load of a warp conflict-free.
+// the columns. The four quarters of a plane lie whole lines of 128 bytes apart, that is in the same banks; so the 16-byte pieces
+// of a line are stored at piece ^ 2t, which makes every load of a warp conflict-free.
+// Copies are fastest where bytes lie as far behind a line of 128 bytes in shared memory as in device memory and sectors of 32
+// bytes stay whole. So a chunk of blocks that do not start on lines begins as far behind its slot ("skewed"), its copies start
+// on lines, and t is that of the line of shared memory that a piece falls into.
 // Contract: bytes arrive unchanged; rows or columns beyond the block may hold anything finite-coded, never foreign memory.
 #pragma once
 
@@ -126,6 +129,17 @@ struct word_traits<kvq::full<T>> {
     KVQ_HD static constexpr int lines(int units) { return units; }
 };
 
+/// What the channels of run `r` share, in a chunk at `at` whose first token is `first` of its page.
+template <class Chunk>
+__device__ __forceinline__ group_line<typename Chunk::parameter> line_of(std::uint32_t at, int first, int r) {
+    if constexpr (Chunk::coded)
+        return group_line<kvq::coded>::load(
+            at + Chunk::shared_at +
+            6u * static_cast<std::uint32_t>((Chunk::tokens == Chunk::page ? 0 : first / Chunk::group) + r));
+    else
+        return {};
+}
+
 template <tensor Role, class Format, int Tokens>
 struct code_chunk {
     using scheme = scheme_of<Role, Format>;
@@ -135,8 +149,12 @@ struct code_chunk {
     static constexpr bool mixed = false;  // as in mixed_keys.cuh
     static constexpr bool full = traits::full;
     static constexpr int dim = dim_of<Role, Format>;
-    static constexpr int page = Format::page_tokens;
+    static constexpr int page = Format::page_tokens, tokens = Tokens;
     static constexpr block_shape shape = shape_of<Role, Format>;
+
+    /// What differs between heads: nothing.
+    struct head_type {};
+    __device__ __forceinline__ static head_type head_of(const std::uint16_t*) { return {}; }
 
     // Parameters: `runs` runs of `run` numbers each.
     static constexpr bool token_parameters = traits::token_parameters;
@@ -195,8 +213,20 @@ struct code_chunk {
     }
 
     // Shared memory.
-    static constexpr int swizzle_lines = lane_steps * (step_units / traits::units_per_word(0));
-    static constexpr bool aligned = traits::plane_count == 1 && group_steps == 4 * lane_steps;
+    /// Lines of a quarter of plane `p`: those of a lane, of one column group.
+    KVQ_HD static constexpr int lane_lines(int p) {
+        return lane_steps * (step_units / traits::units_per_word(p));
+    }
+    KVQ_HD static constexpr int plane_lines(int p) { return ceil_div(units, traits::units_per_word(p)); }
+    /// Quarters that hold the same number of lines, 0 if they do not. Short chunks may have only one or two: then other lanes read
+    /// the same lines, and their weights are zero.
+    static constexpr int quarters =
+        group_units == 4 * lane_units ? 4
+        : column_groups == 1 && (group_units == 2 * lane_units || group_units == lane_units)
+            ? group_units / lane_units
+            : 0;
+    static constexpr bool aligned = quarters > 0;
+    static constexpr int last_quarter = aligned ? quarters - 1 : 3;
     static constexpr int codes_bytes = rows * lines * 4;
     static constexpr int scale_at = round_up(codes_bytes, 16);
     static constexpr int bias_at = scale_at + section;
@@ -206,6 +236,11 @@ struct code_chunk {
     static constexpr int factor_at =
         shared_at + (whole ? shared_bytes : round_up(shared_bytes, 16) + factor_skew);
     static constexpr int bytes = round_up(factor_at + Tokens * factor_width, 16);
+    /// Blocks that do not start on lines of 128 bytes, see above; not where quarters differ, which is rare.
+    static constexpr bool skewed =
+        aligned && tile_height == 32 && last_height == 32 &&
+        (key ? Format::key_block_bytes : Format::value_block_bytes) % std::size_t{128} != 0;
+    static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
     /// Can the warp kernels handle this shape? (Everything else goes through attend_any.cuh.)
     static constexpr bool supported = [] {
@@ -223,10 +258,6 @@ struct code_chunk {
         return shape_fits && groups_fit && cuts_fit;
     }();
 
-    __device__ __forceinline__ static std::uint32_t swizzle(int line) {
-        return static_cast<std::uint32_t>(((line / swizzle_lines) & 3) << 5);
-    }
-
     /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte pieces are permuted as well.
     static constexpr bool permuted = key && !full && !token_parameters && !coded && run_bytes % 64 == 0;
     __device__ __forceinline__ static std::uint32_t parameter_byte(int at) {
@@ -235,76 +266,39 @@ struct code_chunk {
 
     // ---- to shared memory ----
 
-    /// Which 16 bytes of a run a lane takes first; negative: it takes some behind the others. Where blocks do not start on lines
-    /// of 128 bytes, a warp's copies do: otherwise they would take parts of 5 lines, and of 32-byte sectors twice.
-    __device__ __forceinline__ static int first_piece([[maybe_unused]] const std::byte* block, int lane) {
-        constexpr std::size_t block_bytes = key ? Format::key_block_bytes : Format::value_block_bytes;
-        if constexpr (block_bytes % 128 != 0)
-            return lane - static_cast<int>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
-        else
-            return lane;
-    }
-    /// Calls f(number of the piece, distance of its bytes from `piece`'s) for the lane's share of `Pieces`.
-    template <int Pieces, class F>
-    __device__ __forceinline__ static void for_pieces(int piece, F&& f) {
-        constexpr int turns = ceil_div(Pieces, warp_size);
-        static_for<turns>([&](auto i) {
-            constexpr int I = decltype(i)::value;
-            constexpr std::size_t block_bytes = key ? Format::key_block_bytes : Format::value_block_bytes;
-            int ahead = I * warp_size;
-            if constexpr (I == 0 && block_bytes % 128 != 0)
-                if (piece < 0) ahead = turns * warp_size;
-            if (Pieces % warp_size == 0 || piece + ahead < Pieces) f(piece + ahead, ahead * 16);
-        });
-    }
-
-    /// Starts copying the chunk that begins at token `first` of `block` to `to`. All lanes of a warp together.
-    __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first,
-                                                int lane) {
-        const int piece = first_piece(block, lane);
-        const std::byte* from = block + piece * 16;
-        if constexpr (key) {
-            const std::byte* codes = from + static_cast<std::size_t>(first) * (lines * 4);
-            static_for<tiles>([&](auto tile) {
-                constexpr int T = decltype(tile)::value;
-                copy_lines<lines, tile_height, 0>(to + T * tile_height * lines * 4,
-                                                  codes + T * tile_height * lines * 4, piece);
-            });
+    /// Starts copying the chunk that begins at token `first` of `block` to `to`, which is as far behind its slot as the block is
+    /// behind a line if the chunk is skewed. All lanes of a warp together.
+    __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
+                                                const head_type& = {}) {
+        const int skew = skewed ? static_cast<int>(to >> 4 & 7u) : 0;
+        const std::uint32_t slot = to - 16u * static_cast<std::uint32_t>(skew);
+        const std::byte* const from = block + (lane - skew) * 16;
+        if constexpr (key && aligned && traits::plane_count == 1 && tile_height == 32) {
+            // Tiles follow each other.
+            copy_lines<0, tiles * lines, 32>(slot, from + static_cast<std::size_t>(first) * (lines * 4), skew,
+                                             lane);
         } else {
             static_for<tiles>([&](auto tile) {
                 constexpr int T = decltype(tile)::value;
                 constexpr int height = T + 1 == tiles ? last_height : tile_height;
                 static_for<traits::plane_count>([&](auto plane) {
                     constexpr int p = decltype(plane)::value;
-                    constexpr int n = ceil_div(units, traits::units_per_word(p));
-                    const int line = Tokens == page
-                                         ? traits::first_line(p, page_units)
-                                         : traits::first_line(p, page_units) +
-                                               first / (traits::columns_per_unit * traits::units_per_word(p));
-                    copy_lines<n, height, traits::first_line(p, units)>(
-                        to + T * tile_height * lines * 4,
-                        from + T * tile_height * page_lines * 4 +
-                            static_cast<std::size_t>(line) * (height * 4),
-                        piece);
+                    constexpr int n = plane_lines(p), before = traits::first_line(p, units);
+                    std::size_t line;  // in units of its bytes
+                    if constexpr (key) {
+                        line = static_cast<std::size_t>((first / tile_height + T) * lines + before);
+                    } else {
+                        constexpr int behind =
+                            T * (tile_height / height) * page_lines + traits::first_line(p, page_units);
+                        constexpr int columns = traits::columns_per_unit * traits::units_per_word(p);
+                        line = static_cast<std::size_t>(behind + (Tokens == page ? 0 : first / columns));
+                    }
+                    copy_lines<p, n, height>(slot + T * tile_height * lines * 4 + before * (height * 4),
+                                             from + line * (height * 4), skew, lane);
                 });
             });
         }
-        if constexpr (!full) {
-            constexpr std::size_t scales = traits::scale_offset(shape), biases = traits::bias_offset(shape);
-            if constexpr (whole) {
-                copy_plain<bytes - scale_at>(to + scale_at, from + scales, piece);
-            } else {
-                copy_parameters(to + scale_at, from + scales, first, piece);
-                if constexpr (traits::has_bias) copy_parameters(to + bias_at, from + biases, first, piece);
-                constexpr std::size_t behind = biases + (biases - scales);
-                if constexpr (coded)
-                    copy_plain<round_up(shared_bytes, 16)>(to + shared_at, from + behind, piece);
-                if constexpr (has_factors)
-                    copy_plain<round_up(factor_skew + Tokens * factor_width, 16)>(
-                        to + factor_at - factor_skew,
-                        from + behind + (shared_bytes - factor_skew) + first * factor_width, piece);
-            }
-        }
+        if constexpr (!full) copy_parameters(to, block + traits::scale_offset(shape), first, lane);
     }
 
     // ---- from shared memory ----
@@ -376,14 +370,6 @@ struct code_chunk {
         return {v.x & mask, v.y & mask, v.z & mask, v.w & mask};
     }
 
-    /// What the channels of run `r` share, in a chunk whose first token is `first` of its page.
-    __device__ __forceinline__ static group_line<parameter> line(std::uint32_t at, int first, int r) {
-        if constexpr (coded)
-            return group_line<parameter>::load(
-                at + shared_at + 6u * static_cast<std::uint32_t>((Tokens == page ? 0 : first / group) + r));
-        else
-            return {};
-    }
     /// Parameters of the four tokens or channels that start at `index` of run `r`; scales in units of the line's.
     __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
         return load_scales<parameter>(at + scale_at + parameter_byte((r * run + index) * width));
@@ -452,8 +438,9 @@ struct code_chunk {
             const int token = line * 2;
             const bool low = token >= from && token < to, high = token + 1 >= from && token + 1 < to;
             if (low && high) continue;
-            const std::uint32_t address =
-                at + (static_cast<std::uint32_t>(w * 4) ^ (height == 32 ? swizzle(line) : 0u));
+            const std::uint32_t turned =
+                height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter) << 5 : 0u;
+            const std::uint32_t address = at + (static_cast<std::uint32_t>(w * 4) ^ turned);
             const std::uint32_t keep = (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
             std::uint32_t word;
             asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
@@ -484,31 +471,76 @@ struct code_chunk {
     }
 
 private:
-    template <int Lines, int Height, int FirstLine>
-    __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from, int first) {
-        for_pieces<Lines * Height / 4>(first, [&](int piece, int ahead) {
-            const int line = FirstLine + piece / (Height / 4);
-            const std::uint32_t at = static_cast<std::uint32_t>(piece * 16 + FirstLine * Height * 4);
-            copy_async(to + (Height == 32 ? at ^ swizzle(line) : at), from + ahead);
+    /// Copies `Lines` lines of plane `Plane` that follow each other to `to`; `from`: of the lane's first piece. Lanes whose first
+    /// piece lies before the lines take one behind the others: there t is 0.
+    template <int Plane, int Lines, int Height>
+    __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from,
+                                                      [[maybe_unused]] int skew, int lane) {
+        constexpr int pieces = Lines * Height / 4, turns = ceil_div(pieces, warp_size);
+        constexpr int of_quarter = lane_lines(Plane);
+        constexpr bool full_turns = pieces % warp_size == 0;
+        static_assert(!skewed || Lines % (quarters * of_quarter) == 0);
+        static_for<turns>([&](auto i) {
+            constexpr int I = decltype(i)::value;
+            int t = 0;
+            if constexpr (Height == 32) {
+                if constexpr (of_quarter % 4 == 0)
+                    t = (I / (of_quarter / 4)) & last_quarter;
+                else if constexpr (4 % of_quarter == 0)
+                    t = (lane / (8 * of_quarter) + I * (4 / of_quarter)) & last_quarter;
+                else
+                    t = ((lane / 8 + 4 * I) / of_quarter) & last_quarter;
+            }
+            int at = ((lane * 16) ^ (t << 5)) + I * 512, distance = I * 512;
+            bool inside = full_turns || I * warp_size + lane - skew < pieces;
+            if constexpr (skewed && I == 0) {
+                if (lane < skew) {
+                    inside = full_turns;
+                    at = lane * 16 + turns * 512;
+                    distance = turns * 512;
+                }
+            }
+            if (inside) copy_async(to + static_cast<std::uint32_t>(at), from + distance);
         });
     }
 
+    /// Everything behind the codes; `from`: the scales of the block. As few copies as there are lanes for.
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
-                                                           int piece) {
-        if constexpr (token_parameters) {
-            const std::byte* const begin = from + static_cast<std::size_t>(first) * width;
-            static_for<runs>([&](auto r) {
-                constexpr int R = decltype(r)::value;
-                copy_plain<run_bytes>(to + R * run_bytes, begin + R * page * width, piece);
-            });
-        } else {
-            copy_plain<section>(to, from + static_cast<std::size_t>(first / group) * (dim * width), piece);
-        }
-    }
-    template <int Bytes>
-    __device__ __forceinline__ static void copy_plain(std::uint32_t to, const std::byte* from, int first) {
-        for_pieces<Bytes / 16>(
-            first, [&](int piece, int ahead) { copy_async(to + parameter_byte(piece * 16), from + ahead); });
+                                                           int lane) {
+        constexpr int sections = traits::has_bias ? 2 : 1, pieces_of_section = section / 16;
+        constexpr int page_section =
+            static_cast<int>(traits::bias_offset(shape) - traits::scale_offset(shape));
+        constexpr int shared_pieces = (whole ? bytes - shared_at : round_up(shared_bytes, 16)) / 16;
+        constexpr int last_pieces =
+            has_factors && !whole ? round_up(factor_skew + Tokens * factor_width, 16) / 16 : 0;
+        constexpr int behind = sections * pieces_of_section, pieces = behind + shared_pieces + last_pieces;
+        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
+            const int piece = decltype(i)::value * warp_size + lane;
+            const bool bias = sections == 2 && piece >= pieces_of_section;
+            const int byte = (piece - (bias ? pieces_of_section : 0)) * 16;
+            int at = scale_at + (bias ? section : 0) + static_cast<int>(parameter_byte(byte)),
+                source = (bias ? page_section : 0) + byte;
+            if constexpr (token_parameters)
+                source += (runs == 1 ? 0 : byte / run_bytes * ((page - run) * width)) + first * width;
+            else
+                source += first / group * run_bytes;
+            if constexpr (shared_pieces + last_pieces > 0) {
+                constexpr int end = sections * page_section;  // of the parameters
+                if (piece >= behind) {
+                    at = shared_at + (piece - behind) * 16;
+                    source = end + (piece - behind) * 16;
+                }
+                if constexpr (last_pieces > 0) {
+                    if (piece >= behind + shared_pieces) {
+                        const int distance = (piece - behind - shared_pieces) * 16 - factor_skew;
+                        at = factor_at + distance;
+                        source = end + shared_bytes + distance + first * factor_width;
+                    }
+                }
+            }
+            if (pieces % warp_size == 0 || piece < pieces)
+                copy_async(to + static_cast<std::uint32_t>(at), from + source);
+        });
     }
 
     /// The four rows' words of one line of the lane.
@@ -516,19 +548,33 @@ private:
     __device__ __forceinline__ static uint4 line_words(std::uint32_t at, const lane_id& id) {
         constexpr int per = step_units / traits::units_per_word(Plane);
         constexpr int height = Tile + 1 == tiles ? last_height : tile_height;
-        constexpr int constant = traits::first_line(Plane, units) + (Group * group_steps + Step) * per + X;
-        const std::uint32_t tile = at + Tile * tile_height * lines * 4;
+        constexpr int of_quarter = lane_lines(Plane), before = traits::first_line(Plane, units);
+        constexpr int line = (Group * group_steps + Step) * per + X;  // of the first quarter
         if constexpr (aligned && height == 32) {
-            const std::uint32_t lane_part =
-                static_cast<std::uint32_t>(id.t * lane_steps * per * 128 + ((id.g * 16) ^ (id.t << 5)));
-            return load_shared_16(tile + lane_part + constant * 128);
+            constexpr int offset = Tile * tile_height * lines * 4 + (before + line) * 128;
+            const int quarter = id.t & last_quarter;
+            const auto behind = static_cast<std::uint32_t>(quarter * (of_quarter * 128));
+            if constexpr (skewed) {
+                // The piece may fall into the next line, and behind the quarter's last one into the next quarter.
+                const std::uint32_t in_line = (at & 127u) + 16u * static_cast<std::uint32_t>(id.g);
+                std::uint32_t t = static_cast<std::uint32_t>(quarter);
+                if constexpr ((line + 1) % of_quarter == 0)
+                    t = (t + (in_line >> 7)) & static_cast<std::uint32_t>(last_quarter);
+                return load_shared_16((at & ~127u) + behind + (in_line ^ (t << 5)) + offset);
+            } else {
+                return load_shared_16(at + behind + static_cast<std::uint32_t>((id.g * 16) ^ (quarter << 5)) +
+                                      offset);
+            }
         } else {
-            const int line = smaller(constant + id.t * lane_steps * per, lines - 1);
+            constexpr int last = plane_lines(Plane) - 1;
+            const int own = smaller(line + id.t * of_quarter, last);
+            const std::uint32_t tile = at + Tile * tile_height * lines * 4 + before * (height * 4);
             if constexpr (height == 32)
-                return load_shared_16(tile +
-                                      (static_cast<std::uint32_t>(line * 128 + id.g * 16) ^ swizzle(line)));
+                return load_shared_16(
+                    tile + static_cast<std::uint32_t>(own * 128) +
+                    static_cast<std::uint32_t>((id.g * 16) ^ ((own / of_quarter & 3) << 5)));
             else
-                return load_shared_16(tile + static_cast<std::uint32_t>(line * height * 4 +
+                return load_shared_16(tile + static_cast<std::uint32_t>(own * height * 4 +
                                                                         smaller(id.g * 16, height * 4 - 16)));
         }
     }

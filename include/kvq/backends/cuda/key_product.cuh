@@ -1,10 +1,12 @@
 // Scores of a chunk: the query as two pieces in the columns of B, the packed keys as they are in A.
 //
-//   column 2h   high piece of query row h        column 2h + 1   low piece        (h = 0..3, one such tile per 4 rows)
+//   4 query rows    column 2h = high piece of row h, column 2h + 1 = low piece
+//   8, 16           column h = row h: the high pieces in one tile of columns, the low pieces in the next one
+//
 //   codes:      x' ~= step * (256 high + low), signed bytes, step = max|x'| / 32512     (as backends/kernels/folded.hpp)
 //   16-bit:     x' / max|x'| = high + low, each rounded to the key's own type
 //
-// Lane (g, t) ends up with rows (tokens) 4g..4g+3 of every tile for query row 4n + t: no exchange, no reduction.
+// Lane (g, t) ends up with rows (tokens) 4g..4g+3 of every tile for query row lane_row(n, t): no exchange, no reduction.
 // Contract: |x' - pieces| <= 2^-16 max|x'| (codes), 2^-20 (fp16), 2^-16 (bf16); integer sums are exact.
 // Parameters of channels are multiplied into the query once per group of tokens; those of tokens into the scores.
 #pragma once
@@ -13,12 +15,31 @@
 
 namespace kvq::inline v0_1::cuda::detail {
 
-/// A query row in pieces, as registers of B: the part of lane (g, t) for column g. One set per column group.
+/// Do the pieces of a row lie in two tiles of columns? Then a lane folds one row of 8 and keeps both pieces.
+template <int Rows4>
+inline constexpr bool split_rows = Rows4 % 2 == 0;
+
+/// The n-th query row of a lane.
+template <int Rows4>
+__device__ __forceinline__ int lane_row(int n, int t) {
+    return split_rows<Rows4> ? n / 2 * 8 + 2 * t + n % 2 : 4 * n + t;
+}
+
+/// The sums of the n-th row of a lane: `at` is 0 for row g of a product, 2 for row g + 8.
+template <int Rows4, class Sum>
+struct piece_sums {
+    Sum high, low;
+    __device__ __forceinline__ piece_sums(const Sum (&sums)[Rows4][4], int n, int at)
+        : high(split_rows<Rows4> ? sums[n & ~1][at + (n & 1)] : sums[n][at]),
+          low(split_rows<Rows4> ? sums[n | (Rows4 > 1)][at + (n & 1)] : sums[n][at + 1]) {}
+};
+
+/// A tile of query columns as registers of B: the part of lane (g, t) for column g. One set per column group.
 template <class Chunk>
 struct folded_row {
     static constexpr int groups = Chunk::column_groups;
     std::uint32_t pieces[groups][2 * Chunk::pairs];
-    // For the lane's own row (4n + t), not for column g:
+    // For the lane's own row lane_row(n, t), not for column g:
     float step[groups];
     float sum[groups];  // of x', where tokens have biases
     float
@@ -26,15 +47,15 @@ struct folded_row {
     int zero[groups];    // zero_code * sum of the fixed-point numbers
 };
 
-__device__ __forceinline__ float max_abs4(float4 v, float top) {
-    return fmaxf(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))), top);
+__device__ __forceinline__ float max_abs4(float4 v) {
+    return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
-/// Sum or maximum over the lanes that share a query row: bits 0..2 of the lane number.
-template <class F>
+/// Sum or maximum over the lanes that fold the same row: the lower two or three bits of the lane number.
+template <bool Split, class F>
 __device__ __forceinline__ float over_row(float v, F f) {
     v = f(v, __shfl_xor_sync(~0u, v, 1));
     v = f(v, __shfl_xor_sync(~0u, v, 2));
-    return f(v, __shfl_xor_sync(~0u, v, 4));
+    return Split ? v : f(v, __shfl_xor_sync(~0u, v, 4));
 }
 struct add_floats {
     __device__ float operator()(float a, float b) const { return a + b; }
@@ -43,21 +64,26 @@ struct max_floats {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-/// Where byte `at` of a query row lies in shared memory: lanes of different t read pieces 128 bytes apart.
+/// Where byte `at` of query row `row` lies in shared memory: lanes of different t read pieces 128 bytes apart, lanes of
+/// different g neighbouring rows.
 template <int Dim>
-__device__ __forceinline__ std::uint32_t query_byte(int at) {
-    return static_cast<std::uint32_t>(Dim % 32 == 0 ? at ^ ((at >> 7 & 7) << 4) : at);
+__device__ __forceinline__ std::uint32_t query_byte(int row, int at) {
+    return static_cast<std::uint32_t>(
+        Dim % 32 == 0 ? at ^ (((at >> 7 & 7) ^ (row % 2 * (Dim > 128 ? 1 : 4))) << 4) : at);
 }
 
 /// A query row as fixed-point numbers: the words of their high and low bytes, the step, and the sum of the numbers.
-template <int N>
+template <bool Split, int N>
 __device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32_t (&high)[N],
                                              std::uint32_t (&low)[N], int& total) {
     float top = 0.0f;
 #pragma unroll
-    for (int i = 0; i < N; ++i) top = max_abs4({x[i][0], x[i][1], x[i][2], x[i][3]}, top);
-    top = over_row(top, max_floats{});
-    const float inverse = top > 1e-33f ? __fdividef(32512.0f, top) : 0.0f;
+    for (int i = 0; i < N; ++i) {
+        const float four = max_abs4({x[i][0], x[i][1], x[i][2], x[i][3]});
+        top = i == 0 ? four : fmaxf(four, top);
+    }
+    top = over_row<Split>(top, max_floats{});
+    const float inverse = top > 1e-33f ? 32512.0f * reciprocal(top) : 0.0f;
     total = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -73,9 +99,16 @@ __device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32
     return top * (1.0f / 32512.0f);
 }
 
-/// Folds the query rows 4n + g/2 (`rows`: shared address of row g/2 of [rows][stride] floats) with the channel parameters
-/// in `run` of `slot` (whose chunk starts at token `first` of its page), if there are any. Lanes with even g prepare the first half of the units for their neighbour with odd
-/// g and vice versa.
+/// A number that the lanes of a folded row share, as lanes want it that own row i of two, or the only one: row t sits in lanes
+/// 8t..8t+7, or 4t..4t+3.
+template <bool Split, class N>
+__device__ __forceinline__ N to_owner(N number, int i, const lane_id& id) {
+    return __shfl_sync(~0u, number, Split ? 4 * (2 * id.t + i) : 8 * id.t);
+}
+
+/// Folds query rows (`rows`: shared address of the first row of [rows][stride] floats) with the channel parameters in `run`
+/// of `slot` (whose chunk starts at token `first` of its page), if there are any. A lane prepares row 8m + g, or row 4m + g / 2:
+/// then lanes with even g prepare the first half of the units for their neighbour with odd g and vice versa.
 /// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so that the
 /// rounding of x is multiplied by numbers half as large.
 template <class Chunk, int Rows4>
@@ -84,54 +117,58 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                                           [[maybe_unused]] int run, const lane_id& id) {
     using traits = typename Chunk::traits;
     constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
+    constexpr bool split = split_rows<Rows4>;
     constexpr int width = traits::columns_per_unit;
-    constexpr int halves = Chunk::pairs;  // units that this lane prepares, of 2 * pairs
-    const int parity = id.g & 1;
-    [[maybe_unused]] const auto line = Chunk::line(slot, first, run);
+    constexpr int own_rows = split ? Rows4 / 2 : Rows4;                 // that this lane prepares
+    constexpr int own_units = split ? 2 * Chunk::pairs : Chunk::pairs;  // of 2 * pairs
+    constexpr int rows_of_tile = split ? 8 : 4;
+    const int parity = id.g & 1, own_row = split ? id.g : id.g / 2;
+    rows += static_cast<std::uint32_t>(4 * own_row * stride);
+    [[maybe_unused]] const auto line = line_of<Chunk>(slot, first, run);
     static_for<Chunk::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
-        int channel[halves];
-        bool inside[halves];
-        [[maybe_unused]] float4 scale[halves], bias[halves];
+        int channel[own_units];
+        bool inside[own_units];
+        [[maybe_unused]] float4 scale[own_units], bias[own_units];
 #pragma unroll
-        for (int i = 0; i < halves; ++i) {
-            const int unit = parity * halves + i, in_group = id.t * Chunk::lane_units + unit;
+        for (int i = 0; i < own_units; ++i) {
+            const int unit = split ? i : parity * own_units + i, in_group = id.t * Chunk::lane_units + unit;
             inside[i] = (Chunk::lane_units % 2 == 0 || unit < Chunk::lane_units) &&
                         (4 * Chunk::lane_units == Chunk::group_units || in_group < Chunk::group_units);
             channel[i] = (G * Chunk::group_units + (inside[i] ? in_group : 0)) * width;
         }
         if constexpr (columns) {
-            if constexpr (halves % 2 == 0 && 4 * Chunk::lane_units == Chunk::group_units) {
+            if constexpr (own_units % 2 == 0 && Chunk::lane_units % 2 == 0 &&
+                          4 * Chunk::lane_units == Chunk::group_units) {
 #pragma unroll
-                for (int i = 0; i < halves; i += 2) {
+                for (int i = 0; i < own_units; i += 2) {
                     Chunk::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
                     if constexpr (traits::has_bias)
                         Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1], line);
                 }
             } else {
 #pragma unroll
-                for (int i = 0; i < halves; ++i) {
+                for (int i = 0; i < own_units; ++i) {
                     scale[i] = Chunk::scales(slot, run, channel[i]);
                     if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i], line);
                 }
             }
         }
 #pragma unroll
-        for (int n = 0; n < Rows4; ++n) {
-            const std::uint32_t row = rows + static_cast<std::uint32_t>(16 * n * stride);
-            float x[halves][width];
+        for (int m = 0; m < own_rows; ++m) {
+            const std::uint32_t row = rows + static_cast<std::uint32_t>(4 * rows_of_tile * m * stride);
+            float x[own_units][width];
             [[maybe_unused]] float sum = 0.0f;
             [[maybe_unused]] float4 dots{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int i = 0; i < halves; ++i) {
+            for (int i = 0; i < own_units; ++i) {
+                const std::uint32_t at = row + query_byte<Chunk::dim>(own_row, channel[i] * 4);
                 if constexpr (Chunk::full) {
-                    const uint2 v = load_shared_8(row + query_byte<Chunk::dim>(channel[i] * 4));
+                    const uint2 v = load_shared_8(at);
                     x[i][0] = inside[i] ? __uint_as_float(v.x) : 0.0f;
                     x[i][1] = inside[i] ? __uint_as_float(v.y) : 0.0f;
                 } else {
-                    const uint4 v = load_shared_16(row + query_byte<Chunk::dim>(channel[i] * 4));
-                    float4 q{__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z),
-                             __uint_as_float(v.w)};
+                    float4 q = load_parameters<float>(at);
                     if (!inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
                     if constexpr (columns && traits::has_bias) {
                         // Four short chains instead of a long one.
@@ -140,66 +177,81 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                     }
                     if constexpr (columns)
                         q = {q.x * scale[i].x, q.y * scale[i].y, q.z * scale[i].z, q.w * scale[i].w};
-                    if constexpr (traits::has_bias) sum += (q.x + q.y) + (q.z + q.w);
+                    if constexpr (traits::has_bias) {
+                        const float four = (q.x + q.y) + (q.z + q.w);
+                        sum = i == 0 ? four : sum + four;
+                    }
                     x[i][0] = q.x, x[i][1] = q.y, x[i][2] = q.z, x[i][3] = q.w;
                 }
             }
-            std::uint32_t high[halves], low[halves];
+            std::uint32_t high[own_units], low[own_units];
             [[maybe_unused]] int total = 0;
             float step;
             if constexpr (Chunk::full) {
                 using T = typename Chunk::scheme::value_type;
                 step = 0.0f;
 #pragma unroll
-                for (int i = 0; i < halves; ++i) step = fmaxf(step, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
-                step = over_row(step, max_floats{});
-                const float inverse = step > 1e-33f ? __fdividef(1.0f, step) : 0.0f;
+                for (int i = 0; i < own_units; ++i) step = fmaxf(step, fmaxf(fabsf(x[i][0]), fabsf(x[i][1])));
+                step = over_row<split>(step, max_floats{});
+                const float inverse = step > 1e-33f ? reciprocal(step) : 0.0f;
 #pragma unroll
-                for (int i = 0; i < halves; ++i) {
+                for (int i = 0; i < own_units; ++i) {
                     const float a = x[i][0] * inverse, b = x[i][1] * inverse;
                     high[i] = pack_halves<T>(a, b);
                     low[i] = pack_halves<T>(a - unpack_half<T, 0>(high[i]), b - unpack_half<T, 1>(high[i]));
                 }
             } else {
-                step = fixed_point(x, high, low, total);
+                step = fixed_point<split>(x, high, low, total);
             }
 #pragma unroll
-            for (int i = 0; i < halves; ++i) {
-                const std::uint32_t own = parity ? low[i] : high[i];
-                const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high[i] : low[i], 4);
-                to[n].pieces[G][i] = parity ? received : own;
-                to[n].pieces[G][halves + i] = parity ? own : received;
+            for (int i = 0; i < own_units; ++i) {
+                if constexpr (split) {
+                    to[2 * m].pieces[G][i] = high[i];
+                    to[2 * m + 1].pieces[G][i] = low[i];
+                } else {
+                    const std::uint32_t own = parity ? low[i] : high[i];
+                    const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high[i] : low[i], 4);
+                    to[m].pieces[G][i] = parity ? received : own;
+                    to[m].pieces[G][own_units + i] = parity ? own : received;
+                }
             }
-            // Scalars of row g/2 move to the lanes whose own row it is: row t sits in lanes 8t..8t+7.
-            to[n].step[G] = __shfl_sync(~0u, step * line.unit, 8 * id.t);
+            // Scalars of the row move to the lanes whose own row it is.
+            [[maybe_unused]] float offset = 0.0f, whole = 0.0f;
             if constexpr (!Chunk::full) {
                 [[maybe_unused]] constexpr float middle =
                     0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
                 if constexpr (columns && traits::has_bias) {
                     const float dot = (dots.x + dots.y) + (dots.z + dots.w);
-                    const float part =
-                        fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
-                    to[n].offset[G] = __shfl_sync(~0u, over_row(part, add_floats{}), 8 * id.t);
+                    offset = over_row<split>(
+                        fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot),
+                        add_floats{});
                 }
                 if constexpr ((!columns && traits::has_bias) || traits::zero_code != 0) {
                     total += __shfl_xor_sync(~0u, total, 1);
                     total += __shfl_xor_sync(~0u, total, 2);
-                    total += __shfl_xor_sync(~0u, total, 4);
+                    if constexpr (!split) total += __shfl_xor_sync(~0u, total, 4);
                 }
                 if constexpr (!columns && traits::has_bias) {
-                    const float whole = over_row(sum, add_floats{});
-                    to[n].offset[G] =
-                        __shfl_sync(~0u, middle * fmaf(-step, static_cast<float>(total), whole), 8 * id.t);
-                    to[n].sum[G] = __shfl_sync(~0u, whole, 8 * id.t);
+                    whole = over_row<split>(sum, add_floats{});
+                    offset = middle * fmaf(-step, static_cast<float>(total), whole);
                 }
+            }
+#pragma unroll
+            for (int i = 0; i < (split ? 2 : 1); ++i) {
+                folded_row<Chunk>& own = to[split ? 2 * m + i : m];
+                own.step[G] = to_owner<split>(step * line.unit, i, id);
+                if constexpr (!Chunk::full && traits::has_bias)
+                    own.offset[G] = to_owner<split>(offset, i, id);
+                if constexpr (!Chunk::full && !columns && traits::has_bias)
+                    own.sum[G] = to_owner<split>(whole, i, id);
                 if constexpr (traits::zero_code != 0)
-                    to[n].zero[G] = __shfl_sync(~0u, traits::zero_code * total, 8 * id.t);
+                    own.zero[G] = to_owner<split>(traits::zero_code * total, i, id);
             }
         }
     });
 }
 
-/// Scores of tile `Tile` for Rows4 * 4 query rows: scores[n][r] is token 4g + r of the tile, query row 4n + t.
+/// Scores of tile `Tile` for Rows4 * 4 query rows: scores[n][r] is token 4g + r of the tile, query row lane_row(n, t).
 template <class Chunk, int Rows4, int Tile>
 __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const folded_row<Chunk> (&query)[Rows4],
                                            std::uint32_t slot, const lane_id& id) {
@@ -238,18 +290,18 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
         for (int n = 0; n < Rows4; ++n)
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const int at = 2 * (r % 2);
-                const sum_type high = all_sums[0][r / 2][n][at], low = all_sums[0][r / 2][n][at + 1];
+                const piece_sums<Rows4, sum_type> sums(all_sums[0][r / 2], n, 2 * (r % 2));
                 float s;
                 if constexpr (Chunk::full) {
-                    s = (high + low) * query[n].step[G];
+                    s = (sums.high + sums.low) * query[n].step[G];
                 } else {
                     constexpr int weight = Chunk::set_weight(sets);
                     const float step = query[n].step[G] * (1.0f / weight);
-                    int whole = 256 * high + low;
-                    if constexpr (sets == 2)
-                        whole = weight * whole +
-                                (256 * all_sums[1][r / 2][n][at] + all_sums[1][r / 2][n][at + 1]);
+                    int whole = 256 * sums.high + sums.low;
+                    if constexpr (sets == 2) {
+                        const piece_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
+                        whole = weight * whole + (256 * upper.high + upper.low);
+                    }
                     if constexpr (traits::zero_code != 0) whole -= weight * query[n].zero[G];
                     s = static_cast<float>(whole);
                     if constexpr (traits::has_bias)

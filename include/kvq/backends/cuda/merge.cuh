@@ -32,15 +32,15 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
         for (int i = 0; i < weight_words<Values>::bias_sets; ++i)
             bias[n][i] = over_tokens(state.bias[n][i], add_floats{});
         if (id.g == 0) {
-            warp_max[warp * rows + 4 * n + id.t] = state.max[n];
-            warp_sum[warp * rows + 4 * n + id.t] = sum;
+            warp_max[warp * rows + lane_row<Rows4>(n, id.t)] = state.max[n];
+            warp_sum[warp * rows + lane_row<Rows4>(n, id.t)] = sum;
         }
     }
     __syncthreads();
     float factor[Rows4];
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
-        const int row = 4 * n + id.t;
+        const int row = lane_row<Rows4>(n, id.t);
         float top = -INFINITY, sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < Memory::warps; ++w) top = fmaxf(top, warp_max[w * rows + row]);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
                     const int channel = 32 * tile + 4 * id.g;
                     if (channel < Values::dim) {
                         float4* const at = reinterpret_cast<float4*>(
-                            half + (4 * n + id.t) * Memory::output_stride + channel);
+                            half + lane_row<Rows4>(n, id.t) * Memory::output_stride + channel);
                         float b = 0.0f;
                         if constexpr (weight_words<Values>::bias_sets > 0) b = bias[n][tile / tiles_of_set];
                         float4 v = turn == 0 ? float4{0.0f, 0.0f, 0.0f, 0.0f} : *at;
@@ -121,10 +121,20 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     }
 }
 
+/// The shares that have a part of an item.
+struct share_span {
+    int from, to;        // first and last
+    int from_is_second;  // the item is the second one that share `from` has a part of
+};
+__device__ __forceinline__ share_span find_span(const share_plan& plan, const item_part& item) {
+    const int from = plan.holder(item.begin);
+    return {from, plan.holder(item.begin + item.count - 1), plan.begin(from) != item.begin};
+}
+
 /// Leaves this block's part of an item in the workspace; the last block of the item merges all parts and writes.
 template <class Memory, class Format, class T>
 __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a, const item_part& item,
-                                              const share_plan& plan, const block_state& state,
+                                              const share_span& span, const block_state& state,
                                               bool first_of_share, int* flag) {
     constexpr int rows = Memory::rows, dim = Format::value_dim;
     const int share = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
@@ -141,7 +151,7 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
         __stcg(mine + i, state.max[i]);
         __stcg(mine + rows + i, state.sum[i]);
     }
-    const int from = plan.holder(item.begin), to = plan.holder(item.begin + item.count - 1);
+    const int from = span.from, to = span.to;
     __syncthreads();
     // The counter returns to zero after the last block, so it is ready for the next launch.
     if (thread == 0)
@@ -149,8 +159,8 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
                                       static_cast<unsigned>(to - from)) == static_cast<unsigned>(to - from);
     __syncthreads();
     if (!*flag) return;
-    const bool from_is_first = plan.begin(from) == item.begin;
-    const auto part = [&](int s) { return partial(2 * s + (s == from && !from_is_first ? 1 : 0)); };
+    const int second = span.from_is_second;
+    const auto part = [&](int s) { return partial(2 * s + (s == from ? second : 0)); };
     // A row belongs to `width` neighbouring lanes; each takes every so-manieth group of 4 channels. With twice as many
     // threads there are two sets, which take turns with the parts. All loads of a step are under way together.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);

@@ -2,12 +2,12 @@
 // where one width ends and the next begins differs between heads.
 //
 //   query    permuted once per item (place = order of the plan), folded once per group of tokens, as everywhere
-//   pieces   lie in shared memory, [4n + h: high, low][quad of the segment], not in registers: their numbers are found at run time
-//   scores   one width after the other, the narrowest first; before a wider one, sums are shifted by the difference, so that
-//            codes count as if they were shifted left to the widest (and scales are those of such codes)
+//   pieces   lie in shared memory, [tile of columns][column][quad], since their numbers are found at run time
+//   scores   one width after the other, a step of 8 quads (one product) at a time: lane (g, t) takes quads 2t and 2t + 1 of the
+//            step, whatever its width. Codes are shifted to the top of their bytes (scales are those of such codes), so that a
+//            fixed-point step weighs the same in every column and all widths share their sums.
 //
-// Steps of a segment (code_planes::quads_per_step) go round the four lanes t; a segment's pieces start at a multiple of a step,
-// what lies between is zero, and lanes without a step read zeros.
+// A segment's pieces start at a multiple of a step; what lies between is zero, and with it whatever a step reads behind the codes.
 // Contract: as key_product.cuh; any plan of the scheme, and none.
 #pragma once
 
@@ -20,15 +20,16 @@ template <class Format, int Tokens>
 struct mixed_chunk {
     using scheme = typename Format::keys;
     using width_list = typename scheme::width_list;
-    using quads_type = typename scheme::width_quads;
+    using head_type = typename scheme::width_quads;
     static constexpr bool key = true, full = false, mixed = true, token_parameters = false;
     static constexpr int count = width_list::count;
-    static constexpr int widest = width_list::values[0];
     static constexpr int dim = Format::head_dim;
-    static constexpr int page = Format::page_tokens;
+    static constexpr int page = Format::page_tokens, tokens = Tokens;
     static constexpr block_shape shape = Format::key_shape();
     static constexpr int group = scheme::group == 0 || scheme::group > page ? page : scheme::group;
     static constexpr int quads = dim / 4;
+    /// Bits of the codes that products see. Sums stay below 2^31.
+    static constexpr int code_bits = dim <= 256 ? 8 : width_list::values[0];
 
     // Tiles of 32 tokens; all widths of a tile do not lie together, but all tiles of a width.
     static constexpr int tile_height = 32;
@@ -39,106 +40,106 @@ struct mixed_chunk {
     static constexpr bool coded = std::is_same_v<parameter, kvq::coded>;
     static constexpr int width = parameter_width<parameter>;
     static constexpr int runs = larger(1, Tokens / group);
-    static constexpr int run_bytes = dim * width;
-    static constexpr int page_groups = ceil_div(page, group);
-    static constexpr int shared_bytes = coded ? 6 * page_groups : 0;
+    static constexpr int run_bytes = dim * width, section = runs * run_bytes;
+    static constexpr int page_section = ceil_div(page, group) * run_bytes;
+    static constexpr int shared_bytes = coded ? 6 * ceil_div(page, group) : 0;
 
-    // Shared memory: as in the page, with Tokens rows.
-    static constexpr int scale_at = Tokens * row_words * 4;
-    static constexpr int bias_at = scale_at + runs * run_bytes;
-    static constexpr int shared_at = bias_at + runs * run_bytes;
-    static constexpr int bytes = shared_at + round_up(shared_bytes, 16);
+    // Shared memory: as in the page, with Tokens rows. Where blocks do not start on lines of 128 bytes, the codes' last one is not
+    // shared with parameters, since its pieces are permuted. The last step of the last width may read three lines too many.
+    static constexpr bool skewed = Format::key_block_bytes % std::size_t{128} != 0;  // as in chunk.cuh
+    static constexpr int codes_bytes = Tokens * row_words * 4;
+    static constexpr int scale_at = codes_bytes + (skewed ? 128 : 0);
+    static constexpr int bias_at = scale_at + section;
+    static constexpr int shared_at = bias_at + section;
+    static constexpr int bytes = larger(shared_at + round_up(shared_bytes, 16), codes_bytes + 3 * 128);
+    static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
-    // Scratch: pieces of 4 query rows for every n, and zeros.
-    static constexpr int step_of(int bits) {  // quads
-        int narrowest = 1;
-        while ((bits & narrowest) == 0) narrowest *= 2;
-        return 8 / narrowest;
-    }
-    /// Pieces of a column with any plan: the most that the first widths can take with so many quads, width by width.
-    static constexpr int most_pieces = [] {
-        int most[quads + 1] = {}, all = 0;
-        for (const int bits : width_list::values) {
-            if (bits == 0) break;
-            const int step = step_of(bits);
-            for (int used = quads; used >= 0; --used) {
-                int best = 0;
-                for (int n = 0; n <= used; ++n)
-                    best = larger(best, round_up(round_up(most[used - n], step) + n, step));
-                most[used] = best;
-                all = larger(all, best);
-            }
-        }
-        return all;
+    // Scratch: the pieces.
+    static constexpr int step_quads = 8;
+    /// Most steps that a plan can have.
+    static constexpr int most_steps = [] {
+        int own = 0;  // widths with codes
+        for (const int bits : width_list::values) own += bits > 0;
+        return (quads + (step_quads - 1) * own) / step_quads;
     }();
-    /// Words of a column; columns start in different banks.
-    static constexpr int stride = round_up(larger(most_pieces, 16) - 16, 32) + 16;
-    static constexpr int zeros = 8;
-    KVQ_HD static constexpr int scratch_bytes(int rows4) { return (rows4 * 8 * stride + zeros) * 4; }
+    /// Words of a column; those of four neighbouring columns fall into different banks.
+    static constexpr int stride = round_up(larger(step_quads * most_steps, 8) - 8, 32) + 8;
+    KVQ_HD static constexpr int scratch_bytes(int rows4) { return rows4 * 8 * stride * 4; }
 
-    static constexpr bool supported =
-        widest < 8 && dim % 16 == 0 && page % 32 == 0 && Tokens % 32 == 0 && page % Tokens == 0 &&
-        (group == page ||
-         (group % 32 == 0 && page % group == 0 && (Tokens % group == 0 || group % Tokens == 0)));
+    static constexpr bool supported = dim % 16 == 0 && step_quads * most_steps < 256 && page % 32 == 0 &&
+                                      Tokens % 32 == 0 && page % Tokens == 0 && width_list::values[0] < 8 &&
+                                      (group == page || (group % 32 == 0 && page % group == 0 &&
+                                                         (Tokens % group == 0 || group % Tokens == 0)));
 
+    /// Quads of every width of a head.
+    __device__ __forceinline__ static head_type head_of(const std::uint16_t* plan) {
+        return quads_of<scheme, dim>(plan);
+    }
     /// Of addresses: neighbouring lines of 128 bytes, which lanes of different t read, differ in their banks.
-    __device__ __forceinline__ static std::uint32_t swizzle(std::uint32_t byte) {
-        return byte ^ ((byte >> 7 & 3u) << 5);
+    __device__ __forceinline__ static std::uint32_t swizzle(std::uint32_t at) {
+        return at ^ (at >> 2 & 0x60u);
     }
 
-    /// Starts copying, as code_chunk::copy does; `plan`: of the block's head.
+    /// Starts copying, as code_chunk::copy does.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
-                                                const std::uint16_t* plan) {
-        constexpr int parameters = static_cast<int>(scheme::parameter_offset(shape));
-        if constexpr (Tokens == page) {
-            copy_run(to, block, scale_at, lane, true);
-            copy_run(to + scale_at, block + parameters, bytes - scale_at, lane, false);
-        } else {
-            const quads_type n = quads_of<scheme, dim>(plan);
+                                                const head_type& head) {
+        constexpr int pieces = codes_bytes / 16, turns = ceil_div(pieces, warp_size);
+        // Where widths begin in the slot, and how much farther they begin in the block.
+        unsigned begin[count];
+        int distance[count];
+        if constexpr (Tokens != page) {
             int words = 0;
             static_for<count>([&](auto w) {
-                constexpr int W = decltype(w)::value, bits = width_list::values[W];
-                const int own = kvq::detail::code_words(bits, n.of[W]);
-                copy_run(to + static_cast<std::uint32_t>(words * Tokens * 4),
-                         block + (words * page + first * own) * 4, own * Tokens * 4, lane, true);
+                constexpr int W = decltype(w)::value;
+                const int own = kvq::detail::code_words(width_list::values[W], head.of[W]);
+                begin[W] = static_cast<unsigned>(words * Tokens * 4);
+                distance[W] = (words * (page - Tokens) + own * first) * 4;
                 words += own;
             });
-            const std::byte* const from = block + parameters + first / group * run_bytes;
-            copy_run(to + scale_at, from, runs * run_bytes, lane, false);
-            copy_run(to + bias_at, from + page_groups * run_bytes, runs * run_bytes, lane, false);
-            copy_run(to + shared_at, block + parameters + 2 * page_groups * run_bytes,
-                     round_up(shared_bytes, 16), lane, false);
         }
+        int piece = lane;
+        if constexpr (skewed) piece -= static_cast<int>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
+        static_for<turns>([&](auto i) {
+            constexpr int I = decltype(i)::value;
+            int ahead = I * warp_size;
+            if constexpr (I == 0 && skewed) {
+                if (piece < 0) ahead = turns * warp_size;
+            }
+            const auto at = static_cast<unsigned>(piece + ahead) * 16;
+            if (pieces % warp_size == 0 || at < pieces * 16) {
+                int source = static_cast<int>(at);
+                if constexpr (Tokens != page) {
+                    int farther = distance[0];
+#pragma unroll
+                    for (int w = 1; w < count; ++w)
+                        if (at >= begin[w]) farther = distance[w];
+                    source += farther;
+                }
+                copy_async(swizzle(to + at), block + source);
+            }
+        });
+        constexpr int section_pieces = section / 16,
+                      all = 2 * section_pieces + round_up(shared_bytes, 16) / 16;
+        const std::byte* const parameters =
+            block + scheme::parameter_offset(shape) + first / group * run_bytes;
+        static_for<ceil_div(all, warp_size)>([&](auto i) {
+            const int at = (decltype(i)::value * warp_size + lane) * 16;
+            int source = at;
+            if (at >= section) source += page_section - section;
+            if (at >= 2 * section) source += page_section - section - first / group * run_bytes;
+            if (all % warp_size == 0 || at < all * 16)
+                copy_async(to + static_cast<std::uint32_t>(scale_at + at), parameters + source);
+        });
     }
 
-    __device__ __forceinline__ static group_line<parameter> line(std::uint32_t at, int first, int r) {
-        if constexpr (coded)
-            return group_line<parameter>::load(
-                at + shared_at + 6u * static_cast<std::uint32_t>((Tokens == page ? 0 : first / group) + r));
-        else
-            return {};
-    }
     __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int channel) {
         return load_scales<parameter>(at +
                                       static_cast<std::uint32_t>(scale_at + r * run_bytes + channel * width));
     }
     __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int channel,
-                                                    const group_line<parameter>& line_of) {
+                                                    const group_line<parameter>& line) {
         return load_biases<parameter>(
-            at + static_cast<std::uint32_t>(bias_at + r * run_bytes + channel * width), line_of);
-    }
-
-private:
-    /// Runs start on lines of 128 bytes where they are swizzled.
-    __device__ __forceinline__ static void copy_run(std::uint32_t to, const std::byte* from, int size,
-                                                    int lane, bool swizzled) {
-        // Copies of a warp start on lines of 128 bytes, as in chunk.cuh.
-        const int skew = static_cast<int>(reinterpret_cast<std::uintptr_t>(from) & 112u);
-        for (int at = lane * 16 - skew; at < size; at += warp_size * 16) {
-            if (at < 0) continue;
-            const std::uint32_t byte = to + static_cast<std::uint32_t>(at);
-            copy_async(swizzled ? swizzle(byte) : byte, from + at);
-        }
+            at + static_cast<std::uint32_t>(bias_at + r * run_bytes + channel * width), line);
     }
 };
 
@@ -146,108 +147,98 @@ template <tensor Role, class Format, int Tokens>
 using chunk = std::conditional_t<Role == tensor::key && is_mixed<typename Format::keys>,
                                  mixed_chunk<Format, Tokens>, code_chunk<Role, Format, Tokens>>;
 
-/// Words of a row of codes with these widths.
-template <class Chunk>
-__device__ __forceinline__ int row_words_of(const typename Chunk::quads_type& n) {
-    int words = 0;
-    static_for<Chunk::count>([&](auto w) {
-        constexpr int W = decltype(w)::value, bits = Chunk::width_list::values[W];
-        words += kvq::detail::code_words(bits, n.of[W]);
-    });
-    return words;
-}
-
-/// Pieces of the quads of a step.
-template <int N>
-__device__ __forceinline__ void load_pieces(std::uint32_t (&b)[N], std::uint32_t at) {
-    if constexpr (N == 2) {
-        const uint2 v = load_shared_8(at);
-        b[0] = v.x, b[1] = v.y;
-    } else {
-        load_weights<N>(b, at);
-    }
-}
-
 /// What a fold leaves in registers; the pieces are in scratch.
 template <class Format, int Tokens>
 struct folded_row<mixed_chunk<Format, Tokens>> {
     float step, offset;
 };
 
-/// First piece of every width, in words of a column.
-template <class Chunk>
-struct piece_starts {
-    int of[Chunk::count];
-    bool gaps = false;  // words between the segments
-    __device__ __forceinline__ explicit piece_starts(const typename Chunk::quads_type& n) {
-        int at = 0;
-        static_for<Chunk::count>([&](auto w) {
-            constexpr int W = decltype(w)::value, bits = Chunk::width_list::values[W];
-            if constexpr (bits > 0) {
-                constexpr int step = code_planes<bits>::quads_per_step;
-                of[W] = round_up(at, step);
-                at = round_up(of[W] + n.of[W], step);
-                gaps = gaps || n.of[W] % step != 0;
-            } else {
-                of[W] = 0;
-            }
-        });
-    }
-};
-
-/// fold_rows() of key_product.cuh for mixed widths. n: quads of every width.
+/// What a warp knows of the keys of an item's head.
 template <class Chunk, int Rows4>
-__device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
-                                           std::uint32_t slot, int first, int run, std::uint32_t scratch,
-                                           const typename Chunk::quads_type& n, const lane_id& id) {
-    constexpr int dim = Chunk::dim, own = ceil_div(Chunk::quads, 8);  // quads of a lane, of one query row
-    const auto line = Chunk::line(slot, first, run);
-    const piece_starts<Chunk> starts(n);
-    const int lane_of_row = 2 * id.t + (id.g & 1);
-    float4 scale[own], bias[own];
-    int piece[own];  // word of a column; negative: none
+struct head_keys {
+    __device__ __forceinline__ head_keys(std::uint32_t, const std::uint16_t*, const lane_id&) {}
+};
+/// Widths, and where the lane's quads go when it folds: the word of a column, and 127 minus the shift of the width's codes,
+/// the exponent of a factor. Without codes the factor is zero and the word none.
+template <class Format, int Tokens, int Rows4>
+struct head_keys<mixed_chunk<Format, Tokens>, Rows4> {
+    using keys = mixed_chunk<Format, Tokens>;
+    static constexpr int lanes = split_rows<Rows4> ? 4 : 8;  // that fold a row together
+    static constexpr int own = ceil_div(keys::quads, lanes), words = ceil_div(own, 4);
+    static constexpr unsigned none = 255;
+    typename keys::head_type quads;
+    std::uint32_t scratch;
+    std::uint32_t word_of[words], exponent_of[words];  // four to a register
+
+    /// Also zeroes the scratch. All lanes of a warp.
+    __device__ __forceinline__ head_keys(std::uint32_t scratch_at, const std::uint16_t* plan,
+                                         const lane_id& id)
+        : quads(keys::head_of(plan)), scratch(scratch_at) {
+        const int lane_of_row = lanes == 4 ? id.t : 2 * id.t + (id.g & 1);
 #pragma unroll
-    for (int i = 0; i < own; ++i) {
-        const int quad = i * 8 + lane_of_row;
-        const bool inside = Chunk::quads % 8 == 0 || quad < Chunk::quads;
-        scale[i] = Chunk::scales(slot, run, inside ? 4 * quad : 0);
-        bias[i] = Chunk::biases(slot, run, inside ? 4 * quad : 0, line);
-        float unit = 0.0f;
-        piece[i] = -1;
-        int from = 0;
-        static_for<Chunk::count>([&](auto w) {
-            constexpr int W = decltype(w)::value, bits = Chunk::width_list::values[W];
-            if constexpr (bits > 0) {
-                if (inside && quad >= from && quad < from + n.of[W]) {
-                    unit = 1.0f / static_cast<float>(1 << (Chunk::widest - bits));
-                    piece[i] = starts.of[W] + quad - from;
+        for (int i = 0; i < words; ++i) word_of[i] = 0xffffffffu, exponent_of[i] = 0;
+#pragma unroll
+        for (int i = 0; i < own; ++i) {
+            const int quad = i * lanes + lane_of_row;
+            unsigned word = none, exponent = 0;
+            int from = 0, start = 0;
+            static_for<keys::count>([&](auto w) {
+                constexpr int W = decltype(w)::value, bits = keys::width_list::values[W];
+                if constexpr (bits > 0) {
+                    if (quad >= from && quad < smaller(from + quads.of[W], keys::quads)) {
+                        word = static_cast<unsigned>(start + quad - from);
+                        exponent = 127u - static_cast<unsigned>(keys::code_bits - bits);
+                    }
+                    from += quads.of[W];
+                    start += round_up(quads.of[W], keys::step_quads);
                 }
-                from += n.of[W];
-            }
-        });
-        scale[i] = {scale[i].x * unit, scale[i].y * unit, scale[i].z * unit, scale[i].w * unit};
-    }
-    // Other lanes may still read what lies in scratch. What no piece fills is zero.
-    __syncwarp();
-    constexpr int all = (Rows4 * 8 * Chunk::stride + Chunk::zeros) / 4, zeros = Chunk::zeros / 4;
-    if (starts.gaps) {
-        for (int i = id.lane; i < all - zeros; i += warp_size)
+            });
+            word_of[i / 4] ^= (word ^ none) << 8 * (i % 4);
+            exponent_of[i / 4] |= exponent << 8 * (i % 4);
+        }
+        __syncwarp();
+        for (int i = id.lane; i < keys::scratch_bytes(Rows4) / 16; i += warp_size)
             store_shared_16(scratch + 16u * static_cast<std::uint32_t>(i), {0.0f, 0.0f, 0.0f, 0.0f});
         __syncwarp();
     }
-    if (id.lane < zeros)
-        store_shared_16(scratch + 16u * static_cast<std::uint32_t>(all - zeros + id.lane),
-                        {0.0f, 0.0f, 0.0f, 0.0f});
+    __device__ __forceinline__ unsigned word(int i) const { return word_of[i / 4] >> 8 * (i % 4) & 255u; }
+    __device__ __forceinline__ float factor(int i) const {
+        return __uint_as_float((exponent_of[i / 4] >> 8 * (i % 4) & 255u) << 23);
+    }
+};
+
+/// fold_rows() of key_product.cuh for mixed widths.
+template <class Chunk, int Rows4>
+__device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
+                                           std::uint32_t slot, int first, int run,
+                                           const head_keys<Chunk, Rows4>& head, const lane_id& id) {
+    using head_type = head_keys<Chunk, Rows4>;
+    constexpr bool split = split_rows<Rows4>;
+    constexpr int dim = Chunk::dim, own = head_type::own, rows_of_tile = split ? 8 : 4;
+    const int lane_of_row = split ? id.t : 2 * id.t + (id.g & 1), own_row = split ? id.g : id.g / 2;
+    const auto line = line_of<Chunk>(slot, first, run);
+    float4 scale[own], bias[own];
 #pragma unroll
-    for (int m = 0; m < Rows4; ++m) {
-        const std::uint32_t row = rows + static_cast<std::uint32_t>(16 * m * stride);
+    for (int i = 0; i < own; ++i) {
+        const int quad = i * head_type::lanes + lane_of_row;
+        const bool inside = Chunk::quads % head_type::lanes == 0 || quad < Chunk::quads;
+        const float unit = head.factor(i);
+        scale[i] = Chunk::scales(slot, run, inside ? 4 * quad : 0);
+        scale[i] = {scale[i].x * unit, scale[i].y * unit, scale[i].z * unit, scale[i].w * unit};
+        bias[i] = Chunk::biases(slot, run, inside ? 4 * quad : 0, line);
+    }
+    __syncwarp();  // other lanes may still read the pieces before
+#pragma unroll
+    for (int m = 0; m < (split ? Rows4 / 2 : Rows4); ++m) {
+        const std::uint32_t row =
+            rows + static_cast<std::uint32_t>(4 * (rows_of_tile * m + own_row) * stride);
         float x[own][4];
         float sum = 0.0f, dot = 0.0f;
 #pragma unroll
         for (int i = 0; i < own; ++i) {
-            const int quad = i * 8 + lane_of_row;
-            const bool inside = Chunk::quads % 8 == 0 || quad < Chunk::quads;
-            float4 q = load_parameters<float>(row + query_byte<dim>(16 * (inside ? quad : 0)));
+            const int quad = i * head_type::lanes + lane_of_row;
+            const bool inside = Chunk::quads % head_type::lanes == 0 || quad < Chunk::quads;
+            float4 q = load_parameters<float>(row + query_byte<dim>(own_row, 16 * (inside ? quad : 0)));
             if (!inside) q = {0.0f, 0.0f, 0.0f, 0.0f};
             dot += fmaf(q.x, bias[i].x, q.y * bias[i].y) + fmaf(q.z, bias[i].z, q.w * bias[i].w);
             x[i][0] = q.x * scale[i].x, x[i][1] = q.y * scale[i].y;
@@ -256,91 +247,116 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         }
         std::uint32_t high[own], low[own];
         int total = 0;
-        const float step = fixed_point(x, high, low, total);
-        const std::uint32_t column =
-            scratch + 4u * static_cast<std::uint32_t>((8 * m + 2 * (id.g / 2)) * Chunk::stride);
+        const float step = fixed_point<split>(x, high, low, total);
+        const int column = split ? 16 * m + id.g : 8 * m + 2 * own_row;  // of the high pieces
+        constexpr int to_low = (split ? 8 : 1) * Chunk::stride;          // words
+        const std::uint32_t at = head.scratch + 4u * static_cast<std::uint32_t>(column * Chunk::stride);
 #pragma unroll
-        for (int i = 0; i < own; ++i)
-            if (piece[i] >= 0) {
-                store_word(column + 4u * static_cast<std::uint32_t>(piece[i]), high[i]);
-                store_word(column + 4u * static_cast<std::uint32_t>(piece[i] + Chunk::stride), low[i]);
+        for (int i = 0; i < own; ++i) {
+            const unsigned word = head.word(i);
+            if (word != head_type::none) {
+                store_word(at + 4u * word, high[i]);
+                store_word(at + 4u * (word + to_low), low[i]);
             }
-        constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::widest) - 1);
-        const float part = fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
-        to[m].step = __shfl_sync(~0u, step * line.unit, 8 * id.t);
-        to[m].offset = __shfl_sync(~0u, over_row(part, add_floats{}), 8 * id.t);
+        }
+        constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::code_bits) - 1);
+        const float offset = over_row<split>(
+            fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot), add_floats{});
+#pragma unroll
+        for (int i = 0; i < (split ? 2 : 1); ++i) {
+            folded_row<Chunk>& own_of = to[split ? 2 * m + i : m];
+            own_of.step = to_owner<split>(step * line.unit, i, id);
+            own_of.offset = to_owner<split>(offset, i, id);
+        }
     }
     __syncwarp();
 }
+
+/// Codes of two neighbouring quads of a segment of `Bits`, at the top of bytes of `Top` bits, from words of all planes.
+/// The first of the quads, of lane t, is 2t of a step: `turn` says by how many bits a plane's word is to be rotated.
+template <int Bits, int Top>
+struct quad_pair {
+    using planes = code_planes<Bits>;
+    /// Left, so that the first quad's bits of plane P stand where they belong in a code.
+    template <int P>
+    __device__ __forceinline__ static unsigned turn(int t) {
+        constexpr int width = planes::width(P), to = Top - Bits + planes::shift(P);
+        return static_cast<unsigned>(to - 2 * t % planes::quads_per_word(P) * width) & 31u;
+    }
+    template <int P>
+    __device__ __forceinline__ static void add(std::uint32_t word, unsigned turn, std::uint32_t& a,
+                                               std::uint32_t& b) {
+        constexpr int width = planes::width(P), to = Top - Bits + planes::shift(P);
+        constexpr std::uint32_t mask = (((1u << width) - 1u) << to) * 0x01010101u;
+        if constexpr (planes::quads_per_word(P) == 2) {  // the same for all t
+            a |= (word << to) & mask;
+            b |=
+                (to > width ? word << (to > width ? to - width : 0) : word >> (to > width ? 0 : width - to)) &
+                mask;
+        } else {
+            a |= __funnelshift_l(word, word, turn) & mask;
+            b |= __funnelshift_l(word, word, turn - width) & mask;
+        }
+    }
+};
 
 /// Scores of tiles First .. First + Count - 1, which share their parameters.
 template <class Chunk, int Rows4, int First, int Count>
 __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4][4],
                                             const folded_row<Chunk> (&query)[Rows4], std::uint32_t slot,
-                                            std::uint32_t scratch, const typename Chunk::quads_type& n,
-                                            const lane_id& id) {
-    const piece_starts<Chunk> starts(n);
-    const std::uint32_t pieces = scratch + 4u * static_cast<std::uint32_t>(id.g * Chunk::stride);
-    const std::uint32_t nothing = scratch + 4u * static_cast<std::uint32_t>(Rows4 * 8 * Chunk::stride);
+                                            const head_keys<Chunk, Rows4>& head, const lane_id& id) {
+    std::uint32_t pieces = head.scratch + 4u * static_cast<std::uint32_t>(id.g * Chunk::stride + 2 * id.t);
     int sums[Count][2][Rows4][4] = {};
-    int words = row_words_of<Chunk>(n);  // of the segments up to the current one
-    static_for<Chunk::count>([&](auto reversed) {
-        constexpr int W = Chunk::count - 1 - decltype(reversed)::value, bits = Chunk::width_list::values[W];
+    std::uint32_t segment = slot + 16u * static_cast<std::uint32_t>(id.g);
+    static_for<Chunk::count>([&](auto w) {
+        constexpr int W = decltype(w)::value, bits = Chunk::width_list::values[W];
         if constexpr (bits > 0) {
-            using layout = code_words_of<bits>;
-            constexpr int step_quads = layout::units_per_step;
-            constexpr int narrower = W + 1 < Chunk::count ? Chunk::width_list::values[W + 1] : 0;
-            if constexpr (narrower > 0) {
-#pragma unroll
-                for (int i = 0; i < Count * 2 * Rows4 * 4; ++i)
-                    sums[i / (8 * Rows4)][i / (4 * Rows4) % 2][i / 4 % Rows4][i % 4] <<= bits - narrower;
-            }
-            const int own_words = kvq::detail::code_words(bits, n.of[W]);
-            words -= own_words;
-            const std::uint32_t segment =
-                slot + 4u * static_cast<std::uint32_t>(words * Chunk::tiles * Chunk::tile_height);
-            const int steps = ceil_div(n.of[W], step_quads);
-            for (int j = 0; j < steps; j += 4) {
-                const bool live = j + id.t < steps;
-                const int step = live ? j + id.t : 0;
-                std::uint32_t b[Rows4][step_quads];
+            using pair = quad_pair<bits, Chunk::code_bits>;
+            using planes = code_planes<bits>;
+            const int n = head.quads.of[W], own_words = kvq::detail::code_words(bits, n);
+            const auto tile_bytes = static_cast<std::uint32_t>(own_words * 128);
+            std::uint32_t at[planes::count];  // of the lane's word in tile First
+            unsigned turn[planes::count];
+            int line = First * own_words;
+            static_for<planes::count>([&](auto plane) {
+                constexpr int P = decltype(plane)::value, per = planes::quads_per_word(P);
+                at[P] = segment + 128u * static_cast<std::uint32_t>(line + 2 * id.t / per);
+                turn[P] = pair::template turn<P>(id.t);
+                line += ceil_div(n, per);
+            });
+#pragma unroll 1
+            for (int quad = 0; quad < n; quad += Chunk::step_quads) {
+                std::uint32_t b[Rows4][2];
 #pragma unroll
                 for (int m = 0; m < Rows4; ++m) {
-                    const std::uint32_t at =
-                        live ? pieces + 4u * static_cast<std::uint32_t>(m * 8 * Chunk::stride + starts.of[W] +
-                                                                        step * step_quads)
-                             : nothing;
-                    load_pieces(b[m], at);
+                    const uint2 v =
+                        load_shared_8(pieces + 4u * static_cast<std::uint32_t>(m * 8 * Chunk::stride));
+                    b[m][0] = v.x, b[m][1] = v.y;
                 }
                 static_for<Count>([&](auto in_run) {
                     constexpr int I = decltype(in_run)::value;
-                    const int tile_line = (First + I) * own_words;  // lines of 32 words
-                    uint4 codes[layout::lines(step_quads)];
-                    int plane_line = 0;
-                    static_for<layout::plane_count>([&](auto plane) {
-                        constexpr int p = decltype(plane)::value;
-                        constexpr int per = step_quads / layout::units_per_word(p);
-                        static_for<per>([&](auto k) {
-                            constexpr int K = decltype(k)::value;
-                            const auto line =
-                                static_cast<std::uint32_t>(tile_line + plane_line + step * per + K);
-                            codes[layout::first_line(p, step_quads) + K] = load_shared_16(Chunk::swizzle(
-                                segment + 128u * line + 16u * static_cast<std::uint32_t>(id.g)));
-                        });
-                        plane_line += ceil_div(n.of[W], layout::units_per_word(p));
+                    uint4 c{0, 0, 0, 0}, d{0, 0, 0, 0};
+                    static_for<planes::count>([&](auto plane) {
+                        constexpr int P = decltype(plane)::value;
+                        const uint4 v = load_shared_16(Chunk::swizzle(at[P] + I * tile_bytes));
+                        pair::template add<P>(v.x, turn[P], c.x, d.x);
+                        pair::template add<P>(v.y, turn[P], c.y, d.y);
+                        pair::template add<P>(v.z, turn[P], c.z, d.z);
+                        pair::template add<P>(v.w, turn[P], c.w, d.w);
                     });
-                    static_for<step_quads / 2>([&](auto x) {
-                        constexpr int X = 2 * decltype(x)::value;
-                        const uint4 c = layout::template codes<X>(codes),
-                                    d = layout::template codes<X + 1>(codes);
 #pragma unroll
-                        for (int m = 0; m < Rows4; ++m) {
-                            mma_codes_signed(sums[I][0][m], c.x, c.y, d.x, d.y, b[m][X], b[m][X + 1]);
-                            mma_codes_signed(sums[I][1][m], c.z, c.w, d.z, d.w, b[m][X], b[m][X + 1]);
-                        }
-                    });
+                    for (int m = 0; m < Rows4; ++m) {
+                        mma_codes_signed(sums[I][0][m], c.x, c.y, d.x, d.y, b[m][0], b[m][1]);
+                        mma_codes_signed(sums[I][1][m], c.z, c.w, d.z, d.w, b[m][0], b[m][1]);
+                    }
+                });
+                pieces += 4 * Chunk::step_quads;
+                static_for<planes::count>([&](auto plane) {
+                    constexpr int P = decltype(plane)::value;
+                    at[P] += 128 * (Chunk::step_quads / planes::quads_per_word(P));
                 });
             }
+            segment += static_cast<std::uint32_t>(Chunk::tiles) * tile_bytes;
         }
     });
 #pragma unroll
@@ -349,9 +365,9 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
         for (int m = 0; m < Rows4; ++m)
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const int at = 2 * (r % 2);
-                const int whole = 256 * sums[i][r / 2][m][at] + sums[i][r / 2][m][at + 1];
-                scores[First + i][m][r] = fmaf(static_cast<float>(whole), query[m].step, query[m].offset);
+                const piece_sums<Rows4, int> both(sums[i][r / 2], m, 2 * (r % 2));
+                scores[First + i][m][r] =
+                    fmaf(static_cast<float>(256 * both.high + both.low), query[m].step, query[m].offset);
             }
 }
 
@@ -359,33 +375,30 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
 template <class Chunk>
 inline constexpr bool fold_once = Chunk::full || Chunk::token_parameters;
 
-/// Scores of a chunk of any kind, whose first token is `first` of its page; `plan`: of the head.
+/// Scores of a chunk of any kind, whose first token is `first` of its page. fold: unless the chunk before had the same
+/// parameters.
 template <class Chunk, int Rows4>
 __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4][4],
                                             folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
-                                            int stride, std::uint32_t slot, int first, std::uint32_t,
-                                            const std::uint16_t*, const lane_id& id) requires(!Chunk::mixed) {
+                                            int stride, std::uint32_t slot, int first, bool fold,
+                                            [[maybe_unused]] const head_keys<Chunk, Rows4>& head,
+                                            const lane_id& id) {
     constexpr int tiles_of_run =
         fold_once<Chunk> ? Chunk::tiles : smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
-    static_for<Chunk::tiles>([&](auto tile) {
-        constexpr int Tile = decltype(tile)::value;
-        if constexpr (!fold_once<Chunk> && Tile % tiles_of_run == 0)
-            fold_rows(folded, rows, stride, slot, first, Tile / tiles_of_run, id);
-        score_tile<Chunk, Rows4, Tile>(scores[Tile], folded, slot, id);
-    });
-}
-template <class Chunk, int Rows4>
-__device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4][4],
-                                            folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
-                                            int stride, std::uint32_t slot, int first, std::uint32_t scratch,
-                                            const std::uint16_t* plan,
-                                            const lane_id& id) requires(Chunk::mixed) {
-    constexpr int tiles_of_run = smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
-    const auto quads = quads_of<typename Chunk::scheme, Chunk::dim>(plan);
     static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
         constexpr int R = decltype(run)::value;
-        fold_mixed(folded, rows, stride, slot, first, R, scratch, quads, id);
-        score_mixed<Chunk, Rows4, R * tiles_of_run, tiles_of_run>(scores, folded, slot, scratch, quads, id);
+        if constexpr (Chunk::mixed) {
+            if (fold) fold_mixed(folded, rows, stride, slot, first, R, head, id);
+            score_mixed<Chunk, Rows4, R * tiles_of_run, tiles_of_run>(scores, folded, slot, head, id);
+        } else {
+            if constexpr (!fold_once<Chunk>) {
+                if (fold) fold_rows(folded, rows, stride, slot, first, R, id);
+            }
+            static_for<tiles_of_run>([&](auto in_run) {
+                constexpr int Tile = R * tiles_of_run + decltype(in_run)::value;
+                score_tile<Chunk, Rows4, Tile>(scores[Tile], folded, slot, id);
+            });
+        }
     });
 }
 

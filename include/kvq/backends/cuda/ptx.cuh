@@ -126,6 +126,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+/// 1 / x to about 1e-7, for normal x; without the care for subnormal numbers that __fdividef takes.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -150,6 +157,14 @@ __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_gr
 template <int Pending>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+/// Asks for memory in the second-level cache. All lanes of a warp.
+__device__ __forceinline__ void prefetch_lines(const std::byte* from, int bytes, int lane) {
+    constexpr int line = 128;
+#pragma unroll 1
+    for (int at = lane * line; at < bytes; at += 32 * line)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
 }
 
 /// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until the one before

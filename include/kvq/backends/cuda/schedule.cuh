@@ -14,6 +14,15 @@
 
 namespace kvq::inline v0_1::cuda::detail {
 
+/// a / b for a >= 0, b > 0. Launches begin with a chain of divisions; most numbers are small enough for floats.
+__device__ __forceinline__ int divide(int a, int b) {
+    if ((a | b) >> 22) return a / b;
+    const int q = static_cast<int>(static_cast<float>(a) * reciprocal(static_cast<float>(b)));
+    const int rest = a - q * b;  // off by one at most
+    return q + (rest >= b) - (rest < 0);
+}
+__device__ __forceinline__ int divide_up(int a, int b) { return divide(a + b - 1, b); }
+
 /// What the schedule must know about a call.
 struct work_shape {
     const int* tokens;  // [sequences]
@@ -31,10 +40,12 @@ struct work_shape {
     };
     /// Where the tokens of sequence b that this format may hold end, counted from first_token.
     __device__ __forceinline__ int end(int b) const { return smaller(tokens[b] - first_token, capacity); }
-    /// Chunks of sequence b that hold a token that some query sees.
-    template <int Tokens>
+    /// Chunks of sequence b that hold a token that some query sees. Hint: while the previous launch may still write lengths;
+    /// what is read then stays out of the first-level cache.
+    template <int Tokens, bool Hint = false>
     __device__ __forceinline__ span chunks(int b) const {
-        const int length = tokens[b], end = smaller(length - first_token, capacity);
+        const int length = Hint ? __ldcg(tokens + b) : tokens[b],
+                  end = smaller(length - first_token, capacity);
         // The oldest query sits at position length - query_tokens and sees `window` tokens.
         const int begin = window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
         const int first = begin / Tokens;
@@ -107,7 +118,7 @@ struct share_plan {
 
     __device__ __forceinline__ share_plan(int units, int unit_chunks, int parts_of_unit)
         : shares(units * parts_of_unit), unit(unit_chunks), parts(parts_of_unit) {
-        size = parts == 1 ? unit : unit / parts;
+        size = parts == 1 ? unit : divide(unit, parts);
         longer = unit - size * parts;
     }
     /// Where part `part` of unit `whole` begins; part `parts` is the next unit's first.
@@ -115,14 +126,14 @@ struct share_plan {
         return whole * unit + part * size + smaller(part, longer);
     }
     __device__ __forceinline__ int begin(int share) const {
-        const int whole = share / parts;
+        const int whole = divide(share, parts);
         return begin(whole, share - whole * parts);
     }
     /// The share that holds a chunk.
     __device__ __forceinline__ int holder(int chunk) const {
-        const int whole = chunk / unit, rest = chunk - whole * unit, in_longer = longer * (size + 1);
-        return whole * parts +
-               (rest < in_longer ? rest / (size + 1) : longer + (rest - in_longer) / larger(size, 1));
+        const int whole = divide(chunk, unit), rest = chunk - whole * unit, in_longer = longer * (size + 1);
+        return whole * parts + (rest < in_longer ? divide(rest, size + 1)
+                                                 : longer + divide(rest - in_longer, larger(size, 1)));
     }
 };
 
@@ -147,16 +158,16 @@ struct item_shares {
     /// states, so no more are taken than make the work shorter.
     __device__ __forceinline__ share_plan plan(int items, int count, int blocks, int warps) const {
         if (parts > 0) {
-            const int rounds = ceil_div(count, parts * warps);
-            if (rounds == 1 || !few) return {items, count, ceil_div(count, rounds * warps)};
+            const int rounds = divide_up(count, parts * warps);
+            if (rounds == 1 || !few) return {items, count, divide_up(count, rounds * warps)};
         }
-        if (each > 0) return {items / each, count * each, 1};
+        if (each > 0) return {divide(items, each), count * each, 1};
         return {1, items * count, smaller(blocks, items * count)};
     }
 };
 
 /// Counts all chunks and finds where the share of this thread block begins. Every warp does it for itself: no barrier.
-template <int Tokens>
+template <int Tokens, bool Hint = false>
 __device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut, int warps,
                                                  item_walk<Tokens>& walk) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
@@ -164,11 +175,11 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     // Lane i adds up sequences [i * each, (i + 1) * each).
     const int each = ceil_div(work.sequences, warp_size);
     const int from = smaller(lane * each, work.sequences), to = smaller(from + each, work.sequences);
-    const int count_of_first = work.template chunks<Tokens>(0).count;
+    const int count_of_first = work.template chunks<Tokens, Hint>(0).count;
     int sum = 0;
     bool same = true;
     for (int b = from; b < to; ++b) {
-        const int count = work.template chunks<Tokens>(b).count;
+        const int count = work.template chunks<Tokens, Hint>(b).count;
         sum += count;
         same = same && count == count_of_first;
     }
@@ -176,7 +187,7 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     const auto start = [&] {
         item.kv_head = work.row_blocks == 1 ? item.line : item.line / work.row_blocks;
         item.row_block = item.line - item.kv_head * work.row_blocks;
-        const auto span = work.template chunks<Tokens>(item.sequence);
+        const auto span = work.template chunks<Tokens, Hint>(item.sequence);
         item.first = span.first;
         item.count = span.count;
         item.real = span.real;
@@ -187,11 +198,12 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
         item.begin = 0;
         walk.share_begin = walk.share_end = 0;
         if (share >= plan.shares) return plan;
-        const int whole = plan.parts == 1 ? share : share / plan.parts, part = share - whole * plan.parts;
+        const int whole = plan.parts == 1 ? share : divide(share, plan.parts),
+                  part = share - whole * plan.parts;
         walk.share_begin = plan.begin(whole, part);
         walk.share_end = plan.begin(whole, part + 1);
-        const int index = plan.unit == count_of_first ? whole : walk.share_begin / count_of_first;
-        item.sequence = index / work.lines;
+        const int index = plan.unit == count_of_first ? whole : divide(walk.share_begin, count_of_first);
+        item.sequence = divide(index, work.lines);
         item.line = index - item.sequence * work.lines;
         item.begin = index * count_of_first;
         start();
@@ -217,7 +229,7 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     const bool mine = walk.share_begin >= before && walk.share_begin < before + sum;
     if (mine) {
         for (int b = from; b < to; ++b) {
-            const int count = work.template chunks<Tokens>(b).count;
+            const int count = work.template chunks<Tokens, Hint>(b).count;
             if (walk.share_begin < before + count * work.lines) {
                 sequence = b;
                 line = (walk.share_begin - before) / count;

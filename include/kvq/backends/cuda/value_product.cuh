@@ -25,13 +25,13 @@ struct weight_words {
         Values::traits::has_bias && Values::token_parameters && !Values::full ? sets : 0;
 };
 
-/// Softmax state of the rows 4n + t of a warp; `sum` and `bias` are this lane's part, `max` is the warp's.
+/// Softmax state of the rows lane_row(n, t) of a warp; `sum` and `bias` are this lane's part, `max` is the warp's.
 template <class Values, int Rows4>
 struct warp_state {
     float max[Rows4];
     float sum[Rows4];
     float bias[Rows4][weight_words<Values>::bias_sets + 1];
-    float output[Values::tiles][Rows4][4];  // channel 32 * tile + 4g + i of row 4n + t
+    float output[Values::tiles][Rows4][4];  // channel 32 * tile + 4g + i of row n
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -58,6 +58,13 @@ __device__ __forceinline__ float over_tokens(float v, F f) {
 
 __device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+
+/// Where a unit's weights lie among those of a lane: units that a product takes together stand next to each other, so that
+/// they arrive in neighbouring registers. (With two sets, chunk::sets, these are units 0 and 2, 1 and 3 of four.)
+template <int Sets>
+KVQ_HD constexpr int weight_place(int unit) {
+    return Sets == 2 ? (unit & ~3) | (unit & 1) << 1 | (unit >> 1 & 1) : unit;
 }
 
 /// The lane's words of B; an odd last one is zero.
@@ -130,7 +137,14 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     using words = weight_words<Values>;
     constexpr int quads_of_tile = Keys::tile_height / 4;
     const bool idle = Keys::tile_height == 16 && id.g >= 4;
-    const std::uint32_t lane_at = weights + 4u * static_cast<std::uint32_t>(2 * id.t * words::stride);
+    // Where the pieces of the n-th row of this lane go.
+    constexpr bool split = split_rows<Rows4>;
+    constexpr std::uint32_t to_low = 4u * (split ? words::row_set : words::stride);
+    const auto column_of = [&](int set, int n) {
+        return weights +
+               4u * static_cast<std::uint32_t>((set * Rows4 + (split ? n & ~1 : n)) * words::row_set +
+                                               (2 * id.t + (split ? n & 1 : 0)) * words::stride);
+    };
     static_for<words::sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         [[maybe_unused]] float scale[Keys::tiles][4], bias[Keys::tiles][4];
@@ -148,8 +162,7 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
         }
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
-            const std::uint32_t column =
-                lane_at + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set);
+            const std::uint32_t column = column_of(S, n);
             if constexpr (Values::full) {
                 using T = typename Values::scheme::value_type;
                 factors.step[S][n] = factors.take[n];
@@ -165,35 +178,41 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                                                                    2 * (tile * quads_of_tile + id.g) + half);
                         if (!idle) {
                             store_word(at, high);
-                            store_word(at + 4 * words::stride, low);
+                            store_word(at + to_low, low);
                         }
                     }
             } else {
-                float w[Keys::tiles][4];
-                float largest = 1.0f;
+                if constexpr (words::bias_sets > 0) {
+                    float parts[2];
+#pragma unroll
+                    for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+                        for (int r = 0; r < 4; ++r) {
+                            float& part = parts[r % 2];
+                            part = 4 * tile + r < 2 ? s[tile][n][r] * bias[tile][r]
+                                                    : fmaf(s[tile][n][r], bias[tile][r], part);
+                        }
+                    state.bias[n][S] =
+                        fmaf(state.bias[n][S], factors.keep[n], factors.take[n] * (parts[0] + parts[1]));
+                }
+                float w[Keys::tiles][4], largest = 1.0f;
                 if constexpr (Values::scales_tokens) {
-                    largest = 0.0f;
-                    [[maybe_unused]] float biased = 0.0f;
 #pragma unroll
                     for (int tile = 0; tile < Keys::tiles; ++tile) {
 #pragma unroll
                         for (int r = 0; r < 4; ++r) w[tile][r] = s[tile][n][r] * scale[tile][r];
-                        if constexpr (words::bias_sets > 0)
-                            biased += fmaf(s[tile][n][0], bias[tile][0], s[tile][n][1] * bias[tile][1]) +
-                                      fmaf(s[tile][n][2], bias[tile][2], s[tile][n][3] * bias[tile][3]);
-                        largest = fmaxf(largest,
-                                        fmaxf(fmaxf(w[tile][0], w[tile][1]), fmaxf(w[tile][2], w[tile][3])));
+                        const float four =
+                            fmaxf(fmaxf(w[tile][0], w[tile][1]), fmaxf(w[tile][2], w[tile][3]));
+                        largest = tile == 0 ? four : fmaxf(largest, four);
                     }
                     largest = over_tokens(largest, max_floats{});
-                    if constexpr (words::bias_sets > 0)
-                        state.bias[n][S] = fmaf(state.bias[n][S], factors.keep[n], factors.take[n] * biased);
                 } else {
 #pragma unroll
                     for (int tile = 0; tile < Keys::tiles; ++tile)
 #pragma unroll
                         for (int r = 0; r < 4; ++r) w[tile][r] = s[tile][n][r];
                 }
-                const float inverse = largest > 1e-33f ? __fdividef(65280.0f, largest) : 0.0f;
+                const float inverse = largest > 1e-33f ? 65280.0f * reciprocal(largest) : 0.0f;
                 factors.step[S][n] = factors.take[n] * (largest * (1.0f / 65280.0f));
 #pragma unroll
                 for (int tile = 0; tile < Keys::tiles; ++tile) {
@@ -202,10 +221,11 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                     for (int r = 0; r < 4; ++r) y[r] = __float_as_uint(fmaf(w[tile][r], inverse, 8388608.0f));
                     const piece_words p = split_pieces(y[0], y[1], y[2], y[3]);
                     const std::uint32_t at =
-                        column + 4u * static_cast<std::uint32_t>(tile * quads_of_tile + id.g);
+                        column + 4u * static_cast<std::uint32_t>(tile * quads_of_tile +
+                                                                 weight_place<Values::sets(Rows4)>(id.g));
                     if (!idle) {
                         store_word(at, p.high);
-                        store_word(at + 4 * words::stride, p.low);
+                        store_word(at + to_low, p.low);
                     }
                 }
             }
@@ -225,7 +245,19 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
     constexpr bool channel_parameters = !Values::full && !Values::token_parameters;
     constexpr bool needs_total = traits::zero_code != 0 || (channel_parameters && traits::has_bias);
     constexpr int tiles_of_set = ceil_div(Values::tiles, words::sets);
-    [[maybe_unused]] const auto line = Values::line(slot, first, 0);
+    [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
+    // After a few chunks maxima hardly ever rise.
+    bool rises = false;
+#pragma unroll
+    for (int n = 0; n < Rows4; ++n) rises = rises || factors.keep[n] != 1.0f;
+    if (__any_sync(~0u, rises)) {
+#pragma unroll
+        for (int tile = 0; tile < Values::tiles; ++tile)
+#pragma unroll
+            for (int n = 0; n < Rows4; ++n)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) state.output[tile][n][r] *= factors.keep[n];
+    }
     static_for<words::sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         std::uint32_t b[Rows4][2 * Values::pairs];
@@ -236,13 +268,19 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                 weights + 4u * static_cast<std::uint32_t>((S * Rows4 + n) * words::row_set +
                                                           id.g * words::stride + id.t * Values::lane_units);
             load_weights<Values::lane_units>(b[n], at);
-            if constexpr (needs_total) {
-                int sums[4] = {};
+        }
+        if constexpr (needs_total) {
+            int sums[Rows4][4] = {};
+#pragma unroll
+            for (int n = 0; n < Rows4; ++n)
 #pragma unroll
                 for (int i = 0; i < Values::pairs; ++i)
-                    mma_codes_unsigned(sums, 0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u, b[n][2 * i],
-                                       b[n][2 * i + 1]);
-                total[n] = 256 * sums[0] + sums[1];
+                    mma_codes_unsigned(sums[n], 0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u,
+                                       b[n][2 * i], b[n][2 * i + 1]);
+#pragma unroll
+            for (int n = 0; n < Rows4; ++n) {
+                const piece_sums<Rows4, int> both(sums, n, 0);
+                total[n] = 256 * both.high + both.low;
             }
         }
         // Coded biases: total * (first + step * code) = base + slope * (raised + code).
@@ -265,8 +303,8 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                         auto& sums = all_sums[decltype(in)::value];
 #pragma unroll
                         for (int n = 0; n < Rows4; ++n) {
-                            const std::uint32_t b0 = b[n][decltype(unit_x)::value],
-                                                b1 = b[n][decltype(unit_y)::value];
+                            const std::uint32_t b0 = b[n][weight_place<sets>(decltype(unit_x)::value)],
+                                                b1 = b[n][weight_place<sets>(decltype(unit_y)::value)];
                             if constexpr (Values::full) {
                                 using V = typename Values::scheme::value_type;
                                 mma_values<V>(sums[0][n], x.x, x.y, y.x, y.y, b0, b1);
@@ -296,29 +334,32 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                 for (int n = 0; n < Rows4; ++n)
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const int at = 2 * (r % 2);
-                        const sum_type high = all_sums[0][r / 2][n][at], low = all_sums[0][r / 2][n][at + 1];
-                        float y;
+                        const piece_sums<Rows4, sum_type> sums(all_sums[0][r / 2], n, 2 * (r % 2));
+                        float& output = state.output[T][n][r];
                         if constexpr (Values::full) {
-                            y = (high + low) * factors.step[S][n];
+                            output = fmaf(sums.high + sums.low, factors.step[S][n], output);
                         } else {
                             constexpr int weight = Values::set_weight(sets);
-                            int whole = 256 * high + low;
-                            if constexpr (sets == 2)
-                                whole = weight * whole +
-                                        (256 * all_sums[1][r / 2][n][at] + all_sums[1][r / 2][n][at + 1]);
+                            int whole = 256 * sums.high + sums.low;
+                            if constexpr (sets == 2) {
+                                const piece_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
+                                whole = weight * whole + (256 * upper.high + upper.low);
+                            }
                             if constexpr (traits::zero_code != 0)
                                 whole -= weight * traits::zero_code * total[n];
-                            y = static_cast<float>(whole) * (factors.step[S][n] * (line.unit / weight));
+                            const float step = factors.step[S][n] * (line.unit / weight);
                             if constexpr (Values::coded) {
-                                y = fmaf(bias[r], slope[n], fmaf(y, scale[r], base[n]));
+                                output = fmaf(static_cast<float>(whole) * step, scale[r], output + base[n]);
+                                output = fmaf(bias[r], slope[n], output);
                             } else if constexpr (channel_parameters) {
-                                y *= scale[r];
+                                output = fmaf(static_cast<float>(whole) * step, scale[r], output);
                                 if constexpr (traits::has_bias)
-                                    y = fmaf(bias[r], static_cast<float>(total[n]) * factors.step[S][n], y);
+                                    output = fmaf(bias[r], static_cast<float>(total[n]) * factors.step[S][n],
+                                                  output);
+                            } else {
+                                output = fmaf(static_cast<float>(whole), step, output);
                             }
                         }
-                        state.output[T][n][r] = fmaf(state.output[T][n][r], factors.keep[n], y);
                     }
             }
         });
