@@ -93,6 +93,25 @@ TEST_CASE("independent queries have nothing to feed back: the same bytes") {
     CHECK(test::encoded(S(statistics), shape, x) == test::encoded(kvq::channel_grid<3>{}, shape, x));
 }
 
+TEST_CASE("an encoder for the time without matrices, another one with them") {
+    using kvq::least_squares;
+    using both = kvq::channel_grid<2, 0, error_feedback<min_max, least_squares>>;
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    kvq::calibration statistics({1, 1, 16}, true), diagonal({1, 1, 16});
+    const auto q = correlated_queries(random, 500, 16);
+    for (kvq::calibration* c : {&statistics, &diagonal}) c->add_queries(0, q.view());
+    const kvq::block_shape shape{kvq::tensor::key, 64, 16};
+    const auto x = test::random_block(random, shape);
+    const auto squares = test::encoded(kvq::channel_grid<2, 0, least_squares>{}, shape, x);
+    CHECK(test::encoded(both{}, shape, x) == squares);
+    CHECK(test::encoded(both(diagonal), shape, x) == squares);
+    CHECK(test::encoded(both(statistics), shape, x) ==
+          test::encoded(kvq::channel_grid<2, 0, error_feedback<min_max>>(statistics), shape, x));
+    CHECK(test::encoded(both(statistics), shape, x) != squares);
+}
+
 TEST_CASE("values are left alone") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
