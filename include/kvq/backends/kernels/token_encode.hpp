@@ -177,12 +177,14 @@ private:
     void fit_channels(int c, int begin, int end, int group, float* bias, float* inverse) {
         constexpr int loads = unit / per_load;
         const auto at = [&](int t, int i) KVQ_INLINE_LAMBDA { return token(t) + c + i * per_load; };
-        const auto start = [&]<int... I>(std::integer_sequence<int, I...>) {
-            return std::array<extremes, loads>{extremes(at(begin, I))...};
+        const auto start = [&]<int... Load>(std::integer_sequence<int, Load...>) {
+            return std::array<extremes, loads>{extremes(at(begin, Load))...};
         };
         auto found = start(std::make_integer_sequence<int, loads>{});
-        for (int t = begin + 1; t < end; ++t) KVQ_UNROLL
-        for (int i = 0; i < loads; ++i) found[static_cast<std::size_t>(i)].take(at(t, i));
+        for (int t = begin + 1; t < end; ++t) {
+            KVQ_UNROLL
+            for (int i = 0; i < loads; ++i) found[static_cast<std::size_t>(i)].take(at(t, i));
+        }
         alignas(64) std::byte lo[unit * sizeof(T)], hi[unit * sizeof(T)];
         for (int i = 0; i < loads; ++i) {
             extremes e = found[static_cast<std::size_t>(i)];
