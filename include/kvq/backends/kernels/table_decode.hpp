@@ -93,12 +93,15 @@ private:
     /// Steps of every group if all have as many and spans begin with one.
     template <int Step>
     static constexpr int group_steps = [] {
-        constexpr int g = Scheme::granularity_type::group;
-        return g > 0 && g % Step == 0 && most % (g / Step) == 0 ? g / Step : 0;
+        constexpr int g = Scheme::granularity_type::group, steps = detail::larger(g / Step, 1);
+        return g > 0 && g % Step == 0 && most % steps == 0 ? steps : 0;
     }();
     template <int Step>
     bool all_groups_whole() const {
-        return group_steps<Step> > 0 && shape_.dim % Scheme::granularity_type::group == 0;
+        if constexpr (group_steps < Step >> 0)
+            return shape_.dim % Scheme::granularity_type::group == 0;
+        else
+            return false;
     }
     /// Calls f(span) for all channels: tokens are written in long runs.
     template <class F>
