@@ -66,6 +66,10 @@ struct tile_layout {
                static_cast<std::size_t>(vector) * static_cast<std::size_t>(height) +
                static_cast<std::size_t>(in_tile);
     }
+    /// Bytes from one vector of the tile of `row` to the next: those of its rows.
+    constexpr std::ptrdiff_t vector_bytes(int row) const noexcept {
+        return words_per_row > 1 ? 4 * static_cast<std::ptrdiff_t>(word(row, 1) - word(row, 0)) : 0;
+    }
 };
 
 }  // namespace kvq::inline v0_1

@@ -98,7 +98,7 @@ private:
     }();
     template <int Step>
     bool all_groups_whole() const {
-        if constexpr (group_steps < Step >> 0)
+        if constexpr (group_steps<Step> != 0)
             return shape_.dim % Scheme::granularity_type::group == 0;
         else
             return false;
@@ -147,7 +147,7 @@ private:
             for (int row = 0; row < rows; row += width) {
                 load(p, at, row, width);
                 const std::byte* from = from_ + 4 * codes_.tiles.word(row, 4 * at.first);
-                const std::ptrdiff_t step = vector_bytes(row);
+                const std::ptrdiff_t step = codes_.tiles.vector_bytes(row);
                 for (int n = 0; n < at.count; ++n, from += 4 * step) {
                     ints words[4] = {Lanes::load(from), Lanes::load(from + step),
                                      Lanes::load(from + 2 * step), Lanes::load(from + 3 * step)};
@@ -191,7 +191,7 @@ private:
             for (int n = 0; n < at.count; ++n) {
                 const int row = (at.first + n) * per_store;
                 from[n] = from_ + 4 * codes_.tiles.word(row, 0);
-                step[n] = vector_bytes(row);
+                step[n] = codes_.tiles.vector_bytes(row);
             }
             for (int t = 0; t < cols; t += word_columns) {
                 for (int n = 0; n < at.count; ++n) {
@@ -231,13 +231,6 @@ private:
             return Lanes::template shift_right<byte % 2 * 8 + in_byte>(words[byte / 2]);
         else
             return Lanes::template shift_right<byte * 8 + in_byte>(words[0]);
-    }
-
-    /// Bytes from one vector of a tile to the next: those of its rows.
-    std::ptrdiff_t vector_bytes(int row) const {
-        return codes_.tiles.words_per_row > 1
-                   ? 4 * static_cast<std::ptrdiff_t>(codes_.tiles.word(row, 1) - codes_.tiles.word(row, 0))
-                   : 0;
     }
 
     const block_shape shape_;

@@ -280,7 +280,7 @@ private:
                 for (int i = 0; i < width; ++i) words[i % 4 * (width / 4) + i / 4] = square[i];
                 const int row = a.token + t;
                 std::byte* const to = to_ + 4 * codes_.tiles.word(row, 0);
-                const std::ptrdiff_t step = vector_bytes(row);
+                const std::ptrdiff_t step = codes_.tiles.vector_bytes(row);
                 KVQ_UNROLL
                 for (int s = 0; s < width / step_quads; ++s)
                     writer::template put<false>(codes_.quads(), c / step_columns + s, words + s * step_quads,
@@ -295,7 +295,7 @@ private:
         ints seen = Lanes::splat(0);
         for (int c = a.channel; c < a.channel + a.channels; c += width) {
             std::byte* const to = to_ + 4 * codes_.tiles.word(c, 0);
-            const std::ptrdiff_t step = vector_bytes(c);
+            const std::ptrdiff_t step = codes_.tiles.vector_bytes(c);
             const int vector = (c - a.channel) % unit / width;
             for (int t = 0; t < a.tokens; t += step_columns) {
                 ints words[step_quads];
@@ -315,13 +315,6 @@ private:
             }
         }
         special_ = Lanes::bit_or(special_, seen);
-    }
-
-    /// Bytes from one vector of a tile to the next: those of its rows.
-    std::ptrdiff_t vector_bytes(int row) const {
-        return codes_.tiles.words_per_row > 1
-                   ? 4 * static_cast<std::ptrdiff_t>(codes_.tiles.word(row, 1) - codes_.tiles.word(row, 0))
-                   : 0;
     }
 
     bool met_special() const {
