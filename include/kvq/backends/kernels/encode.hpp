@@ -13,6 +13,7 @@
 #include "code_words.hpp"
 #include "composed.hpp"
 #include "fit.hpp"
+#include "special_values.hpp"
 
 namespace kvq::inline v0_1::kernels {
 
@@ -46,7 +47,7 @@ public:
             else
                 each_strip(g, [&](const auto& at) { code_odd_rows(at); });
         }
-        return !met_special();
+        return !special::any(special_);
     }
 
 private:
@@ -57,6 +58,7 @@ private:
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
     using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, Window>;
+    using special = special_values<Lanes, Window>;
     static constexpr int bits = Scheme::code_bits;
     static constexpr int per_word = value_layout<Window>::values_per_word;
     static constexpr int step_quads = planes::quads_per_step, step_columns = 4 * step_quads;
@@ -127,25 +129,6 @@ private:
         }
     }
 
-    /// Words with a bit set that says: an infinity or NaN was here.
-    static KVQ_INLINE ints special(ints words) {
-        constexpr std::uint32_t exponent = std::same_as<Window, float>     ? 0x7f800000u
-                                           : std::same_as<Window, float16> ? 0x7c007c00u
-                                                                           : 0x7f807f80u;
-        constexpr std::uint32_t one = std::same_as<Window, float>     ? 0x00800000u
-                                      : std::same_as<Window, float16> ? 0x04000400u
-                                                                      : 0x00800080u;
-        return Lanes::add(Lanes::bit_and(words, Lanes::splat(static_cast<std::int32_t>(exponent))),
-                          Lanes::splat(static_cast<std::int32_t>(one)));
-    }
-    bool met_special() const {
-        std::byte all[4 * Lanes::width];
-        Lanes::store(all, special_);
-        std::uint32_t any = 0;
-        for (int i = 0; i < Lanes::width; ++i) any |= detail::load_as<std::uint32_t>(all + 4 * i);
-        return (any & (per_word == 2 ? 0x80008000u : 0x80000000u)) != 0;
-    }
-
     /// Minima and maxima of words in every lane; two of each, so that they do not wait for each other. 16-bit values are
     /// compared as the integers that have their order, both halves at once; where infinities and NaN are the extremes.
     struct extremes {
@@ -166,7 +149,7 @@ private:
                 hi[i] = Lanes::max_halves(hi[i], words);
             } else {
                 words = Lanes::in_register(words);
-                seen = Lanes::bit_or(seen, special(words));
+                seen = Lanes::bit_or(seen, special::marks(words));
                 const floats x = Lanes::as_floats(words);
                 lo[i] = Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[i]), x));
                 hi[i] = Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[i]), x));
@@ -187,7 +170,7 @@ private:
         }
         KVQ_INLINE ints met() const {
             if constexpr (per_word == 2)
-                return Lanes::bit_or(special(least()), special(most()));
+                return Lanes::bit_or(special::marks(least()), special::marks(most()));
             else
                 return seen;
         }

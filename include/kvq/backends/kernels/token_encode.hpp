@@ -18,6 +18,7 @@
 #include "code_words.hpp"
 #include "composed.hpp"
 #include "fit.hpp"
+#include "special_values.hpp"
 
 namespace kvq::inline v0_1::kernels {
 
@@ -41,7 +42,7 @@ public:
                 each_token();
             else
                 each_channel();
-            return !fit::exceeds(most_) && !met_special();
+            return !fit::exceeds(most_) && !special::any(special_);
         } else {
             return false;
         }
@@ -54,6 +55,7 @@ private:
     using parameter = typename Scheme::parameter;
     using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, T, false>;
     using writer = code_words<Lanes, Scheme::code_bits>;
+    using special = special_values<Lanes, float>;  // of extremes, and of codes
     static constexpr int width = Lanes::width;
     static constexpr int step_quads = writer::step_quads, step_columns = 4 * step_quads;
     static constexpr bool per_token = detail::on_rows<typename Scheme::granularity_type>(tensor::key);
@@ -131,11 +133,8 @@ private:
 
     /// Fits groups with these extremes and writes their parameters; slot: of the first one.
     KVQ_INLINE void fitted(floats lo, floats hi, int group, int slot, float* bias, float* inverse) {
-        const auto exponent = [](floats x) {
-            return Lanes::add(Lanes::bit_and(Lanes::as_ints(x), Lanes::splat(0x7f800000)),
-                              Lanes::splat(0x00800000));
-        };
-        special_ = Lanes::bit_or(special_, Lanes::bit_or(exponent(lo), exponent(hi)));
+        special_ = Lanes::bit_or(
+            special_, Lanes::bit_or(special::marks(Lanes::as_ints(lo)), special::marks(Lanes::as_ints(hi))));
         const fit f(lo, hi);
         f.store(to_ + sections_.offset(group, slot), sections_.bytes, width);
         Lanes::store_floats(bias, f.bias);
@@ -315,14 +314,6 @@ private:
             }
         }
         special_ = Lanes::bit_or(special_, seen);
-    }
-
-    bool met_special() const {
-        std::byte all[4 * width];
-        Lanes::store(all, special_);
-        std::uint32_t any = 0;
-        for (int i = 0; i < width; ++i) any |= detail::load_as<std::uint32_t>(all + 4 * i);
-        return (any & 0x80000000u) != 0;
     }
 
     const block_shape shape_;

@@ -9,6 +9,7 @@
 
 #include "../../core/float_formats.hpp"
 #include "../../pack/value_layout.hpp"
+#include "special_values.hpp"
 
 namespace kvq::inline v0_1::kernels {
 
@@ -24,7 +25,7 @@ public:
         if constexpr (std::same_as<T, Window>) {
             copies_ = true;
             write();
-            if (sizeof(T) == 4 || !met_special()) return;
+            if (sizeof(T) == 4 || !special_values<Lanes, T>::any(special_)) return;
             copies_ = false;
         }
         write();
@@ -52,18 +53,8 @@ private:
     /// Remembers words whose halves have all bits of the exponent set.
     KVQ_INLINE void look_at(ints words) {
         if constexpr (sizeof(T) == 2) {
-            constexpr std::int32_t exponent = std::same_as<T, float16> ? 0x7c007c00 : 0x7f807f80;
-            constexpr std::int32_t one = std::same_as<T, float16> ? 0x04000400 : 0x00800080;
-            special_ = Lanes::bit_or(
-                special_, Lanes::add(Lanes::bit_and(words, Lanes::splat(exponent)), Lanes::splat(one)));
+            special_ = Lanes::bit_or(special_, special_values<Lanes, T>::marks(words));
         }
-    }
-    bool met_special() const {
-        std::byte all[4 * width];
-        Lanes::store(all, special_);
-        std::uint32_t any = 0;
-        for (int i = 0; i < width; ++i) any |= detail::load_as<std::uint32_t>(all + 4 * i);
-        return (any & 0x80008000u) != 0;
     }
     const T* token(int t) const { return from_ + (t - at_) * stride_; }
 

@@ -1,0 +1,39 @@
+// Infinities and NaN in vectors of words, found without branches: adding one to an exponent of ones carries into the sign bit.
+//
+//   marks(words)   sign bits where a value of the word is special; any other bits may be set too
+//   any(marks)     has a word a sign bit? Marks of many words are put together with bit_or first.
+#pragma once
+
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/float_formats.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+template <class Lanes, float_format T>
+struct special_values {
+    using ints = typename Lanes::ints;
+
+    static KVQ_INLINE ints marks(ints words) {
+        return Lanes::add(Lanes::bit_and(words, Lanes::splat(exponent)), Lanes::splat(one));
+    }
+    static bool any(ints marks) {
+        std::byte all[4 * Lanes::width];
+        Lanes::store(all, marks);
+        std::uint32_t found = 0;
+        for (int i = 0; i < Lanes::width; ++i) found |= detail::load_as<std::uint32_t>(all + 4 * i);
+        return (found & (sizeof(T) == 2 ? 0x80008000u : 0x80000000u)) != 0;
+    }
+
+private:
+    static constexpr std::int32_t exponent = std::same_as<T, float>     ? 0x7f800000
+                                             : std::same_as<T, float16> ? 0x7c007c00
+                                                                        : 0x7f807f80;
+    static constexpr std::int32_t one = std::same_as<T, float>     ? 0x00800000
+                                        : std::same_as<T, float16> ? 0x04000400
+                                                                   : 0x00800080;
+};
+
+}  // namespace kvq::inline v0_1::kernels
