@@ -9,48 +9,11 @@
 
 #include "support/blocks.hpp"
 #include "support/caches.hpp"
+#include "support/coded_blocks.hpp"
 
 namespace {
 
 using native = kvq::simd<>;
-
-/// The block as the scheme itself codes it, and as a backend does.
-template <class Window, class Backend, class S>
-void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id,
-                 const std::vector<float>& x) {
-    const kvq::full<Window> full;
-    std::vector<std::byte> window(full.block_bytes(shape));
-    full.encode(shape, id, x.data(), window.data());
-
-    std::vector<float> rounded(shape.values());
-    full.decode(shape, id, window.data(), rounded.data());
-    std::vector<std::byte> expected(scheme.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
-    const std::uint32_t not_finite = scheme.encode(shape, id, rounded.data(), expected.data());
-
-    std::vector<float> scratch(shape.values() + 16, 1e30f);
-    const std::uint32_t counted =
-        Backend::template encode<Window>(scheme, shape, id, window.data(), got.data(), scratch.data());
-    CHECK(counted == not_finite);
-    const auto difference = std::mismatch(expected.begin(), expected.end(), got.begin());
-    CHECK(difference.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
-    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
-    for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
-
-    // The same from rows of tokens, some elements apart.
-    const int stride = shape.dim + static_cast<int>(shape.values() % 7);
-    std::vector<Window> tokens(static_cast<std::size_t>(shape.tokens * stride), Window(-3.0f));
-    for (int t = 0; t < shape.tokens; ++t)
-        for (int c = 0; c < shape.dim; ++c)
-            tokens[static_cast<std::size_t>(t * stride + c)] =
-                Window(x[static_cast<std::size_t>(t * shape.dim + c)]);
-    std::fill(got.begin(), got.end(), std::byte{0xcd});
-    const std::uint32_t counted_tokens = Backend::template encode_tokens<Window>(
-        scheme, shape, id, tokens.data(), stride, window.data(), got.data(), scratch.data());
-    CHECK(counted_tokens == not_finite);
-    const auto from_tokens = std::mismatch(expected.begin(), expected.end(), got.begin());
-    CHECK(from_tokens.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
-    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
-}
 
 template <class S, class Window>
 void check_scheme(test::generator& random, int rounds) {
@@ -64,8 +27,8 @@ void check_scheme(test::generator& random, int rounds) {
         const auto x =
             kind < 2 ? test::random_block(random, shape) : test::hostile_block(random, shape, kind == 2);
         const kvq::block_id id{random.between(0, 3), random.between(0, 3)};
-        check_block<Window, native>(scheme, shape, id, x);
-        check_block<Window, kvq::scalar>(scheme, shape, id, x);
+        test::check_block<Window, native>(scheme, shape, id, x);
+        test::check_block<Window, kvq::scalar>(scheme, shape, id, x);
     }
 }
 
@@ -101,10 +64,10 @@ TEST_CASE_TEMPLATE("one value that is not finite among tokens that fill vectors"
         const float values[] = {infinity, -infinity, nan, -nan, 1e30f, -60000.0f};
         x[at] = values[random.between(0, 5)];
         INFO(shape, ", ", x[at], " at ", at);
-        check_block<T, native>(kvq::int8{}, shape, {}, x);
-        check_block<T, native>(kvq::affine<4>{}, shape, {}, x);
-        check_block<T, native>(kvq::affine<4, kvq::per_channel<16>>{}, shape, {}, x);
-        check_block<T, native>(kvq::affine<2, kvq::per_token<32>>{}, shape, {}, x);
+        test::check_block<T, native>(kvq::int8{}, shape, {}, x);
+        test::check_block<T, native>(kvq::affine<4>{}, shape, {}, x);
+        test::check_block<T, native>(kvq::affine<4, kvq::per_channel<16>>{}, shape, {}, x);
+        test::check_block<T, native>(kvq::affine<2, kvq::per_token<32>>{}, shape, {}, x);
     }
 }
 
@@ -121,8 +84,8 @@ TEST_CASE("every 16-bit pattern, one page of each") {
                 if ((bits & 0x7c00u) == 0x7c00u) bits = static_cast<std::uint16_t>(bits & 0x83ffu);
                 x[i] = kvq::float16::from_bits(bits);
             }
-            check_block<kvq::float16, native>(rows, shape, {}, x);
-            check_block<kvq::float16, native>(columns, shape, {}, x);
+            test::check_block<kvq::float16, native>(rows, shape, {}, x);
+            test::check_block<kvq::float16, native>(columns, shape, {}, x);
         }
 }
 

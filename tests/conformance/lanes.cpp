@@ -282,6 +282,51 @@ TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads a
     f.each([&](std::size_t i) { REQUIRE((i % 2 ? nothing[i] == 0.0f : std::isnan(nothing[i]))); });
 }
 
+TEST_CASE_TEMPLATE("doubles: half of the lanes, exact products, and rounded back", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    constexpr std::size_t half = L::width / 2;
+    fixture<L> f;
+    INFO("KVQ_SEED=", test::seed());
+    for (int round = 0; round < 200; ++round) {
+        const auto a = f.numbers(), b = f.numbers(1e20f);
+        const typename L::doubles low = L::template widen<0>(io::in(a)),
+                                  high = L::template widen<1>(io::in(a));
+        const double third = 1.0 / 3.0;
+        double got[6][L::width];
+        L::store_doubles(got[0], low);
+        L::store_doubles(got[0] + half, high);
+        L::store_doubles(got[1], L::multiply(low, L::splat_double(third)));
+        L::store_doubles(got[2], L::add(high, L::load_doubles(got[1])));
+        L::store_doubles(got[3], L::multiply_add(low, L::template widen<0>(io::in(b)), high));
+        const auto back = io::out(L::narrow(L::load_doubles(got[1]), L::load_doubles(got[2])));
+        for (std::size_t i = 0; i < half; ++i) {
+            const double x = static_cast<double>(a[i]), y = static_cast<double>(a[half + i]);
+            REQUIRE(got[0][i] == x);
+            REQUIRE(got[0][half + i] == y);
+            REQUIRE(got[1][i] == x * third);
+            REQUIRE(got[2][i] == y + got[1][i]);
+            REQUIRE(got[3][i] == x * static_cast<double>(b[i]) + y);
+            REQUIRE(back[i] == static_cast<float>(got[1][i]));
+            REQUIRE(back[half + i] == static_cast<float>(got[2][i]));
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("limits: from 0 to the top, NaN to 0", L, KVQ_TEST_LANES) {
+    using io = lanes_of<L>;
+    fixture<L> f;
+    INFO("KVQ_SEED=", test::seed());
+    for (int round = 0; round < 200; ++round) {
+        auto a = f.numbers(10.0f), top = f.numbers();
+        f.each([&](std::size_t i) {
+            top[i] = std::abs(top[i]) * 10.0f;
+            if (f.random.one_in(4)) a[i] = f.random.pick(test::hostile_values());
+        });
+        const auto got = io::out(L::limited(io::in(a), io::in(top)));
+        f.each([&](std::size_t i) { REQUIRE(got[i] == (a[i] > 0.0f ? std::min(a[i], top[i]) : 0.0f)); });
+    }
+}
+
 TEST_CASE_TEMPLATE("rounding is to nearest, ties to even", L, KVQ_TEST_LANES) {
     using io = lanes_of<L>;
     fixture<L> f;

@@ -4,6 +4,7 @@
 // This is the only door to xsimd. It must not be reachable from CUDA code.
 #pragma once
 
+#include "kernels/channel_encode.hpp"
 #include "kernels/decode.hpp"
 #include "kernels/encode.hpp"
 #include "kernels/table_decode.hpp"
@@ -52,6 +53,11 @@ struct simd {
                                 const std::byte* window, std::byte* block, float* values) {
         if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block).run()) return 0;
+        if constexpr (kernels::channel_scheme<Scheme>) {
+            if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
+                full<Window>{}.decode(shape, id, window, values);
+            return encode_channels(scheme, shape, id, values, block);
+        }
         return scalar::encode<Window>(scheme, shape, id, window, block, values);
     }
 
@@ -62,6 +68,12 @@ struct simd {
         if constexpr (kernels::composed_scheme<Scheme> && std::same_as<T, Window>)
             if (kernels::token_encoder<lanes, Scheme, T>(scheme, shape, tokens, stride, block).run())
                 return 0;
+        if constexpr (kernels::channel_scheme<Scheme> && std::same_as<T, Window>) {
+            for (int t = 0; t < shape.tokens; ++t)
+                load_floats<T>(reinterpret_cast<const std::byte*>(tokens + t * stride), shape.dim,
+                               values + t * shape.dim);
+            return encode_channels(scheme, shape, id, values, block);
+        }
         write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
         return encode<Window>(scheme, shape, id, window, block, values);
     }
@@ -112,6 +124,14 @@ struct simd {
     static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
                              std::ptrdiff_t stride, int count, int at) {
         kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
+    }
+
+private:
+    template <kernels::channel_scheme Scheme>
+    static std::uint32_t encode_channels(const Scheme& scheme, const block_shape& shape, block_id id,
+                                         float* values, std::byte* block) {
+        if (kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
+        return scheme.encode(shape, id, values, block);
     }
 };
 

@@ -59,6 +59,24 @@ struct interleaved_sum {
     }
 };
 
+/// Sums over n numbers and their codes.
+struct code_sums {
+    double codes = 0.0, values = 0.0, squares = 0.0, products = 0.0;  // c, x, c^2, c x
+};
+
+/// The grid of least squared error for given codes; false where codes determine none.
+inline bool best_grid(const code_sums& s, int n, int top, grid_range& r) noexcept {
+    const double spread =
+        rounded_product(static_cast<double>(n), s.squares) - rounded_product(s.codes, s.codes);
+    if (!(spread > 0.0)) return false;
+    const double scale =
+        (rounded_product(static_cast<double>(n), s.products) - rounded_product(s.codes, s.values)) / spread;
+    const double bias = (s.values - rounded_product(scale, s.codes)) / n;
+    r = {static_cast<float>(bias),
+         static_cast<float>(bias + rounded_product(scale, static_cast<double>(top)))};
+    return r.last > r.first;
+}
+
 /// Codes of n numbers on a grid, as floats, and the sum of squared errors.
 inline double code_on_grid(const float* x, int n, const grid_range& r, int top, float* codes) noexcept {
     const float scale = (r.last - r.first) / static_cast<float>(top), last = static_cast<float>(top);
@@ -101,14 +119,19 @@ struct shrink_search {
     static constexpr bool corrects_mean = false;
     static std::string name() { return "-search"; }
 
+    static constexpr int grids = 10;
+    /// Candidate i of 1 to grids - 1.
+    static grid_range narrower(const grid_range& whole, int i) noexcept {
+        const float cut = detail::rounded_product(0.025f * static_cast<float>(i), whole.last - whole.first);
+        return {whole.first + cut, whole.last - cut};
+    }
+
     static grid_range fit(const float* x, int n, int top, float* codes) noexcept {
         const grid_range whole = detail::range_of(x, n);
         grid_range best = whole;
         double least = detail::code_on_grid(x, n, whole, top, codes);
-        for (int i = 1; i < 10; ++i) {
-            const float cut =
-                detail::rounded_product(0.025f * static_cast<float>(i), whole.last - whole.first);
-            const grid_range r{whole.first + cut, whole.last - cut};
+        for (int i = 1; i < grids; ++i) {
+            const grid_range r = narrower(whole, i);
             const double error = detail::code_on_grid(x, n, r, top, codes);
             if (error < least) {
                 least = error;
@@ -141,19 +164,10 @@ struct least_squares {
             for (; i + parts <= n; i += parts)
                 for (int k = 0; k < parts; ++k) add(i + k, k);
             for (int k = 0; i + k < n; ++k) add(i + k, k);
-            const double c = codes_sum.total(), y = values_sum.total(), cc = squares.total(),
-                         cy = products.total();
-            const double spread =
-                detail::rounded_product(static_cast<double>(n), cc) - detail::rounded_product(c, c);
-            if (!(spread > 0.0)) break;
-            const double scale =
-                (detail::rounded_product(static_cast<double>(n), cy) - detail::rounded_product(c, y)) /
-                spread;
-            const double bias = (y - detail::rounded_product(scale, c)) / n;
-            const grid_range r{
-                static_cast<float>(bias),
-                static_cast<float>(bias + detail::rounded_product(scale, static_cast<double>(top)))};
-            if (!(r.last > r.first)) break;
+            grid_range r;
+            if (!detail::best_grid({codes_sum.total(), values_sum.total(), squares.total(), products.total()},
+                                   n, top, r))
+                break;
             const double error = detail::code_on_grid(x, n, r, top, codes);
             if (!(error < least)) break;
             least = error;

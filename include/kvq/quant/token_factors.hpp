@@ -3,7 +3,8 @@
 //   r_t = rms_c(x_tc / w_c),  w_c = rms_t(x_tc / r_t),      by turns; then scaled so that the largest r_t is 31/16
 //
 // Contract: finite members only; factors are in (0, 31/16], those of tokens without a member other than zero are the
-// smallest. Sums are taken in double over exact products (squares of floats), in a fixed order: the same bits everywhere.
+// smallest. Quotients are products of floats with a rounded inverse; their squares are exact in double and summed in a fixed
+// order: the same bits everywhere.
 // Source: the alternating standardisation of KVarN (variance of rows and columns), here without centring.
 #pragma once
 
@@ -13,30 +14,42 @@
 
 namespace kvq::inline v0_1::detail {
 
+/// The largest factor becomes 31/16; none is smaller than the smallest that can be stored.
+inline void normalize_factors(float* factors, int tokens) noexcept {
+    float largest = 0.0f;
+    for (int t = 0; t < tokens; ++t) largest = larger(largest, factors[t]);
+    for (int t = 0; t < tokens; ++t)
+        factors[t] = largest > 0.0f
+                         ? larger(factors[t] / largest * factor_float::largest, factor_float::smallest)
+                         : factor_float::largest;
+}
+
+/// 1 / w_c, from the sum of squares of x / r_t.
+inline float channel_weight(double squares, int tokens) noexcept {
+    return squares > 0.0 ? static_cast<float>(smaller(std::sqrt(tokens / squares), 0x1p100)) : 0.0f;
+}
+
 /// values: [tokens][dim], at most 1024 channels; factors: tokens floats.
 inline void fit_token_factors(const float* values, int tokens, int dim, float* factors,
                               int iterations = 8) noexcept {
     double sums[1024];
+    float weights[1024];
+    const auto square = [](float x, float by) {
+        const double y = (is_finite(x) ? x : 0.0f) * by;
+        return y * y;
+    };
     for (int t = 0; t < tokens; ++t) factors[t] = 1.0f;
-    for (int c = 0; c < dim; ++c) sums[c] = 0.0;
     for (int i = 0; i < iterations; ++i) {
-        // sums[c]: 1 / w_c^2 from here to the end of the loop over tokens.
         for (int c = 0; c < dim; ++c) sums[c] = 0.0;
         for (int t = 0; t < tokens; ++t) {
-            const double inverse = 1.0 / static_cast<double>(factors[t]);
-            for (int c = 0; c < dim; ++c) {
-                const float x = values[t * dim + c];
-                const double y = static_cast<float>((is_finite(x) ? static_cast<double>(x) : 0.0) * inverse);
-                sums[c] += y * y;
-            }
+            const float inverse = 1.0f / factors[t];
+            for (int c = 0; c < dim; ++c) sums[c] += square(values[t * dim + c], inverse);
         }
-        for (int c = 0; c < dim; ++c) sums[c] = sums[c] > 0.0 ? std::sqrt(tokens / sums[c]) : 0.0;
+        for (int c = 0; c < dim; ++c) weights[c] = channel_weight(sums[c], tokens);
         for (int t = 0; t < tokens; ++t) {
             interleaved_sum sum;
             const auto add = [&](int c, int part) {
-                const float x = values[t * dim + c];
-                const double y = static_cast<float>((is_finite(x) ? static_cast<double>(x) : 0.0) * sums[c]);
-                sum.part[part] += y * y;
+                sum.part[part] += square(values[t * dim + c], weights[c]);
             };
             int c = 0;
             for (; c + interleaved_sum::parts <= dim; c += interleaved_sum::parts)
@@ -44,12 +57,7 @@ inline void fit_token_factors(const float* values, int tokens, int dim, float* f
             for (int k = 0; c + k < dim; ++k) add(c + k, k);
             factors[t] = static_cast<float>(std::sqrt(sum.total() / dim));
         }
-        float largest = 0.0f;
-        for (int t = 0; t < tokens; ++t) largest = larger(largest, factors[t]);
-        for (int t = 0; t < tokens; ++t)
-            factors[t] = largest > 0.0f
-                             ? larger(factors[t] / largest * factor_float::largest, factor_float::smallest)
-                             : factor_float::largest;
+        normalize_factors(factors, tokens);
     }
 }
 

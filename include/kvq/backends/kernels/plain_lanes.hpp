@@ -1,7 +1,7 @@
 // Lanes without intrinsics: what a set of SIMD lanes must offer, written as loops that compilers vectorize.
 //
 // The kernels in this folder are templates over such a type. `ints` are 32-bit words, `floats` are floats, both `width`
-// wide. The SIMD versions live in backends/simd/.
+// wide; `doubles` are half as many. The SIMD versions live in backends/simd/.
 #pragma once
 
 #include <cmath>
@@ -25,6 +25,9 @@ struct plain_lanes {
     };
     struct floats {
         float v[width];
+    };
+    struct doubles {
+        double v[width / 2];
     };
 
     template <class F>
@@ -163,11 +166,51 @@ struct plain_lanes {
     static KVQ_INLINE floats divide(floats a, floats b) {
         return map_floats([&](int i) { return a.v[i] / b.v[i]; });
     }
+
+    // Doubles: a register of them has half as many lanes.
+    template <class F>
+    static KVQ_INLINE doubles map_doubles(F f) {
+        doubles r;
+        for (int i = 0; i < width / 2; ++i) r.v[i] = f(i);
+        return r;
+    }
+    /// Lanes of the lower (Half = 0) or upper (1) half.
+    template <int Half>
+    static KVQ_INLINE doubles widen(floats a) {
+        return map_doubles([&](int i) { return static_cast<double>(a.v[Half * width / 2 + i]); });
+    }
+    static KVQ_INLINE floats narrow(doubles low, doubles high) {
+        return map_floats(
+            [&](int i) { return static_cast<float>(i < width / 2 ? low.v[i] : high.v[i - width / 2]); });
+    }
+    static KVQ_INLINE doubles load_doubles(const double* p) { return detail::load_as<doubles>(p); }
+    static KVQ_INLINE void store_doubles(double* p, doubles a) { detail::store_as(p, a); }
+    static KVQ_INLINE doubles splat_double(double x) {
+        return map_doubles([&](int) { return x; });
+    }
+    static KVQ_INLINE doubles add(doubles a, doubles b) {
+        return map_doubles([&](int i) { return a.v[i] + b.v[i]; });
+    }
+    static KVQ_INLINE doubles multiply(doubles a, doubles b) {
+        return map_doubles([&](int i) { return a.v[i] * b.v[i]; });
+    }
+    /// a b + c; fused or not, so only for exact products of floats.
+    static KVQ_INLINE doubles multiply_add(doubles a, doubles b, doubles c) {
+        return map_doubles([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
+    }
+
     static KVQ_INLINE floats max(floats a, floats b) {
         return map_floats([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
     }
     static KVQ_INLINE floats min(floats a, floats b) {
         return map_floats([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+    }
+    /// `a` limited to [0, top]; NaN becomes 0.
+    static KVQ_INLINE floats limited(floats a, floats top) {
+        return map_floats([&](int i) {
+            const float x = a.v[i] > 0.0f ? a.v[i] : 0.0f;
+            return x < top.v[i] ? x : top.v[i];
+        });
     }
     static KVQ_INLINE floats abs(floats a) {
         return map_floats([&](int i) { return a.v[i] < 0.0f ? -a.v[i] : a.v[i]; });

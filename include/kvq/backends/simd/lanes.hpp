@@ -17,6 +17,7 @@ struct simd_lanes : arch::register_ops<Arch> {
     using ops = arch::register_ops<Arch>;
     using ints = typename ops::ints;
     using floats = typename ops::floats;
+    using doubles = typename ops::doubles;
     static constexpr int width = ops::width;
 
     using ops::load_floats;
@@ -67,6 +68,12 @@ struct simd_lanes : arch::register_ops<Arch> {
         else
             return a / b;
     }
+    static KVQ_INLINE doubles load_doubles(const double* p) { return doubles::load_unaligned(p); }
+    static KVQ_INLINE void store_doubles(double* p, doubles a) { a.store_unaligned(p); }
+    static KVQ_INLINE doubles splat_double(double x) { return doubles(x); }
+    static KVQ_INLINE doubles add(doubles a, doubles b) { return a + b; }
+    static KVQ_INLINE doubles multiply(doubles a, doubles b) { return a * b; }
+    static KVQ_INLINE doubles multiply_add(doubles a, doubles b, doubles c) { return xsimd::fma(a, b, c); }
     static KVQ_INLINE floats max(floats a, floats b) { return xsimd::max(a, b); }
     static KVQ_INLINE floats min(floats a, floats b) { return xsimd::min(a, b); }
     static KVQ_INLINE floats abs(floats a) { return xsimd::abs(a); }

@@ -17,6 +17,7 @@ requires std::derived_from<Arch, neon64>
 struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::neon64>;
     using floats = xsimd::batch<float, xsimd::neon64>;
+    using doubles = xsimd::batch<double, xsimd::neon64>;
     static constexpr int width = 4;
     static constexpr bool word_products = !std::derived_from<Arch, neon64_dot>;
     static constexpr int row_vectors = 2;
@@ -84,6 +85,19 @@ struct register_ops<Arch> {
                                vshl_n_u32(vget_high_u32(word), 16)));
     }
 
+    template <int Half>
+    static KVQ_INLINE doubles widen(floats a) {
+        if constexpr (Half == 0)
+            return vcvt_f64_f32(vget_low_f32(a));
+        else
+            return vcvt_high_f64_f32(a);
+    }
+    static KVQ_INLINE floats narrow(doubles low, doubles high) {
+        return vcvt_high_f32_f64(vcvt_f32_f64(low), high);
+    }
+    static KVQ_INLINE floats limited(floats a, floats top) {
+        return vminq_f32(vmaxnmq_f32(a, vdupq_n_f32(0.0f)), top);
+    }
     static KVQ_INLINE floats to_floats(ints a) { return vcvtq_f32_s32(vreinterpretq_s32_u32(a)); }
     static KVQ_INLINE ints round(floats a) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(a)); }
     static KVQ_INLINE floats as_floats(ints a) { return vreinterpretq_f32_u32(a); }

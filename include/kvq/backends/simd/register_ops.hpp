@@ -1,12 +1,14 @@
 // register_ops<Arch>: the operations that xsimd does not have, one header per instruction set.
 //
-//   width, row_vectors, value_vectors, ints, floats
+//   width, row_vectors, value_vectors, ints, floats, doubles
 //   word_products                             products of 16-bit words are faster here than two of bytes (folded.hpp)
 //   load_words(p, n), store_words(p, a, n), load_floats(p, n), store_floats(p, a, n)     first n lanes only
 //   dot<Bits>(acc, codes, x)                  acc + sums of four u8 x s8 products
 //   even_bytes(a), odd_bytes(a)               bytes 0 and 2, 1 and 3 of every word, as 16-bit words
 //   dot_words(acc, a, x)                      acc + sums of two s16 x s16 products
 //   store_word_pairs(out, stride, a)          the low words of four lanes: 0 and 2 in one word, 1 and 3 in the next
+//   widen<Half>(a), narrow(low, high)         half of the lanes as doubles, and back
+//   limited(a, top)                           to [0, top]; NaN becomes 0
 //   to_floats, round, as_floats               between words and floats
 //   store_pieces(out, stride, high, low)      lowest bytes, packed to words and interleaved
 //   shift_signed<S>(a)

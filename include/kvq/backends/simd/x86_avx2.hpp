@@ -17,6 +17,7 @@ requires std::derived_from<Arch, avx2>
 struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, avx2::registers>;
     using floats = xsimd::batch<float, avx2::registers>;
+    using doubles = xsimd::batch<double, avx2::registers>;
     static constexpr int width = 8;
     static constexpr bool vnni = std::derived_from<Arch, avxvnni>;
     static constexpr bool word_products = !vnni;
@@ -66,6 +67,17 @@ struct register_ops<Arch> {
         _mm_storel_epi64(reinterpret_cast<__m128i*>(out + stride), _mm256_extracti128_si256(pairs, 1));
     }
 
+    template <int Half>
+    static KVQ_INLINE doubles widen(floats a) {
+        return _mm256_cvtps_pd(Half ? _mm256_extractf128_ps(a, 1) : _mm256_castps256_ps128(a));
+    }
+    static KVQ_INLINE floats narrow(doubles low, doubles high) {
+        return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low));
+    }
+    static KVQ_INLINE floats limited(floats a, floats top) {
+        // The second operand where one is NaN.
+        return _mm256_min_ps(_mm256_max_ps(a, _mm256_setzero_ps()), top);
+    }
     static KVQ_INLINE floats to_floats(ints a) { return _mm256_cvtepi32_ps(a); }
     static KVQ_INLINE ints round(floats a) { return _mm256_cvtps_epi32(a); }
     static KVQ_INLINE ints ordered_halves(ints a) {

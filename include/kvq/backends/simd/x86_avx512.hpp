@@ -18,6 +18,7 @@ requires std::derived_from<Arch, avx512bw>
 struct register_ops<Arch> {
     using ints = xsimd::batch<std::uint32_t, xsimd::avx512bw>;
     using floats = xsimd::batch<float, xsimd::avx512bw>;
+    using doubles = xsimd::batch<double, xsimd::avx512bw>;
     static constexpr int width = 16;
     static constexpr bool word_products = !std::derived_from<Arch, avx512vnni>;
     static constexpr int row_vectors = 2;
@@ -73,6 +74,17 @@ struct register_ops<Arch> {
         }
     }
 
+    template <int Half>
+    static KVQ_INLINE doubles widen(floats a) {
+        return _mm512_cvtps_pd(Half ? _mm512_extractf32x8_ps(a, 1) : _mm512_castps512_ps256(a));
+    }
+    static KVQ_INLINE floats narrow(doubles low, doubles high) {
+        return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
+    }
+    static KVQ_INLINE floats limited(floats a, floats top) {
+        // The second operand where one is NaN.
+        return _mm512_min_ps(_mm512_max_ps(a, _mm512_setzero_ps()), top);
+    }
     static KVQ_INLINE floats to_floats(ints a) { return _mm512_cvtepi32_ps(a); }
     static KVQ_INLINE ints round(floats a) { return _mm512_cvtps_epi32(a); }
     static KVQ_INLINE ints ordered_halves(ints a) {

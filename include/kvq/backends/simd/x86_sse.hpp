@@ -21,6 +21,7 @@ struct register_ops<Arch> {
     using registers = typename Arch::registers;
     using ints = xsimd::batch<std::uint32_t, registers>;
     using floats = xsimd::batch<float, registers>;
+    using doubles = xsimd::batch<double, registers>;
     static constexpr int width = 4;
     static constexpr bool word_products = true;
     static constexpr int row_vectors = 2;
@@ -70,6 +71,17 @@ struct register_ops<Arch> {
         _mm_storel_epi64(reinterpret_cast<__m128i*>(out), pairs);
     }
 
+    template <int Half>
+    static KVQ_INLINE doubles widen(floats a) {
+        return _mm_cvtps_pd(Half ? _mm_movehl_ps(a, a) : __m128(a));
+    }
+    static KVQ_INLINE floats narrow(doubles low, doubles high) {
+        return _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
+    }
+    static KVQ_INLINE floats limited(floats a, floats top) {
+        // The second operand where one is NaN.
+        return _mm_min_ps(_mm_max_ps(a, _mm_setzero_ps()), top);
+    }
     static KVQ_INLINE floats to_floats(ints a) { return _mm_cvtepi32_ps(a); }
     static KVQ_INLINE ints round(floats a) { return _mm_cvtps_epi32(a); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm_castsi128_ps(a); }

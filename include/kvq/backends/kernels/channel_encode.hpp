@@ -1,0 +1,354 @@
+// Coding blocks with parameters per channel that encoders fit (schemes/dual.hpp, schemes/mixed_width.hpp), in lanes.
+//
+//   1. factors     of tokens, and every token divided by its own                          (factor_fit.hpp)
+//   2. fit         a lane is a channel                                                    (channel_fit.hpp)
+//   3. store       parameters, by the code of quant/channel_params.hpp
+//   4. code        a lane is a row of the block: a channel of V, with the mean of its errors; a token of K, after a transposition
+//   5. feedback    of K, from the last channel to the first, a few channels at a time: what they owe to errors behind
+//                  them is summed in registers                                            (quant/error_feedback.hpp)
+//
+// Contract: the same bytes as scheme::encode (tests/conformance). Numbers that are not finite or above 2^100, other encoders
+// than the library's own, blocks beyond 256 x 256 and odd groups are left to it: run() returns false and has changed nothing
+// but the block.
+#pragma once
+
+#include <cstring>
+
+#include "../../schemes/dual.hpp"
+#include "../../schemes/mixed_width.hpp"
+#include "channel_fit.hpp"
+#include "code_words.hpp"
+#include "factor_fit.hpp"
+#include "special_values.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+template <class S>
+inline constexpr bool is_channel_scheme = false;
+template <int Bits, int Group, class Encoder, class Params, class Factors>
+inline constexpr bool is_channel_scheme<channel_grid<Bits, Group, Encoder, Params, Factors>> = true;
+template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
+inline constexpr bool is_channel_scheme<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> = true;
+
+/// Schemes whose channels are fitted by one of the library's own encoders.
+template <class S>
+concept channel_scheme = is_channel_scheme<S> && method_of<typename S::encoder_type>
+!= fit_method::unknown;
+
+template <class Lanes, channel_scheme Scheme>
+class channel_encoder {
+public:
+    /// values: [tokens][dim]; run() leaves anything there if it succeeds.
+    channel_encoder(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
+                    std::byte* block)
+        : scheme_(scheme),
+          encoder_(scheme.encoder),
+          shape_(shape),
+          id_(id),
+          tokens_(scheme.token_axis(shape)),
+          values_(values),
+          to_(block) {}
+
+    bool run() {
+        if (!lines_up() || !ordinary()) return false;
+        std::memset(to_, 0, scheme_.block_bytes(shape_));
+        set_tops();
+        if constexpr (mixed)
+            for (int t = 0; t < shape_.tokens; ++t) scheme_.transform_query(shape_, id_, token(t));
+        else if constexpr (Scheme::factors::present)
+            divide_by_factors();
+        for (int g = 0; g < tokens_.groups(); ++g) {
+            fit_group(g);
+            if (shape_.role == tensor::key)
+                code_keys(g);
+            else if constexpr (!mixed)
+                code_values(g);
+        }
+        return true;
+    }
+
+private:
+    using encoder = typename Scheme::encoder_type;
+    using parameters = typename Scheme::parameters;
+    using floats = typename Lanes::floats;
+    using doubles = typename Lanes::doubles;
+    using ints = typename Lanes::ints;
+    static constexpr bool mixed = segmented<Scheme>;
+    static constexpr bool feeds_back = requires(const encoder e) { e.feedback_row(block_id{}, 0, 0); };
+    static constexpr int width = Lanes::width, half = width / 2;
+    static constexpr int most = 256;  // tokens, channels
+    static_assert(most <= channel_fits<Lanes>::most_tokens && most <= factor_fit<Lanes>::most_channels);
+
+    float* token(int t) const { return values_ + t * shape_.dim; }
+
+    bool lines_up() const {
+        if (shape_.tokens > most || shape_.dim > most || shape_.dim % 4 != 0) return false;
+        if (shape_.role == tensor::key) return !encoder::corrects_mean;
+        if constexpr (mixed) {
+            return false;
+        } else {
+            constexpr int step = 4 * code_planes<Scheme::code_bits>::quads_per_step;
+            return shape_.tokens % 4 == 0 && (tokens_.groups() == 1 || tokens_.group % step == 0);
+        }
+    }
+
+    /// Are all numbers finite and small enough to square?
+    bool ordinary() const {
+        using special = special_values<Lanes, float>;
+        floats most_of = Lanes::splat_float(0.0f);
+        ints seen = Lanes::splat(0);
+        const int n = shape_.tokens * shape_.dim;
+        for (int i = 0; i < n; i += width) {
+            const floats x =
+                i + width <= n ? Lanes::load_floats(values_ + i) : Lanes::load_floats(values_ + i, n - i);
+            seen = Lanes::bit_or(seen, special::marks(Lanes::as_ints(x)));
+            most_of = Lanes::max(most_of, Lanes::abs(x));
+        }
+        return !special::any(seen) && Lanes::largest(most_of) <= 0x1p100f;
+    }
+
+    void set_tops() {
+        if constexpr (mixed) {
+            scheme_.for_each_segment(shape_, id_, [&]<int Bits>(const code_segment& segment) {
+                for (int c = 0; c < segment.columns; ++c) top_[segment.first + c] = (1 << Bits) - 1;
+            });
+        } else {
+            for (int c = 0; c < shape_.dim; ++c) top_[c] = Scheme::top;
+        }
+    }
+
+    void divide_by_factors() {
+        using factors = typename Scheme::factors;
+        float factor[most];
+        factor_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, factor);
+        for (int g = 0; g < tokens_.groups(); ++g)
+            factors::store(to_ + scheme_.factor_offset(shape_), tokens_.group_begin(g),
+                           factor + g * tokens_.group, tokens_.group_size(g));
+        for (int t = 0; t < shape_.tokens; ++t) {
+            const floats by = Lanes::splat_float(factor[t]);
+            float* const x = token(t);
+            int c = 0;
+            for (; c + width <= shape_.dim; c += width)
+                Lanes::store_floats(x + c, Lanes::divide(Lanes::load_floats(x + c), by));
+            for (; c < shape_.dim; ++c) x[c] /= factor[t];
+        }
+    }
+
+    /// Scales, their inverses and biases of a group of tokens, as stored.
+    void fit_group(int g) {
+        fit_method method = method_of<encoder>;
+        if constexpr (feeds_back)
+            if (!encoder_.matrices) method = method_of<typename encoder::without_matrices>;
+        const int dim = shape_.dim;
+        for (int c = 0; c < dim; c += width) {
+            const int n = detail::smaller(width, dim - c);
+            const auto grids =
+                channel_fits<Lanes>(token(g * tokens_.group) + c, dim, tokens_.group_size(g), n, top_ + c)
+                    .fit(method);
+            for (int i = 0; i < n; ++i) {
+                bias_[c + i] = grids.first[i];
+                scale_[c + i] = grids.last[i];
+            }
+        }
+        std::byte* const at = to_ + scheme_.parameter_offset(shape_);
+        const int groups = tokens_.groups(), slots = scheme_.slots(shape_);
+        parameters::store_biases(at, groups, slots, g, bias_, dim, encoder::rounding);
+        for (int c = 0; c < dim; ++c)
+            scale_[c] = top_[c] > 0 ? (scale_[c] - bias_[c]) / static_cast<float>(top_[c]) : 0.0f;
+        parameters::store_scales(at, groups, slots, g, scale_, dim, encoder::rounding);
+        for (int c = 0; c < dim; ++c) inverse_[c] = scale_[c] > 0.0f ? 1.0f / scale_[c] : 0.0f;
+    }
+
+    static KVQ_INLINE ints code(floats x, floats bias, floats inverse, floats top) {
+        const floats position = Lanes::rounded_product(Lanes::subtract(x, bias), inverse);
+        return Lanes::round(Lanes::limited(position, top));
+    }
+    static KVQ_INLINE floats error_of(floats x, ints code, floats scale, floats bias) {
+        return Lanes::subtract(x, Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias));
+    }
+
+    /// Codes and words of a step of four columns each; a step that ends early is filled up with zeros.
+    template <int Bits, class Code>
+    KVQ_INLINE void put_step(const code_layout<Bits>& layout, std::byte* to, int row, int n, int step,
+                             int quads, int first_quad, Code&& code_of) const {
+        using writer = code_words<Lanes, Bits>;
+        ints words[writer::step_quads];
+        for (int q = 0; q < writer::step_quads; ++q) {
+            words[q] = Lanes::splat(0);
+            if (first_quad + q >= quads) continue;
+            ints c[4];
+            for (int k = 0; k < 4; ++k) c[k] = code_of(4 * (first_quad + q) + k);
+            words[q] = writer::four_codes(c[0], c[1], c[2], c[3]);
+        }
+        const std::ptrdiff_t next = layout.tiles.vector_bytes(row);
+        std::byte* const at = to + 4 * layout.tiles.word(row, 0);
+        writer::template put<true>(layout.quads(), step, words, [&](int vector, ints w) KVQ_INLINE_LAMBDA {
+            if (n == width)
+                Lanes::store(at + vector * next, w);
+            else
+                Lanes::store(at + vector * next, w, n);
+        });
+    }
+
+    // Values: rows are channels, columns tokens.
+
+    void code_values(int g) requires(!mixed) {
+        const int dim = shape_.dim;
+        double errors[most];
+        for (int c = 0; c < dim; c += width)
+            if (c + width <= dim)
+                code_channels<true>(g, c, width, errors + c);
+            else
+                code_channels<false>(g, c, dim - c, errors + c);
+        if constexpr (encoder::corrects_mean) {
+            for (int c = 0; c < dim; ++c)
+                bias_[c] =
+                    static_cast<float>(static_cast<double>(bias_[c]) + errors[c] / tokens_.group_size(g));
+            parameters::store_biases(to_ + scheme_.parameter_offset(shape_), tokens_.groups(),
+                                     scheme_.slots(shape_), g, bias_, dim, parameter_rounding::nearest);
+        }
+    }
+
+    template <bool Whole>
+    void code_channels(int g, int c, int n, double* errors) const {
+        constexpr int bits = Scheme::code_bits, step_quads = code_planes<bits>::quads_per_step;
+        const auto layout = scheme_.codes(shape_);
+        const auto load = [&](const float* p) {
+            return Whole ? Lanes::load_floats(p) : Lanes::load_floats(p, n);
+        };
+        const floats bias = load(bias_ + c), scale = load(scale_ + c), inverse = load(inverse_ + c),
+                     top = Lanes::splat_float(static_cast<float>(Scheme::top));
+        doubles low = Lanes::splat_double(0.0), high = low;
+        const auto code_of = [&](int t) KVQ_INLINE_LAMBDA {
+            const floats x = load(token(t) + c);
+            const ints q = code(x, bias, inverse, top);
+            if constexpr (encoder::corrects_mean) {
+                const floats error = error_of(x, q, scale, bias);
+                low = Lanes::add(low, Lanes::template widen<0>(error));
+                high = Lanes::add(high, Lanes::template widen<1>(error));
+            }
+            return q;
+        };
+        const int first = tokens_.group_begin(g) / 4, end = first + tokens_.group_slots(g) / 4;
+        for (int q = first; q < end; q += step_quads)
+            put_step(layout, to_, c, n, q / step_quads, end, q, code_of);
+        alignas(64) double sums[width];
+        Lanes::store_doubles(sums, low);
+        Lanes::store_doubles(sums + half, high);
+        std::memcpy(errors, sums, sizeof(double) * static_cast<std::size_t>(n));
+    }
+
+    // Keys: rows are tokens, columns channels.
+
+    void code_keys(int g) {
+        const float* row = nullptr;
+        if constexpr (feeds_back) row = encoder_.feedback_row(id_, shape_.dim, 0);
+        const int size = tokens_.group_size(g), first = g * tokens_.group;
+        for (int part = 0; part < size;) {
+            const int n = detail::smaller(
+                width, detail::smaller(size - part, tile_layout::tile_rows - part % tile_layout::tile_rows));
+            alignas(64) std::byte columns[most * 4 * width];  // numbers of a channel, then their codes
+            transpose(first + part, n, columns);
+            if (row)
+                code_with_feedback(row, columns);
+            else
+                for (int c = 0; c < shape_.dim; ++c) {
+                    std::byte* const at = columns + c * 4 * width;
+                    Lanes::store(at, code(Lanes::as_floats(Lanes::load(at)), c));
+                }
+            put_columns(first + part, n, columns);
+            part += n;
+        }
+    }
+    KVQ_INLINE ints code(floats x, int c) const {
+        return code(x, Lanes::splat_float(bias_[c]), Lanes::splat_float(inverse_[c]),
+                    Lanes::splat_float(static_cast<float>(top_[c])));
+    }
+
+    /// Channels of n tokens, a vector each.
+    void transpose(int first, int n, std::byte* columns) const {
+        for (int c = 0; c < shape_.dim; c += width) {
+            const int channels = detail::smaller(width, shape_.dim - c);
+            ints square[width];
+            for (int i = 0; i < width; ++i)
+                square[i] = i >= n ? Lanes::splat(0)
+                            : channels == width
+                                ? Lanes::as_ints(Lanes::load_floats(token(first + i) + c))
+                                : Lanes::as_ints(Lanes::load_floats(token(first + i) + c, channels));
+            Lanes::transpose(square);
+            for (int i = 0; i < channels; ++i) Lanes::store(columns + (c + i) * 4 * width, square[i]);
+        }
+    }
+
+    /// Packs codes of n tokens.
+    void put_columns(int row, int n, const std::byte* columns) const {
+        const auto put = [&]<int Bits>(const code_layout<Bits>& layout, int column, int count,
+                                       std::byte* to) {
+            constexpr int step_quads = code_planes<Bits>::quads_per_step;
+            for (int q = 0; 4 * q < count; q += step_quads)
+                put_step(layout, to, row, n, q / step_quads, count / 4, q, [&](int c) KVQ_INLINE_LAMBDA {
+                    return Lanes::load(columns + (column + c) * 4 * width);
+                });
+        };
+        if constexpr (mixed)
+            scheme_.for_each_segment(shape_, id_, [&]<int Bits>(const code_segment& segment) {
+                if constexpr (Bits > 0)
+                    put(scheme_.template segment_layout<Bits>(shape_, segment), segment.first,
+                        segment.columns, to_ + segment.offset);
+            });
+        else
+            put(scheme_.codes(shape_), 0, shape_.dim, to_);
+    }
+
+    /// rows: what errors of a channel add to those before it, [dim][dim].
+    void code_with_feedback(const float* rows, std::byte* columns) const {
+        constexpr int together = 4;  // channels whose debts are in registers; dim is a multiple
+        const int dim = shape_.dim;
+        alignas(64) double errors[most * width];
+        for (int first = dim - together; first >= 0; first -= together) {
+            doubles low[together], high[together];
+            KVQ_UNROLL
+            for (int k = 0; k < together; ++k) low[k] = high[k] = Lanes::splat_double(0.0);
+            const auto add = [&](int k, int c, doubles e_low, doubles e_high) KVQ_INLINE_LAMBDA {
+                const doubles by = Lanes::splat_double(static_cast<double>(rows[c * dim + first + k]));
+                low[k] = Lanes::multiply_add(by, e_low, low[k]);
+                high[k] = Lanes::multiply_add(by, e_high, high[k]);
+            };
+            for (int c = dim - 1; c >= first + together; --c) {
+                const doubles e_low = Lanes::load_doubles(errors + c * width),
+                              e_high = Lanes::load_doubles(errors + c * width + half);
+                KVQ_UNROLL
+                for (int k = 0; k < together; ++k) add(k, c, e_low, e_high);
+            }
+            KVQ_UNROLL
+            for (int i = 0; i < together; ++i) {
+                const int k = together - 1 - i, c = first + k;
+                std::byte* const at = columns + c * 4 * width;
+                const floats x = Lanes::as_floats(Lanes::load(at));
+                const ints q = code(Lanes::add(x, Lanes::narrow(low[k], high[k])), c);
+                const floats error =
+                    error_of(x, q, Lanes::splat_float(scale_[c]), Lanes::splat_float(bias_[c]));
+                const doubles e_low = Lanes::template widen<0>(error),
+                              e_high = Lanes::template widen<1>(error);
+                Lanes::store_doubles(errors + c * width, e_low);
+                Lanes::store_doubles(errors + c * width + half, e_high);
+                KVQ_UNROLL
+                for (int j = 0; j < together; ++j)
+                    if (j < k) add(j, c, e_low, e_high);
+                Lanes::store(at, q);
+            }
+        }
+    }
+
+    const Scheme& scheme_;
+    const encoder& encoder_;
+    const block_shape shape_;
+    const block_id id_;
+    const grouped_axis tokens_;
+    float* const values_;
+    std::byte* const to_;
+    int top_[most];
+    alignas(64) float bias_[most], scale_[most], inverse_[most];
+};
+
+}  // namespace kvq::inline v0_1::kernels

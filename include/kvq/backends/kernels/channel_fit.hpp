@@ -1,0 +1,260 @@
+// Grids of channels, one channel to a lane: what the encoders of quant/encoders.hpp fit, bit for bit.
+//
+//   method_of<Encoder>       which of the library's own encoders it is; other types are left to the reference
+//   channel_fits<Lanes>      first and last values of the grids of `width` neighbouring channels
+//
+// A pass reads all tokens of the channels once, for one grid per channel: errors of its codes, or sums for a better grid.
+// Sums go part by part (interleaved_sum: token t belongs to part t % 8), each part in order of tokens, so lanes change nothing.
+// Contract: all values are finite and at most 2^100; tokens <= most_tokens. Cost of least squares: 10 to 15 passes.
+#pragma once
+
+#include <cstddef>
+
+#include "../../quant/encoders.hpp"
+#include "../../quant/error_feedback.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+enum class fit_method { unknown, range, search, least_squares, least_squares_below_3_bits };
+
+/// Types derived from these may do something else.
+template <class Encoder>
+inline constexpr fit_method method_of = fit_method::unknown;
+template <>
+inline constexpr fit_method method_of<min_max> = fit_method::range;
+template <>
+inline constexpr fit_method method_of<enclosing> = fit_method::range;
+template <>
+inline constexpr fit_method method_of<shrink_search> = fit_method::search;
+template <>
+inline constexpr fit_method method_of<least_squares> = fit_method::least_squares;
+template <>
+inline constexpr fit_method method_of<least_squares_below_3_bits> = fit_method::least_squares_below_3_bits;
+template <class Encoder>
+inline constexpr fit_method method_of<mean_corrected<Encoder>> = method_of<Encoder>;
+/// With feedback; without matrices it is the method of Alone.
+template <class Encoder, class Alone>
+inline constexpr fit_method method_of<error_feedback<Encoder, Alone>> =
+    method_of<Alone> == fit_method::unknown ? fit_method::unknown : method_of<Encoder>;
+
+template <class Lanes>
+class channel_fits {
+public:
+    static constexpr int width = Lanes::width;
+    static constexpr int most_tokens = 256;
+
+    /// Grids as columns of numbers; channels behind the last one have grids of zeros.
+    struct grids {
+        alignas(64) float first[width] = {}, last[width] = {};
+    };
+
+    /// values: `channels` <= width numbers of every token, `stride` apart; top: the largest code of each of them.
+    channel_fits(const float* values, std::ptrdiff_t stride, int tokens, int channels, const int* top)
+        : tokens_(tokens), channels_(channels) {
+        for (int t = 0; t < tokens; ++t)
+            Lanes::store_floats(x_ + t * width, channels == width
+                                                    ? Lanes::load_floats(values + t * stride)
+                                                    : Lanes::load_floats(values + t * stride, channels));
+        for (int i = 0; i < width; ++i) top_[i] = i < channels ? top[i] : 1;
+    }
+
+    grids fit(fit_method method) {
+        const grids range = range_of();
+        grids r = range;
+        if (method == fit_method::search) r = search(range);
+        if (method == fit_method::least_squares ||
+            (method == fit_method::least_squares_below_3_bits && narrowest() < 7))
+            r = refine(search(range));
+        bool means = false;
+        for (int i = 0; i < channels_; ++i) {
+            means = means || top_[i] == 0;
+            if (method == fit_method::least_squares_below_3_bits && top_[i] >= 7) copy(r, range, i);
+        }
+        if (means) {
+            const grids mean = mean_of();
+            for (int i = 0; i < channels_; ++i)
+                if (top_[i] == 0) copy(r, mean, i);
+        }
+        return r;
+    }
+
+private:
+    using floats = typename Lanes::floats;
+    using doubles = typename Lanes::doubles;
+    static constexpr int half = width / 2, parts = detail::interleaved_sum::parts;
+
+    /// One double per channel.
+    struct column {
+        alignas(64) double of[width] = {};
+
+        KVQ_INLINE void add(doubles low, doubles high) {
+            Lanes::store_doubles(of, Lanes::add(Lanes::load_doubles(of), low));
+            Lanes::store_doubles(of + half, Lanes::add(Lanes::load_doubles(of + half), high));
+        }
+    };
+    struct sums {
+        column errors, codes, squares, products;
+    };
+
+    static void copy(grids& to, const grids& from, int i) {
+        to.first[i] = from.first[i];
+        to.last[i] = from.last[i];
+    }
+    int narrowest() const {
+        int least = 255;
+        for (int i = 0; i < channels_; ++i)
+            if (top_[i] > 0) least = detail::smaller(least, top_[i]);
+        return least;
+    }
+    KVQ_INLINE floats x(int token) const { return Lanes::load_floats(x_ + token * width); }
+
+    grids range_of() const {
+        floats lo = x(0), hi = lo;
+        for (int t = 1; t < tokens_; ++t) {
+            lo = Lanes::min(lo, x(t));
+            hi = Lanes::max(hi, x(t));
+        }
+        grids r;
+        const floats zero = Lanes::splat_float(0.0f);  // makes -0 +0
+        Lanes::store_floats(r.first, Lanes::add(lo, zero));
+        Lanes::store_floats(r.last, Lanes::add(hi, zero));
+        return r;
+    }
+
+    grids mean_of() const {
+        doubles low = Lanes::splat_double(0.0), high = low;
+        for (int t = 0; t < tokens_; ++t) {
+            low = Lanes::add(low, Lanes::template widen<0>(x(t)));
+            high = Lanes::add(high, Lanes::template widen<1>(x(t)));
+        }
+        alignas(64) double sum[width];
+        Lanes::store_doubles(sum, low);
+        Lanes::store_doubles(sum + half, high);
+        grids r;
+        for (int i = 0; i < width; ++i) r.first[i] = r.last[i] = static_cast<float>(sum[i] / tokens_);
+        return r;
+    }
+
+    /// The range, or the narrower grid with the least error.
+    grids search(const grids& range) {
+        grids best = range;
+        sums of;
+        pass<true, false>(range, of);
+        least_ = of.errors;
+        for (int n = 1; n < shrink_search::grids; ++n) {
+            grids r;
+            for (int i = 0; i < width; ++i) {
+                const grid_range narrow = shrink_search::narrower({range.first[i], range.last[i]}, n);
+                r.first[i] = narrow.first;
+                r.last[i] = narrow.last;
+            }
+            sums here;
+            pass<true, false>(r, here);
+            for (int i = 0; i < width; ++i)
+                if (here.errors.of[i] < least_.of[i]) {
+                    least_.of[i] = here.errors.of[i];
+                    copy(best, r, i);
+                }
+        }
+        return best;
+    }
+
+    /// Up to 4 turns of the best grid for the codes of the last one; least_ has the errors of `best`.
+    grids refine(const grids& start) {
+        grids best = start;
+        bool open[width];
+        for (int i = 0; i < width; ++i) open[i] = i < channels_ && top_[i] > 0;
+        column values;
+        sum_values(values);
+        sums now;
+        pass<false, true>(best, now);
+        for (int turn = 0; turn < 4; ++turn) {
+            grids r = best;
+            bool any = false;
+            for (int i = 0; i < width; ++i) {
+                if (!open[i]) continue;
+                grid_range found;
+                open[i] =
+                    detail::best_grid({now.codes.of[i], values.of[i], now.squares.of[i], now.products.of[i]},
+                                      tokens_, top_[i], found);
+                if (!open[i]) continue;
+                r.first[i] = found.first;
+                r.last[i] = found.last;
+                any = true;
+            }
+            if (!any) break;
+            now = {};
+            pass<true, true>(r, now);
+            for (int i = 0; i < width; ++i) {
+                open[i] = open[i] && now.errors.of[i] < least_.of[i];
+                if (!open[i]) continue;
+                least_.of[i] = now.errors.of[i];
+                copy(best, r, i);
+            }
+        }
+        return best;
+    }
+
+    void sum_values(column& total) const {
+        for (int part = 0; part < parts; ++part) {
+            doubles low = Lanes::splat_double(0.0), high = low;
+            for (int t = part; t < tokens_; t += parts) {
+                low = Lanes::add(low, Lanes::template widen<0>(x(t)));
+                high = Lanes::add(high, Lanes::template widen<1>(x(t)));
+            }
+            total.add(low, high);
+        }
+    }
+
+    /// Codes of all numbers on the channels' grids: their squared errors, and what a better grid needs. Codes and their
+    /// squares are whole numbers, whose sums are exact in any order: of a part, at most 32 * 255^2, also in floats.
+    template <bool Errors, bool Products>
+    void pass(const grids& r, sums& total) const {
+        alignas(64) float tops[width];
+        for (int i = 0; i < width; ++i) tops[i] = static_cast<float>(detail::larger(top_[i], 1));
+        const floats zero = Lanes::splat_float(0.0f), whole = Lanes::splat_float(0x1p23f),
+                     top = Lanes::load_floats(tops), first = Lanes::load_floats(r.first),
+                     scale = Lanes::divide(Lanes::subtract(Lanes::load_floats(r.last), first), top),
+                     inverse = Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), scale), scale, 0.0f);
+        for (int part = 0; part < parts; ++part) {
+            doubles error_low = Lanes::splat_double(0.0), error_high = error_low, product_low = error_low,
+                    product_high = error_low;
+            floats codes = zero, squares = zero;
+            for (int t = part; t < tokens_; t += parts) {
+                const floats value = x(t),
+                             position = Lanes::rounded_product(Lanes::subtract(value, first), inverse),
+                             bounded = Lanes::limited(position, top),
+                             code = Lanes::subtract(Lanes::add(bounded, whole), whole);
+                if constexpr (Errors) {
+                    const floats error =
+                        Lanes::subtract(value, Lanes::add(first, Lanes::rounded_product(scale, code)));
+                    const doubles low = Lanes::template widen<0>(error),
+                                  high = Lanes::template widen<1>(error);
+                    error_low = Lanes::multiply_add(low, low, error_low);
+                    error_high = Lanes::multiply_add(high, high, error_high);
+                }
+                if constexpr (Products) {
+                    codes = Lanes::add(codes, code);
+                    squares = Lanes::multiply_add(code, code, squares);
+                    product_low = Lanes::multiply_add(Lanes::template widen<0>(code),
+                                                      Lanes::template widen<0>(value), product_low);
+                    product_high = Lanes::multiply_add(Lanes::template widen<1>(code),
+                                                       Lanes::template widen<1>(value), product_high);
+                }
+            }
+            if constexpr (Errors) total.errors.add(error_low, error_high);
+            if constexpr (Products) {
+                total.codes.add(Lanes::template widen<0>(codes), Lanes::template widen<1>(codes));
+                total.squares.add(Lanes::template widen<0>(squares), Lanes::template widen<1>(squares));
+                total.products.add(product_low, product_high);
+            }
+        }
+    }
+
+    int tokens_, channels_;
+    int top_[width];
+    column least_;
+    alignas(64) float x_[most_tokens * width];  // [token][channel]
+};
+
+}  // namespace kvq::inline v0_1::kernels

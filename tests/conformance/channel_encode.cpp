@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact. Channels fitted and coded in lanes are the bytes of scheme::encode. Built for several -march.
+#include <doctest/doctest.h>
+
+#include <kvq/backends/simd.hpp>
+#include <kvq/schemes/presets.hpp>
+
+#include "support/channel_plans.hpp"
+#include "support/coded_blocks.hpp"
+
+namespace {
+
+using native = kvq::simd<>;
+using kvq::channel_grid, kvq::coded, kvq::float16, kvq::params, kvq::token_factors;
+
+template <class S>
+constexpr bool codes(kvq::tensor role) {
+    if constexpr (requires { S::supports(role); })
+        return S::supports(role);
+    else
+        return true;
+}
+
+/// Numbers with channels and tokens of different size, as encoders like them.
+std::vector<float> uneven_block(test::generator& random, const kvq::block_shape& shape) {
+    auto x = random.normals(shape.values());
+    const auto dim = static_cast<std::size_t>(shape.dim), tokens = static_cast<std::size_t>(shape.tokens);
+    for (std::size_t c = 0; c < dim; ++c) {
+        const float size = random.any_magnitude(-3, 3), shift = random.one_in(3) ? random.normal() : 0.0f;
+        for (std::size_t t = 0; t < tokens; ++t) x[t * dim + c] = size * (x[t * dim + c] + shift);
+    }
+    for (std::size_t t = 0; t < tokens; ++t)
+        if (random.one_in(5))
+            for (std::size_t c = 0; c < dim; ++c) x[t * dim + c] *= 8.0f;
+    return x;
+}
+
+template <class S, class Window>
+void check_scheme(const S& scheme, test::generator& random, const kvq::block_shape& shape,
+                  const kvq::block_id& id) {
+    const int kind = random.between(0, 4);
+    INFO(scheme.name(), " from ", kvq::float_name<Window>, " on ", native::name(), ", ", shape,
+         ", kind of numbers ", kind);
+    const auto x = kind < 3 ? uneven_block(random, shape) : test::hostile_block(random, shape, kind == 3);
+    test::check_block<Window, native>(scheme, shape, id, x);
+}
+
+#define KVQ_TEST_CHANNEL_SCHEMES                                                                    \
+    kvq::std4::keys, kvq::std4::values, kvq::low3::keys, kvq::low3::values, kvq::low2::keys,        \
+        kvq::mix4::keys, kvq::ref8::values, kvq::hi6::values, channel_grid<1>,                      \
+        channel_grid<3, 5, kvq::enclosing, params<float16>>,                                        \
+        channel_grid<8, 64, kvq::shrink_search, params<float>>,                                     \
+        channel_grid<7, 32, kvq::least_squares, coded, token_factors<params<kvq::bfloat16>>>,       \
+        channel_grid<2, 64, kvq::mean_corrected<kvq::enclosing>>,                                   \
+        channel_grid<5, 0, kvq::least_squares_below_3_bits, params<float16>, token_factors<coded>>, \
+        kvq::mixed_width<kvq::widths<8, 5, 2, 1>, 28, 16, kvq::mean_corrected<kvq::least_squares>>, \
+        kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNEL_SCHEMES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 60; ++round) {
+        auto shape = random.one_in(3) ? test::random_shape(random) : test::whole_shape(random);
+        if (!codes<S>(shape.role)) shape.role = kvq::tensor::key;
+        if (random.one_in(3))
+            check_scheme<S, float>(S{}, random, shape, {});
+        else
+            check_scheme<S, float16>(S{}, random, shape, {});
+    }
+}
+
+TEST_CASE_TEMPLATE(
+    "channels with plans and feedback: same bytes from every backend", S, kvq::std4::keys, kvq::hi6::keys,
+    kvq::mix4::keys, kvq::low3::keys, kvq::low2::keys,
+    channel_grid<3, 16, kvq::error_feedback<kvq::least_squares>, params<float16>, token_factors<coded>>,
+    kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 20; ++round) {
+        auto shape = test::whole_shape(random);
+        shape.role = kvq::tensor::key;
+        shape.dim = 16 * random.between(1, 8);
+        const kvq::cache_shape model{2, 2, shape.dim};
+        const S scheme(test::random_statistics(random, model, random.one_in(2)));
+        check_scheme<S, float16>(scheme, random, shape, {random.between(0, 1), random.between(0, 1)});
+    }
+}
+
+TEST_CASE_TEMPLATE("channels of ordinary blocks are coded in lanes", S, KVQ_TEST_CHANNEL_SCHEMES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value})
+        for (const int dim : {48, 64, 80, 96, 128, 256}) {
+            if (!codes<S>(role)) continue;
+            const kvq::block_shape shape{role, 128, dim};
+            const S scheme;
+            auto x = uneven_block(random, shape);
+            std::vector<std::byte> block(scheme.block_bytes(shape));
+            const bool key = role == kvq::tensor::key;
+            const int group = scheme.token_axis(shape).group;
+            INFO(scheme.name(), ", ", shape);
+            CHECK(kvq::kernels::channel_encoder<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
+                      .run() == (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
+        }
+}

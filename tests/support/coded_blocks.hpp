@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: MIT
+// Blocks as a scheme codes them itself, and as a backend does.
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <kvq/schemes/full.hpp>
+#include <vector>
+
+#include "blocks.hpp"
+
+namespace test {
+
+/// The same bytes and count from a window block and from rows of tokens, and nothing else written.
+template <class Window, class Backend, class S>
+void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id,
+                 const std::vector<float>& x) {
+    const kvq::full<Window> full;
+    std::vector<std::byte> window(full.block_bytes(shape));
+    full.encode(shape, id, x.data(), window.data());
+
+    std::vector<float> rounded(shape.values());
+    full.decode(shape, id, window.data(), rounded.data());
+    std::vector<std::byte> expected(scheme.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
+    const std::uint32_t not_finite = scheme.encode(shape, id, rounded.data(), expected.data());
+
+    std::vector<float> scratch(shape.values() + 16, 1e30f);
+    const std::uint32_t counted =
+        Backend::template encode<Window>(scheme, shape, id, window.data(), got.data(), scratch.data());
+    CHECK(counted == not_finite);
+    const auto difference = std::mismatch(expected.begin(), expected.end(), got.begin());
+    CHECK(difference.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
+    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
+    for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
+
+    // The same from rows of tokens, some elements apart.
+    const int stride = shape.dim + static_cast<int>(shape.values() % 7);
+    std::vector<Window> tokens(static_cast<std::size_t>(shape.tokens * stride), Window(-3.0f));
+    for (int t = 0; t < shape.tokens; ++t)
+        for (int c = 0; c < shape.dim; ++c)
+            tokens[static_cast<std::size_t>(t * stride + c)] =
+                Window(x[static_cast<std::size_t>(t * shape.dim + c)]);
+    std::fill(got.begin(), got.end(), std::byte{0xcd});
+    const std::uint32_t counted_tokens = Backend::template encode_tokens<Window>(
+        scheme, shape, id, tokens.data(), stride, window.data(), got.data(), scratch.data());
+    CHECK(counted_tokens == not_finite);
+    const auto from_tokens = std::mismatch(expected.begin(), expected.end(), got.begin());
+    CHECK(from_tokens.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
+    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
+}
+
+}  // namespace test
