@@ -7,49 +7,15 @@
 #include <kvq/backends/scalar.hpp>
 #include <kvq/backends/simd.hpp>
 
-#include "support/blocks.hpp"
+#include "support/coded_blocks.hpp"
 #include "support/scheme_list.hpp"
 
 namespace {
 
 using native = kvq::simd<>;
 
-/// Equal bits; where both are NaN, equal payloads too.
-template <class T>
-int different(const std::vector<T>& a, const std::vector<T>& b) {
-    int n = 0;
-    for (std::size_t i = 0; i < a.size(); ++i) n += std::memcmp(&a[i], &b[i], sizeof(T)) != 0;
-    return n;
-}
-
 std::vector<float> some_block(test::generator& random, const kvq::block_shape& shape, bool finite) {
     return random.one_in(2) ? test::random_block(random, shape) : test::hostile_block(random, shape, finite);
-}
-
-template <class T, class S>
-void check_tokens(test::generator& random, const S& scheme, const kvq::block_shape& shape,
-                  const std::vector<std::byte>& block) {
-    const int stride = shape.dim + random.between(0, 9);
-    std::vector<T> expected(static_cast<std::size_t>(shape.tokens * stride + 8), T(-7.0f)), got = expected;
-    const auto x = test::decoded(scheme, shape, block);
-    for (int t = 0; t < shape.tokens; ++t)
-        for (int c = 0; c < shape.dim; ++c)
-            expected[static_cast<std::size_t>(t * stride + c)] =
-                T(x[static_cast<std::size_t>(t * shape.dim + c)]);
-    std::vector<float> scratch(shape.values());
-    native::decode(scheme, shape, {}, block.data(), got.data(), stride, scratch.data());
-    CHECK(different(expected, got) == 0);
-}
-
-template <class Window, class S>
-void check_window(const S& scheme, const kvq::block_shape& shape, const std::vector<std::byte>& block) {
-    const kvq::full<Window> full;
-    auto x = test::decoded(scheme, shape, block);
-    std::vector<std::byte> expected(full.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
-    full.encode(shape, {}, x.data(), expected.data());
-    native::decode_to_window<Window>(scheme, shape, {}, block.data(), got.data(), x.data());
-    CHECK(std::equal(expected.begin(), expected.end(), got.begin()));
-    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
 }
 
 }  // namespace
@@ -64,8 +30,8 @@ TEST_CASE_TEMPLATE("same bits from every backend", S, KVQ_TEST_BACKEND_SCHEMES) 
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
         const auto block = test::encoded(scheme, shape, some_block(random, shape, false));
-        check_tokens<float>(random, scheme, shape, block);
-        check_window<kvq::float16>(scheme, shape, block);
+        test::check_tokens<native, float>(random, scheme, shape, block);
+        test::check_window<native, kvq::float16>(scheme, shape, block);
     }
 }
 
@@ -80,10 +46,10 @@ TEST_CASE_TEMPLATE("same 16-bit values, and 32-bit windows", S, kvq::int8, kvq::
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
         const auto block = test::encoded(scheme, shape, some_block(random, shape, false));
-        check_tokens<kvq::float16>(random, scheme, shape, block);
-        check_tokens<kvq::bfloat16>(random, scheme, shape, block);
-        check_window<float>(scheme, shape, block);
-        check_window<kvq::bfloat16>(scheme, shape, block);
+        test::check_tokens<native, kvq::float16>(random, scheme, shape, block);
+        test::check_tokens<native, kvq::bfloat16>(random, scheme, shape, block);
+        test::check_window<native, float>(scheme, shape, block);
+        test::check_window<native, kvq::bfloat16>(scheme, shape, block);
     }
 }
 

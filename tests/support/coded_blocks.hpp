@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <kvq/schemes/full.hpp>
 #include <vector>
 
@@ -47,6 +48,42 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
     CHECK(counted_tokens == not_finite);
     const auto from_tokens = std::mismatch(expected.begin(), expected.end(), got.begin());
     CHECK(from_tokens.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
+    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
+}
+
+/// Equal bits; where both are NaN, equal payloads too.
+template <class T>
+int different(const std::vector<T>& a, const std::vector<T>& b) {
+    int n = 0;
+    for (std::size_t i = 0; i < a.size(); ++i) n += std::memcmp(&a[i], &b[i], sizeof(T)) != 0;
+    return n;
+}
+
+/// Tokens from a backend are what the scheme decodes, rounded once; gaps between rows stay.
+template <class Backend, class T, class S>
+void check_tokens(generator& random, const S& scheme, const kvq::block_shape& shape,
+                  const std::vector<std::byte>& block, kvq::block_id id = {}) {
+    const int stride = shape.dim + random.between(0, 9);
+    std::vector<T> expected(static_cast<std::size_t>(shape.tokens * stride + 8), T(-7.0f)), got = expected;
+    const auto x = decoded(scheme, shape, block, id);
+    for (int t = 0; t < shape.tokens; ++t)
+        for (int c = 0; c < shape.dim; ++c)
+            expected[static_cast<std::size_t>(t * stride + c)] =
+                T(x[static_cast<std::size_t>(t * shape.dim + c)]);
+    std::vector<float> scratch(shape.values());
+    Backend::decode(scheme, shape, id, block.data(), got.data(), stride, scratch.data());
+    CHECK(different(expected, got) == 0);
+}
+
+template <class Backend, class Window, class S>
+void check_window(const S& scheme, const kvq::block_shape& shape, const std::vector<std::byte>& block,
+                  kvq::block_id id = {}) {
+    const kvq::full<Window> full;
+    auto x = decoded(scheme, shape, block, id);
+    std::vector<std::byte> expected(full.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
+    full.encode(shape, {}, x.data(), expected.data());
+    Backend::template decode_to_window<Window>(scheme, shape, id, block.data(), got.data(), x.data());
+    CHECK(std::equal(expected.begin(), expected.end(), got.begin()));
     CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
 }
 

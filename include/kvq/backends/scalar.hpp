@@ -12,6 +12,8 @@
 //       a coded block as window values; returns how many of them were not finite
 //   decode_block(scheme, shape, block, values), encode_block(scheme, shape, values, block)
 //       from one scheme to another by way of x^ as a block of full<float> in `values`; false: not here, take the long way
+//   encode_values(scheme, shape, id, values, block)
+//       scheme::encode; values: [tokens][dim], scratch afterwards
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
 //       `count` tokens, `stride` elements apart, become tokens [at, at + count) of a window block
 //   encode_tokens<Window>(scheme, shape, id, tokens, stride, window, block, values)
@@ -64,6 +66,12 @@ struct scalar {
     template <kv_scheme Scheme>
     static bool encode_block(const Scheme&, const block_shape&, const float*, std::byte*) {
         return false;
+    }
+
+    template <kv_scheme Scheme>
+    static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
+                                       float* values, std::byte* block) {
+        return scheme.encode(shape, id, values, block);
     }
 
     template <class Window, class T>

@@ -4,6 +4,9 @@
 // This is the only door to xsimd. It must not be reachable from CUDA code.
 #pragma once
 
+#include <cstring>
+
+#include "kernels/channel_decode.hpp"
 #include "kernels/channel_encode.hpp"
 #include "kernels/decode.hpp"
 #include "kernels/encode.hpp"
@@ -56,7 +59,7 @@ struct simd {
         if constexpr (kernels::channel_scheme<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
                 full<Window>{}.decode(shape, id, window, values);
-            return encode_channels(scheme, shape, id, values, block);
+            return encode_values(scheme, shape, id, values, block);
         }
         return scalar::encode<Window>(scheme, shape, id, window, block, values);
     }
@@ -72,7 +75,7 @@ struct simd {
             for (int t = 0; t < shape.tokens; ++t)
                 load_floats<T>(reinterpret_cast<const std::byte*>(tokens + t * stride), shape.dim,
                                values + t * shape.dim);
-            return encode_channels(scheme, shape, id, values, block);
+            return encode_values(scheme, shape, id, values, block);
         }
         write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
         return encode<Window>(scheme, shape, id, window, block, values);
@@ -85,6 +88,9 @@ struct simd {
             if (kernels::table_decoder<simd, Scheme, T>(scheme, shape, block, out, stride).run()) return;
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
         }
+        if constexpr (kernels::is_channel_scheme<Scheme>)
+            if (kernels::channel_decoder<simd, Scheme>(scheme, shape, id, block).to_tokens(out, stride))
+                return;
         if constexpr (full_precision<Scheme>)
             if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
         scalar::decode(scheme, shape, id, block, out, stride, values);
@@ -96,6 +102,16 @@ struct simd {
         if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).template to_values<Window>(window))
                 return 0;
+        if constexpr (kernels::is_channel_scheme<Scheme>) {
+            decode(scheme, shape, id, block, values, shape.dim, values);
+            if (kernels::all_finite<lanes>(values, shape.values())) {
+                // Odd rows and columns leave gaps, which are zero.
+                if (shape.rows() % 4 != 0 || shape.cols() % 4 != 0)
+                    std::memset(window, 0, full<Window>{}.block_bytes(shape));
+                write_tokens<Window>(shape, window, values, shape.dim, shape.tokens, 0);
+                return 0;
+            }
+        }
         return scalar::decode_to_window<Window>(scheme, shape, id, block, window, values);
     }
 
@@ -120,18 +136,21 @@ struct simd {
             return false;
     }
 
+    template <kv_scheme Scheme>
+    static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
+                                       float* values, std::byte* block) {
+        if constexpr (kernels::composed_scheme<Scheme>)
+            if (kernels::token_encoder<lanes, Scheme, float>(scheme, shape, values, shape.dim, block).run())
+                return 0;
+        if constexpr (kernels::channel_scheme<Scheme>)
+            if (kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
+        return scheme.encode(shape, id, values, block);
+    }
+
     template <class Window, class T>
     static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
                              std::ptrdiff_t stride, int count, int at) {
         kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
-    }
-
-private:
-    template <kernels::channel_scheme Scheme>
-    static std::uint32_t encode_channels(const Scheme& scheme, const block_shape& shape, block_id id,
-                                         float* values, std::byte* block) {
-        if (kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
-        return scheme.encode(shape, id, values, block);
     }
 };
 

@@ -41,9 +41,12 @@ void convert_page(const format_table<Role, Window, List>& table, const cache_sha
                 return Backend::encode_block(s, block, scratch, target);
             });
             if (done) continue;
-            table.visit(from.format, [&](const auto& s) { s.decode(block, id, source, scratch); });
-            to.not_finite +=
-                table.visit(to.format, [&](const auto& s) { return s.encode(block, id, scratch, target); });
+            table.visit(from.format, [&](const auto& s) {
+                Backend::decode(s, block, id, source, scratch, block.dim, scratch);
+            });
+            to.not_finite += table.visit(to.format, [&](const auto& s) {
+                return Backend::encode_values(s, block, id, scratch, target);
+            });
         }
     }
 }

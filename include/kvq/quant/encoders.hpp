@@ -60,12 +60,12 @@ struct interleaved_sum {
 };
 
 /// Sums over n numbers and their codes.
-struct code_sums {
+struct grid_sums {
     double codes = 0.0, values = 0.0, squares = 0.0, products = 0.0;  // c, x, c^2, c x
 };
 
 /// The grid of least squared error for given codes; false where codes determine none.
-inline bool best_grid(const code_sums& s, int n, int top, grid_range& r) noexcept {
+inline bool best_grid(const grid_sums& s, int n, int top, grid_range& r) noexcept {
     const double spread =
         rounded_product(static_cast<double>(n), s.squares) - rounded_product(s.codes, s.codes);
     if (!(spread > 0.0)) return false;

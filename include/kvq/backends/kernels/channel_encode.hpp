@@ -14,21 +14,13 @@
 
 #include <cstring>
 
-#include "../../schemes/dual.hpp"
-#include "../../schemes/mixed_width.hpp"
 #include "channel_fit.hpp"
+#include "channel_schemes.hpp"
 #include "code_words.hpp"
 #include "factor_fit.hpp"
 #include "special_values.hpp"
 
 namespace kvq::inline v0_1::kernels {
-
-template <class S>
-inline constexpr bool is_channel_scheme = false;
-template <int Bits, int Group, class Encoder, class Params, class Factors>
-inline constexpr bool is_channel_scheme<channel_grid<Bits, Group, Encoder, Params, Factors>> = true;
-template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
-inline constexpr bool is_channel_scheme<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> = true;
 
 /// Schemes whose channels are fitted by one of the library's own encoders.
 template <class S>
@@ -50,7 +42,9 @@ public:
           to_(block) {}
 
     bool run() {
-        if (!lines_up() || !ordinary()) return false;
+        if (!channels_line_up<Scheme>(shape_, tokens_) || !ordinary()) return false;
+        // The mean of a channel's errors is not known in lanes of tokens.
+        if (shape_.role == tensor::key && encoder::corrects_mean) return false;
         std::memset(to_, 0, scheme_.block_bytes(shape_));
         set_tops();
         if constexpr (mixed)
@@ -76,35 +70,20 @@ private:
     static constexpr bool mixed = segmented<Scheme>;
     static constexpr bool feeds_back = requires(const encoder e) { e.feedback_row(block_id{}, 0, 0); };
     static constexpr int width = Lanes::width, half = width / 2;
-    static constexpr int most = 256;  // tokens, channels
+    static constexpr int most = most_channels;
     static_assert(most <= channel_fits<Lanes>::most_tokens && most <= factor_fit<Lanes>::most_channels);
 
     float* token(int t) const { return values_ + t * shape_.dim; }
 
-    bool lines_up() const {
-        if (shape_.tokens > most || shape_.dim > most || shape_.dim % 4 != 0) return false;
-        if (shape_.role == tensor::key) return !encoder::corrects_mean;
-        if constexpr (mixed) {
-            return false;
-        } else {
-            constexpr int step = 4 * code_planes<Scheme::code_bits>::quads_per_step;
-            return shape_.tokens % 4 == 0 && (tokens_.groups() == 1 || tokens_.group % step == 0);
-        }
-    }
-
     /// Are all numbers finite and small enough to square?
     bool ordinary() const {
-        using special = special_values<Lanes, float>;
         floats most_of = Lanes::splat_float(0.0f);
-        ints seen = Lanes::splat(0);
         const int n = shape_.tokens * shape_.dim;
-        for (int i = 0; i < n; i += width) {
-            const floats x =
-                i + width <= n ? Lanes::load_floats(values_ + i) : Lanes::load_floats(values_ + i, n - i);
-            seen = Lanes::bit_or(seen, special::marks(Lanes::as_ints(x)));
-            most_of = Lanes::max(most_of, Lanes::abs(x));
-        }
-        return !special::any(seen) && Lanes::largest(most_of) <= 0x1p100f;
+        for (int i = 0; i < n; i += width)
+            most_of =
+                Lanes::max(most_of, Lanes::abs(i + width <= n ? Lanes::load_floats(values_ + i)
+                                                              : Lanes::load_floats(values_ + i, n - i)));
+        return all_finite<Lanes>(values_, shape_.values()) && Lanes::largest(most_of) <= 0x1p100f;
     }
 
     void set_tops() {
@@ -245,8 +224,7 @@ private:
         if constexpr (feeds_back) row = encoder_.feedback_row(id_, shape_.dim, 0);
         const int size = tokens_.group_size(g), first = g * tokens_.group;
         for (int part = 0; part < size;) {
-            const int n = detail::smaller(
-                width, detail::smaller(size - part, tile_layout::tile_rows - part % tile_layout::tile_rows));
+            const int n = rows_of_part<width>(size, part);
             alignas(64) std::byte columns[most * 4 * width];  // numbers of a channel, then their codes
             transpose(first + part, n, columns);
             if (row)

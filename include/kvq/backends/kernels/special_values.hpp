@@ -36,4 +36,17 @@ private:
                                                                    : 0x00800080;
 };
 
+template <class Lanes>
+bool all_finite(const float* x, std::size_t n) {
+    using special = special_values<Lanes, float>;
+    auto seen = Lanes::splat(0);
+    constexpr auto width = static_cast<std::size_t>(Lanes::width);
+    for (std::size_t i = 0; i < n; i += width) {
+        const auto* const p = reinterpret_cast<const std::byte*>(x + i);
+        seen = Lanes::bit_or(
+            seen, special::marks(i + width <= n ? Lanes::load(p) : Lanes::load(p, static_cast<int>(n - i))));
+    }
+    return !special::any(seen);
+}
+
 }  // namespace kvq::inline v0_1::kernels

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Channels fitted and coded in lanes are the bytes of scheme::encode. Built for several -march.
+// Comparison family: exact. Channels fitted and coded in lanes are the bytes of scheme::encode, and decoded in lanes the bits of
+// scheme::decode. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <kvq/backends/simd.hpp>
@@ -43,6 +44,18 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
          ", kind of numbers ", kind);
     const auto x = kind < 3 ? uneven_block(random, shape) : test::hostile_block(random, shape, kind == 3);
     test::check_block<Window, native>(scheme, shape, id, x);
+
+    const auto block = test::encoded(scheme, shape, x, nullptr, id);
+    test::check_tokens<native, float>(random, scheme, shape, block, id);
+    test::check_tokens<native, float16>(random, scheme, shape, block, id);
+    test::check_window<native, Window>(scheme, shape, block, id);
+
+    // From scheme to scheme.
+    auto values = test::decoded(scheme, shape, block, id), same = values;
+    std::vector<std::byte> expected(block.size()), got(block.size());
+    const std::uint32_t not_finite = scheme.encode(shape, id, values.data(), expected.data());
+    CHECK(native::encode_values(scheme, shape, id, same.data(), got.data()) == not_finite);
+    CHECK(got == expected);
 }
 
 #define KVQ_TEST_CHANNEL_SCHEMES                                                                    \
@@ -90,7 +103,8 @@ TEST_CASE_TEMPLATE(
     }
 }
 
-TEST_CASE_TEMPLATE("channels of ordinary blocks are coded in lanes", S, KVQ_TEST_CHANNEL_SCHEMES) {
+TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and decoded in lanes", S,
+                   KVQ_TEST_CHANNEL_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -106,5 +120,7 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are coded in lanes", S, KVQ_TEST
             INFO(scheme.name(), ", ", shape);
             CHECK(kvq::kernels::channel_encoder<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
                       .run() == (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
+            CHECK(kvq::kernels::channel_decoder<native, S>(scheme, shape, {}, block.data())
+                      .to_tokens(x.data(), dim) == (key || group % 32 == 0));
         }
 }

@@ -1,0 +1,201 @@
+// Decoding blocks with parameters per channel and factors per token (schemes/dual.hpp, schemes/mixed_width.hpp) to tokens, in
+// lanes: the mirror of channel_encode.hpp.
+//
+//   V   a lane is a channel, as in the output
+//   K   a lane is a token: channels are decoded in the order of the plan, and transposed in their own
+//
+// Contract: bit for bit what scheme::decode says, rounded once to the type of the output (tests/conformance). Blocks beyond
+// 256 x 256 and odd groups are left to it: to_tokens() returns false and has written nothing.
+#pragma once
+
+#include <utility>
+
+#include "channel_schemes.hpp"
+#include "code_product.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+template <class Backend, class Scheme>
+requires is_channel_scheme<Scheme>
+class channel_decoder {
+public:
+    channel_decoder(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
+        : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.token_axis(shape)), from_(block) {}
+
+    /// x^ of token t and channel c to out[t * stride + c].
+    template <class T>
+    bool to_tokens(T* out, std::ptrdiff_t stride) {
+        if (!channels_line_up<Scheme>(shape_, tokens_)) return false;
+        if (shape_.role == tensor::key) find_places();
+        for (int g = 0; g < tokens_.groups(); ++g) {
+            load_parameters(g);
+            if (shape_.role == tensor::key)
+                keys(g, out, stride);
+            else if constexpr (!mixed)
+                values(g, out, stride);
+        }
+        return true;
+    }
+
+private:
+    using Lanes = typename Backend::lanes;
+    using floats = typename Lanes::floats;
+    using ints = typename Lanes::ints;
+    static constexpr bool mixed = segmented<Scheme>;
+    static constexpr int width = Lanes::width, most = most_channels;
+
+    static constexpr bool has_factors = [] {
+        if constexpr (mixed)
+            return false;
+        else
+            return Scheme::factors::present;
+    }();
+
+    /// The place of every channel in the block.
+    void find_places() {
+        float order[most];
+        for (int c = 0; c < shape_.dim; ++c) order[c] = static_cast<float>(c);
+        if constexpr (mixed) scheme_.transform_query(shape_, id_, order);
+        for (int place = 0; place < shape_.dim; ++place) place_[static_cast<int>(order[place])] = place;
+    }
+
+    void load_parameters(int g) {
+        if constexpr (mixed)
+            scheme_.columns(shape_, id_).template load<Backend>(from_, g, scale_, bias_);
+        else
+            scheme_.template load<Backend>(shape_, from_, g, scale_, bias_);
+        if constexpr (has_factors)
+            if (g == 0)
+                Scheme::factors::template load<Backend>(from_ + scheme_.factor_offset(shape_),
+                                                        tokens_.slots(), factor_);
+    }
+
+    template <class T>
+    static KVQ_INLINE void store(T* to, floats x, int n) {
+        if (n >= width) {
+            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
+        } else {
+            T all[width];
+            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
+            for (int i = 0; i < n; ++i) to[i] = all[i];
+        }
+    }
+
+    /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.
+    template <bool Partial, int Bits, class F>
+    static KVQ_INLINE void each_column(const code_layout<Bits>& layout, const std::byte* codes, int row,
+                                       int n, int first, int end, F&& f) {
+        using planes = code_planes<Bits>;
+        const std::ptrdiff_t next = layout.tiles.vector_bytes(row);
+        const std::byte* const begin = codes + 4 * layout.tiles.word(row, 0);
+        const std::byte* plane[planes::count];
+        for (int i = 0; i < planes::count; ++i)
+            plane[i] =
+                begin + (planes::first_vector(i, layout.quads()) + first / planes::quads_per_word(i)) * next;
+        for (int step = first; step < end; step += planes::quads_per_step) {
+            [&]<int... Quad>(std::integer_sequence<int, Quad...>) KVQ_INLINE_LAMBDA {
+                const auto quad = [&]<int Q>(std::integral_constant<int, Q>) KVQ_INLINE_LAMBDA {
+                    if (step + Q >= end) return;
+                    const ints words = quad_codes<Lanes, Bits, Q, Partial>(plane, next, 0, n);
+                    const int column = 4 * (step + Q);
+                    const ints byte = Lanes::splat(255);
+                    f(column, Lanes::bit_and(words, byte));
+                    f(column + 1, Lanes::bit_and(Lanes::template shift_right<8>(words), byte));
+                    f(column + 2, Lanes::bit_and(Lanes::template shift_right<16>(words), byte));
+                    f(column + 3, Lanes::template shift_right<24>(words));
+                };
+                (quad(std::integral_constant<int, Quad>{}), ...);
+            }
+            (std::make_integer_sequence<int, planes::quads_per_step>{});
+            for (int i = 0; i < planes::count; ++i)
+                plane[i] += planes::quads_per_step / planes::quads_per_word(i) * next;
+        }
+    }
+    static KVQ_INLINE floats value(ints code, floats scale, floats bias) {
+        return Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias);
+    }
+
+    /// Rows are channels, columns tokens.
+    template <class T>
+    void values(int g, T* out, std::ptrdiff_t stride) const {
+        const auto layout = scheme_.codes(shape_);
+        const int first = tokens_.group_begin(g) / 4, end = first + tokens_.group_slots(g) / 4;
+        for (int c = 0; c < shape_.dim; c += width) {
+            const int n = detail::smaller(width, shape_.dim - c);
+            const floats scale =
+                             n == width ? Lanes::load_floats(scale_ + c) : Lanes::load_floats(scale_ + c, n),
+                         bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
+            const auto put = [&](int t, ints code) KVQ_INLINE_LAMBDA {
+                floats x = value(code, scale, bias);
+                if constexpr (has_factors) x = Lanes::multiply(x, Lanes::splat_float(factor_[t]));
+                store(out + t * stride + c, x, n);
+            };
+            if (n == width)
+                each_column<false>(layout, from_, c, n, first, end, put);
+            else
+                each_column<true>(layout, from_, c, n, first, end, put);
+        }
+    }
+
+    /// Rows are tokens, columns channels.
+    template <class T>
+    void keys(int g, T* out, std::ptrdiff_t stride) const {
+        const int size = tokens_.group_size(g), first = g * tokens_.group;
+        for (int part = 0; part < size;) {
+            const int n = rows_of_part<width>(size, part), row = first + part;
+            alignas(64) std::byte columns[most * 4 * width];  // a vector of tokens for every place
+            floats factor = Lanes::splat_float(1.0f);
+            if constexpr (has_factors) factor = Lanes::load_floats(factor_ + tokens_.slot(row), n);
+            if (n == width)
+                decode_columns<false>(row, n, factor, columns);
+            else
+                decode_columns<true>(row, n, factor, columns);
+            for (int c = 0; c < shape_.dim; c += width) {
+                const int channels = detail::smaller(width, shape_.dim - c);
+                ints square[width];
+                for (int i = 0; i < width; ++i)
+                    square[i] =
+                        i < channels ? Lanes::load(columns + place_[c + i] * 4 * width) : Lanes::splat(0);
+                Lanes::transpose(square);
+                for (int i = 0; i < n; ++i)
+                    store(out + (row + i) * stride + c, Lanes::as_floats(square[i]), channels);
+            }
+            part += n;
+        }
+    }
+
+    template <bool Partial>
+    KVQ_INLINE void decode_columns(int row, int n, floats factor, std::byte* columns) const {
+        const auto put = [&](int place, floats x) KVQ_INLINE_LAMBDA {
+            if constexpr (has_factors) x = Lanes::multiply(x, factor);
+            Lanes::store(columns + place * 4 * width, Lanes::as_ints(x));
+        };
+        const auto put_code = [&](int place, ints code) KVQ_INLINE_LAMBDA {
+            put(place, value(code, Lanes::splat_float(scale_[place]), Lanes::splat_float(bias_[place])));
+        };
+        if constexpr (mixed)
+            scheme_.for_each_segment(shape_, id_, [&]<int Bits>(const code_segment& segment) {
+                const int begin = segment.first;
+                if constexpr (Bits > 0)
+                    each_column<Partial>(scheme_.template segment_layout<Bits>(shape_, segment),
+                                         from_ + segment.offset, row, n, 0, segment.columns / 4,
+                                         [&](int c, ints code)
+                                             KVQ_INLINE_LAMBDA { put_code(begin + c, code); });
+                else
+                    for (int c = 0; c < segment.columns; ++c)
+                        put(begin + c, Lanes::splat_float(bias_[begin + c]));
+            });
+        else
+            each_column<Partial>(scheme_.codes(shape_), from_, row, n, 0, shape_.dim / 4, put_code);
+    }
+
+    const Scheme& scheme_;
+    const block_shape shape_;
+    const block_id id_;
+    const grouped_axis tokens_;
+    const std::byte* const from_;
+    int place_[most];
+    alignas(64) float scale_[most], bias_[most], factor_[most];
+};
+
+}  // namespace kvq::inline v0_1::kernels

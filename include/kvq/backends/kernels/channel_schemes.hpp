@@ -1,0 +1,41 @@
+// Which schemes with parameters per channel and encoders the kernels know by heart, and for which blocks.
+//
+// Contract: at most most_channels channels and tokens, channels in fours; of V, groups of tokens that are whole steps of codes.
+#pragma once
+
+#include "../../schemes/dual.hpp"
+#include "../../schemes/mixed_width.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+inline constexpr int most_channels = 256;  // and tokens
+
+/// Types derived from these may do something else.
+template <class S>
+inline constexpr bool is_channel_scheme = false;
+template <int Bits, int Group, class Encoder, class Params, class Factors>
+inline constexpr bool is_channel_scheme<channel_grid<Bits, Group, Encoder, Params, Factors>> = true;
+template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
+inline constexpr bool is_channel_scheme<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> = true;
+
+template <class Scheme>
+requires is_channel_scheme<Scheme>
+bool channels_line_up(const block_shape& shape, const grouped_axis& tokens) {
+    if (shape.tokens > most_channels || shape.dim > most_channels || shape.dim % 4 != 0) return false;
+    if (shape.role == tensor::key) return true;
+    if constexpr (segmented<Scheme>) {
+        return false;
+    } else {
+        constexpr int step = 4 * code_planes<Scheme::code_bits>::quads_per_step;
+        return shape.tokens % 4 == 0 && (tokens.groups() == 1 || tokens.group % step == 0);
+    }
+}
+
+/// Rows of a group of K, from `part` on, that share a tile and fit a vector.
+template <int Width>
+constexpr int rows_of_part(int size, int part) {
+    return detail::smaller(
+        Width, detail::smaller(size - part, tile_layout::tile_rows - part % tile_layout::tile_rows));
+}
+
+}  // namespace kvq::inline v0_1::kernels
