@@ -286,6 +286,10 @@ int main(int argc, char** argv) {
         measure_all<kvq::affine<2>>("affine-2-g64", tensor::key, s, set, b, out);
         measure_all<kvq::kivi<4, 64>::keys>("kivi-4-g64", tensor::key, s, set, b, out);
         measure_all<kvq::kivi<2, 64>::keys>("kivi-2-g64", tensor::key, s, set, b, out);
+        measure_all<kvq::std4::keys>("std4", tensor::key, s, set, b, out);
+        measure_all<kvq::std4::values>("std4", tensor::value, s, set, b, out);
+        measure_all<kvq::low2::keys>("low2", tensor::key, s, set, b, out);
+        measure_all<kvq::low2::values>("low2", tensor::value, s, set, b, out);
         requantize<kvq::affine<4>>("affine-4-g64", tensor::key, s, set, b, out);
         requantize<kvq::kivi<4, 64>::keys>("kivi-4-g64", tensor::key, s, set, b, out);
     }

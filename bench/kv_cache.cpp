@@ -119,7 +119,8 @@ std::vector<row> measure_all(const settings& s) {
             measure<kvq::affine<8, kvq::per_token<Group>>, kvq::affine<8, kvq::per_token<Group>>>("8-bit", s),
             measure<kvq::affine<4, kvq::per_token<Group>>, kvq::affine<4, kvq::per_token<Group>>>("4-bit", s),
             measure<typename kvq::kivi<4, Group>::keys, typename kvq::kivi<4, Group>::values>("kivi-4", s),
-            measure<typename kvq::kivi<2, Group>::keys, typename kvq::kivi<2, Group>::values>("kivi-2", s)};
+            measure<typename kvq::kivi<2, Group>::keys, typename kvq::kivi<2, Group>::values>("kivi-2", s),
+            measure<kvq::std4::keys, kvq::std4::values>("std4", s)};
 }
 
 }  // namespace

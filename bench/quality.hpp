@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <functional>
 #include <kvq/attention/executor.hpp>
+#include <kvq/backends/simd.hpp>
 #include <kvq/estimate/choose.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <nlohmann/json.hpp>
@@ -49,12 +50,14 @@ coded_tensor code(const Scheme& scheme, kvq::tensor role, kvq::block_id id, cons
     const kvq::block_shape shape{role, page_tokens, from.dim};
     coded_tensor result;
     std::vector<float> page(shape.values());
-    std::vector<std::byte> block(scheme.block_bytes(shape));
+    std::vector<std::byte> block(scheme.block_bytes(shape)), window(shape.values() * sizeof(float));
+    std::vector<float> scratch(shape.values());
     for (int first = 0; first + page_tokens <= from.tokens; first += page_tokens) {
         for (int t = 0; t < page_tokens; ++t)
             std::copy_n(from.at(first + t, id.head), from.dim, page.data() + t * from.dim);
         const double start = cpu_seconds();
-        scheme.encode(shape, id, page.data(), block.data());
+        kvq::simd<>::encode_tokens<float>(scheme, shape, id, page.data(), from.dim, window.data(),
+                                          block.data(), scratch.data());
         result.seconds += cpu_seconds() - start;
         scheme.decode(shape, id, block.data(), page.data());
         result.values.insert(result.values.end(), page.begin(), page.end());

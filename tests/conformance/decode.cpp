@@ -35,9 +35,7 @@ TEST_CASE_TEMPLATE("same bits from every backend", S, KVQ_TEST_BACKEND_SCHEMES) 
     }
 }
 
-TEST_CASE_TEMPLATE("same 16-bit values, and 32-bit windows", S, kvq::int8, kvq::kivi<4>::keys,
-                   kvq::kivi<3>::values, kvq::affine<4>, test::affine_scheme<2, kvq::per_token<32>>,
-                   test::affine_scheme<1, kvq::per_token<0>>, test::odd_keys) {
+TEST_CASE_TEMPLATE("same 16-bit values, and 32-bit windows", S, KVQ_TEST_WINDOW_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -41,8 +41,7 @@ TEST_CASE_TEMPLATE("same bytes from every backend", S, KVQ_TEST_BACKEND_SCHEMES)
     check_scheme<S, kvq::float16>(random, 60);
 }
 
-TEST_CASE_TEMPLATE("same bytes from 32-bit and bfloat16 windows", S, kvq::int8, kvq::kivi<4>::keys,
-                   kvq::kivi<4>::values, kvq::affine<3>, test::odd_keys, test::odd_values, test::rotated) {
+TEST_CASE_TEMPLATE("same bytes from 32-bit and bfloat16 windows", S, KVQ_TEST_WINDOW_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -139,9 +139,6 @@ struct simd {
     template <kv_scheme Scheme>
     static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
-        if constexpr (kernels::composed_scheme<Scheme>)
-            if (kernels::token_encoder<lanes, Scheme, float>(scheme, shape, values, shape.dim, block).run())
-                return 0;
         if constexpr (kernels::channel_scheme<Scheme>)
             if (kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
         return scheme.encode(shape, id, values, block);
