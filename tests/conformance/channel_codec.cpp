@@ -40,8 +40,8 @@ template <class S, class Window>
 void check_scheme(const S& scheme, test::generator& random, const kvq::block_shape& shape,
                   const kvq::block_id& id) {
     const int kind = random.between(0, 4);
-    INFO(scheme.name(), " from ", kvq::float_name<Window>, " on ", native::name(), ", ", shape,
-         ", kind of numbers ", kind);
+    INFO(scheme.name(), " from ", std::string(kvq::float_name<Window>), " on ", std::string(native::name()),
+         ", ", shape, ", kind of numbers ", kind);
     const auto x = kind < 3 ? uneven_block(random, shape) : test::hostile_block(random, shape, kind == 3);
     test::check_block<Window, native>(scheme, shape, id, x);
 
@@ -58,16 +58,28 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     CHECK(got == expected);
 }
 
-#define KVQ_TEST_CHANNEL_SCHEMES                                                                    \
-    kvq::std4::keys, kvq::std4::values, kvq::low3::keys, kvq::low3::values, kvq::low2::keys,        \
-        kvq::mix4::keys, kvq::ref8::values, kvq::hi6::values, channel_grid<1>,                      \
-        channel_grid<3, 5, kvq::enclosing, params<float16>>,                                        \
-        channel_grid<8, 64, kvq::shrink_search, params<float>>,                                     \
-        channel_grid<7, 32, kvq::least_squares, coded, token_factors<params<kvq::bfloat16>>>,       \
-        channel_grid<2, 64, kvq::mean_corrected<kvq::enclosing>>,                                   \
-        channel_grid<5, 0, kvq::least_squares_below_3_bits, params<float16>, token_factors<coded>>, \
-        kvq::mixed_width<kvq::widths<8, 5, 2, 1>, 28, 16, kvq::mean_corrected<kvq::least_squares>>, \
+#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                         \
+    kvq::std4::keys, kvq::std4::values, kvq::low2::keys, kvq::hi6::values,                    \
+        channel_grid<3, 5, kvq::enclosing, params<float16>>,                                  \
+        channel_grid<7, 32, kvq::least_squares, coded, token_factors<params<kvq::bfloat16>>>, \
+        kvq::mixed_width<kvq::widths<8, 5, 2, 1>, 28, 16, kvq::mean_corrected<kvq::least_squares>>
+#define KVQ_TEST_SOME_CHANNEL_KEYS   \
+    kvq::hi6::keys, kvq::low3::keys, \
+        channel_grid<3, 16, kvq::error_feedback<kvq::least_squares>, params<float16>, token_factors<coded>>
+#if defined(KVQ_TEST_FEWER_SCHEMES)
+#define KVQ_TEST_CHANNEL_SCHEMES KVQ_TEST_SOME_CHANNEL_SCHEMES
+#define KVQ_TEST_CHANNEL_KEYS KVQ_TEST_SOME_CHANNEL_KEYS
+#else
+#define KVQ_TEST_CHANNEL_SCHEMES                                                                           \
+    KVQ_TEST_SOME_CHANNEL_SCHEMES, kvq::low3::keys, kvq::low3::values, kvq::low2::values, kvq::mix4::keys, \
+        kvq::ref8::values, channel_grid<1>, channel_grid<8, 64, kvq::shrink_search, params<float>>,        \
+        channel_grid<2, 64, kvq::mean_corrected<kvq::enclosing>>,                                          \
+        channel_grid<5, 0, kvq::least_squares_below_3_bits, params<float16>, token_factors<coded>>,        \
         kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
+#define KVQ_TEST_CHANNEL_KEYS                                                      \
+    KVQ_TEST_SOME_CHANNEL_KEYS, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys, \
+        kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
+#endif
 
 }  // namespace
 
@@ -85,11 +97,8 @@ TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNE
     }
 }
 
-TEST_CASE_TEMPLATE(
-    "channels with plans and feedback: same bytes from every backend", S, kvq::std4::keys, kvq::hi6::keys,
-    kvq::mix4::keys, kvq::low3::keys, kvq::low2::keys,
-    channel_grid<3, 16, kvq::error_feedback<kvq::least_squares>, params<float16>, token_factors<coded>>,
-    kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>) {
+TEST_CASE_TEMPLATE("channels with plans and feedback: same bytes from every backend", S,
+                   KVQ_TEST_CHANNEL_KEYS) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
