@@ -91,6 +91,11 @@ private:
             Lanes::store_doubles(of, Lanes::add(Lanes::load_doubles(of), low));
             Lanes::store_doubles(of + half, Lanes::add(Lanes::load_doubles(of + half), high));
         }
+        bool any_below(const column& limit) const {
+            bool any = false;
+            for (int i = 0; i < width; ++i) any = any || of[i] < limit.of[i];
+            return any;
+        }
     };
     struct sums {
         column errors, codes, squares, products;
@@ -149,7 +154,7 @@ private:
                 r.last[i] = narrow.last;
             }
             sums here;
-            pass<true, false>(r, here);
+            pass<true, false>(r, here, &least_);
             for (int i = 0; i < width; ++i)
                 if (here.errors.of[i] < least_.of[i]) {
                     least_.of[i] = here.errors.of[i];
@@ -208,8 +213,9 @@ private:
 
     /// Codes of all numbers on the channels' grids: their squared errors, and what a better grid needs. Codes and their
     /// squares are whole numbers, whose sums are exact in any order: of a part, at most 32 * 255^2, also in floats.
+    /// Sums only grow: a pass ends early when no channel is below its limit any more.
     template <bool Errors, bool Products>
-    void pass(const grids& r, sums& total) const {
+    void pass(const grids& r, sums& total, const column* limit = nullptr) const {
         alignas(64) float tops[width];
         for (int i = 0; i < width; ++i) tops[i] = static_cast<float>(detail::larger(top_[i], 1));
         const floats zero = Lanes::splat_float(0.0f), whole = Lanes::splat_float(0x1p23f),
@@ -242,7 +248,10 @@ private:
                                                        Lanes::template widen<1>(value), product_high);
                 }
             }
-            if constexpr (Errors) total.errors.add(error_low, error_high);
+            if constexpr (Errors) {
+                total.errors.add(error_low, error_high);
+                if (limit && !total.errors.any_below(*limit)) return;
+            }
             if constexpr (Products) {
                 total.codes.add(Lanes::template widen<0>(codes), Lanes::template widen<1>(codes));
                 total.squares.add(Lanes::template widen<0>(squares), Lanes::template widen<1>(squares));
