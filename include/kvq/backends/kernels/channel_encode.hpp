@@ -24,8 +24,7 @@ namespace kvq::inline v0_1::kernels {
 
 /// Schemes whose channels are fitted by one of the library's own encoders.
 template <class S>
-concept channel_scheme = is_channel_scheme<S> && method_of<typename S::encoder_type>
-!= fit_method::unknown;
+concept channel_scheme = is_channel_scheme<S> && known_encoder<typename S::encoder_type>;
 
 template <class Lanes, channel_scheme Scheme>
 class channel_encoder {

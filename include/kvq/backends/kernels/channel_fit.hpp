@@ -37,6 +37,9 @@ template <class Encoder, class Alone>
 inline constexpr fit_method method_of<error_feedback<Encoder, Alone>> =
     method_of<Alone> == fit_method::unknown ? fit_method::unknown : method_of<Encoder>;
 
+template <class Encoder>
+concept known_encoder = (method_of<Encoder> != fit_method::unknown);
+
 template <class Lanes>
 class channel_fits {
 public:
