@@ -174,7 +174,7 @@ def parts(*words):
             row += [cell(run, width, bits, ".2f") for run in runs]
             row += [cell(run, b, key, form) for run in runs for b in (4, 3, 2)]
             row += [cell(runs[0], b, "bare_" + key, form) for b in (4, 3, 2)]
-            row.append(cell(runs[0], width, "key_encode_ns" if letter == "K" else "value_encode_ns", ".0f"))
+            row.append(cell(runs[0], width, "key_encode_ns" if letter == "K" else "value_encode_ns", ".1f"))
             rows.append(row)
         print_table(head, rows)
         print()
