@@ -120,8 +120,8 @@ struct attention_memory {
     /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
     static constexpr int blocks = larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps, 232448 / (bytes + 1024)));
     static constexpr int registers = smaller(255, 65536 / (threads * blocks));  // per thread
-    /// Floats of one partial state in the workspace.
-    static constexpr int partial_floats = rows * (Format::value_dim + 2);
+    /// Of one partial state in the workspace.
+    static constexpr int partial_words = rows * (Format::value_dim + 2);
 };
 
 /// Feeds a warp's ring: key and value units of its chunks in turn, across items. Page numbers are fetched a chunk ahead.
@@ -341,7 +341,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     float* const query = reinterpret_cast<float*>(block_memory);
     float* const scalars =
         reinterpret_cast<float*>(block_memory + memory::query_bytes + memory::output_bytes);
-    int* const flag = reinterpret_cast<int*>(scalars);
+    merge_note* const later = reinterpret_cast<merge_note*>(scalars);
+    static_assert(sizeof(merge_note) <= 128);
     float* const warp_max = scalars + 32;
     float* const warp_sum = warp_max + memory::warps * rows;
     const block_state merged{warp_sum + memory::warps * rows, warp_sum + memory::warps * rows + rows,
@@ -357,6 +358,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         if (id.lane == 0) notes->plan = plan;
     }
     if (walk.share_begin >= walk.share_end) return;
+    if (threadIdx.x == 0) later->pending = 0;
 
     unit_feed<memory, Format, T> feed(a, walk, warp, &notes->feeder);
     walk.park(&notes->reader);
@@ -485,14 +487,17 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         if (!last) query_part.fetch(a, walk.item);
         walk.park(&notes->reader);
         merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id);
-        if ((done.from == 0 && done.to == done.count))
+        if (done.from == 0 && done.to == done.count) {
             write_rows<memory, memory::output_parts>(a, done, merged);
-        else
-            write_partial<memory>(a, done, first_notes->span, merged, first_of_share, flag);
-        if (last) break;
+        } else {
+            write_partial<memory>(a, merged, first_of_share);
+            if (done.to == done.count && threadIdx.x == 0) *later = {1, first_notes->span, done};
+        }
         __syncthreads();
+        if (last) break;
     }
     copy_wait<0>();
+    if (later->pending) merge_parts<memory>(a, *later, merged);
 }
 
 }  // namespace detail
