@@ -141,14 +141,15 @@ struct unit_feed {
     unsigned skews = 0;          // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
     [[no_unique_address]] typename keys::head_type key_head{};
 
+    /// first_page: what is known to stand at `entry` of the block table.
     __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
                                          const item_walk<Memory::step_tokens>& start, int warp,
-                                         walk_state* notes)
+                                         walk_state* notes, const int* entry, int first_page)
         : a(args), parked(notes) {
         start.park(parked);
         take(start, warp);
         index -= Memory::warps;
-        seek(warp);
+        seek(warp, entry, first_page);
         advance(warp);
     }
     /// Starts the next unit's copy into `slot` of the ring at `ring`.
@@ -201,7 +202,7 @@ private:
         head = next_head;
         seek(warp);
     }
-    __device__ __forceinline__ void seek(int warp) {
+    __device__ __forceinline__ void seek(int warp, const int* entry = nullptr, int first_page = -1) {
         index += Memory::warps;
         if (index >= to) {
             item_walk<Memory::step_tokens> walk(a.work);
@@ -221,31 +222,39 @@ private:
         const int token = (item_first + index) * Memory::step_tokens;
         const int column = token / Format::page_tokens;
         if (index < real && column < a.cache.table_columns) {
-            next_page = __ldg(table + column);
+            next_page = entry != nullptr && table + column == entry ? first_page : __ldg(table + column);
             next_first = token % Format::page_tokens;
         }
     }
 };
 
-/// Asks for the pages of a warp's first chunks in the second-level cache while the previous launch still runs. Whatever that
+/// Where the block table names the page of a warp's first chunk, or null.
+template <class Memory, class Format, class T>
+__device__ __forceinline__ const int* first_entry(const attention_args<Format, T>& a,
+                                                  const item_walk<Memory::step_tokens>& walk, int warp) {
+    const item_part& item = walk.item;
+    const int index = item.from + warp, column = (item.first + index) * Memory::step_tokens / Format::page_tokens;
+    if (walk.share_begin >= walk.share_end || index >= item.to || index >= item.real ||
+        column >= a.cache.table_columns)
+        return nullptr;
+    return a.cache.block_table +
+           static_cast<std::size_t>(item.sequence) * static_cast<std::size_t>(a.cache.table_columns) + column;
+}
+
+/// Asks for the page of a warp's first chunk in the second-level cache while the previous launch still runs. Whatever that
 /// launch writes arrives there as well, so this changes no result. What it finds in lengths and tables may be out of date:
 /// then it asks in vain, for other pages or (where a launch that lets its successor start early is just writing tables) for
 /// addresses that do not exist; such hints were seen to be ignored.
 template <class Memory, class Format, class T>
-__device__ __forceinline__ void prefetch_pages(const attention_args<Format, T>& a, int warp, int lane) {
-    item_walk<Memory::step_tokens> walk(a.work);
-    find_share<Memory::step_tokens, true>(a.work, a.cut, Memory::warps, walk);
-    if (walk.share_begin >= walk.share_end) return;
-    const item_part& item = walk.item;
-    const int* const table = a.cache.block_table + static_cast<std::size_t>(item.sequence) *
-                                                       static_cast<std::size_t>(a.cache.table_columns);
-    const int index = item.from + warp;
-    const int token = (item.first + index) * Memory::step_tokens, column = token / Format::page_tokens;
+__device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a,
+                                              const item_walk<Memory::step_tokens>& walk, const int* entry,
+                                              int warp, int lane) {
     // Of the warps whose chunks share a page, the first one asks for all of it. More than one page a warp took longer.
-    if (index >= item.to || index >= item.real || column >= a.cache.table_columns ||
-        (warp > 0 && token % Format::page_tokens != 0))
+    const item_part& item = walk.item;
+    if (entry == nullptr ||
+        (warp > 0 && (item.first + item.from + warp) * Memory::step_tokens % Format::page_tokens != 0))
         return;
-    const int page = __ldcg(table + column);
+    const int page = __ldcg(entry);
     if (page < 0) return;
     prefetch_lines(a.cache.key_block(page, item.kv_head), static_cast<int>(Format::key_block_bytes), lane);
     prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Format::value_block_bytes),
@@ -328,10 +337,6 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     const lane_id id;
     // The shuffle tells the compiler that all lanes have the same number.
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / warp_size, 0);
-    if (!a.early) {
-        prefetch_pages<memory>(a, warp, id.lane);
-        wait_for_predecessor();
-    }
 
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
@@ -353,14 +358,33 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     warp_notes* const first_notes =
         reinterpret_cast<warp_notes*>(shared + memory::warp_bytes - memory::notes_bytes);
     item_walk<memory::step_tokens> walk(a.work);
+    const int* entry = nullptr;  // of the first page, and what it says
+    int first_page = -1;
     {
-        const share_plan plan = find_share(a.work, a.cut, memory::warps, walk);
-        if (id.lane == 0) notes->plan = plan;
+        // Without `early` the share is found while the previous launch runs out, and it stays what it is if the numbers of chunks
+        // have not changed since.
+        batch_count before{};
+        for (bool waits = !a.early;; waits = false) {
+            const batch_count now = count_chunks<memory::step_tokens>(a.work);
+            if (before.same && now.same && now.first == before.first) {
+                walk.measure();
+            } else {
+                const share_plan plan = find_share(a.work, a.cut, memory::warps, now, walk);
+                if (id.lane == 0) notes->plan = plan;
+                entry = nullptr;
+            }
+            if (!waits) break;
+            before = now;
+            entry = first_entry<memory>(a, walk, warp);
+            prefetch_page<memory>(a, walk, entry, warp, id.lane);
+            wait_for_predecessor();
+            if (entry != nullptr) first_page = __ldcg(entry);
+        }
     }
     if (walk.share_begin >= walk.share_end) return;
     if (threadIdx.x == 0) later->pending = 0;
 
-    unit_feed<memory, Format, T> feed(a, walk, warp, &notes->feeder);
+    unit_feed<memory, Format, T> feed(a, walk, warp, &notes->feeder, entry, first_page);
     walk.park(&notes->reader);
     // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
     constexpr bool turns = memory::slots % 2 == 1;
