@@ -105,10 +105,14 @@ struct attention_memory {
     /// units per warp are under way instead of three where memory is short, and warps take turns with the output; more warps pay
     /// where units are small.
     static constexpr size chosen = [] {
-        for (const int warps : {Rows4 == 1 && slot_bytes <= 3072 && !keys::mixed ? 12 : 8, 4})
+#ifndef KVQ_W12
+#define KVQ_W12 3072
+#endif
+        for (const int warps : {12, 8, 4})
             for (const int slots : {3, 2})
                 for (const int parts : {4, 2})
                     if (!(Rows4 == 4 && parts == 4) &&
+                        !(warps == 12 && (Rows4 > 1 || slot_bytes > KVQ_W12 || keys::mixed)) &&
                         size{warps, slots, parts}.bytes() <= shared_memory_budget<Format>)
                         return size{warps, slots, parts};
         return size{4, 2, 2};
@@ -365,11 +369,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         // have not changed since.
         batch_count before{};
         for (bool waits = !a.early;; waits = false) {
-            const batch_count now = count_chunks<memory::step_tokens>(a.work);
-            if (before.same && now.same && now.first == before.first) {
-                walk.measure();
-            } else {
-                const share_plan plan = find_share(a.work, a.cut, memory::warps, now, walk);
+            if (before.same) walk.measure(waits);
+            const batch_count now = count_chunks<memory::step_tokens>(a.work, waits);
+            if (!(before.same && now.same && now.first == before.first)) {
+                const share_plan plan = find_share(a.work, a.cut, memory::warps, now, walk, waits);
                 if (id.lane == 0) notes->plan = plan;
                 entry = nullptr;
             }

@@ -151,7 +151,7 @@ __device__ __forceinline__ uint4 sealed(const float4& v) {
 }
 __device__ __forceinline__ float opened(std::uint32_t word) { return __uint_as_float(~word); }
 __device__ __forceinline__ bool arrived(const uint4& v) {
-    return v.x != 0 && v.y != 0 && v.z != 0 && v.w != 0;
+    return (v.x != 0) & (v.y != 0) & (v.z != 0) & (v.w != 0);
 }
 
 template <class Memory, class Format, class T>
@@ -187,85 +187,74 @@ __device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, 
     const int from = note.span.from, count = note.span.to - from + 1, second = note.span.from_is_second;
     const auto part = [&](int i) { return partial_state<Memory>(a, 2 * (from + i) + (i == 0 ? second : 0)); };
     // A row belongs to `width` neighbouring lanes; each takes every so-manieth group of 4 channels. With twice as many
-    // threads there are two sets, which take turns with the parts. All loads of a step are under way together.
+    // threads there are two sets, which take turns with the parts. All loads of a step are under way together; those of parts that
+    // have not arrived are repeated.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);
     constexpr int sets = larger(1, smaller(2, Memory::threads / (width * rows)));
-    constexpr int at_once = larger(1, (Memory::registers < 200 ? 4
-                                       : sets == 2             ? 8
-                                                               : 16) /
-                                          groups);  // parts of a set
+    constexpr int at_once = larger(1, smaller(smaller(8, 16 / groups), width / sets));  // parts of a set
     static_assert(width * rows <= Memory::threads && dim % 4 == 0 && at_once * sets <= width);
     const int set = thread / (width * rows), lane = thread % width;
     const bool active = set < sets;
     const int row = active ? thread / width % rows : 0;
-    uint4 v[at_once][groups];
-    float m, l;
-    // Each word of the outputs is read by one thread, which then zeroes it.
-    const auto load = [&](int begin) {
-        const int mine_is = begin + lane;
-        const std::uint32_t* const own = part(smaller(mine_is, count - 1)) + row;
-        std::uint32_t m_word, l_word;
-        bool all;
-        do {
-            m_word = load_relaxed(own);
-            l_word = load_relaxed(own + rows);
-            all = m_word != 0 && l_word != 0;
+    float top = -INFINITY, sum = 0.0f;
+    float4 output[groups] = {};
+    for (int begin = 0; begin < count; begin += at_once * sets) {
+        // Max and sum of a part per lane; they are read by all sets and zeroed below.
+        const bool has_own = lane < at_once * sets && begin + lane < count;
+        const std::uint32_t* const own = part(smaller(begin + lane, count - 1)) + row;
+        std::uint32_t m_word = 0, l_word = 0;
+        // Outputs: each word is read by one thread, which then zeroes it.
+        uint4 v[at_once][groups] = {};
+        uint4* from_part[at_once];
+        bool wanted[at_once][groups];
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) {
+            const int p = begin + k * sets + set;
+            from_part[k] = reinterpret_cast<uint4*>(part(p) + 2 * rows + row * dim) + lane;
+#pragma unroll
+            for (int i = 0; i < groups; ++i)
+                wanted[k][i] = active && p < count && (i * width + lane) * 4 < dim;
+        }
+        while (true) {
+            bool missing = has_own && (m_word == 0 || l_word == 0);
+            load_relaxed_if(missing, m_word, own);
+            load_relaxed_if(missing, l_word, own + rows);
 #pragma unroll
             for (int k = 0; k < at_once; ++k)
 #pragma unroll
                 for (int i = 0; i < groups; ++i) {
-                    const int p = begin + k * sets + set, channel = (i * width + lane) * 4;
-                    if (active && p < count && channel < dim) {
-                        v[k][i] = load_relaxed(
-                            reinterpret_cast<const uint4*>(part(p) + 2 * rows + row * dim + channel));
-                        all = all && arrived(v[k][i]);
-                    }
+                    const bool again = wanted[k][i] & !arrived(v[k][i]);
+                    load_relaxed_if(again, v[k][i], from_part[k] + i * width);
+                    missing = missing | again;
                 }
-        } while (!all);
+            if (!missing) break;
+        }
         __syncwarp();
-        m = lane < at_once * sets && mine_is < count ? opened(m_word) : -INFINITY;
-        l = opened(l_word);
+        const float m = has_own ? opened(m_word) : -INFINITY;
+        float next = m;
 #pragma unroll
-        for (int k = 0; k < at_once; ++k)
+        for (int step = width / 2; step > 0; step /= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
+        next = fmaxf(next, top);
+        const float keep = top == -INFINITY ? 0.0f : exp2_fast(top - next);
+        const float take = m == -INFINITY ? 0.0f : exp2_fast(m - next);
+        top = next;
+        sum = fmaf(sum, keep, m == -INFINITY ? 0.0f : opened(l_word) * take);
 #pragma unroll
-            for (int i = 0; i < groups; ++i) {
-                const int p = begin + k * sets + set, channel = (i * width + lane) * 4;
-                if (active && p < count && channel < dim)
-                    store_relaxed(reinterpret_cast<uint4*>(part(p) + 2 * rows + row * dim + channel),
-                                  uint4{0, 0, 0, 0});
-            }
-    };
-    load(0);
-    float top = m;
-    for (int s = at_once * sets + lane; s < count; s += width) {
-        std::uint32_t word;
-        do word = load_relaxed(part(s) + row);
-        while (word == 0);
-        top = fmaxf(top, opened(word));
-    }
-    __syncwarp();
-#pragma unroll
-    for (int step = width / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    float sum = 0.0f;
-    float4 output[groups] = {};
-    for (int begin = 0;;) {
-        const float own = m == -INFINITY ? 0.0f : exp2_fast(m - top);
-        sum = fmaf(l, own, sum);
+        for (int i = 0; i < groups; ++i)
+            output[i] = {output[i].x * keep, output[i].y * keep, output[i].z * keep, output[i].w * keep};
 #pragma unroll
         for (int k = 0; k < at_once; ++k) {
-            const float factor = __shfl_sync(~0u, own, k * sets + (active ? set : 0), width);
-            if (factor == 0.0f) continue;  // no such part, or an empty one
+            const float factor = __shfl_sync(~0u, take, k * sets + (active ? set : 0), width);
 #pragma unroll
             for (int i = 0; i < groups; ++i) {
+                if (wanted[k][i]) store_relaxed(from_part[k] + i * width, uint4{0, 0, 0, 0});
+                if (factor == 0.0f) continue;  // no such part, or an empty one
                 output[i].x = fmaf(opened(v[k][i].x), factor, output[i].x);
                 output[i].y = fmaf(opened(v[k][i].y), factor, output[i].y);
                 output[i].z = fmaf(opened(v[k][i].z), factor, output[i].z);
                 output[i].w = fmaf(opened(v[k][i].w), factor, output[i].w);
             }
         }
-        begin += at_once * sets;
-        if (begin >= count) break;
-        load(begin);
     }
 #pragma unroll
     for (int step = width / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);

@@ -40,11 +40,12 @@ struct work_shape {
     };
     /// Where the tokens of sequence b that this format may hold end, counted from first_token.
     __device__ __forceinline__ int end(int b) const { return smaller(tokens[b] - first_token, capacity); }
-    /// Chunks of sequence b that hold a token that some query sees. The previous launch may still be writing lengths when they
-    /// are first read, so they stay out of the first-level cache.
+    /// Chunks of sequence b that hold a token that some query sees. hint: while the previous launch may still write lengths;
+    /// what is read then stays out of the first-level cache.
     template <int Tokens>
-    __device__ __forceinline__ span chunks(int b) const {
-        const int length = __ldcg(tokens + b), end = smaller(length - first_token, capacity);
+    __device__ __forceinline__ span chunks(int b, bool hint = false) const {
+        const int length = hint ? __ldcg(tokens + b) : tokens[b],
+                  end = smaller(length - first_token, capacity);
         // The oldest query sits at position length - query_tokens and sees `window` tokens.
         const int begin = window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
         const int first = begin / Tokens;
@@ -90,8 +91,8 @@ struct item_walk : walk_state {
         item.to = smaller(share_end - item.begin, item.count);
     }
     /// Which chunks the item's sequence has; returns their number.
-    __device__ __forceinline__ int measure() {
-        const auto span = work.template chunks<Tokens>(item.sequence);
+    __device__ __forceinline__ int measure(bool hint = false) {
+        const auto span = work.template chunks<Tokens>(item.sequence, hint);
         item.first = span.first;
         item.real = span.real;
         return span.count;
@@ -174,16 +175,16 @@ struct batch_count {
     bool same;  // are all alike?
 };
 template <int Tokens>
-__device__ __forceinline__ batch_count count_chunks(const work_shape& work) {
+__device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int each = ceil_div(work.sequences, warp_size);
     batch_count n{};
     n.from = smaller(lane * each, work.sequences);
     n.to = smaller(n.from + each, work.sequences);
-    n.first = work.template chunks<Tokens>(0).count;
+    n.first = work.template chunks<Tokens>(0, hint).count;
     n.same = true;
     for (int b = n.from; b < n.to; ++b) {
-        const int count = work.template chunks<Tokens>(b).count;
+        const int count = work.template chunks<Tokens>(b, hint).count;
         n.sum += count;
         n.same = n.same && count == n.first;
     }
@@ -194,14 +195,15 @@ __device__ __forceinline__ batch_count count_chunks(const work_shape& work) {
 /// Finds where the share of this thread block begins. Every warp does it for itself: no barrier.
 template <int Tokens>
 __device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut, int warps,
-                                                 const batch_count& n, item_walk<Tokens>& walk) {
+                                                 const batch_count& n, item_walk<Tokens>& walk,
+                                                 bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int blocks = static_cast<int>(gridDim.x), share = static_cast<int>(blockIdx.x);
     item_part& item = walk.item;
     const auto start = [&] {
         item.kv_head = work.row_blocks == 1 ? item.line : item.line / work.row_blocks;
         item.row_block = item.line - item.kv_head * work.row_blocks;
-        item.count = walk.measure();
+        item.count = walk.measure(hint);
         walk.clip();
     };
     if (n.same) {
@@ -240,7 +242,7 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     const bool mine = walk.share_begin >= before && walk.share_begin < before + sum;
     if (mine) {
         for (int b = n.from; b < n.to; ++b) {
-            const int count = work.template chunks<Tokens>(b).count;
+            const int count = work.template chunks<Tokens>(b, hint).count;
             if (walk.share_begin < before + count * work.lines) {
                 sequence = b;
                 line = (walk.share_begin - before) / count;
