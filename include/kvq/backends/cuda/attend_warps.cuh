@@ -237,7 +237,8 @@ template <class Memory, class Format, class T>
 __device__ __forceinline__ const int* first_entry(const attention_args<Format, T>& a,
                                                   const item_walk<Memory::step_tokens>& walk, int warp) {
     const item_part& item = walk.item;
-    const int index = item.from + warp, column = (item.first + index) * Memory::step_tokens / Format::page_tokens;
+    const int index = item.from + warp,
+              column = (item.first + index) * Memory::step_tokens / Format::page_tokens;
     if (walk.share_begin >= walk.share_end || index >= item.to || index >= item.real ||
         column >= a.cache.table_columns)
         return nullptr;
@@ -445,8 +446,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         warp_state<values, Rows4> state;
         state.clear();
         const head_keys<keys, Rows4> key_head(scratch, a.cache.key_plan(item.kv_head), id);
+        const key_query<keys, Rows4> row_query(query_at, memory::query_stride, id);
         folded_row<keys> folded[Rows4];
-        if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, id);
+        if constexpr (fold_once<keys>)
+            fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
 
         int in_step = 0;  // chunk of the step
         for (int index = item.from + warp; index < item.to;) {
@@ -459,7 +462,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             bool masked = false;
             if (present) {
                 score_chunk(scores, folded, query_at, memory::query_stride, at, in_page,
-                            memory::chunks_of_step == 1 || in_step == 0, key_head, id);
+                            memory::chunks_of_step == 1 || in_step == 0, key_head, row_query, id);
                 if (a.softcap > 0.0f) {
 #pragma unroll
                     for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {

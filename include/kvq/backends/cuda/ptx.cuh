@@ -148,16 +148,14 @@ __device__ __forceinline__ void store_relaxed(uint4* to, const uint4& v) {
 }
 /// Loads only if `wanted`, without a branch, so that several are under way together.
 __device__ __forceinline__ void load_relaxed_if(bool wanted, std::uint32_t& word, const std::uint32_t* from) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u32 %0, [%1];}"
-        : "+r"(word)
-        : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u32 %0, [%1];}"
+                 : "+r"(word)
+                 : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
 }
 __device__ __forceinline__ void load_relaxed_if(bool wanted, uint4& v, const uint4* from) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
-        : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-        : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
 }
 
 /// 16 bytes from device memory to shared memory, past the first-level cache.

@@ -195,8 +195,7 @@ __device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool
 /// Finds where the share of this thread block begins. Every warp does it for itself: no barrier.
 template <int Tokens>
 __device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut, int warps,
-                                                 const batch_count& n, item_walk<Tokens>& walk,
-                                                 bool hint) {
+                                                 const batch_count& n, item_walk<Tokens>& walk, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int blocks = static_cast<int>(gridDim.x), share = static_cast<int>(blockIdx.x);
     item_part& item = walk.item;
