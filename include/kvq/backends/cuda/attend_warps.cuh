@@ -101,18 +101,17 @@ struct attention_memory {
                    round_up(128 + (2 * warps + 2) * rows * 4, 128);
         }
     };
+    /// 12 warps instead of 8 pay where units are small, and where instructions are many (coded parameters) and chunks are short enough
+    /// for an item to be shared well; keys of mixed widths wait so often that they pay whatever the chunk.
+    static constexpr bool many_pay =
+        Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::coded && tokens <= 64));
     /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an item best. Two
-    /// units per warp are under way instead of three where memory is short, and warps take turns with the output; more warps pay
-    /// where units are small.
+    /// units per warp are under way instead of three where memory is short, and warps take turns with the output.
     static constexpr size chosen = [] {
-#ifndef KVQ_W12
-#define KVQ_W12 3072
-#endif
-        for (const int warps : {12, 8, 4})
+        for (const int warps : {many_pay ? 12 : 8, 8, 4})
             for (const int slots : {3, 2})
                 for (const int parts : {4, 2})
                     if (!(Rows4 == 4 && parts == 4) &&
-                        !(warps == 12 && (Rows4 > 1 || slot_bytes > KVQ_W12 || keys::mixed)) &&
                         size{warps, slots, parts}.bytes() <= shared_memory_budget<Format>)
                         return size{warps, slots, parts};
         return size{4, 2, 2};
@@ -400,15 +399,18 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
+    query_rows<memory, Format, T> query_part;
+    if (!a.early) query_part.fetch(a, walk.item);
 #pragma unroll
     for (int i = 0; i < memory::slots; ++i)
         if (i % 2 == 0)
             feed.template issue<tensor::key>(ring, i, warp, id.lane);
         else
             feed.template issue<tensor::value>(ring, i, warp, id.lane);
-    if (a.early) wait_for_predecessor();
-    query_rows<memory, Format, T> query_part;
-    query_part.fetch(a, walk.item);
+    if (a.early) {
+        wait_for_predecessor();
+        query_part.fetch(a, walk.item);
+    }
     // Weights of units that no token fills stay zero.
     for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
         store_word(weights + 4u * static_cast<std::uint32_t>(i), 0);
