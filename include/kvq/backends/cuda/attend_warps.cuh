@@ -429,16 +429,18 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         return at;
     };
 
+    query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
+    __syncthreads();
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
-        query_part.store(query, a.scale, a.cache.key_plan(item.kv_head));
+        walk.next();
+        if (!walk.done()) query_part.fetch(a, walk.item);
         // Found while the first units are on their way; it takes a few divisions.
         if (warp == 0 && !(item.from == 0 && item.to == item.count)) {
             const share_span span = find_span(notes->plan, item);
             if (id.lane == 0) first_notes->span = span;
         }
-        __syncthreads();
         const std::uint32_t query_at = shared_address(query);
         const int length = a.work.tokens[item.sequence];
         const int first_row = item.row_block * rows, last_row = smaller(first_row + rows, a.rows) - 1;
@@ -516,19 +518,21 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         const bool first_of_share = done.begin <= walk.share_begin;
         walk.next();
         const bool last = walk.done();
-        if (!last) query_part.fetch(a, walk.item);
         walk.park(&notes->reader);
-        merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id);
+        // No barrier but those of the merge: behind its first one no warp needs the query any more.
+        merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id, [&] {
+            if (!last) query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
+        });
         if (done.from == 0 && done.to == done.count) {
             write_rows<memory, memory::output_parts>(a, done, merged);
         } else {
             write_partial<memory>(a, merged, first_of_share);
             if (done.to == done.count && threadIdx.x == 0) *later = {1, first_notes->span, done};
         }
-        __syncthreads();
         if (last) break;
     }
     copy_wait<0>();
+    __syncthreads();
     if (later->pending) merge_parts<memory>(a, *later, merged);
 }
 

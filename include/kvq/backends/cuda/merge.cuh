@@ -21,10 +21,11 @@ struct block_state {
     float* output;  // [rows][output_stride]
 };
 
-/// Merges the warps' states into `to`. All threads.
-template <class Memory, int Rows4, class Values>
+/// Merges the warps' states into `to`. All threads; all_here() is called between two barriers.
+template <class Memory, int Rows4, class Values, class F>
 __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& state, const block_state& to,
-                                            float* warp_max, float* warp_sum, int warp, const lane_id& id) {
+                                            float* warp_max, float* warp_sum, int warp, const lane_id& id,
+                                            F&& all_here) {
     constexpr int rows = Memory::rows;
     float bias[Rows4][weight_words<Values>::bias_sets + 1];
 #pragma unroll
@@ -39,6 +40,7 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
         }
     }
     __syncthreads();
+    all_here();
     float factor[Rows4];
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ float4 read_output(const block_state& state, int row,
     return sum;
 }
 
-/// Writes the rows of a finished item. All threads; `state` may be written again after the next barrier.
+/// Writes the rows of a finished item. All threads; `state` may be written again after the next barrier, as merge_warps does.
 template <class Memory, int Parts, class Format, class T>
 __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, const item_part& item,
                                            const block_state& state) {
