@@ -1,8 +1,8 @@
 // The fused attention kernel: every warp walks its chunks with tensor cores and its own ring of asynchronous copies.
 //
 //   warp:   K chunk -> scores -> weights -> V chunk -> output, while the next two or three units are on their way
-//   block:  4 or 8 warps share an item; their softmax states are merged in shared memory, in the order of the warps
-//   grid:   as many blocks as fit; an item that spans blocks is merged by the block that comes last (same launch)
+//   block:  4, 8 or 12 warps share an item; their softmax states are merged in shared memory, in the order of the warps
+//   grid:   as many blocks as fit; an item that spans blocks is merged by the block with its last part (same launch)
 //
 // Nothing is decoded to memory, warps wait for each other only at the end of an item, and copies run on across items.
 // Contract: error against double arithmetic on the decoded values below 2e-3 (measured: docs/gpu.md); deterministic for

@@ -133,8 +133,8 @@ struct fold_part {
     }
 };
 
-/// Biases that are coded are integers under two numbers of the group: bias = first + step * code. So their product with the query is one
-/// of integers too, and the query becomes such numbers once per item. Four channels take two instructions.
+/// Coded biases are integers under two numbers of their group, first + step * code. So what the query adds up with them is a sum of
+/// integers, four channels in two instructions; the query becomes such numbers (as x above) once per item.
 template <class Part>
 struct query_pieces {
     static constexpr bool split = Part::split;

@@ -6,7 +6,8 @@
 //
 // A byte becomes a float without conversion: permuted to where a float's bits are, then one shift and addition (scales,
 // factors), or put behind the point of 2^15, which is subtracted (biases).
-// Contract: unit * scales, biases and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp).
+// Contract: unit * scales and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp); codes of
+// biases are integers, and first + step * code is left to who adds them up.
 #pragma once
 
 #include "../../quant/channel_params.hpp"

@@ -5,7 +5,7 @@
 //   warp w    of a thread block takes chunks w, w + warps, ... of the block's part of an item
 //
 // The lengths of the sequences are read on the device, so a captured graph stays valid while they grow. An item that
-// spans several shares leaves one partial softmax state per share; who arrives last merges them, in token order.
+// spans several shares leaves one partial softmax state per share; who has the last one merges them, in token order.
 // A sequence without tokens counts as one chunk, so that its output is written too.
 // Contract: shares differ by at most one chunk; the result does not depend on the order in which blocks run.
 #pragma once
