@@ -231,10 +231,10 @@ void check_side_by_side() {
     std::vector<float16> want[2];
     for (int i = 0; i < 2; ++i) workspaces[i].clear();
     CUDA_OK(cudaDeviceSynchronize());
-    for (int run = 0; run < 30; ++run) {
+    for (int run = 0; run < 12; ++run) {
         for (int i = 0; i < 2; ++i) outs[i].poison();
         CUDA_OK(cudaDeviceSynchronize());
-        for (int repeat = 0; repeat < (run == 0 ? 1 : 20); ++repeat)
+        for (int repeat = 0; repeat < (run == 0 ? 1 : 8); ++repeat)
             for (int i = 0; i < 2; ++i) {
                 CHECK((cuda::attend<coded, float16>(devices[i].ref, {q_device.get(), n[i], q_heads, dim},
                                                     {outs[i].get(), n[i], q_heads, dim},
