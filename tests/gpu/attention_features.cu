@@ -3,6 +3,8 @@
 
 #include <kvq/backends/cuda.cuh>
 
+#include <algorithm>
+
 using namespace kvq;
 
 namespace {
@@ -208,6 +210,57 @@ void check_repeatable() {
     std::printf("  repeatable\n");
 }
 
+/// Launches that share the device, so that blocks of one wait for multiprocessors of the other, and for parts of their items.
+void check_side_by_side() {
+    test::rng r(9);
+    const test::coded_batch<coded> one(r, kv_heads, {20000}),
+        many(r, kv_heads, {3000, 1, 9000, 700, 64, 5000, 2});
+    const test::device_batch<coded> devices[2] = {test::device_batch<coded>(one),
+                                                  test::device_batch<coded>(many)};
+    const int n[2] = {1, 7};
+    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(group);
+    std::vector<float16> q(static_cast<std::size_t>(7 * q_heads * dim));
+    for (float16& x : q) x = float16(test::normal(r));
+    const test::device_buffer<float16> q_device(q);
+    test::device_buffer<float16> outs[2] = {test::device_buffer<float16>(q.size()),
+                                            test::device_buffer<float16>(q.size())};
+    test::device_buffer<std::byte> workspaces[2] = {test::device_buffer<std::byte>(bytes),
+                                                    test::device_buffer<std::byte>(bytes)};
+    cudaStream_t streams[2];
+    for (cudaStream_t& stream : streams) CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    std::vector<float16> want[2];
+    for (int i = 0; i < 2; ++i) workspaces[i].clear();
+    CUDA_OK(cudaDeviceSynchronize());
+    for (int run = 0; run < 12; ++run) {
+        for (int i = 0; i < 2; ++i) outs[i].poison();
+        CUDA_OK(cudaDeviceSynchronize());
+        for (int repeat = 0; repeat < (run == 0 ? 1 : 8); ++repeat)
+            for (int i = 0; i < 2; ++i) {
+                CHECK((cuda::attend<coded, float16>(devices[i].ref, {q_device.get(), n[i], q_heads, dim},
+                                                    {outs[i].get(), n[i], q_heads, dim},
+                                                    {.early = run % 2 != 0 && repeat > 0},
+                                                    workspaces[i].get(), bytes, streams[i])),
+                      "attend");
+                if (run == 0) CUDA_OK(cudaDeviceSynchronize());  // alone
+            }
+        CUDA_OK(cudaDeviceSynchronize());
+        for (int i = 0; i < 2; ++i) {
+            const auto got = outs[i].download();
+            if (run == 0) want[i] = got;
+            CHECK(std::memcmp(want[i].data(), got.data(),
+                              static_cast<std::size_t>(n[i] * q_heads * dim) * 2) == 0,
+                  "run %d of batch %d differs from the one alone", run, i);
+        }
+    }
+    for (int i = 0; i < 2; ++i) {
+        const auto left = workspaces[i].download();
+        CHECK(std::all_of(left.begin(), left.end(), [](std::byte x) { return x == std::byte{0}; }),
+              "the workspace is not zero after the last launch");
+    }
+    for (const cudaStream_t stream : streams) CUDA_OK(cudaStreamDestroy(stream));
+    std::printf("  side by side\n");
+}
+
 /// Newest tokens that are stored right before an early launch are seen by it.
 void check_early() {
     test::rng r(6);
@@ -270,6 +323,77 @@ void check_early() {
     std::printf("  early\n");
 }
 
+/// Lets its successor begin, waits, and only then writes lengths and block table.
+__global__ void write_late(int* lengths, const int* new_lengths, int n, int* table, const int* new_table,
+                           int entries) {
+    cuda::detail::launch_dependents();
+    const long long begin = clock64();
+    while (clock64() - begin < 60000) {
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += static_cast<int>(blockDim.x))
+        lengths[i] = new_lengths[i];
+    for (int i = static_cast<int>(threadIdx.x); i < entries; i += static_cast<int>(blockDim.x))
+        table[i] = new_table[i];
+}
+
+/// What a launch finds out while the previous one runs holds only if that one does not change it.
+void check_late_lengths() {
+    test::rng r(8);
+    constexpr int n = 5, longest = 3000;
+    const test::coded_batch<coded> batch(r, kv_heads, std::vector<int>(n, longest));
+    test::device_batch<coded> device(batch);
+    std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim));
+    for (float16& x : q) x = float16(test::normal(r));
+    const test::device_buffer<float16> q_device(q);
+    test::device_buffer<float16> out(q.size());
+    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(group);
+    test::device_buffer<std::byte> workspace(bytes);
+    workspace.clear();
+    const auto attend = [&] {
+        CHECK(
+            (cuda::attend<coded, float16>(device.ref, {q_device.get(), n, q_heads, dim},
+                                          {out.get(), n, q_heads, dim}, {}, workspace.get(), bytes, nullptr)),
+            "attend");
+    };
+    std::vector<int> other_table = batch.table;
+    std::reverse(other_table.begin(), other_table.end());
+    const std::vector<std::vector<int>> lengths = {std::vector<int>(n, 1000),
+                                                   std::vector<int>(n, 1001),  // as many chunks
+                                                   std::vector<int>(n, longest),
+                                                   {1, 64, 2000, 0, 65},
+                                                   {2, 64, 1999, 1, 70}};
+    int differ = 0;
+    for (const auto& before : lengths)
+        for (const auto& after : lengths)
+            for (const bool new_table : {false, true}) {
+                const test::device_buffer<int> next_lengths(after);
+                const test::device_buffer<int> next_table(batch.table);
+                device.lengths.upload(after);
+                device.table.upload(batch.table);
+                out.poison();
+                attend();
+                CUDA_OK(cudaDeviceSynchronize());
+                const auto want = out.download();
+                device.lengths.upload(before);
+                device.table.upload(new_table ? other_table : batch.table);
+                out.poison();
+                attend();
+                CUDA_OK(cudaDeviceSynchronize());
+                const auto stale = out.download();
+                differ += std::memcmp(want.data(), stale.data(), want.size() * 2) != 0;
+                out.poison();
+                CUDA_OK(cudaDeviceSynchronize());
+                write_late<<<1, 128>>>(device.lengths.get(), next_lengths.get(), n, device.table.get(),
+                                       next_table.get(), static_cast<int>(batch.table.size()));
+                attend();
+                CUDA_OK(cudaDeviceSynchronize());
+                CHECK(std::memcmp(want.data(), out.download().data(), want.size() * 2) == 0,
+                      "lengths that begin with %d become ones that begin with %d", before[0], after[0]);
+            }
+    CHECK(differ >= 40, "old lengths and tables hardly matter: %d of 50", differ);
+    std::printf("  late lengths\n");
+}
+
 void check_errors() {
     test::device_buffer<std::byte> memory(1 << 16);
     test::device_buffer<int> numbers(16);
@@ -306,6 +430,8 @@ int main() {
     check_mixed();
     check_repeatable();
     check_early();
+    check_late_lengths();
+    check_side_by_side();
     check_errors();
     return test::report("attention_features");
 }

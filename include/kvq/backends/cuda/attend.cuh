@@ -37,8 +37,7 @@ struct warp_launch {
         return code == cudaSuccess ? multiprocessors * blocks : 0;
     }
     static std::size_t workspace(int blocks) noexcept {
-        return kvq::detail::round_up(static_cast<std::size_t>(blocks) * 4, std::size_t{256}) +
-               static_cast<std::size_t>(blocks) * 2 * memory::partial_floats * 4;
+        return static_cast<std::size_t>(blocks) * 2 * memory::partial_words * 4;
     }
     static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
@@ -56,9 +55,7 @@ struct warp_launch {
         a.work.row_blocks = kvq::detail::ceil_div(a.rows, memory::rows);
         a.work.lines = a.cache.kv_heads * a.work.row_blocks;
         a.cut = item_shares(a.work.sequences * a.work.lines, blocks);
-        a.counters = reinterpret_cast<int*>(space);
-        a.partials = reinterpret_cast<float*>(
-            space + kvq::detail::round_up(static_cast<std::size_t>(blocks) * 4, std::size_t{256}));
+        a.partials = reinterpret_cast<std::uint32_t*>(space);
         launch_overlapped(attend_warps_kernel<Format, T, Rows4>, dim3(static_cast<unsigned>(blocks)),
                           memory::threads, memory::bytes, stream, a);
         return launched("attention");

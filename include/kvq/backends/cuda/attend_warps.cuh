@@ -1,8 +1,8 @@
 // The fused attention kernel: every warp walks its chunks with tensor cores and its own ring of asynchronous copies.
 //
 //   warp:   K chunk -> scores -> weights -> V chunk -> output, while the next two or three units are on their way
-//   block:  4 or 8 warps share an item; their softmax states are merged in shared memory, in the order of the warps
-//   grid:   as many blocks as fit; an item that spans blocks is merged by the block that comes last (same launch)
+//   block:  4, 8 or 12 warps share an item; their softmax states are merged in shared memory, in the order of the warps
+//   grid:   as many blocks as fit; an item that spans blocks is merged by the block with its last part (same launch)
 //
 // Nothing is decoded to memory, warps wait for each other only at the end of an item, and copies run on across items.
 // Contract: error against double arithmetic on the decoded values below 2e-3 (measured: docs/gpu.md); deterministic for
@@ -101,11 +101,14 @@ struct attention_memory {
                    round_up(128 + (2 * warps + 2) * rows * 4, 128);
         }
     };
+    /// 12 warps instead of 8 pay where units are small, and where instructions are many (coded parameters) and chunks are short enough
+    /// for an item to be shared well; keys of mixed widths wait so often that they pay whatever the chunk.
+    static constexpr bool many_pay =
+        Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::coded && tokens <= 64));
     /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an item best. Two
-    /// units per warp are under way instead of three where memory is short, and warps take turns with the output; more warps pay
-    /// where units are small.
+    /// units per warp are under way instead of three where memory is short, and warps take turns with the output.
     static constexpr size chosen = [] {
-        for (const int warps : {Rows4 == 1 && slot_bytes <= 3072 && !keys::mixed ? 12 : 8, 4})
+        for (const int warps : {many_pay ? 12 : 8, 8, 4})
             for (const int slots : {3, 2})
                 for (const int parts : {4, 2})
                     if (!(Rows4 == 4 && parts == 4) &&
@@ -120,8 +123,8 @@ struct attention_memory {
     /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
     static constexpr int blocks = larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps, 232448 / (bytes + 1024)));
     static constexpr int registers = smaller(255, 65536 / (threads * blocks));  // per thread
-    /// Floats of one partial state in the workspace.
-    static constexpr int partial_floats = rows * (Format::value_dim + 2);
+    /// Of one partial state in the workspace.
+    static constexpr int partial_words = rows * (Format::value_dim + 2);
 };
 
 /// Feeds a warp's ring: key and value units of its chunks in turn, across items. Page numbers are fetched a chunk ahead.
@@ -141,14 +144,15 @@ struct unit_feed {
     unsigned skews = 0;          // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
     [[no_unique_address]] typename keys::head_type key_head{};
 
+    /// first_page: what is known to stand at `entry` of the block table.
     __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
                                          const item_walk<Memory::step_tokens>& start, int warp,
-                                         walk_state* notes)
+                                         walk_state* notes, const int* entry, int first_page)
         : a(args), parked(notes) {
         start.park(parked);
         take(start, warp);
         index -= Memory::warps;
-        seek(warp);
+        seek(warp, entry, first_page);
         advance(warp);
     }
     /// Starts the next unit's copy into `slot` of the ring at `ring`.
@@ -201,7 +205,7 @@ private:
         head = next_head;
         seek(warp);
     }
-    __device__ __forceinline__ void seek(int warp) {
+    __device__ __forceinline__ void seek(int warp, const int* entry = nullptr, int first_page = -1) {
         index += Memory::warps;
         if (index >= to) {
             item_walk<Memory::step_tokens> walk(a.work);
@@ -221,31 +225,40 @@ private:
         const int token = (item_first + index) * Memory::step_tokens;
         const int column = token / Format::page_tokens;
         if (index < real && column < a.cache.table_columns) {
-            next_page = __ldg(table + column);
+            next_page = entry != nullptr && table + column == entry ? first_page : __ldg(table + column);
             next_first = token % Format::page_tokens;
         }
     }
 };
 
-/// Asks for the pages of a warp's first chunks in the second-level cache while the previous launch still runs. Whatever that
+/// Where the block table names the page of a warp's first chunk, or null.
+template <class Memory, class Format, class T>
+__device__ __forceinline__ const int* first_entry(const attention_args<Format, T>& a,
+                                                  const item_walk<Memory::step_tokens>& walk, int warp) {
+    const item_part& item = walk.item;
+    const int index = item.from + warp,
+              column = (item.first + index) * Memory::step_tokens / Format::page_tokens;
+    if (walk.share_begin >= walk.share_end || index >= item.to || index >= item.real ||
+        column >= a.cache.table_columns)
+        return nullptr;
+    return a.cache.block_table +
+           static_cast<std::size_t>(item.sequence) * static_cast<std::size_t>(a.cache.table_columns) + column;
+}
+
+/// Asks for the page of a warp's first chunk in the second-level cache while the previous launch still runs. Whatever that
 /// launch writes arrives there as well, so this changes no result. What it finds in lengths and tables may be out of date:
 /// then it asks in vain, for other pages or (where a launch that lets its successor start early is just writing tables) for
 /// addresses that do not exist; such hints were seen to be ignored.
 template <class Memory, class Format, class T>
-__device__ __forceinline__ void prefetch_pages(const attention_args<Format, T>& a, int warp, int lane) {
-    item_walk<Memory::step_tokens> walk(a.work);
-    find_share<Memory::step_tokens, true>(a.work, a.cut, Memory::warps, walk);
-    if (walk.share_begin >= walk.share_end) return;
-    const item_part& item = walk.item;
-    const int* const table = a.cache.block_table + static_cast<std::size_t>(item.sequence) *
-                                                       static_cast<std::size_t>(a.cache.table_columns);
-    const int index = item.from + warp;
-    const int token = (item.first + index) * Memory::step_tokens, column = token / Format::page_tokens;
+__device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a,
+                                              const item_walk<Memory::step_tokens>& walk, const int* entry,
+                                              int warp, int lane) {
     // Of the warps whose chunks share a page, the first one asks for all of it. More than one page a warp took longer.
-    if (index >= item.to || index >= item.real || column >= a.cache.table_columns ||
-        (warp > 0 && token % Format::page_tokens != 0))
+    const item_part& item = walk.item;
+    if (entry == nullptr ||
+        (warp > 0 && (item.first + item.from + warp) * Memory::step_tokens % Format::page_tokens != 0))
         return;
-    const int page = __ldcg(table + column);
+    const int page = __ldcg(entry);
     if (page < 0) return;
     prefetch_lines(a.cache.key_block(page, item.kv_head), static_cast<int>(Format::key_block_bytes), lane);
     prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Format::value_block_bytes),
@@ -328,10 +341,6 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     const lane_id id;
     // The shuffle tells the compiler that all lanes have the same number.
     const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / warp_size, 0);
-    if (!a.early) {
-        prefetch_pages<memory>(a, warp, id.lane);
-        wait_for_predecessor();
-    }
 
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
@@ -341,7 +350,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     float* const query = reinterpret_cast<float*>(block_memory);
     float* const scalars =
         reinterpret_cast<float*>(block_memory + memory::query_bytes + memory::output_bytes);
-    int* const flag = reinterpret_cast<int*>(scalars);
+    merge_note* const later = reinterpret_cast<merge_note*>(scalars);
+    static_assert(sizeof(merge_note) <= 128);
     float* const warp_max = scalars + 32;
     float* const warp_sum = warp_max + memory::warps * rows;
     const block_state merged{warp_sum + memory::warps * rows, warp_sum + memory::warps * rows + rows,
@@ -352,13 +362,32 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     warp_notes* const first_notes =
         reinterpret_cast<warp_notes*>(shared + memory::warp_bytes - memory::notes_bytes);
     item_walk<memory::step_tokens> walk(a.work);
+    const int* entry = nullptr;  // of the first page, and what it says
+    int first_page = -1;
     {
-        const share_plan plan = find_share(a.work, a.cut, memory::warps, walk);
-        if (id.lane == 0) notes->plan = plan;
+        // Without `early` the share is found while the previous launch runs out, and it stays what it is if the numbers of chunks
+        // have not changed since.
+        batch_count before{};
+        for (bool waits = !a.early;; waits = false) {
+            if (before.same) walk.measure(waits);
+            const batch_count now = count_chunks<memory::step_tokens>(a.work, waits);
+            if (!(before.same && now.same && now.first == before.first)) {
+                const share_plan plan = find_share(a.work, a.cut, memory::warps, now, walk, waits);
+                if (id.lane == 0) notes->plan = plan;
+                entry = nullptr;
+            }
+            if (!waits) break;
+            before = now;
+            entry = first_entry<memory>(a, walk, warp);
+            prefetch_page<memory>(a, walk, entry, warp, id.lane);
+            wait_for_predecessor();
+            if (entry != nullptr) first_page = __ldcg(entry);
+        }
     }
     if (walk.share_begin >= walk.share_end) return;
+    if (threadIdx.x == 0) later->pending = 0;
 
-    unit_feed<memory, Format, T> feed(a, walk, warp, &notes->feeder);
+    unit_feed<memory, Format, T> feed(a, walk, warp, &notes->feeder, entry, first_page);
     walk.park(&notes->reader);
     // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
     constexpr bool turns = memory::slots % 2 == 1;
@@ -370,15 +399,18 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
+    query_rows<memory, Format, T> query_part;
+    if (!a.early) query_part.fetch(a, walk.item);
 #pragma unroll
     for (int i = 0; i < memory::slots; ++i)
         if (i % 2 == 0)
             feed.template issue<tensor::key>(ring, i, warp, id.lane);
         else
             feed.template issue<tensor::value>(ring, i, warp, id.lane);
-    if (a.early) wait_for_predecessor();
-    query_rows<memory, Format, T> query_part;
-    query_part.fetch(a, walk.item);
+    if (a.early) {
+        wait_for_predecessor();
+        query_part.fetch(a, walk.item);
+    }
     // Weights of units that no token fills stay zero.
     for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
         store_word(weights + 4u * static_cast<std::uint32_t>(i), 0);
@@ -397,16 +429,18 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         return at;
     };
 
+    query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
+    __syncthreads();
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
-        query_part.store(query, a.scale, a.cache.key_plan(item.kv_head));
+        walk.next();
+        if (!walk.done()) query_part.fetch(a, walk.item);
         // Found while the first units are on their way; it takes a few divisions.
         if (warp == 0 && !(item.from == 0 && item.to == item.count)) {
             const share_span span = find_span(notes->plan, item);
             if (id.lane == 0) first_notes->span = span;
         }
-        __syncthreads();
         const std::uint32_t query_at = shared_address(query);
         const int length = a.work.tokens[item.sequence];
         const int first_row = item.row_block * rows, last_row = smaller(first_row + rows, a.rows) - 1;
@@ -416,8 +450,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         warp_state<values, Rows4> state;
         state.clear();
         const head_keys<keys, Rows4> key_head(scratch, a.cache.key_plan(item.kv_head), id);
+        const key_query<keys, Rows4> row_query(query_at, memory::query_stride, id);
         folded_row<keys> folded[Rows4];
-        if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, id);
+        if constexpr (fold_once<keys>)
+            fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
 
         int in_step = 0;  // chunk of the step
         for (int index = item.from + warp; index < item.to;) {
@@ -430,7 +466,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             bool masked = false;
             if (present) {
                 score_chunk(scores, folded, query_at, memory::query_stride, at, in_page,
-                            memory::chunks_of_step == 1 || in_step == 0, key_head, id);
+                            memory::chunks_of_step == 1 || in_step == 0, key_head, row_query, id);
                 if (a.softcap > 0.0f) {
 #pragma unroll
                     for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
@@ -482,17 +518,22 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         const bool first_of_share = done.begin <= walk.share_begin;
         walk.next();
         const bool last = walk.done();
-        if (!last) query_part.fetch(a, walk.item);
         walk.park(&notes->reader);
-        merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id);
-        if ((done.from == 0 && done.to == done.count))
+        // No barrier but those of the merge: behind its first one no warp needs the query any more.
+        merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id, [&] {
+            if (!last) query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
+        });
+        if (done.from == 0 && done.to == done.count) {
             write_rows<memory, memory::output_parts>(a, done, merged);
-        else
-            write_partial<memory>(a, done, first_notes->span, merged, first_of_share, flag);
+        } else {
+            write_partial<memory>(a, merged, first_of_share);
+            if (done.to == done.count && threadIdx.x == 0) *later = {1, first_notes->span, done};
+        }
         if (last) break;
-        __syncthreads();
     }
     copy_wait<0>();
+    __syncthreads();
+    if (later->pending) merge_parts<memory>(a, *later, merged);
 }
 
 }  // namespace detail

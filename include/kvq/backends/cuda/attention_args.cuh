@@ -40,12 +40,11 @@ struct attention_args {
     float* lse;
     const float* state_in;
     float* state_out;
-    int group;        // query heads per kv head
-    int rows;         // group * query_tokens: row r is query token r / group, head r % group
-    int* counters;    // [shares], zero before and after
-    float* partials;  // [2 * shares] states of one item's row block
-    item_shares cut;  // of the batch, if all sequences are equally long
-    bool early;       // read lengths, tables and old tokens before the stream's previous launch has ended
+    int group;                // query heads per kv head
+    int rows;                 // group * query_tokens: row r is query token r / group, head r % group
+    std::uint32_t* partials;  // [2 * shares] states of one item's row block, zero before and after
+    item_shares cut;          // of the batch, if all sequences are equally long
+    bool early;  // read lengths, tables and old tokens before the stream's previous launch has ended
 
     /// Which of the sequence's query tokens a row belongs to; one token needs no division.
     __device__ __forceinline__ int row_query(int row) const {

@@ -374,9 +374,8 @@ struct code_chunk {
     __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
         return load_scales<parameter>(at + scale_at + parameter_byte((r * run + index) * width));
     }
-    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index,
-                                                    const group_line<parameter>& line = {}) {
-        return load_biases<parameter>(at + bias_at + parameter_byte((r * run + index) * width), line);
+    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index) requires(!coded) {
+        return load_parameters<parameter>(at + bias_at + parameter_byte((r * run + index) * width));
     }
     /// Of eight, where `index` is a multiple of eight.
     __device__ __forceinline__ static void eight_scales(std::uint32_t at, int r, int index, float4& a,
@@ -390,18 +389,17 @@ struct code_chunk {
         }
     }
     __device__ __forceinline__ static void eight_biases(std::uint32_t at, int r, int index, float4& a,
-                                                        float4& b, const group_line<parameter>& line) {
-        if constexpr (coded) {
-            const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
-            a = bias_values(v.x, line);
-            b = bias_values(v.y, line);
-        } else {
-            load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
-        }
+                                                        float4& b) requires(!coded) {
+        load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
     }
-    /// Codes of biases, raised.
-    __device__ __forceinline__ static float4 bias_codes(std::uint32_t at, int r, int index) requires(coded) {
-        return raised_codes(load_shared_4(at + static_cast<std::uint32_t>(bias_at + r * run + index)));
+    /// Codes of coded biases, four to a word.
+    __device__ __forceinline__ static std::uint32_t bias_bytes(std::uint32_t at, int r, int index) {
+        return load_shared_4(at + static_cast<std::uint32_t>(bias_at + r * run + index));
+    }
+    __device__ __forceinline__ static void eight_bias_bytes(std::uint32_t at, int r, int index,
+                                                            std::uint32_t& a, std::uint32_t& b) {
+        const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
+        a = v.x, b = v.y;
     }
     /// What the weights of four tokens are multiplied by, in run `r`.
     __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {

@@ -106,57 +106,145 @@ __device__ __forceinline__ N to_owner(N number, int i, const lane_id& id) {
     return __shfl_sync(~0u, number, Split ? 4 * (2 * id.t + i) : 8 * id.t);
 }
 
+/// Which query rows and channels a lane folds: row 8m + g, or row 4m + g / 2, where lanes with even g prepare the first half of the
+/// units for their neighbour with odd g and vice versa.
+template <class Chunk, int Rows4>
+struct fold_part {
+    static constexpr bool split = split_rows<Rows4>;
+    static constexpr int rows = split ? Rows4 / 2 : Rows4;
+    static constexpr int units = split ? 2 * Chunk::pairs : Chunk::pairs;  // of 2 * pairs
+    static constexpr int rows_of_tile = split ? 8 : 4;
+    int row;  // of its tile
+    int in_group[units];
+    bool inside[units];
+
+    __device__ __forceinline__ explicit fold_part(const lane_id& id) : row(split ? id.g : id.g / 2) {
+#pragma unroll
+        for (int i = 0; i < units; ++i) {
+            const int unit = split ? i : (id.g & 1) * units + i;
+            in_group[i] = id.t * Chunk::lane_units + unit;
+            inside[i] = (Chunk::lane_units % 2 == 0 || unit < Chunk::lane_units) &&
+                        (4 * Chunk::lane_units == Chunk::group_units || in_group[i] < Chunk::group_units);
+            if (!inside[i]) in_group[i] = 0;
+        }
+    }
+    __device__ __forceinline__ int channel(int i, int column_group) const {
+        return (column_group * Chunk::group_units + in_group[i]) * Chunk::traits::columns_per_unit;
+    }
+};
+
+/// Coded biases are integers under two numbers of their group, first + step * code. So what the query adds up with them is a sum of
+/// integers, four channels in two instructions; the query becomes such numbers (as x above) once per item.
+template <class Part>
+struct query_pieces {
+    static constexpr bool split = Part::split;
+    std::uint32_t high[Part::rows][Part::units], low[Part::rows][Part::units];
+    float step[Part::rows], sum[Part::rows];
+
+    /// Of the query in shared memory at `rows`, as in fold_rows.
+    template <int Dim>
+    __device__ __forceinline__ void prepare(std::uint32_t rows, int stride, const Part& part) {
+#pragma unroll
+        for (int m = 0; m < Part::rows; ++m) {
+            const std::uint32_t row =
+                rows + static_cast<std::uint32_t>(4 * (Part::rows_of_tile * m + part.row) * stride);
+            float x[Part::units][4];
+            sum[m] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < Part::units; ++i) {
+                float4 q = load_parameters<float>(row + query_byte<Dim>(part.row, 4 * part.channel(i, 0)));
+                if (!part.inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
+                x[i][0] = q.x, x[i][1] = q.y, x[i][2] = q.z, x[i][3] = q.w;
+                sum[m] += (q.x + q.y) + (q.z + q.w);
+            }
+            int total;
+            step[m] = fixed_point<split>(x, high[m], low[m], total);
+            sum[m] = over_row<split>(sum[m], add_floats{});
+        }
+    }
+    /// The lane's part of the product of row `m` with the codes, less 128 each, in units of step[m].
+    __device__ __forceinline__ float dot(const std::uint32_t (&codes)[Part::units], int m) const {
+        int h = 0, l = 0;
+#pragma unroll
+        for (int i = 0; i < Part::units; ++i) {
+            const int centred = static_cast<int>(codes[i] ^ 0x80808080u);
+            h = __dp4a(centred, static_cast<int>(high[m][i]), h);
+            l = __dp4a(centred, static_cast<int>(low[m][i]), l);
+        }
+        return static_cast<float>(256 * h + l);
+    }
+    /// What belongs to the product of a whole row besides.
+    __device__ __forceinline__ float rest(const group_line<coded>& line, int m) const {
+        return fmaf(128.0f, line.step, line.first) * sum[m];
+    }
+};
+
+/// What a warp knows of the query of an item for folding.
+template <class Chunk, int Rows4>
+struct key_query {
+    __device__ __forceinline__ key_query(std::uint32_t, int, const lane_id&) {}
+};
+template <class Chunk, int Rows4>
+requires(Chunk::coded) struct key_query<Chunk, Rows4> : query_pieces<fold_part<Chunk, Rows4>> {
+    __device__ __forceinline__ key_query(std::uint32_t rows, int stride, const lane_id& id) {
+        this->template prepare<Chunk::dim>(rows, stride, fold_part<Chunk, Rows4>(id));
+    }
+};
+
 /// Folds query rows (`rows`: shared address of the first row of [rows][stride] floats) with the channel parameters in `run`
-/// of `slot` (whose chunk starts at token `first` of its page), if there are any. A lane prepares row 8m + g, or row 4m + g / 2:
-/// then lanes with even g prepare the first half of the units for their neighbour with odd g and vice versa.
+/// of `slot` (whose chunk starts at token `first` of its page), if there are any.
 /// Codes are centred: c x = (c - m) x + m x with m half of the largest code, and m x is added in float, so that the
 /// rounding of x is multiplied by numbers half as large.
 template <class Chunk, int Rows4>
 __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
                                           std::uint32_t slot, [[maybe_unused]] int first,
-                                          [[maybe_unused]] int run, const lane_id& id) {
+                                          [[maybe_unused]] int run,
+                                          [[maybe_unused]] const key_query<Chunk, Rows4>& pieces,
+                                          const lane_id& id) {
     using traits = typename Chunk::traits;
+    using part_type = fold_part<Chunk, Rows4>;
     constexpr bool columns = !Chunk::full && !Chunk::token_parameters;
     constexpr bool split = split_rows<Rows4>;
     constexpr int width = traits::columns_per_unit;
-    constexpr int own_rows = split ? Rows4 / 2 : Rows4;                 // that this lane prepares
-    constexpr int own_units = split ? 2 * Chunk::pairs : Chunk::pairs;  // of 2 * pairs
-    constexpr int rows_of_tile = split ? 8 : 4;
-    const int parity = id.g & 1, own_row = split ? id.g : id.g / 2;
+    constexpr int own_rows = part_type::rows, own_units = part_type::units;
+    const part_type part(id);
+    const int parity = id.g & 1, own_row = part.row;
+    const auto& inside = part.inside;
     rows += static_cast<std::uint32_t>(4 * own_row * stride);
     [[maybe_unused]] const auto line = line_of<Chunk>(slot, first, run);
     static_for<Chunk::column_groups>([&](auto column_group) {
         constexpr int G = decltype(column_group)::value;
         int channel[own_units];
-        bool inside[own_units];
         [[maybe_unused]] float4 scale[own_units], bias[own_units];
+        [[maybe_unused]] std::uint32_t codes[own_units];  // of coded biases
 #pragma unroll
-        for (int i = 0; i < own_units; ++i) {
-            const int unit = split ? i : parity * own_units + i, in_group = id.t * Chunk::lane_units + unit;
-            inside[i] = (Chunk::lane_units % 2 == 0 || unit < Chunk::lane_units) &&
-                        (4 * Chunk::lane_units == Chunk::group_units || in_group < Chunk::group_units);
-            channel[i] = (G * Chunk::group_units + (inside[i] ? in_group : 0)) * width;
-        }
+        for (int i = 0; i < own_units; ++i) channel[i] = part.channel(i, G);
         if constexpr (columns) {
             if constexpr (own_units % 2 == 0 && Chunk::lane_units % 2 == 0 &&
                           4 * Chunk::lane_units == Chunk::group_units) {
 #pragma unroll
                 for (int i = 0; i < own_units; i += 2) {
                     Chunk::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
-                    if constexpr (traits::has_bias)
-                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1], line);
+                    if constexpr (Chunk::coded)
+                        Chunk::eight_bias_bytes(slot, run, channel[i], codes[i], codes[i + 1]);
+                    else if constexpr (traits::has_bias)
+                        Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1]);
                 }
             } else {
 #pragma unroll
                 for (int i = 0; i < own_units; ++i) {
                     scale[i] = Chunk::scales(slot, run, channel[i]);
-                    if constexpr (traits::has_bias) bias[i] = Chunk::biases(slot, run, channel[i], line);
+                    if constexpr (Chunk::coded)
+                        codes[i] = Chunk::bias_bytes(slot, run, channel[i]);
+                    else if constexpr (traits::has_bias)
+                        bias[i] = Chunk::biases(slot, run, channel[i]);
                 }
             }
         }
 #pragma unroll
         for (int m = 0; m < own_rows; ++m) {
-            const std::uint32_t row = rows + static_cast<std::uint32_t>(4 * rows_of_tile * m * stride);
+            const std::uint32_t row =
+                rows + static_cast<std::uint32_t>(4 * part_type::rows_of_tile * m * stride);
             float x[own_units][width];
             [[maybe_unused]] float sum = 0.0f;
             [[maybe_unused]] float4 dots{0.0f, 0.0f, 0.0f, 0.0f};
@@ -170,7 +258,7 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                 } else {
                     float4 q = load_parameters<float>(at);
                     if (!inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
-                    if constexpr (columns && traits::has_bias) {
+                    if constexpr (columns && traits::has_bias && !Chunk::coded) {
                         // Four short chains instead of a long one.
                         dots.x = fmaf(q.x, bias[i].x, dots.x), dots.y = fmaf(q.y, bias[i].y, dots.y);
                         dots.z = fmaf(q.z, bias[i].z, dots.z), dots.w = fmaf(q.w, bias[i].w, dots.w);
@@ -221,10 +309,15 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                 [[maybe_unused]] constexpr float middle =
                     0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
                 if constexpr (columns && traits::has_bias) {
-                    const float dot = (dots.x + dots.y) + (dots.z + dots.w);
+                    float dot;
+                    if constexpr (Chunk::coded)
+                        dot = pieces.dot(codes, m) * (pieces.step[m] * line.step);
+                    else
+                        dot = (dots.x + dots.y) + (dots.z + dots.w);
                     offset = over_row<split>(
                         fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot),
                         add_floats{});
+                    if constexpr (Chunk::coded) offset += pieces.rest(line, m);
                 }
                 if constexpr ((!columns && traits::has_bias) || traits::zero_code != 0) {
                     total += __shfl_xor_sync(~0u, total, 1);

@@ -2,9 +2,11 @@
 //
 //   state {max, sum, output}: max = max of maxes, sum and output = those of the parts times 2^(max of the part - max)
 //
-// A block that handled a whole item writes its rows. Otherwise it leaves a partial state in the workspace and counts itself;
-// the block that counts last merges all parts of the item in token order and writes.
-// Contract: the order of additions is fixed by the shares, not by who comes last. `Memory` is attention_memory<...>.
+// A block that handled a whole item writes its rows. Otherwise it leaves a partial state in the workspace; the block with the item's
+// last part merges all of them in token order when its share is done. Every word of a state says itself whether it has arrived, so
+// nothing is fenced or counted. A block waits for blocks of lower numbers only, which are dispatched before it.
+// Contract: the order of additions is fixed by the shares. `Memory` is attention_memory<...>.
+// Source: words that carry their own flag are the "LL" protocol of NCCL; waiting for lower numbers: decoupled look-back (CUB).
 #pragma once
 
 #include "attention_args.cuh"
@@ -19,10 +21,11 @@ struct block_state {
     float* output;  // [rows][output_stride]
 };
 
-/// Merges the warps' states into `to`. All threads.
-template <class Memory, int Rows4, class Values>
+/// Merges the warps' states into `to`. All threads; all_here() is called between two barriers.
+template <class Memory, int Rows4, class Values, class F>
 __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& state, const block_state& to,
-                                            float* warp_max, float* warp_sum, int warp, const lane_id& id) {
+                                            float* warp_max, float* warp_sum, int warp, const lane_id& id,
+                                            F&& all_here) {
     constexpr int rows = Memory::rows;
     float bias[Rows4][weight_words<Values>::bias_sets + 1];
 #pragma unroll
@@ -37,6 +40,7 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
         }
     }
     __syncthreads();
+    all_here();
     float factor[Rows4];
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
@@ -99,7 +103,7 @@ __device__ __forceinline__ float4 read_output(const block_state& state, int row,
     return sum;
 }
 
-/// Writes the rows of a finished item. All threads; `state` may be written again after the next barrier.
+/// Writes the rows of a finished item. All threads; `state` may be written again after the next barrier, as merge_warps does.
 template <class Memory, int Parts, class Format, class T>
 __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, const item_part& item,
                                            const block_state& state) {
@@ -131,91 +135,128 @@ __device__ __forceinline__ share_span find_span(const share_plan& plan, const it
     return {from, plan.holder(item.begin + item.count - 1), plan.begin(from) != item.begin};
 }
 
-/// Leaves this block's part of an item in the workspace; the last block of the item merges all parts and writes.
+/// What a thread block notes for the end of its share: the item that it merges.
+struct merge_note {
+    int pending;
+    share_span span;
+    item_part item;
+};
+
+/// A float on its way to another thread block. Zero, which the workspace holds between launches, says that it has not arrived: the
+/// inverse of a NaN that no instruction makes.
+__device__ __forceinline__ std::uint32_t sealed(float x) {
+    const std::uint32_t bits = __float_as_uint(x);
+    return bits == ~0u ? 0x80000000u : ~bits;
+}
+__device__ __forceinline__ uint4 sealed(const float4& v) {
+    return {sealed(v.x), sealed(v.y), sealed(v.z), sealed(v.w)};
+}
+__device__ __forceinline__ float opened(std::uint32_t word) { return __uint_as_float(~word); }
+__device__ __forceinline__ bool arrived(const uint4& v) {
+    return (v.x != 0) & (v.y != 0) & (v.z != 0) & (v.w != 0);
+}
+
 template <class Memory, class Format, class T>
-__device__ __forceinline__ void write_partial(const attention_args<Format, T>& a, const item_part& item,
-                                              const share_span& span, const block_state& state,
-                                              bool first_of_share, int* flag) {
+__device__ __forceinline__ std::uint32_t* partial_state(const attention_args<Format, T>& a, int slot) {
+    return a.partials + static_cast<std::size_t>(slot) * static_cast<std::size_t>(Memory::partial_words);
+}
+
+/// Leaves this block's part of an item in the workspace. All threads.
+template <class Memory, class Format, class T>
+__device__ __forceinline__ void write_partial(const attention_args<Format, T>& a, const block_state& state,
+                                              bool first_of_share) {
     constexpr int rows = Memory::rows, dim = Format::value_dim;
     const int share = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-    const auto partial = [&](int slot) {
-        return a.partials + static_cast<std::size_t>(slot) * static_cast<std::size_t>(Memory::partial_floats);
-    };
-    float* const mine = partial(2 * share + (first_of_share ? 0 : 1));
+    std::uint32_t* const mine = partial_state<Memory>(a, 2 * share + (first_of_share ? 0 : 1));
     for (int i = thread; i < rows * dim / 4; i += Memory::threads) {
         const int row = i / (dim / 4), channel = i % (dim / 4) * 4;
-        __stcg(reinterpret_cast<float4*>(mine + 2 * rows) + i,
-               read_output<Memory, Memory::output_parts>(state, row, channel));
+        store_relaxed(reinterpret_cast<uint4*>(mine + 2 * rows) + i,
+                      sealed(read_output<Memory, Memory::output_parts>(state, row, channel)));
     }
     for (int i = thread; i < rows; i += Memory::threads) {
-        __stcg(mine + i, state.max[i]);
-        __stcg(mine + rows + i, state.sum[i]);
+        store_relaxed(mine + i, sealed(state.max[i]));
+        store_relaxed(mine + rows + i, sealed(state.sum[i]));
     }
-    const int from = span.from, to = span.to;
-    __syncthreads();
-    // The counter returns to zero after the last block, so it is ready for the next launch.
-    if (thread == 0)
-        *flag = count_release_acquire(reinterpret_cast<unsigned*>(a.counters + from),
-                                      static_cast<unsigned>(to - from)) == static_cast<unsigned>(to - from);
-    __syncthreads();
-    if (!*flag) return;
-    const int second = span.from_is_second;
-    const auto part = [&](int s) { return partial(2 * s + (s == from ? second : 0)); };
+}
+
+/// Merges all parts of an item, as they arrive in the workspace, in token order, writes its rows, and leaves zeros. All threads of
+/// the block that has the item's last part, when they have nothing else to do.
+template <class Memory, class Format, class T>
+__device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, const merge_note& note,
+                                            const block_state& state) {
+    constexpr int rows = Memory::rows, dim = Format::value_dim;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int from = note.span.from, count = note.span.to - from + 1, second = note.span.from_is_second;
+    const auto part = [&](int i) { return partial_state<Memory>(a, 2 * (from + i) + (i == 0 ? second : 0)); };
     // A row belongs to `width` neighbouring lanes; each takes every so-manieth group of 4 channels. With twice as many
-    // threads there are two sets, which take turns with the parts. All loads of a step are under way together.
+    // threads there are two sets, which take turns with the parts. All loads of a step are under way together; those of parts that
+    // have not arrived are repeated.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);
     constexpr int sets = larger(1, smaller(2, Memory::threads / (width * rows)));
-    constexpr int at_once = larger(1, (Memory::registers < 200 ? 4
-                                       : sets == 2             ? 8
-                                                               : 16) /
-                                          groups);  // parts of a set
+    constexpr int at_once = larger(1, smaller(smaller(8, 16 / groups), width / sets));  // parts of a set
     static_assert(width * rows <= Memory::threads && dim % 4 == 0 && at_once * sets <= width);
     const int set = thread / (width * rows), lane = thread % width;
     const bool active = set < sets;
-    const int row = active ? thread / width % rows : 0, count = to - from + 1;
-    float4 v[at_once][groups];
-    float m, l;
-    const auto load = [&](int begin) {
-        const int mine_is = begin + lane;
-        const float* const own = part(from + smaller(mine_is, count - 1)) + row;
-        m = lane < at_once * sets && mine_is < count ? __ldcg(own) : -INFINITY;
-        l = __ldcg(own + rows);
-#pragma unroll
-        for (int k = 0; k < at_once; ++k) {
-            const float* const p = part(from + smaller(begin + k * sets + set, count - 1));
-#pragma unroll
-            for (int i = 0; i < groups; ++i) {
-                const int channel = (i * width + lane) * 4;
-                if (active && channel < dim)
-                    v[k][i] = __ldcg(reinterpret_cast<const float4*>(p + 2 * rows + row * dim + channel));
-            }
-        }
-    };
-    load(0);
-    float top = m;
-    for (int s = at_once * sets + lane; s < count; s += width) top = fmaxf(top, __ldcg(part(from + s) + row));
-#pragma unroll
-    for (int step = width / 2; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    float sum = 0.0f;
+    const int row = active ? thread / width % rows : 0;
+    float top = -INFINITY, sum = 0.0f;
     float4 output[groups] = {};
-    for (int begin = 0;;) {
-        const float own = m == -INFINITY ? 0.0f : exp2_fast(m - top);
-        sum = fmaf(l, own, sum);
+    for (int begin = 0; begin < count; begin += at_once * sets) {
+        // Max and sum of a part per lane; they are read by all sets and zeroed below.
+        const bool has_own = lane < at_once * sets && begin + lane < count;
+        const std::uint32_t* const own = part(smaller(begin + lane, count - 1)) + row;
+        std::uint32_t m_word = 0, l_word = 0;
+        // Outputs: each word is read by one thread, which then zeroes it.
+        uint4 v[at_once][groups] = {};
+        uint4* from_part[at_once];
+        bool wanted[at_once][groups];
 #pragma unroll
         for (int k = 0; k < at_once; ++k) {
-            const float factor = __shfl_sync(~0u, own, k * sets + (active ? set : 0), width);
-            if (factor == 0.0f) continue;  // no such part, or an empty one
+            const int p = begin + k * sets + set;
+            from_part[k] = reinterpret_cast<uint4*>(part(p) + 2 * rows + row * dim) + lane;
+#pragma unroll
+            for (int i = 0; i < groups; ++i)
+                wanted[k][i] = active && p < count && (i * width + lane) * 4 < dim;
+        }
+        while (true) {
+            bool missing = has_own && (m_word == 0 || l_word == 0);
+            load_relaxed_if(missing, m_word, own);
+            load_relaxed_if(missing, l_word, own + rows);
+#pragma unroll
+            for (int k = 0; k < at_once; ++k)
+#pragma unroll
+                for (int i = 0; i < groups; ++i) {
+                    const bool again = wanted[k][i] & !arrived(v[k][i]);
+                    load_relaxed_if(again, v[k][i], from_part[k] + i * width);
+                    missing = missing | again;
+                }
+            if (!missing) break;
+        }
+        __syncwarp();
+        const float m = has_own ? opened(m_word) : -INFINITY;
+        float next = m;
+#pragma unroll
+        for (int step = width / 2; step > 0; step /= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
+        next = fmaxf(next, top);
+        const float keep = top == -INFINITY ? 0.0f : exp2_fast(top - next);
+        const float take = m == -INFINITY ? 0.0f : exp2_fast(m - next);
+        top = next;
+        sum = fmaf(sum, keep, m == -INFINITY ? 0.0f : opened(l_word) * take);
+#pragma unroll
+        for (int i = 0; i < groups; ++i)
+            output[i] = {output[i].x * keep, output[i].y * keep, output[i].z * keep, output[i].w * keep};
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) {
+            const float factor = __shfl_sync(~0u, take, k * sets + (active ? set : 0), width);
 #pragma unroll
             for (int i = 0; i < groups; ++i) {
-                output[i].x = fmaf(v[k][i].x, factor, output[i].x);
-                output[i].y = fmaf(v[k][i].y, factor, output[i].y);
-                output[i].z = fmaf(v[k][i].z, factor, output[i].z);
-                output[i].w = fmaf(v[k][i].w, factor, output[i].w);
+                if (wanted[k][i]) store_relaxed(from_part[k] + i * width, uint4{0, 0, 0, 0});
+                if (factor == 0.0f) continue;  // no such part, or an empty one
+                output[i].x = fmaf(opened(v[k][i].x), factor, output[i].x);
+                output[i].y = fmaf(opened(v[k][i].y), factor, output[i].y);
+                output[i].z = fmaf(opened(v[k][i].z), factor, output[i].z);
+                output[i].w = fmaf(opened(v[k][i].w), factor, output[i].w);
             }
         }
-        begin += at_once * sets;
-        if (begin >= count) break;
-        load(begin);
     }
 #pragma unroll
     for (int step = width / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -232,8 +273,13 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
         state.max[row] = top;
         state.sum[row] = sum;
     }
+    if (set == 0)
+        for (int s = lane; s < count; s += width) {
+            store_relaxed(part(s) + row, 0u);
+            store_relaxed(part(s) + rows + row, 0u);
+        }
     __syncthreads();
-    write_rows<Memory, sets>(a, item, state);
+    write_rows<Memory, sets>(a, note.item, state);
 }
 
 }  // namespace kvq::inline v0_1::cuda::detail

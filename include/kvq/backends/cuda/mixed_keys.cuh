@@ -136,10 +136,13 @@ struct mixed_chunk {
         return load_scales<parameter>(at +
                                       static_cast<std::uint32_t>(scale_at + r * run_bytes + channel * width));
     }
-    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int channel,
-                                                    const group_line<parameter>& line) {
-        return load_biases<parameter>(
-            at + static_cast<std::uint32_t>(bias_at + r * run_bytes + channel * width), line);
+    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int channel) requires(!coded) {
+        return load_parameters<parameter>(
+            at + static_cast<std::uint32_t>(bias_at + r * run_bytes + channel * width));
+    }
+    /// Codes of coded biases, four to a word.
+    __device__ __forceinline__ static std::uint32_t bias_bytes(std::uint32_t at, int r, int channel) {
+        return load_shared_4(at + static_cast<std::uint32_t>(bias_at + r * run_bytes + channel));
     }
 };
 
@@ -207,40 +210,77 @@ struct head_keys<mixed_chunk<Format, Tokens>, Rows4> {
     }
 };
 
+/// fold_part of key_product.cuh: quads i * lanes + lane_of_row.
+template <class Chunk, int Rows4>
+struct mixed_part {
+    using head_type = head_keys<Chunk, Rows4>;
+    static constexpr bool split = split_rows<Rows4>;
+    static constexpr int rows = split ? Rows4 / 2 : Rows4, units = head_type::own;
+    static constexpr int rows_of_tile = split ? 8 : 4;
+    int row, lane_of_row;
+    bool inside[units];
+
+    __device__ __forceinline__ explicit mixed_part(const lane_id& id)
+        : row(split ? id.g : id.g / 2), lane_of_row(split ? id.t : 2 * id.t + (id.g & 1)) {
+#pragma unroll
+        for (int i = 0; i < units; ++i)
+            inside[i] =
+                Chunk::quads % head_type::lanes == 0 || i * head_type::lanes + lane_of_row < Chunk::quads;
+    }
+    __device__ __forceinline__ int channel(int i, int) const {
+        return inside[i] ? 4 * (i * head_type::lanes + lane_of_row) : 0;
+    }
+};
+template <class Format, int Tokens, int Rows4>
+requires(mixed_chunk<Format, Tokens>::coded) struct key_query<mixed_chunk<Format, Tokens>, Rows4>
+    : query_pieces<mixed_part<mixed_chunk<Format, Tokens>, Rows4>> {
+    __device__ __forceinline__ key_query(std::uint32_t rows, int stride, const lane_id& id) {
+        this->template prepare<Format::head_dim>(rows, stride,
+                                                 mixed_part<mixed_chunk<Format, Tokens>, Rows4>(id));
+    }
+};
+
 /// fold_rows() of key_product.cuh for mixed widths.
 template <class Chunk, int Rows4>
 __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
                                            std::uint32_t slot, int first, int run,
-                                           const head_keys<Chunk, Rows4>& head, const lane_id& id) {
+                                           const head_keys<Chunk, Rows4>& head,
+                                           [[maybe_unused]] const key_query<Chunk, Rows4>& query,
+                                           const lane_id& id) {
     using head_type = head_keys<Chunk, Rows4>;
+    using part_type = mixed_part<Chunk, Rows4>;
     constexpr bool split = split_rows<Rows4>;
-    constexpr int dim = Chunk::dim, own = head_type::own, rows_of_tile = split ? 8 : 4;
-    const int lane_of_row = split ? id.t : 2 * id.t + (id.g & 1), own_row = split ? id.g : id.g / 2;
+    constexpr int dim = Chunk::dim, own = part_type::units;
+    const part_type part(id);
+    const int own_row = part.row;
     const auto line = line_of<Chunk>(slot, first, run);
-    float4 scale[own], bias[own];
+    float4 scale[own];
+    [[maybe_unused]] float4 bias[own];
+    [[maybe_unused]] std::uint32_t codes[own];  // of coded biases
 #pragma unroll
     for (int i = 0; i < own; ++i) {
-        const int quad = i * head_type::lanes + lane_of_row;
-        const bool inside = Chunk::quads % head_type::lanes == 0 || quad < Chunk::quads;
+        const int channel = part.channel(i, 0);
         const float unit = head.factor(i);
-        scale[i] = Chunk::scales(slot, run, inside ? 4 * quad : 0);
+        scale[i] = Chunk::scales(slot, run, channel);
         scale[i] = {scale[i].x * unit, scale[i].y * unit, scale[i].z * unit, scale[i].w * unit};
-        bias[i] = Chunk::biases(slot, run, inside ? 4 * quad : 0, line);
+        if constexpr (Chunk::coded)
+            codes[i] = Chunk::bias_bytes(slot, run, channel);
+        else
+            bias[i] = Chunk::biases(slot, run, channel);
     }
     __syncwarp();  // other lanes may still read the pieces before
 #pragma unroll
-    for (int m = 0; m < (split ? Rows4 / 2 : Rows4); ++m) {
+    for (int m = 0; m < part_type::rows; ++m) {
         const std::uint32_t row =
-            rows + static_cast<std::uint32_t>(4 * (rows_of_tile * m + own_row) * stride);
+            rows + static_cast<std::uint32_t>(4 * (part_type::rows_of_tile * m + own_row) * stride);
         float x[own][4];
         float sum = 0.0f, dot = 0.0f;
 #pragma unroll
         for (int i = 0; i < own; ++i) {
-            const int quad = i * head_type::lanes + lane_of_row;
-            const bool inside = Chunk::quads % head_type::lanes == 0 || quad < Chunk::quads;
-            float4 q = load_parameters<float>(row + query_byte<dim>(own_row, 16 * (inside ? quad : 0)));
-            if (!inside) q = {0.0f, 0.0f, 0.0f, 0.0f};
-            dot += fmaf(q.x, bias[i].x, q.y * bias[i].y) + fmaf(q.z, bias[i].z, q.w * bias[i].w);
+            float4 q = load_parameters<float>(row + query_byte<dim>(own_row, 4 * part.channel(i, 0)));
+            if (!part.inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
+            if constexpr (!Chunk::coded)
+                dot += fmaf(q.x, bias[i].x, q.y * bias[i].y) + fmaf(q.z, bias[i].z, q.w * bias[i].w);
             x[i][0] = q.x * scale[i].x, x[i][1] = q.y * scale[i].y;
             x[i][2] = q.z * scale[i].z, x[i][3] = q.w * scale[i].w;
             sum += (x[i][0] + x[i][1]) + (x[i][2] + x[i][3]);
@@ -260,8 +300,10 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
             }
         }
         constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::code_bits) - 1);
-        const float offset = over_row<split>(
+        if constexpr (Chunk::coded) dot = query.dot(codes, m) * (query.step[m] * line.step);
+        float offset = over_row<split>(
             fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot), add_floats{});
+        if constexpr (Chunk::coded) offset += query.rest(line, m);
 #pragma unroll
         for (int i = 0; i < (split ? 2 : 1); ++i) {
             folded_row<Chunk>& own_of = to[split ? 2 * m + i : m];
@@ -382,17 +424,17 @@ __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4]
                                             folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
                                             int stride, std::uint32_t slot, int first, bool fold,
                                             [[maybe_unused]] const head_keys<Chunk, Rows4>& head,
-                                            const lane_id& id) {
+                                            const key_query<Chunk, Rows4>& query, const lane_id& id) {
     constexpr int tiles_of_run =
         fold_once<Chunk> ? Chunk::tiles : smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
     static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
         constexpr int R = decltype(run)::value;
         if constexpr (Chunk::mixed) {
-            if (fold) fold_mixed(folded, rows, stride, slot, first, R, head, id);
+            if (fold) fold_mixed(folded, rows, stride, slot, first, R, head, query, id);
             score_mixed<Chunk, Rows4, R * tiles_of_run, tiles_of_run>(scores, folded, slot, head, id);
         } else {
             if constexpr (!fold_once<Chunk>) {
-                if (fold) fold_rows(folded, rows, stride, slot, first, R, id);
+                if (fold) fold_rows(folded, rows, stride, slot, first, R, query, id);
             }
             static_for<tiles_of_run>([&](auto in_run) {
                 constexpr int Tile = R * tiles_of_run + decltype(in_run)::value;

@@ -6,7 +6,8 @@
 //
 // A byte becomes a float without conversion: permuted to where a float's bits are, then one shift and addition (scales,
 // factors), or put behind the point of 2^15, which is subtracted (biases).
-// Contract: unit * scales, biases and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp).
+// Contract: unit * scales and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp); codes of
+// biases are integers, and first + step * code is left to who adds them up.
 #pragma once
 
 #include "../../quant/channel_params.hpp"
@@ -82,16 +83,6 @@ __device__ __forceinline__ float raised_code(std::uint32_t word) {
 __device__ __forceinline__ float4 raised_codes(std::uint32_t word) {
     return {raised_code<0>(word), raised_code<1>(word), raised_code<2>(word), raised_code<3>(word)};
 }
-/// first + step * code for byte I of a word.
-template <int I>
-__device__ __forceinline__ float bias_value(std::uint32_t word, const group_line<coded>& line) {
-    return fmaf(raised_code<I>(word) - raised, line.step, line.first);
-}
-__device__ __forceinline__ float4 bias_values(std::uint32_t word, const group_line<coded>& line) {
-    return {bias_value<0>(word, line), bias_value<1>(word, line), bias_value<2>(word, line),
-            bias_value<3>(word, line)};
-}
-
 /// Four neighbouring parameters of a float type.
 template <class P>
 __device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
@@ -108,13 +99,6 @@ template <class P>
 __device__ __forceinline__ float4 load_scales(std::uint32_t at) {
     if constexpr (std::is_same_v<P, coded>)
         return small_values<kvq::detail::scale_float>(load_shared_4(at));
-    else
-        return load_parameters<P>(at);
-}
-template <class P>
-__device__ __forceinline__ float4 load_biases(std::uint32_t at, [[maybe_unused]] const group_line<P>& line) {
-    if constexpr (std::is_same_v<P, coded>)
-        return bias_values(load_shared_4(at), line);
     else
         return load_parameters<P>(at);
 }

@@ -137,15 +137,25 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
-/// Counts up to `last`, then from 0 again; returns the number before. What the thread block wrote before a barrier is seen by
-/// whoever counts later; cheaper than fences around a plain atomic.
-__device__ __forceinline__ unsigned count_release_acquire(unsigned* counter, unsigned last) {
-    unsigned before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(last)
+/// Words that other thread blocks read or have written in the same launch, without any order among them.
+__device__ __forceinline__ void store_relaxed(std::uint32_t* to, std::uint32_t word) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(uint4* to, const uint4& v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
                  : "memory");
-    return before;
+}
+/// Loads only if `wanted`, without a branch, so that several are under way together.
+__device__ __forceinline__ void load_relaxed_if(bool wanted, std::uint32_t& word, const std::uint32_t* from) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p ld.relaxed.gpu.global.u32 %0, [%1];}"
+                 : "+r"(word)
+                 : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
+}
+__device__ __forceinline__ void load_relaxed_if(bool wanted, uint4& v, const uint4* from) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];}"
+                 : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+                 : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
 }
 
 /// 16 bytes from device memory to shared memory, past the first-level cache.

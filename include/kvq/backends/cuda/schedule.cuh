@@ -5,7 +5,7 @@
 //   warp w    of a thread block takes chunks w, w + warps, ... of the block's part of an item
 //
 // The lengths of the sequences are read on the device, so a captured graph stays valid while they grow. An item that
-// spans several shares leaves one partial softmax state per share; who arrives last merges them, in token order.
+// spans several shares leaves one partial softmax state per share; who has the last one merges them, in token order.
 // A sequence without tokens counts as one chunk, so that its output is written too.
 // Contract: shares differ by at most one chunk; the result does not depend on the order in which blocks run.
 #pragma once
@@ -40,11 +40,11 @@ struct work_shape {
     };
     /// Where the tokens of sequence b that this format may hold end, counted from first_token.
     __device__ __forceinline__ int end(int b) const { return smaller(tokens[b] - first_token, capacity); }
-    /// Chunks of sequence b that hold a token that some query sees. Hint: while the previous launch may still write lengths;
+    /// Chunks of sequence b that hold a token that some query sees. hint: while the previous launch may still write lengths;
     /// what is read then stays out of the first-level cache.
-    template <int Tokens, bool Hint = false>
-    __device__ __forceinline__ span chunks(int b) const {
-        const int length = Hint ? __ldcg(tokens + b) : tokens[b],
+    template <int Tokens>
+    __device__ __forceinline__ span chunks(int b, bool hint = false) const {
+        const int length = hint ? __ldcg(tokens + b) : tokens[b],
                   end = smaller(length - first_token, capacity);
         // The oldest query sits at position length - query_tokens and sees `window` tokens.
         const int begin = window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
@@ -90,6 +90,13 @@ struct item_walk : walk_state {
         item.from = larger(share_begin - item.begin, 0);
         item.to = smaller(share_end - item.begin, item.count);
     }
+    /// Which chunks the item's sequence has; returns their number.
+    __device__ __forceinline__ int measure(bool hint = false) {
+        const auto span = work.template chunks<Tokens>(item.sequence, hint);
+        item.first = span.first;
+        item.real = span.real;
+        return span.count;
+    }
     __device__ __forceinline__ void next() {
         item.begin += item.count;
         if (++item.row_block == work.row_blocks) {
@@ -98,12 +105,7 @@ struct item_walk : walk_state {
         }
         if (++item.line == work.lines) {
             item.line = item.kv_head = 0;
-            if (++item.sequence < work.sequences) {
-                const auto span = work.template chunks<Tokens>(item.sequence);
-                item.first = span.first;
-                item.count = span.count;
-                item.real = span.real;
-            }
+            if (++item.sequence < work.sequences) item.count = measure();
         }
         clip();
     }
@@ -166,35 +168,45 @@ struct item_shares {
     }
 };
 
-/// Counts all chunks and finds where the share of this thread block begins. Every warp does it for itself: no barrier.
-template <int Tokens, bool Hint = false>
+/// Chunks of all sequences; lane i adds up sequences [from, to).
+struct batch_count {
+    int from, to, sum;
+    int first;  // of the first sequence
+    bool same;  // are all alike?
+};
+template <int Tokens>
+__device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool hint) {
+    const int lane = static_cast<int>(threadIdx.x) % warp_size;
+    const int each = ceil_div(work.sequences, warp_size);
+    batch_count n{};
+    n.from = smaller(lane * each, work.sequences);
+    n.to = smaller(n.from + each, work.sequences);
+    n.first = work.template chunks<Tokens>(0, hint).count;
+    n.same = true;
+    for (int b = n.from; b < n.to; ++b) {
+        const int count = work.template chunks<Tokens>(b, hint).count;
+        n.sum += count;
+        n.same = n.same && count == n.first;
+    }
+    n.same = __all_sync(~0u, n.same);
+    return n;
+}
+
+/// Finds where the share of this thread block begins. Every warp does it for itself: no barrier.
+template <int Tokens>
 __device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut, int warps,
-                                                 item_walk<Tokens>& walk) {
+                                                 const batch_count& n, item_walk<Tokens>& walk, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int blocks = static_cast<int>(gridDim.x), share = static_cast<int>(blockIdx.x);
-    // Lane i adds up sequences [i * each, (i + 1) * each).
-    const int each = ceil_div(work.sequences, warp_size);
-    const int from = smaller(lane * each, work.sequences), to = smaller(from + each, work.sequences);
-    const int count_of_first = work.template chunks<Tokens, Hint>(0).count;
-    int sum = 0;
-    bool same = true;
-    for (int b = from; b < to; ++b) {
-        const int count = work.template chunks<Tokens, Hint>(b).count;
-        sum += count;
-        same = same && count == count_of_first;
-    }
     item_part& item = walk.item;
     const auto start = [&] {
         item.kv_head = work.row_blocks == 1 ? item.line : item.line / work.row_blocks;
         item.row_block = item.line - item.kv_head * work.row_blocks;
-        const auto span = work.template chunks<Tokens, Hint>(item.sequence);
-        item.first = span.first;
-        item.count = span.count;
-        item.real = span.real;
+        item.count = walk.measure(hint);
         walk.clip();
     };
-    if (__all_sync(~0u, same)) {
-        const auto plan = cut.plan(work.sequences * work.lines, count_of_first, blocks, warps);
+    if (n.same) {
+        const auto plan = cut.plan(work.sequences * work.lines, n.first, blocks, warps);
         item.begin = 0;
         walk.share_begin = walk.share_end = 0;
         if (share >= plan.shares) return plan;
@@ -202,14 +214,14 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
                   part = share - whole * plan.parts;
         walk.share_begin = plan.begin(whole, part);
         walk.share_end = plan.begin(whole, part + 1);
-        const int index = plan.unit == count_of_first ? whole : divide(walk.share_begin, count_of_first);
+        const int index = plan.unit == n.first ? whole : divide(walk.share_begin, n.first);
         item.sequence = divide(index, work.lines);
         item.line = index - item.sequence * work.lines;
-        item.begin = index * count_of_first;
+        item.begin = index * n.first;
         start();
         return plan;
     }
-    sum *= work.lines;
+    const int sum = n.sum * work.lines;
     int before = sum;
 #pragma unroll
     for (int step = 1; step < warp_size; step *= 2) {
@@ -228,8 +240,8 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     int sequence = 0, line = 0, begin = 0;
     const bool mine = walk.share_begin >= before && walk.share_begin < before + sum;
     if (mine) {
-        for (int b = from; b < to; ++b) {
-            const int count = work.template chunks<Tokens, Hint>(b).count;
+        for (int b = n.from; b < n.to; ++b) {
+            const int count = work.template chunks<Tokens>(b, hint).count;
             if (walk.share_begin < before + count * work.lines) {
                 sequence = b;
                 line = (walk.share_begin - before) / count;

@@ -324,7 +324,7 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                     if constexpr (traits::has_bias) {
                         float4 w;
                         if constexpr (Values::coded)
-                            w = Values::bias_codes(slot, 0, channel);
+                            w = raised_codes(Values::bias_bytes(slot, 0, channel));
                         else
                             w = Values::biases(slot, 0, channel);
                         bias[0] = w.x, bias[1] = w.y, bias[2] = w.z, bias[3] = w.w;
