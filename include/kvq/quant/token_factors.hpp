@@ -13,6 +13,16 @@
 
 namespace kvq::inline v0_1::detail {
 
+/// 1 / w of a channel, or 0 for one of zeros, from a sum of squares over n tokens.
+KVQ_HD inline double inverse_size(double squares, int n) noexcept {
+    return squares > 0.0 ? std::sqrt(n / squares) : 0.0;
+}
+/// A factor such that the largest one is 31/16.
+KVQ_HD inline float scaled_factor(float factor, float largest) noexcept {
+    return largest > 0.0f ? larger(factor / largest * factor_float::largest, factor_float::smallest)
+                          : factor_float::largest;
+}
+
 /// values: [tokens][dim], at most 1024 channels; factors: tokens floats.
 inline void fit_token_factors(const float* values, int tokens, int dim, float* factors,
                               int iterations = 8) noexcept {
@@ -30,7 +40,7 @@ inline void fit_token_factors(const float* values, int tokens, int dim, float* f
                 sums[c] += y * y;
             }
         }
-        for (int c = 0; c < dim; ++c) sums[c] = sums[c] > 0.0 ? std::sqrt(tokens / sums[c]) : 0.0;
+        for (int c = 0; c < dim; ++c) sums[c] = inverse_size(sums[c], tokens);
         for (int t = 0; t < tokens; ++t) {
             interleaved_sum sum;
             const auto add = [&](int c, int part) {
@@ -46,10 +56,7 @@ inline void fit_token_factors(const float* values, int tokens, int dim, float* f
         }
         float largest = 0.0f;
         for (int t = 0; t < tokens; ++t) largest = larger(largest, factors[t]);
-        for (int t = 0; t < tokens; ++t)
-            factors[t] = largest > 0.0f
-                             ? larger(factors[t] / largest * factor_float::largest, factor_float::smallest)
-                             : factor_float::largest;
+        for (int t = 0; t < tokens; ++t) factors[t] = scaled_factor(factors[t], largest);
     }
 }
 
