@@ -1,12 +1,18 @@
-// Storing new tokens: time and bandwidth of what is read (fp16) and written (the format), against a plain copy.
+// Storing new tokens, and coding full pages: time and bandwidth of what is read and written, against a plain copy.
 //
 //   store [--json]
 //
-// Up to 512 tokens: one per sequence, each to a page of its own. "rows": a plain 16-bit store into pages of [token][head]
+// Store: up to 512 tokens: one per sequence, each to a page of its own. "rows": a plain 16-bit store into pages of [token][head]
 // [channel], as engines without quantization have it; nothing but copies.
+// Pages: requantize_pages, from 16-bit window pages of 128 tokens if no other format is named; "plan": channels of different
+// widths, "feedback": error feedback. Commit: commit_full_pages of 128 sequences, of which so many have a page that is due.
+#include <kvq/backends/cuda/pages.cuh>
 #include <kvq/backends/cuda/store.cuh>
+#include <kvq/schemes/presets.hpp>
 
+#include <cmath>
 #include <cstring>
+#include <random>
 #include <string>
 
 #include "timing.cuh"
@@ -14,6 +20,8 @@
 namespace {
 
 using namespace kvq;
+
+constexpr int heads = 8;
 
 /// Random bits become finite fp16 numbers of ordinary size.
 __global__ void make_finite(std::uint32_t* words, std::size_t n) {
@@ -32,7 +40,6 @@ __global__ void store_rows(const uint4* from, uint4* to, std::size_t page_rows, 
 template <class Format>
 void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json, std::byte* memory,
          std::size_t bytes, bool rows = false) {
-    constexpr int heads = 8;
     const std::size_t in = static_cast<std::size_t>(tokens) * heads * Format::head_dim * 2;
     const bool single = tokens <= 512;  // one token for each of many sequences
     const int pages = single ? tokens : (tokens + Format::page_tokens - 1) / Format::page_tokens;
@@ -94,6 +101,197 @@ void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json
     BENCH_OK(cudaFree(slots_device));
 }
 
+constexpr int dim = 128, page_tokens = 128;
+using window_format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
+
+/// About normal numbers, in place of random bits.
+__global__ void make_normal(std::uint32_t* words, std::size_t n) {
+    const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+    for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+         i += threads) {
+        std::uint32_t word = 0, x = words[i];
+        for (int half = 0; half < 2; ++half) {
+            int sum = -4 * 128;
+            for (int k = 0; k < 4; ++k, x = x * 0x9e3779b9u + 0x7f4a7c15u) sum += static_cast<int>(x >> 24);
+            word |= static_cast<std::uint32_t>(float16(static_cast<float>(sum) / 148.0f).bits) << (16 * half);
+        }
+        words[i] = word;
+    }
+}
+
+template <class Format>
+cuda::cache_ref<Format> pages_at(std::byte* keys, int pages) {
+    cuda::cache_ref<Format> cache;
+    cache.kv_heads = heads;
+    cache.key_page_bytes = cuda::cache_ref<Format>::dense_key_page(heads);
+    cache.value_page_bytes = cuda::cache_ref<Format>::dense_value_page(heads);
+    cache.key_pages = keys;
+    cache.value_pages = keys + static_cast<std::size_t>(pages) * cache.key_page_bytes;
+    return cache;
+}
+template <class Format>
+std::size_t bytes_of(int pages) {
+    return static_cast<std::size_t>(pages) * heads * (Format::key_block_bytes + Format::value_block_bytes);
+}
+template <class T>
+T* on_device(const std::vector<T>& host) {
+    T* device = nullptr;
+    BENCH_OK(cudaMalloc(&device, host.size() * sizeof(T) + 16));
+    BENCH_OK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return device;
+}
+
+/// Channels of different importance and queries whose neighbouring channels are alike.
+const calibration& statistics() {
+    static const calibration c = [] {
+        calibration all({1, heads, dim, dim}, true);
+        std::mt19937 r(5);
+        std::normal_distribution<float> normal;
+        std::vector<float> x(512 * heads * dim), size(heads * dim);
+        for (float& s : size) s = std::exp(normal(r));
+        const auto fill = [&] {
+            for (std::size_t i = 0; i < x.size(); ++i)
+                x[i] = normal(r) * size[i % size.size()] + (i % dim ? 0.7f * x[i - 1] : 0.0f);
+        };
+        fill();
+        all.add_keys(0, token_view<const float>(x.data(), 512, heads, dim));
+        fill();
+        all.add_queries(0, token_view<const float>(x.data(), 512, heads, dim));
+        return all;
+    }();
+    return c;
+}
+
+template <class Format>
+void add_statistics(cuda::cache_ref<Format>& cache, bool plan, bool feedback) {
+    const typename Format::keys keys = [] {
+        if constexpr (std::constructible_from<typename Format::keys, const calibration&>)
+            return typename Format::keys(statistics());
+        else
+            return typename Format::keys();
+    }();
+    if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+        if (plan) {
+            std::vector<std::uint16_t> plans(static_cast<std::size_t>(heads * cuda::key_plan_words<Format>));
+            cuda::write_key_plan<Format>(*keys.plan(), 0, plans.data());
+            cache.key_plans = on_device(plans);
+        }
+    if constexpr (requires { keys.encoder.matrices; })
+        if (feedback) {
+            std::vector<float> matrices(static_cast<std::size_t>(heads * dim * dim));
+            cuda::write_key_feedback<Format>(*keys.encoder.matrices, 0, matrices.data());
+            cache.key_feedback = on_device(matrices);
+        }
+}
+
+void report(const char* op, const char* name, int pages, double us, double bytes,
+            const bench::ceilings& ceiling, bool json) {
+    const double gbps = bytes / us * 1e-3, numbers = 2.0 * pages * page_tokens * heads * dim;
+    if (json)
+        std::printf(
+            "{\"op\": \"%s\", \"scheme\": \"%s\", \"batch\": 1, \"tokens\": %d, \"q_heads\": 0, "
+            "\"kv_heads\": %d, \"head_dim\": %d, \"us\": %.2f, \"gbps\": %.1f, "
+            "\"ceiling_share\": %.3f, \"numbers_per_ns\": %.2f}\n",
+            op, name, pages * page_tokens, heads, dim, us, gbps, gbps / ceiling.copy, numbers / us * 1e-3);
+    else
+        std::printf("%-6s %-20s %4d pages x %d heads %9.1f us %7.2f numbers/ns %5.1f %% of a copy\n", op,
+                    name, pages, heads, us, numbers / us * 1e-3, 100.0 * gbps / ceiling.copy);
+    std::fflush(stdout);
+}
+
+/// `pages` pages of From -> To, from other memory every time.
+template <class From, class To>
+void run_pages(const char* name, int pages, const bench::ceilings& ceiling, bool json, std::byte* memory,
+               std::size_t bytes, bool plan = false, bool feedback = false) {
+    const std::size_t one = bytes_of<window_format>(pages), two = bytes_of<From>(pages),
+                      set = one + two + bytes_of<To>(pages);
+    const int sets = static_cast<int>(
+        std::max<std::size_t>(1, std::min<std::size_t>((std::size_t{3} << 28) / set + 1, bytes / set)));
+    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
+                                        static_cast<std::size_t>(sets) * set / 4, 7u);
+    make_normal<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
+                               static_cast<std::size_t>(sets) * set / 4);
+    std::vector<int> numbers(static_cast<std::size_t>(pages));
+    for (int i = 0; i < pages; ++i) numbers[static_cast<std::size_t>(i)] = i;
+    int* const list = on_device(numbers);
+    auto to = pages_at<To>(nullptr, pages);
+    add_statistics(to, plan, feedback);
+    const auto go = [&](const auto& source, const auto& target, cudaStream_t stream) {
+        const auto status = cuda::requantize_pages(source, target, list, list, pages, nullptr, stream);
+        if (!status) {
+            std::fprintf(stderr, "%s\n", status.message);
+            std::exit(2);
+        }
+    };
+    const auto base = [&](int i) { return memory + static_cast<std::size_t>(i % sets) * set; };
+    if constexpr (!std::is_same_v<From, window_format>)
+        for (int i = 0; i < sets; ++i)
+            go(pages_at<window_format>(base(i), pages), pages_at<From>(base(i) + one, pages), nullptr);
+    const double us =
+        bench::time_launches(std::max(sets, pages < 64 ? 20 : 4), [&](int i, cudaStream_t stream) {
+            auto target = pages_at<To>(base(i) + one + two, pages);
+            target.key_plans = to.key_plans;
+            target.key_feedback = to.key_feedback;
+            if constexpr (std::is_same_v<From, window_format>)
+                go(pages_at<From>(base(i), pages), target, stream);
+            else
+                go(pages_at<From>(base(i) + one, pages), target, stream);
+        });
+    report("pages", name, pages, us, static_cast<double>(two + bytes_of<To>(pages)), ceiling, json);
+    BENCH_OK(cudaFree(list));
+}
+
+/// A commit of 128 sequences, `due` of which have a page that is due.
+template <class To>
+void run_commit(const char* name, int due, const bench::ceilings& ceiling, bool json, std::byte* memory) {
+    constexpr int sequences = 128, recent = 32, columns = 2;
+    std::vector<int> table(sequences * columns), lengths(sequences, page_tokens), fresh(sequences);
+    for (int i = 0; i < sequences * columns; ++i) table[static_cast<std::size_t>(i)] = i;
+    for (int b = 0; b < sequences; ++b) fresh[static_cast<std::size_t>(b)] = b;
+    for (int i = 0; i < due; ++i)
+        lengths[static_cast<std::size_t>(i * sequences / std::max(due, 1))] = page_tokens + recent;
+    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
+                                        bytes_of<window_format>(sequences * columns) / 4, 7u);
+    make_normal<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
+                               bytes_of<window_format>(sequences * columns) / 4);
+    auto window = pages_at<window_format>(memory, sequences * columns);
+    auto to = pages_at<To>(memory + bytes_of<window_format>(sequences * columns), sequences * columns);
+    const std::size_t entries = table.size();
+    // Every launch finds the tables as they were.
+    int* const state = on_device([&] {
+        std::vector<int> all = table;
+        all.resize(2 * entries, -1);
+        all.insert(all.end(), fresh.begin(), fresh.end());
+        return all;
+    }());
+    const std::size_t state_bytes = (2 * entries + sequences) * sizeof(int);
+    int* const work = on_device(std::vector<int>(2 * entries + sequences));
+    int* const lengths_device = on_device(lengths);
+    window.block_table = work;
+    to.block_table = work + entries;
+    window.tokens = to.tokens = lengths_device;
+    window.sequences = to.sequences = sequences;
+    window.table_columns = to.table_columns = columns;
+    const auto reset = [&](int, cudaStream_t stream) {
+        BENCH_OK(cudaMemcpyAsync(work, state, state_bytes, cudaMemcpyDeviceToDevice, stream));
+    };
+    const double copies = bench::time_launches(20, reset);
+    const double us = bench::time_launches(20, [&](int i, cudaStream_t stream) {
+        reset(i, stream);
+        const auto status = cuda::commit_full_pages(window, to, work, work + entries, recent,
+                                                    work + 2 * entries, nullptr, stream);
+        if (!status) {
+            std::fprintf(stderr, "%s\n", status.message);
+            std::exit(2);
+        }
+    });
+    report("commit", name, due, us - copies,
+           static_cast<double>(bytes_of<window_format>(due) + bytes_of<To>(due)), ceiling, json);
+    BENCH_OK(cudaFree(state));
+    BENCH_OK(cudaFree(work));
+    BENCH_OK(cudaFree(lengths_device));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -114,6 +312,36 @@ int main(int argc, char** argv) {
             "token4-g128", tokens, ceiling, json, memory, bytes);
         run<cuda::format<affine<4, per_token<64>>, affine<4, per_token<64>>, 128, 64>>(
             "token4-g64", tokens, ceiling, json, memory, bytes);
+    }
+    using std4_format = cuda::preset_format<std4, dim>;
+    using low3_format = cuda::preset_format<low3, dim>;
+    using low2_format = cuda::preset_format<low2, dim>;
+    using kivi4_format = cuda::kivi_format<4, 64, dim, page_tokens>;
+    for (const int pages : {1, 8, 512}) {
+        const auto all = [&](auto from, auto to, const char* name, bool plan = false, bool feedback = false) {
+            run_pages<typename decltype(from)::format_type, typename decltype(to)::format_type>(
+                name, pages, ceiling, json, memory, bytes, plan, feedback);
+        };
+        const cuda::cache_ref<window_format> window;
+        const cuda::cache_ref<std4_format> std4_pages;
+        const cuda::cache_ref<low3_format> low3_pages;
+        const cuda::cache_ref<low2_format> low2_pages;
+        all(window, cuda::cache_ref<kivi4_format>(), "kivi4-g64");
+        all(window, std4_pages, "std4");
+        all(window, std4_pages, "std4 feedback", false, true);
+        all(window, low3_pages, "low3");
+        all(window, low3_pages, "low3 plan", true);
+        all(window, low3_pages, "low3 plan feedback", true, true);
+        all(window, low2_pages, "low2");
+        all(window, low2_pages, "low2 plan", true);
+        all(window, low2_pages, "low2 plan feedback", true, true);
+        all(std4_pages, low2_pages, "std4 -> low2");
+        all(low2_pages, std4_pages, "low2 -> std4");
+    }
+    for (const int due : {0, 1, 16, 128}) {
+        run_commit<kivi4_format>("kivi4-g64", due, ceiling, json, memory);
+        run_commit<std4_format>("std4", due, ceiling, json, memory);
+        run_commit<low2_format>("low2", due, ceiling, json, memory);
     }
     BENCH_OK(cudaFree(memory));
     return 0;

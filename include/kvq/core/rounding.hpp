@@ -41,6 +41,15 @@ KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #endif
 }
 
+/// The same in a form that compilers turn into vectors: through double, where the product is exact.
+KVQ_HD KVQ_INLINE float rounded_product_wide(float a, float b) noexcept {
+#if defined(__CUDA_ARCH__)
+    return __fmul_rn(a, b);
+#else
+    return static_cast<float>(static_cast<double>(a) * static_cast<double>(b));
+#endif
+}
+
 /// Nearest integer, ties to even, for 0 <= v < 2^23.
 KVQ_HD KVQ_INLINE constexpr int round_half_even(float v) noexcept {
 #if defined(__CUDA_ARCH__)

@@ -43,6 +43,11 @@ struct grouped_axis {
         if (count == 1) return index;
         return group_begin(index / group) + index % group;
     }
+    /// What lies in a slot; -1: padding.
+    KVQ_HD constexpr int index(int slot) const noexcept {
+        const int g = count == 1 ? 0 : slot / stride, in_group = slot - g * stride;
+        return g < count && in_group < group_size(g) ? g * group + in_group : -1;
+    }
 };
 
 struct tile_layout {

@@ -19,12 +19,17 @@ namespace kvq::inline v0_1::detail {
 inline constexpr int most_coded = 1024;            // tokens, channels: what scratch on the stack holds
 inline constexpr int most_slots = 4 * most_coded;  // groups of one token have four slots
 
-/// Limits finite numbers to +-2^100, so that no sum or quotient overflows; returns how many are not finite.
+/// Finite numbers are limited to +-2^100, so that no sum or quotient overflows.
+inline constexpr float most_magnitude = 0x1p100f;
+KVQ_HD constexpr float bound_magnitude(float x) noexcept {
+    return larger(-most_magnitude, smaller(x, most_magnitude));
+}
+/// Limits them; returns how many are not finite.
 inline std::uint32_t bound_magnitudes(float* values, std::size_t n) noexcept {
     std::uint32_t not_finite = 0;
     for (std::size_t i = 0; i < n; ++i)
         if (is_finite(values[i]))
-            values[i] = larger(-0x1p100f, smaller(values[i], 0x1p100f));
+            values[i] = bound_magnitude(values[i]);
         else
             ++not_finite;
     return not_finite;

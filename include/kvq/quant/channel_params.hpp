@@ -6,7 +6,9 @@
 //   token_factors<coded>            one byte per token: 31/16 for the token with the largest factor, down to 2^-15
 //   token_factors<params<P>>        one P per token
 //
-// Slots: quant/../pack/tile_layout.hpp; factors lie by token slot. Functions that store replace the wanted numbers by the stored ones, from which codes are then computed.
+// Slots: pack/tile_layout.hpp; factors lie by token slot. Functions that store give the stored numbers for the wanted ones; codes
+// are then computed from those. Of a group: `scale_line` or `bias_line` from the range of what is wanted, kept by `store_line`;
+// then one scale or bias after the other.
 #pragma once
 
 #include <string>
@@ -20,7 +22,7 @@ namespace detail {
 
 /// Nearest value of P, at most its largest finite one.
 template <class P>
-P round_nearest(float x) noexcept {
+KVQ_HD P round_nearest(float x) noexcept {
     return P(larger(-max_finite<P>, smaller(x, max_finite<P>)));
 }
 
@@ -49,25 +51,35 @@ struct channel_parameters<params<P>> {
     KVQ_HD static constexpr std::size_t bytes(int groups, int slots) noexcept {
         return 2 * sizeof(P) * static_cast<std::size_t>(groups * slots);
     }
-    static void store_scales(std::byte* at, int, int slots, int group, float* scales, int n,
+    struct nothing {};
+    KVQ_HD static nothing scale_line(float) noexcept { return {}; }
+    KVQ_HD static nothing bias_line(float, float) noexcept { return {}; }
+    KVQ_HD static void store_line(std::byte*, int, int, int, nothing) noexcept {}
+    KVQ_HD static float store_scale(std::byte* at, int, int slots, int group, int slot, float scale, nothing,
+                                    parameter_rounding rounding) noexcept {
+        const float wanted = scale > 0.0f ? detail::larger(scale, 1.17549435e-38f) : 0.0f;
+        const P p = rounding == parameter_rounding::outside ? detail::round_up_to<P>(wanted)
+                                                            : detail::round_nearest<P>(wanted);
+        detail::store_as(at + sizeof(P) * static_cast<std::size_t>(group * slots + slot), p);
+        return static_cast<float>(p);
+    }
+    KVQ_HD static float store_bias(std::byte* at, int groups, int slots, int group, int slot, float bias,
+                                   nothing, parameter_rounding rounding) noexcept {
+        const float wanted = bias + 0.0f;
+        const P p = rounding == parameter_rounding::outside ? detail::round_down<P>(wanted)
+                                                            : detail::round_nearest<P>(wanted);
+        detail::store_as(at + sizeof(P) * static_cast<std::size_t>((groups + group) * slots + slot), p);
+        return static_cast<float>(p);
+    }
+    static void store_scales(std::byte* at, int groups, int slots, int group, float* scales, int n,
                              parameter_rounding rounding) noexcept {
-        for (int i = 0; i < n; ++i) {
-            const float wanted = scales[i] > 0.0f ? detail::larger(scales[i], 1.17549435e-38f) : 0.0f;
-            const P p = rounding == parameter_rounding::outside ? detail::round_up_to<P>(wanted)
-                                                                : detail::round_nearest<P>(wanted);
-            detail::store_as(at + sizeof(P) * static_cast<std::size_t>(group * slots + i), p);
-            scales[i] = static_cast<float>(p);
-        }
+        for (int i = 0; i < n; ++i)
+            scales[i] = store_scale(at, groups, slots, group, i, scales[i], {}, rounding);
     }
     static void store_biases(std::byte* at, int groups, int slots, int group, float* biases, int n,
                              parameter_rounding rounding) noexcept {
-        for (int i = 0; i < n; ++i) {
-            const float wanted = biases[i] + 0.0f;
-            const P p = rounding == parameter_rounding::outside ? detail::round_down<P>(wanted)
-                                                                : detail::round_nearest<P>(wanted);
-            detail::store_as(at + sizeof(P) * static_cast<std::size_t>((groups + group) * slots + i), p);
-            biases[i] = static_cast<float>(p);
-        }
+        for (int i = 0; i < n; ++i)
+            biases[i] = store_bias(at, groups, slots, group, i, biases[i], {}, rounding);
     }
     /// Scale and bias of one channel slot.
     KVQ_HD static float scale(const std::byte* at, int, int slots, int group, int slot) noexcept {
@@ -96,17 +108,41 @@ struct channel_parameters<coded> {
     KVQ_HD static constexpr std::size_t bytes(int groups, int slots) noexcept {
         return static_cast<std::size_t>(2 * groups * slots) + shared_bytes * static_cast<std::size_t>(groups);
     }
+    /// For the largest scale.
+    KVQ_HD static bfloat16 scale_line(float largest) noexcept {
+        return detail::scale_float::unit_for(largest);
+    }
+    KVQ_HD static detail::bias_line bias_line(float lo, float hi) noexcept {
+        return detail::bias_line::through(lo, hi);
+    }
+    KVQ_HD static void store_line(std::byte* at, int groups, int slots, int group, bfloat16 unit) noexcept {
+        detail::store_as(shared(at, groups, slots, group), unit);
+    }
+    KVQ_HD static void store_line(std::byte* at, int groups, int slots, int group,
+                                  const detail::bias_line& line) noexcept {
+        detail::store_as(shared(at, groups, slots, group) + 2, line.first);
+        detail::store_as(shared(at, groups, slots, group) + 4, line.step);
+    }
+    KVQ_HD static float store_scale(std::byte* at, int, int slots, int group, int slot, float scale,
+                                    bfloat16 unit, parameter_rounding rounding) noexcept {
+        const unsigned code = detail::scale_float::code(scale, static_cast<float>(unit), rounding);
+        at[group * slots + slot] = static_cast<std::byte>(code);
+        return static_cast<float>(unit) * detail::scale_float::value(code);
+    }
+    KVQ_HD static float store_bias(std::byte* at, int groups, int slots, int group, int slot, float bias,
+                                   const detail::bias_line& line, parameter_rounding rounding) noexcept {
+        const unsigned code = line.code(bias, rounding);
+        at[(groups + group) * slots + slot] = static_cast<std::byte>(code);
+        return line.at(code);
+    }
     static void store_scales(std::byte* at, int groups, int slots, int group, float* scales, int n,
                              parameter_rounding rounding) noexcept {
         float largest = 0.0f;
         for (int i = 0; i < n; ++i) largest = detail::larger(largest, scales[i]);
-        const bfloat16 unit = detail::scale_float::unit_for(largest);
-        detail::store_as(shared(at, groups, slots, group), unit);
-        for (int i = 0; i < n; ++i) {
-            const unsigned code = detail::scale_float::code(scales[i], static_cast<float>(unit), rounding);
-            at[group * slots + i] = static_cast<std::byte>(code);
-            scales[i] = static_cast<float>(unit) * detail::scale_float::value(code);
-        }
+        const bfloat16 unit = scale_line(largest);
+        store_line(at, groups, slots, group, unit);
+        for (int i = 0; i < n; ++i)
+            scales[i] = store_scale(at, groups, slots, group, i, scales[i], unit, rounding);
     }
     static void store_biases(std::byte* at, int groups, int slots, int group, float* biases, int n,
                              parameter_rounding rounding) noexcept {
@@ -115,14 +151,10 @@ struct channel_parameters<coded> {
             lo = detail::smaller(lo, biases[i]);
             hi = detail::larger(hi, biases[i]);
         }
-        const auto line = detail::bias_line::through(lo, hi);
-        detail::store_as(shared(at, groups, slots, group) + 2, line.first);
-        detail::store_as(shared(at, groups, slots, group) + 4, line.step);
-        for (int i = 0; i < n; ++i) {
-            const unsigned code = line.code(biases[i], rounding);
-            at[(groups + group) * slots + i] = static_cast<std::byte>(code);
-            biases[i] = line.at(code);
-        }
+        const auto line = bias_line(lo, hi);
+        store_line(at, groups, slots, group, line);
+        for (int i = 0; i < n; ++i)
+            biases[i] = store_bias(at, groups, slots, group, i, biases[i], line, rounding);
     }
     /// Numbers that all channels of a group share.
     static constexpr std::size_t shared_bytes = 6;
@@ -175,7 +207,7 @@ struct token_factors<coded> {
     static constexpr bool present = true;
     static std::string name() { return "-dual"; }
     KVQ_HD static constexpr std::size_t bytes(int slots) noexcept { return static_cast<std::size_t>(slots); }
-    static void store(std::byte* at, int first, float* factors, int n) noexcept {
+    KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
         for (int i = 0; i < n; ++i) {
             const unsigned code = detail::factor_float::code(factors[i], 1.0f, parameter_rounding::nearest);
             at[first + i] = static_cast<std::byte>(code);
@@ -198,7 +230,7 @@ struct token_factors<params<P>> {
     KVQ_HD static constexpr std::size_t bytes(int slots) noexcept {
         return sizeof(P) * static_cast<std::size_t>(slots);
     }
-    static void store(std::byte* at, int first, float* factors, int n) noexcept {
+    KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
         for (int i = 0; i < n; ++i) {
             const P p(detail::larger(factors[i], detail::factor_float::smallest));
             detail::store_as(at + sizeof(P) * static_cast<std::size_t>(first + i), p);

@@ -52,43 +52,44 @@ inline grid_range mean_of(const float* x, int n) noexcept {
 struct interleaved_sum {
     static constexpr int parts = 8;
     double part[parts] = {};
-    double total() const noexcept {
+    KVQ_HD double total() const noexcept {
         double sum = 0.0;
         for (const double p : part) sum += p;
         return sum;
     }
 };
 
-/// Sums over n numbers and their codes.
-struct grid_sums {
-    double codes = 0.0, values = 0.0, squares = 0.0, products = 0.0;  // c, x, c^2, c x
-};
+/// A grid as numbers are coded on it while it is fitted; codes are floats.
+struct grid_steps {
+    float first, scale, inverse, last_code;
 
-/// The grid of least squared error for given codes; false where codes determine none.
-inline bool best_grid(const grid_sums& s, int n, int top, grid_range& r) noexcept {
-    const double spread =
-        rounded_product(static_cast<double>(n), s.squares) - rounded_product(s.codes, s.codes);
-    if (!(spread > 0.0)) return false;
-    const double scale =
-        (rounded_product(static_cast<double>(n), s.products) - rounded_product(s.codes, s.values)) / spread;
-    const double bias = (s.values - rounded_product(scale, s.codes)) / n;
-    r = {static_cast<float>(bias),
-         static_cast<float>(bias + rounded_product(scale, static_cast<double>(top)))};
-    return r.last > r.first;
-}
+    KVQ_HD grid_steps(const grid_range& r, int top) noexcept
+        : first(r.first),
+          scale((r.last - r.first) / static_cast<float>(top)),
+          inverse(scale > 0.0f ? 1.0f / scale : 0.0f),
+          last_code(static_cast<float>(top)) {}
+    KVQ_HD KVQ_INLINE float code(float x) const noexcept {
+        const float position = (x - first) * inverse;
+#if defined(__CUDA_ARCH__)
+        const float bounded = fminf(fmaxf(position, 0.0f), last_code);
+#else
+        const float bounded = position > 0.0f ? smaller(position, last_code) : 0.0f;
+#endif
+        // Adding 2^23 leaves no bits behind the point: round half even, in a form that compilers vectorize.
+        return (bounded + 0x1p23f) - 0x1p23f;
+    }
+    KVQ_HD KVQ_INLINE float error(float x, float code) const noexcept {
+        return x - (first + rounded_product_wide(scale, code));
+    }
+};
 
 /// Codes of n numbers on a grid, as floats, and the sum of squared errors.
 inline double code_on_grid(const float* x, int n, const grid_range& r, int top, float* codes) noexcept {
-    const float scale = (r.last - r.first) / static_cast<float>(top), last = static_cast<float>(top);
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+    const grid_steps grid(r, top);
     interleaved_sum error;
     const auto one = [&](int i, int part) {
-        const float position = (x[i] - r.first) * inverse;
-        const float bounded = position > 0.0f ? smaller(position, last) : 0.0f;
-        // Adding 2^23 leaves no bits behind the point: round half even, in a form that compilers vectorize.
-        codes[i] = (bounded + 0x1p23f) - 0x1p23f;
-        const float value = static_cast<float>(static_cast<double>(scale) * static_cast<double>(codes[i]));
-        const double e = x[i] - (r.first + value);
+        codes[i] = grid.code(x[i]);
+        const double e = grid.error(x[i], codes[i]);
         error.part[part] += e * e;
     };
     int i = 0;
@@ -119,9 +120,10 @@ struct shrink_search {
     static constexpr bool corrects_mean = false;
     static std::string name() { return "-search"; }
 
-    static constexpr int grids = 10;
-    /// Candidate i of 1 to grids - 1.
-    static grid_range narrower(const grid_range& whole, int i) noexcept {
+    static constexpr int candidates = 10;
+    /// The range (0) or what is left of it when i / 40 of it are cut off at both ends.
+    KVQ_HD static grid_range candidate(const grid_range& whole, int i) noexcept {
+        if (i == 0) return whole;
         const float cut = detail::rounded_product(0.025f * static_cast<float>(i), whole.last - whole.first);
         return {whole.first + cut, whole.last - cut};
     }
@@ -130,8 +132,8 @@ struct shrink_search {
         const grid_range whole = detail::range_of(x, n);
         grid_range best = whole;
         double least = detail::code_on_grid(x, n, whole, top, codes);
-        for (int i = 1; i < grids; ++i) {
-            const grid_range r = narrower(whole, i);
+        for (int i = 1; i < candidates; ++i) {
+            const grid_range r = candidate(whole, i);
             const double error = detail::code_on_grid(x, n, r, top, codes);
             if (error < least) {
                 least = error;
@@ -147,10 +149,25 @@ struct least_squares {
     static constexpr bool corrects_mean = false;
     static std::string name() { return "-ls"; }
 
+    static constexpr int turns = 4;
+    /// The best grid for codes of n numbers: sums of codes c, numbers y, squares of codes cc and products cy. False: none.
+    KVQ_HD static bool refit(int n, double c, double y, double cc, double cy, int top,
+                             grid_range& r) noexcept {
+        const double spread =
+            detail::rounded_product(static_cast<double>(n), cc) - detail::rounded_product(c, c);
+        if (!(spread > 0.0)) return false;
+        const double scale =
+            (detail::rounded_product(static_cast<double>(n), cy) - detail::rounded_product(c, y)) / spread;
+        const double bias = (y - detail::rounded_product(scale, c)) / n;
+        r = {static_cast<float>(bias),
+             static_cast<float>(bias + detail::rounded_product(scale, static_cast<double>(top)))};
+        return r.last > r.first;
+    }
+
     static grid_range fit(const float* x, int n, int top, float* codes) noexcept {
         grid_range best = shrink_search::fit(x, n, top, codes);
         double least = detail::code_on_grid(x, n, best, top, codes);
-        for (int turn = 0; turn < 4; ++turn) {
+        for (int turn = 0; turn < turns; ++turn) {
             detail::interleaved_sum codes_sum, values_sum, squares, products;
             const auto add = [&](int i, int part) {
                 const double code = codes[i], value = x[i];
@@ -165,8 +182,7 @@ struct least_squares {
                 for (int k = 0; k < parts; ++k) add(i + k, k);
             for (int k = 0; i + k < n; ++k) add(i + k, k);
             grid_range r;
-            if (!detail::best_grid({codes_sum.total(), values_sum.total(), squares.total(), products.total()},
-                                   n, top, r))
+            if (!refit(n, codes_sum.total(), values_sum.total(), squares.total(), products.total(), top, r))
                 break;
             const double error = detail::code_on_grid(x, n, r, top, codes);
             if (!(error < least)) break;

@@ -99,6 +99,8 @@ public:
         return at + n <= coefficients_.size() ? coefficients_.data() + at : nullptr;
     }
 
+    int kv_heads() const noexcept { return heads_; }
+
     /// Raises kvq::error if the blocks are not those of the shape.
     void check(const cache_shape& s) const {
         const auto n = static_cast<std::size_t>(dim_);

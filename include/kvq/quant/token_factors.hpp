@@ -14,19 +14,19 @@
 
 namespace kvq::inline v0_1::detail {
 
-/// The largest factor becomes 31/16; none is smaller than the smallest that can be stored.
-inline void normalize_factors(float* factors, int tokens) noexcept {
+/// 1 / w of a channel, or 0 for one of zeros, from a sum of squares over n tokens.
+KVQ_HD inline float inverse_size(double squares, int n) noexcept {
+    return squares > 0.0 ? static_cast<float>(smaller(std::sqrt(n / squares), 0x1p100)) : 0.0f;
+}
+/// A factor such that the largest one is 31/16, and none is smaller than the smallest that can be stored.
+KVQ_HD inline float scaled_factor(float factor, float largest) noexcept {
+    return largest > 0.0f ? larger(factor / largest * factor_float::largest, factor_float::smallest)
+                          : factor_float::largest;
+}
+inline void scale_factors(float* factors, int tokens) noexcept {
     float largest = 0.0f;
     for (int t = 0; t < tokens; ++t) largest = larger(largest, factors[t]);
-    for (int t = 0; t < tokens; ++t)
-        factors[t] = largest > 0.0f
-                         ? larger(factors[t] / largest * factor_float::largest, factor_float::smallest)
-                         : factor_float::largest;
-}
-
-/// 1 / w_c, from the sum of squares of x / r_t.
-inline float channel_weight(double squares, int tokens) noexcept {
-    return squares > 0.0 ? static_cast<float>(smaller(std::sqrt(tokens / squares), 0x1p100)) : 0.0f;
+    for (int t = 0; t < tokens; ++t) factors[t] = scaled_factor(factors[t], largest);
 }
 
 /// values: [tokens][dim], at most 1024 channels; factors: tokens floats.
@@ -45,7 +45,7 @@ inline void fit_token_factors(const float* values, int tokens, int dim, float* f
             const float inverse = 1.0f / factors[t];
             for (int c = 0; c < dim; ++c) sums[c] += square(values[t * dim + c], inverse);
         }
-        for (int c = 0; c < dim; ++c) weights[c] = channel_weight(sums[c], tokens);
+        for (int c = 0; c < dim; ++c) weights[c] = inverse_size(sums[c], tokens);
         for (int t = 0; t < tokens; ++t) {
             interleaved_sum sum;
             const auto add = [&](int c, int part) {
@@ -57,7 +57,7 @@ inline void fit_token_factors(const float* values, int tokens, int dim, float* f
             for (int k = 0; c + k < dim; ++k) add(c + k, k);
             factors[t] = static_cast<float>(std::sqrt(sum.total() / dim));
         }
-        normalize_factors(factors, tokens);
+        scale_factors(factors, tokens);
     }
 }
 

@@ -228,9 +228,9 @@ struct mixed_width {
     /// Calls f.operator()<Bits>(code_segment) for every width in use, from the first place on.
     template <class F>
     void for_each_segment(const block_shape& s, block_id id, F&& f) const {
-        int quads[Widths::count];
-        segment_quads(s, id, quads);
-        visit_segments<0>(s, quads, 0, 0, f);
+        width_quads quads;
+        segment_quads(s, id, quads.of);
+        visit_segments<0>(s, quads, f);
     }
     /// Parameters of all places.
     detail::width_columns<Widths, Group, parameters> columns(const block_shape& s, block_id id) const {
@@ -283,13 +283,27 @@ struct mixed_width {
         }
         return quads;
     }
+    /// Where the codes of one width lie; without columns if no channel has it.
+    template <int Width>
+    KVQ_HD static constexpr code_segment segment(const block_shape& s, const width_quads& quads) noexcept {
+        code_segment at;
+        if constexpr (Width > 0) {
+            at = segment<Width - 1>(s, quads);
+            at.first += 4 * quads.of[Width - 1];
+            at.offset +=
+                4 * static_cast<std::size_t>(token_axis(s).slots()) *
+                static_cast<std::size_t>(detail::code_words(Widths::values[Width - 1], quads.of[Width - 1]));
+        }
+        at.columns = detail::larger(0, detail::smaller(4 * quads.of[Width], s.dim - at.first));
+        return at;
+    }
     /// One number, by its place, as decode() gives it, for code that reads single ones.
     KVQ_HD static float value(const block_shape& s, const width_quads& quads, const std::byte* block,
                               int token, int place) noexcept {
         const grouped_axis tokens = token_axis(s);
         const int row_group = token / tokens.group, n = slots(s), groups = tokens.groups();
         const std::byte* const at = block + parameter_offset(s);
-        return detail::affine_value(code<0>(s, quads, block, token, place, 0, 0),
+        return detail::affine_value(code<0>(s, quads, block, token, place),
                                     parameters::scale(at, groups, n, row_group, place),
                                     parameters::bias(at, groups, n, row_group, place));
     }
@@ -306,23 +320,19 @@ private:
         return w;
     }();
     static constexpr int narrow_width = Widths::values[width_below_average];
-    /// Code in the widths from `Width` on, whose first column is `first` and whose first byte `offset`.
+    /// Code in the widths from `Width` on.
     template <int Width>
     KVQ_HD static int code(const block_shape& s, const width_quads& quads, const std::byte* block, int token,
-                           int place, int first, std::size_t offset) noexcept {
+                           int place) noexcept {
         if constexpr (Width == Widths::count) {
             return 0;
         } else {
             constexpr int bits = Widths::values[Width];
-            const int columns = detail::smaller(4 * quads.of[Width], s.dim - first);
-            if (place >= first + columns)
-                return code<Width + 1>(
-                    s, quads, block, token, place, first + 4 * quads.of[Width],
-                    offset + 4 * static_cast<std::size_t>(token_axis(s).slots()) *
-                                 static_cast<std::size_t>(detail::code_words(bits, quads.of[Width])));
+            const code_segment at = segment<Width>(s, quads);
+            if (place >= at.first + at.columns) return code<Width + 1>(s, quads, block, token, place);
             if constexpr (bits > 0)
-                return static_cast<int>(unpack_code(segment_layout<bits>(s, {first, columns, offset}),
-                                                    block + offset, token, place - first));
+                return static_cast<int>(
+                    unpack_code(segment_layout<bits>(s, at), block + at.offset, token, place - at.first));
             else
                 return 0;
         }
@@ -352,16 +362,10 @@ private:
             std::memcpy(quads, even_quads(s.dim).of, sizeof(width_quads));
     }
     template <int Width, class F>
-    static void visit_segments(const block_shape& s, const int* quads, int first, std::size_t offset, F& f) {
-        constexpr int bits = Widths::values[Width];
-        const int n = detail::smaller(4 * quads[Width], s.dim - first);
-        if (n > 0) f.template operator()<bits>(code_segment{first, n, offset});
-        if constexpr (Width + 1 < Widths::count)
-            visit_segments<Width + 1>(
-                s, quads, first + 4 * quads[Width],
-                offset + 4 * static_cast<std::size_t>(token_axis(s).slots()) *
-                             static_cast<std::size_t>(detail::code_words(bits, quads[Width])),
-                f);
+    static void visit_segments(const block_shape& s, const width_quads& quads, F& f) {
+        const code_segment at = segment<Width>(s, quads);
+        if (at.columns > 0) f.template operator()<Widths::values[Width]>(at);
+        if constexpr (Width + 1 < Widths::count) visit_segments<Width + 1>(s, quads, f);
     }
 
     /// Of all orders and widths.

@@ -40,15 +40,6 @@ constexpr int chunk_tokens() {
     return tokens;
 }
 
-}  // namespace detail
-
-/// Shared memory that a thread block of attend() may take, in bytes: what compute capability 8.0, 9.0 and 10.0 have.
-/// Programs for 8.6, 8.9 and 12.0 specialize it for their formats: 99 * 1024.
-template <class Format>
-inline constexpr int shared_memory_budget = 163 * 1024;
-
-namespace detail {
-
 template <class Format>
 inline constexpr bool warps_can = [] {
     const auto can = [](auto tokens) {

@@ -136,6 +136,18 @@ void write_key_plan(const width_plan& plan, int layer, std::uint16_t* out) noexc
     }
 }
 
+/// Writes what error feedback needs of a layer's heads as cache_ref::key_feedback wants it: kv_heads * head_dim^2 floats, in host
+/// memory. The matrices must be those of the keys' encoder, made with the same plan.
+template <class Format>
+void write_key_feedback(const feedback_matrices& matrices, int layer, float* out) noexcept {
+    constexpr int dim = Format::head_dim;
+    for (int head = 0; head < matrices.kv_heads(); ++head)
+        for (int i = 0; i < dim; ++i, out += dim) {
+            const float* const row = matrices.row({layer, head}, dim, i);
+            for (int j = 0; j < dim; ++j) out[j] = row == nullptr ? 0.0f : row[j];
+        }
+}
+
 template <class Format>
 struct cache_ref {
     using format_type = Format;
@@ -153,6 +165,9 @@ struct cache_ref {
     /// Keys of mixed widths: orders and widths of this layer's heads in device memory, see write_key_plan(). Null: without a
     /// plan.
     const std::uint16_t* key_plans = nullptr;
+    /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see write_key_feedback().
+    /// Null: the encoder has no matrices.
+    const float* key_feedback = nullptr;
 
     /// The plan of a head, or null.
     KVQ_HD const std::uint16_t* key_plan(int head) const noexcept {
@@ -182,6 +197,11 @@ struct cache_ref {
         return Format::value_block_bytes * static_cast<std::size_t>(kv_heads);
     }
 };
+
+/// Shared memory that a thread block may take, in bytes: what compute capability 8.0, 9.0 and 10.0 have.
+/// Programs for 8.6, 8.9 and 12.0 specialize it for their formats: 99 * 1024.
+template <class Format>
+inline constexpr int shared_memory_budget = 163 * 1024;
 
 namespace detail {
 

@@ -9,24 +9,49 @@
 #pragma once
 
 #include "../../core/token_view.hpp"
-#include "encode.cuh"
+#include "encode_grid.cuh"
 
 namespace kvq::inline v0_1::cuda {
 
 namespace detail {
 
-/// Codes the K and V blocks of one head of page `to` from page `from`. All threads of a block; grid: one block per tensor.
+template <class S>
+inline constexpr bool codes_grids = is_grid<S> || is_mixed<S>;
+
+/// Threads of a block that codes one head of a page, and the shared memory that it takes.
+template <class To>
+struct page_coder {
+    static constexpr bool grids = codes_grids<typename To::keys> || codes_grids<typename To::values>;
+    static constexpr int values = To::page_tokens * larger(To::head_dim, To::value_dim);
+    static constexpr int threads = !grids ? 256 : values >= 16384 ? 512 : values >= 8192 ? 256 : 128;
+    template <tensor Role>
+    static constexpr int bytes_of() {
+        if constexpr (codes_grids<scheme_of<Role, To>>)
+            return grid_memory<To, Role>::bytes;
+        else
+            return 0;
+    }
+    static constexpr int shared_bytes = larger(bytes_of<tensor::key>(), bytes_of<tensor::value>());
+};
+
+/// Codes the K or V block of one head of page `to` from page `from`. All threads of a block.
 template <class From, class To>
 __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, const cache_ref<To>& target,
-                                                 int from, int to, int head, bool keys,
-                                                 unsigned* not_finite) {
+                                                 int from, int to, int head, bool keys, unsigned* not_finite,
+                                                 std::byte* shared) {
+    constexpr int threads = page_coder<To>::threads;
     const auto run = [&](auto role) {
         constexpr tensor Role = decltype(role)::value;
-        constexpr block_shape shape = shape_of<Role, From>;
-        std::byte* const out = target.template block<Role>(to, head);
-        const unsigned count = encode_block<scheme_of<Role, To>>(shape, out, [&](int token, int channel) {
-            return read_value<Role>(source, from, head, token, channel);
-        });
+        using S = scheme_of<Role, To>;
+        unsigned count = 0;
+        if constexpr (codes_grids<S>) {
+            count = grid_encoder<From, To, Role, threads>(source, from, target, to, head, shared).run();
+        } else {
+            constexpr block_shape shape = shape_of<Role, From>;
+            count = encode_block<S, threads>(
+                shape, target.template block<Role>(to, head),
+                [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); });
+        }
         if (not_finite && count) atomicAdd(not_finite, count);
     };
     if (keys)
@@ -35,33 +60,70 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
         run(std::integral_constant<tensor, tensor::value>{});
 }
 
+/// Values first (blockIdx.z): they take longer, and what is short fills the end of the launch.
 template <class From, class To>
-__global__ void __launch_bounds__(encode_threads)
+__global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>::threads)
     requantize_kernel(const __grid_constant__ cache_ref<From> source,
                       const __grid_constant__ cache_ref<To> target, const int* from, const int* to,
                       unsigned* not_finite) {
+    extern __shared__ __align__(16) std::byte page_memory[];
     const int i = static_cast<int>(blockIdx.x);
     if (from[i] < 0 || to[i] < 0) return;
-    requantize_block(source, target, from[i], to[i], static_cast<int>(blockIdx.y), blockIdx.z == 0,
-                     not_finite);
+    requantize_block(source, target, from[i], to[i], static_cast<int>(blockIdx.y), blockIdx.z != 0,
+                     not_finite, page_memory);
 }
 
+/// The column of the page of sequence b that is due: page i is coded when first_token + (i + 1) * page_tokens + recent tokens are
+/// there (page/layer_pages.hpp). -1: none, or no page to code it to.
 template <class From, class To>
-__global__ void __launch_bounds__(encode_threads)
+__device__ __forceinline__ int due_page(const cache_ref<From>& window, const cache_ref<To>& coded, int recent,
+                                        const int* fresh, int b) {
+    const int behind = window.tokens[b] - window.first_token - recent;
+    if (behind <= 0 || behind % From::page_tokens != 0) return -1;
+    const int i = behind / From::page_tokens - 1;
+    if (i >= window.table_columns || i >= coded.table_columns || fresh[b] < 0) return -1;
+    return window.block_table[b * window.table_columns + i] < 0 ? -1 : i;
+}
+
+/// Most steps have nothing to code, some one page, few many. So few blocks are launched: block x takes the x-th sequence that is
+/// due, the one gridDim.x further, and so on.
+template <class From, class To>
+__global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>::threads)
     commit_kernel(const __grid_constant__ cache_ref<From> window, const __grid_constant__ cache_ref<To> coded,
                   int recent, const int* fresh, unsigned* not_finite) {
-    const int b = static_cast<int>(blockIdx.x);
-    // Page i is coded when first_token + (i + 1) * page_tokens + recent tokens are there (page/layer_pages.hpp).
-    const int behind = window.tokens[b] - window.first_token - recent;
-    if (behind <= 0 || behind % From::page_tokens != 0) return;
-    const int i = behind / From::page_tokens - 1;
-    if (i >= window.table_columns || i >= coded.table_columns) return;
-    const int from =
-        window.block_table[static_cast<std::size_t>(b) * static_cast<std::size_t>(window.table_columns) +
-                           static_cast<std::size_t>(i)];
-    if (from < 0 || fresh[b] < 0) return;
-    requantize_block(window, coded, from, fresh[b], static_cast<int>(blockIdx.y), blockIdx.z == 0,
-                     not_finite);
+    constexpr int threads = page_coder<To>::threads, warps = threads / warp_size;
+    extern __shared__ __align__(16) std::byte page_memory[];
+    __shared__ int counts[warps], mine[threads];
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
+    const int blocks = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
+    int seen = 0;  // sequences before that are due
+    for (int first = 0; first < window.sequences; first += threads) {
+        const int b = first + thread;
+        const bool due = b < window.sequences && due_page(window, coded, recent, fresh, b) >= 0;
+        const unsigned mask = __ballot_sync(~0u, due);
+        if (lane == 0) counts[warp] = __popc(mask);
+        if (__syncthreads_or(due) == 0) continue;
+        int before = seen;
+        for (int w = 0; w < warps; ++w) {
+            if (w == warp && due) {
+                const int number = before + __popc(mask & ((1u << lane) - 1u));
+                if (number % blocks == own) mine[(number - seen) / blocks] = b;
+            }
+            before += counts[w];
+        }
+        // Of the numbers from `seen` on, those that are own modulo blocks.
+        const int skipped = (own - seen % blocks + blocks) % blocks;
+        const int jobs = before - seen > skipped ? ceil_div(before - seen - skipped, blocks) : 0;
+        seen = before;
+        __syncthreads();
+        for (int j = 0; j < jobs; ++j) {
+            const int sequence = mine[j], i = due_page(window, coded, recent, fresh, sequence);
+            requantize_block(window, coded, window.block_table[sequence * window.table_columns + i],
+                             fresh[sequence], static_cast<int>(blockIdx.y), blockIdx.z != 0, not_finite,
+                             page_memory);
+            __syncthreads();
+        }
+    }
 }
 
 /// Moves the entries of pages that commit_kernel coded from one table to the other.
@@ -71,18 +133,27 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
                                      int* window_table, int* coded_table) {
     const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (b >= window.sequences) return;
-    const int behind = window.tokens[b] - window.first_token - recent;
-    if (behind <= 0 || behind % From::page_tokens != 0) return;
-    const int i = behind / From::page_tokens - 1;
-    if (i >= window.table_columns || i >= coded.table_columns) return;
-    int& from = window_table[static_cast<std::size_t>(b) * static_cast<std::size_t>(window.table_columns) +
-                             static_cast<std::size_t>(i)];
-    if (from < 0 || fresh[b] < 0) return;
-    coded_table[static_cast<std::size_t>(b) * static_cast<std::size_t>(coded.table_columns) +
-                static_cast<std::size_t>(i)] = fresh[b];
-    const int freed = from;
+    const int i = due_page(window, coded, recent, fresh, b);
+    if (i < 0) return;
+    int& from = window_table[b * window.table_columns + i];
+    coded_table[b * coded.table_columns + i] = fresh[b];
+    fresh[b] = -2 - from;
     from = -1;
-    fresh[b] = -2 - freed;
+}
+
+/// Lets a kernel take the shared memory that coding to `To` needs.
+template <class To, class Kernel>
+status allow_shared_memory(Kernel* kernel) noexcept {
+    constexpr int bytes = page_coder<To>::shared_bytes;
+    status s;
+    if constexpr (bytes > 48 * 1024) {
+        s.code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (!s)
+            std::snprintf(s.message, sizeof s.message,
+                          "kvq: coding pages needs %d bytes of shared memory per block: %s", bytes,
+                          cudaGetErrorString(s.code));
+    }
+    return s;
 }
 
 template <class Format, class T>
@@ -130,9 +201,11 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
     if (count < 0) return detail::bad_value("%d pages to requantize", count);
     if (count == 0) return {};
     if (from == nullptr || to == nullptr) return detail::bad_value("the lists of pages are null pointers");
+    if (status s = detail::allow_shared_memory<To>(detail::requantize_kernel<From, To>); !s) return s;
+    using coder = detail::page_coder<To>;
     const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(source.kv_heads), 2);
     detail::requantize_kernel<From, To>
-        <<<grid, detail::encode_threads, 0, stream>>>(source, target, from, to, not_finite);
+        <<<grid, coder::threads, coder::shared_bytes, stream>>>(source, target, from, to, not_finite);
     return detail::launched("requantization");
 }
 
@@ -156,9 +229,12 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>
     if (window.sequences == 0) return {};
     if (fresh == nullptr || window_table != window.block_table || coded_table != coded.block_table)
         return detail::bad_value("tables must be those of the refs, and fresh pages must be given");
-    const dim3 grid(static_cast<unsigned>(window.sequences), static_cast<unsigned>(window.kv_heads), 2);
+    if (status s = detail::allow_shared_memory<Coded>(detail::commit_kernel<Window, Coded>); !s) return s;
+    using coder = detail::page_coder<Coded>;
+    const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 256 / window.kv_heads));
+    const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(window.kv_heads), 2);
     detail::commit_kernel<Window, Coded>
-        <<<grid, detail::encode_threads, 0, stream>>>(window, coded, recent, fresh, not_finite);
+        <<<grid, coder::threads, coder::shared_bytes, stream>>>(window, coded, recent, fresh, not_finite);
     if (status s = detail::launched("commit"); !s) return s;
     detail::commit_tables_kernel<Window, Coded>
         <<<static_cast<unsigned>((window.sequences + 127) / 128), 128, 0, stream>>>(

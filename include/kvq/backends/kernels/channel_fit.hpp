@@ -149,10 +149,10 @@ private:
         sums of;
         pass<true, false>(range, of);
         least_ = of.errors;
-        for (int n = 1; n < shrink_search::grids; ++n) {
+        for (int n = 1; n < shrink_search::candidates; ++n) {
             grids r;
             for (int i = 0; i < width; ++i) {
-                const grid_range narrow = shrink_search::narrower({range.first[i], range.last[i]}, n);
+                const grid_range narrow = shrink_search::candidate({range.first[i], range.last[i]}, n);
                 r.first[i] = narrow.first;
                 r.last[i] = narrow.last;
             }
@@ -167,7 +167,7 @@ private:
         return best;
     }
 
-    /// Up to 4 turns of the best grid for the codes of the last one; least_ has the errors of `best`.
+    /// Turns of the best grid for the codes of the last one; least_ has the errors of `best`.
     grids refine(const grids& start) {
         grids best = start;
         bool open[width];
@@ -176,15 +176,14 @@ private:
         sum_values(values);
         sums now;
         pass<false, true>(best, now);
-        for (int turn = 0; turn < 4; ++turn) {
+        for (int turn = 0; turn < least_squares::turns; ++turn) {
             grids r = best;
             bool any = false;
             for (int i = 0; i < width; ++i) {
                 if (!open[i]) continue;
                 grid_range found;
-                open[i] =
-                    detail::best_grid({now.codes.of[i], values.of[i], now.squares.of[i], now.products.of[i]},
-                                      tokens_, top_[i], found);
+                open[i] = least_squares::refit(tokens_, now.codes.of[i], values.of[i], now.squares.of[i],
+                                               now.products.of[i], top_[i], found);
                 if (!open[i]) continue;
                 r.first[i] = found.first;
                 r.last[i] = found.last;

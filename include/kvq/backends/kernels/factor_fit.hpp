@@ -34,7 +34,7 @@ public:
             for (int t = 0; t < tokens; ++t)
                 factors[t] =
                     static_cast<float>(std::sqrt(sum_channels(values + t * dim, dim, weights) / dim));
-            detail::normalize_factors(factors, tokens);
+            detail::scale_factors(factors, tokens);
         }
     }
 
@@ -58,7 +58,7 @@ private:
         alignas(64) double sums[width];
         Lanes::store_doubles(sums, low);
         Lanes::store_doubles(sums + half, high);
-        for (int i = 0; i < n; ++i) weights[i] = detail::channel_weight(sums[i], tokens);
+        for (int i = 0; i < n; ++i) weights[i] = detail::inverse_size(sums[i], tokens);
     }
 
     /// Of the squares of x / w_c.

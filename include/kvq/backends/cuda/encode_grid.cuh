@@ -1,0 +1,477 @@
+// Coding blocks of channel_grid and mixed_width on the device, one thread block each: the steps of schemes/dual.hpp,
+// schemes/mixed_width.hpp and quant/channel_coder.hpp.
+//
+//   numbers of the page -> factors of tokens -> grids of channels -> stored biases and scales -> codes, errors -> words
+//
+// Formulas are those of quant/; sums of doubles go in the order that is part of the contract, each by one thread after the other
+// number. Where a page holds NaN or infinities, finite members move together for the fit, and numbers are read again to be coded.
+// Contract: every byte of the block is written and equals what scheme::encode writes for the same values.
+#pragma once
+
+#include "encode.cuh"
+#include "grid_feedback.cuh"
+#include "grid_memory.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+template <class From, class To, tensor Role, int Threads>
+class grid_encoder {
+    using S = scheme_of<Role, To>;
+    using memory = grid_memory<To, Role>;
+    using encoder = typename memory::encoder;
+    using parameters = typename S::parameters;
+    using line_type = std::remove_cvref_t<decltype(parameters::bias_line(0.0f, 0.0f))>;
+    static constexpr int dim = memory::dim, groups = memory::groups, slots = memory::slots;
+    static constexpr int place_slots = kvq::detail::round_up(dim, 4);  // of the parameters
+
+public:
+    __device__ __forceinline__ grid_encoder(const cache_ref<From>& source, int from,
+                                            const cache_ref<To>& target, int to, int head, std::byte* shared)
+        : source_(source),
+          from_(from),
+          head_(head),
+          block_(target.template block<Role>(to, head)),
+          shared_(shared),
+          factors_{at<float>(memory::inverse_factors), at<float>(memory::weights), at<double>(memory::parts),
+                   at<float>(memory::factors)} {
+        if constexpr (is_mixed<S>) {
+            plan_ = target.key_plan(head);
+            quads_ = quads_of<S, dim>(plan_);
+        }
+        if constexpr (memory::feedback)
+            if (target.key_feedback != nullptr)
+                matrix_ = target.key_feedback + static_cast<std::size_t>(head) * dim * dim;
+    }
+
+    /// Codes the block. Returns this thread's count of numbers that are not finite.
+    __device__ __forceinline__ unsigned run() {
+        clear_rest();
+        if constexpr (is_mixed<S>) write_tops();
+        bool dirty = false;  // are there NaN or infinities where numbers lie in memory?
+        if constexpr (has_factors<S>) {
+            dirty = fit_factors();
+            if (memory::whole && !dirty) divide(0, dim, slots);
+        }
+        for (int first = 0; first < dim; first += memory::fit_channels) {
+            const int count = smaller(memory::fit_channels, dim - first);
+            if (!(has_factors<S> && memory::whole) || dirty) {
+                dirty = read<false>(first, count, 0, slots, !has_factors<S>);
+                if constexpr (has_factors<S>) divide(first, count, slots);
+            }
+            fit(first, count, dirty);
+        }
+        store_biases(encoder::rounding);
+        store_scales();
+        for (int first = 0; first < slots; first += memory::code_slots) {
+            const int count = smaller(memory::code_slots, slots - first);
+            if (!memory::whole || dirty) {
+                read<false>(0, dim, first, count, false);
+                if constexpr (has_factors<S>) divide(0, dim, count, first);
+            }
+            code(first, count);
+        }
+        if constexpr (encoder::corrects_mean) {
+            for (int l = thread(); l < memory::lines; l += Threads)
+                if (members()[l] > 0)
+                    biases()[l] =
+                        static_cast<float>(static_cast<double>(biases()[l]) + sums()[l] / members()[l]);
+            __syncthreads();
+            store_biases(parameter_rounding::nearest);
+        }
+        return not_finite_;
+    }
+
+private:
+    static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x); }
+    template <class T>
+    __device__ __forceinline__ T* at(int offset) const {
+        return reinterpret_cast<T*>(shared_ + offset);
+    }
+    __device__ __forceinline__ float* numbers() const { return at<float>(memory::numbers); }
+    __device__ __forceinline__ float* biases() const { return at<float>(memory::biases); }
+    __device__ __forceinline__ float* scales() const { return at<float>(memory::scales); }
+    __device__ __forceinline__ float* inverses() const { return at<float>(memory::inverses); }
+    __device__ __forceinline__ double* sums() const { return at<double>(memory::sums); }
+    __device__ __forceinline__ std::uint16_t* members() const { return at<std::uint16_t>(memory::members); }
+    __device__ __forceinline__ std::byte* parameter_section() const {
+        return block_ + S::parameter_offset(shape());
+    }
+
+    static __device__ __forceinline__ constexpr block_shape shape() {
+        return Role == tensor::key ? To::key_shape() : To::value_shape();
+    }
+    /// Tokens as groups and slots.
+    static __device__ __forceinline__ constexpr grouped_axis axis() { return S::token_axis(shape()); }
+    static __device__ __forceinline__ bool holds_token(int slot) {
+        return slots == memory::tokens || axis().index(slot) >= 0;
+    }
+    __device__ __forceinline__ int top(int place) const {
+        if constexpr (is_mixed<S>)
+            return static_cast<int>(at<std::uint8_t>(memory::tops)[place]);
+        else
+            return S::top;
+    }
+    __device__ __forceinline__ int place_of(int channel) const {
+        if constexpr (is_mixed<S>)
+            if (plan_ != nullptr) return static_cast<int>(plan_[channel]);
+        return channel;
+    }
+
+    /// Calls f(integral_constant<int, bits>, segment) for all codes of the block.
+    template <class F>
+    __device__ __forceinline__ void for_each_segment(const F& f) const {
+        if constexpr (is_mixed<S>)
+            static_for<S::width_list::count>([&](auto w) {
+                constexpr int W = decltype(w)::value;
+                const code_segment segment = S::template segment<W>(shape(), quads_);
+                if (segment.columns > 0) f(std::integral_constant<int, S::width_list::values[W]>{}, segment);
+            });
+        else
+            f(std::integral_constant<int, S::code_bits>{}, code_segment{0, dim, 0});
+    }
+    template <int Bits>
+    static __device__ __forceinline__ code_layout<Bits> layout_of(const code_segment& segment) {
+        if constexpr (is_mixed<S>)
+            return S::template segment_layout<Bits>(shape(), segment);
+        else
+            return S::codes(shape());
+    }
+
+    /// Zeros behind the codes: parameters without a channel, padding.
+    __device__ __forceinline__ void clear_rest() const {
+        std::size_t end = 0;
+        for_each_segment([&](auto bits, const code_segment& segment) {
+            constexpr int Bits = decltype(bits)::value;
+            if constexpr (Bits > 0) end = segment.offset + layout_of<Bits>(segment).bytes();
+        });
+        constexpr std::size_t bytes = Role == tensor::key ? To::key_block_bytes : To::value_block_bytes;
+        for (std::size_t i = end / 4 + static_cast<std::size_t>(thread()); i < bytes / 4; i += Threads)
+            reinterpret_cast<std::uint32_t*>(block_)[i] = 0;
+    }
+    __device__ __forceinline__ void write_tops() const {
+        for_each_segment([&](auto bits, const code_segment& segment) {
+            for (int c = thread(); c < segment.columns; c += Threads)
+                at<std::uint8_t>(memory::tops)[segment.first + c] =
+                    static_cast<std::uint8_t>((1 << decltype(bits)::value) - 1);
+        });
+    }
+
+    /// Reads `places` places from `first` on of `count` slots from `slot` on. Zeroed: what is not finite becomes 0. Returns
+    /// whether anything is not finite. Begins and ends with a barrier.
+    template <bool Zeroed>
+    __device__ __forceinline__ bool read(int first, int places, int slot, int count, bool counts) {
+        float* const to = numbers();
+        const int stride = numbers_stride(count);
+        __syncthreads();
+        if constexpr (slots != memory::tokens) {  // factors need zeros where there is no token
+            for (int i = thread(); i < places * stride; i += Threads) to[i] = 0.0f;
+            __syncthreads();
+        }
+        unsigned bad = 0;
+        visit_page<Threads, Role>(source_, from_, head_, [&](int channel, int token, const auto& x, int n) {
+            constexpr int N = sizeof(x) / sizeof(float);
+            const int place = place_of(channel) - first;
+            if (!memory::whole && (place < 0 || place >= places)) return;
+            float y[N];
+#pragma unroll
+            for (int k = 0; k < N; ++k) {
+                const bool finite = kvq::detail::is_finite(x[k]);
+                y[k] = finite ? kvq::detail::bound_magnitude(x[k]) : Zeroed ? 0.0f : x[k];
+                bad += !finite && (k == 0 || k < n);
+            }
+            if constexpr (N == 4 && memory::whole && memory::tokens % 4 == 0 &&
+                          (groups == 1 || memory::group % 4 == 0)) {
+                *reinterpret_cast<float4*>(to + place * stride + token) = {y[0], y[1], y[2], y[3]};
+            } else {
+#pragma unroll
+                for (int k = 0; k < N; ++k) {
+                    const int s = axis().slot(token + k) - slot;
+                    if (k < n && (memory::whole || (s >= 0 && s < count))) to[place * stride + s] = y[k];
+                }
+            }
+        });
+        if (counts) not_finite_ += bad;
+        return __syncthreads_or(bad != 0) != 0;
+    }
+
+    /// Numbers over the factors of their tokens. Begins and ends with a barrier.
+    __device__ __forceinline__ void divide(int, int places, int count, int slot = 0) const {
+        const int stride = numbers_stride(count), quads = count / 4;
+        for (int i = thread(); i < places * quads; i += Threads) {
+            const int t = i % quads * 4;
+            auto& x = *reinterpret_cast<float4*>(numbers() + i / quads * stride + t);
+            const auto f = *reinterpret_cast<const float4*>(factors_.factor + slot + t);
+            x = {__fdiv_rn(x.x, f.x), __fdiv_rn(x.y, f.y), __fdiv_rn(x.z, f.z), __fdiv_rn(x.w, f.w)};
+        }
+        __syncthreads();
+    }
+
+    /// Returns whether any number is not finite.
+    __device__ __forceinline__ bool fit_factors() {
+        for (int t = thread(); t < slots; t += Threads) factors_.inverse[t] = holds_token(t) ? 1.0f : 0.0f;
+        bool dirty = false;
+        constexpr int iterations = 8;
+        for (int i = 0; i < iterations; ++i) {
+            for (int first = 0; first < dim; first += memory::fit_channels) {
+                const int count = smaller(memory::fit_channels, dim - first);
+                if (!memory::whole || i == 0) dirty |= read<true>(first, count, 0, slots, i == 0);
+                add_squares<Threads, slots>(factors_, numbers(), numbers_stride(slots), first, count,
+                                            memory::tokens);
+            }
+            scale_factors<Threads, slots>(factors_, dim, holds_token, [&](int slot, float factor) {
+                if (i == iterations - 1 && holds_token(slot))
+                    S::factors::store(block_ + S::factor_offset(shape()), slot, &factor, 1);
+                return factor;
+            });
+        }
+        return dirty;
+    }
+
+    /// The line of a number in [0, groups * count) and its first number in memory.
+    struct line_place {
+        int place, group, line;
+        float* x;
+    };
+    __device__ __forceinline__ line_place line_at(int i, int first, int count) const {
+        const int group = groups == 1 ? 0 : i / count, c = i - group * count;
+        return {first + c, group, group * dim + first + c,
+                numbers() + c * numbers_stride(slots) + axis().group_begin(group)};
+    }
+
+    /// Grids of `count` places from `first` on, into biases (first value) and scales (last value).
+    __device__ __forceinline__ void fit(int first, int count, bool dirty) const {
+        const int lines = groups * count;
+        const bool feedback = memory::feedback && matrix_ != nullptr;
+        for (int i = thread(); i < lines; i += Threads) {
+            const line_place l = line_at(i, first, count);
+            const int size = axis().group_size(l.group);
+            int n = size;
+            if (dirty) {
+                n = 0;
+                for (int t = 0; t < size; ++t) {
+                    const float x = l.x[t];
+                    if (kvq::detail::is_finite(x)) l.x[n++] = x;
+                }
+            }
+            grid_range r;
+            if (top(l.place) > 0) {
+                float lo = n > 0 ? l.x[0] : 0.0f, hi = lo;
+                int t = 0;
+                for (; t + 4 <= n; t += 4) {
+                    const auto v = *reinterpret_cast<const float4*>(l.x + t);
+                    lo = fminf(fminf(lo, fminf(v.x, v.y)), fminf(v.z, v.w));
+                    hi = fmaxf(fmaxf(hi, fmaxf(v.x, v.y)), fmaxf(v.z, v.w));
+                }
+                for (; t < n; ++t) lo = fminf(lo, l.x[t]), hi = fmaxf(hi, l.x[t]);
+                r = {lo + 0.0f, hi + 0.0f};
+            } else if (n > 0) {
+                double sum = 0.0;
+                for (int t = 0; t < n; ++t) sum += static_cast<double>(l.x[t]);
+                r.first = r.last = static_cast<float>(sum / n);
+            }
+            members()[l.line] = static_cast<std::uint16_t>(n);
+            biases()[l.line] = r.first;
+            scales()[l.line] = r.last;
+        }
+        __syncthreads();
+        const auto wanted = [&](int i, grid_fit least) {
+            const line_place l = line_at(i, first, count);
+            grid_line line;
+            const int highest = top(l.place);
+            if (highest == 0 || fit_of<encoder>(highest, feedback) < least) return line;
+            line.x = l.x;
+            line.n = members()[l.line];
+            line.top = highest;
+            line.range = {biases()[l.line], scales()[l.line]};
+            if constexpr (memory::has_sums) line.error = sums()[l.line];
+            return line;
+        };
+        const auto keep = [&](int i, const grid_range& r) {
+            const int line = line_at(i, first, count).line;
+            biases()[line] = r.first;
+            scales()[line] = r.last;
+        };
+        if constexpr (may_search<encoder>) {
+            search_grids<Threads>(
+                lines, [&](int i) { return wanted(i, grid_fit::search); },
+                [&](int i, const grid_range& r, double error) {
+                    keep(i, r);
+                    sums()[line_at(i, first, count).line] = error;
+                });
+            __syncthreads();
+        }
+        if constexpr (may_refit<encoder>) {
+            refit_grids<Threads>(
+                lines, [&](int i) { return wanted(i, grid_fit::squares); }, keep);
+            __syncthreads();
+        }
+    }
+
+    /// Calls f(group, line shared by its parameters): line(smallest, largest) over values(line number) of a group's channels.
+    template <class Values, class Line, class F>
+    __device__ __forceinline__ void for_each_group(const Values& values, const Line& line, const F& f) const {
+        for (int g = 0; g < groups; ++g) {
+            float lo = INFINITY, hi = -INFINITY;
+            if constexpr (std::is_same_v<parameters, channel_parameters<coded>>) {
+                for (int c = thread() % warp_size; c < dim; c += warp_size) {
+                    const float x = values(g * dim + c);
+                    lo = fminf(lo, x);
+                    hi = fmaxf(hi, x);
+                }
+#pragma unroll
+                for (int step = 16; step > 0; step /= 2) {
+                    lo = fminf(lo, __shfl_xor_sync(~0u, lo, step));
+                    hi = fmaxf(hi, __shfl_xor_sync(~0u, hi, step));
+                }
+                __syncthreads();
+            }
+            const auto shared = line(lo, hi);
+            if (thread() == 0) parameters::store_line(parameter_section(), groups, place_slots, g, shared);
+            for (int c = thread(); c < dim; c += Threads) f(g, c, shared);
+        }
+        __syncthreads();
+    }
+    __device__ __forceinline__ void store_biases(parameter_rounding rounding) const {
+        for_each_group([&](int l) { return biases()[l]; },
+                       [](float lo, float hi) { return parameters::bias_line(lo, hi); },
+                       [&](int g, int c, const auto& line) {
+                           float& bias = biases()[g * dim + c];
+                           bias = parameters::store_bias(parameter_section(), groups, place_slots, g, c, bias,
+                                                         line, rounding);
+                       });
+    }
+    __device__ __forceinline__ void store_scales() const {
+        const auto wanted = [&](int l) {
+            const int highest = top(l % dim);
+            return highest > 0 ? __fdiv_rn(scales()[l] - biases()[l], static_cast<float>(highest)) : 0.0f;
+        };
+        for_each_group(
+            wanted, [](float, float hi) { return parameters::scale_line(fmaxf(hi, 0.0f)); },
+            [&](int g, int c, const auto& line) {
+                const int l = g * dim + c;
+                const float scale = parameters::store_scale(parameter_section(), groups, place_slots, g, c,
+                                                            wanted(l), line, encoder::rounding);
+                scales()[l] = scale;
+                inverses()[l] = inverse_scale(scale);
+                if constexpr (encoder::corrects_mean) sums()[l] = 0.0;
+            });
+    }
+
+    /// Codes `count` slots from `first` on, whose numbers lie in memory.
+    __device__ __forceinline__ void code(int first, int count) const {
+        const int stride = numbers_stride(count);
+        if constexpr (memory::feedback)
+            if (matrix_ != nullptr) {
+                auto* const codes = at<std::uint8_t>(memory::codes);
+                code_with_feedback<Threads, dim>(
+                    matrix_, at<double>(memory::rows), numbers(), stride, codes, count,
+                    [&](int slot) { return holds_token(first + slot); },
+                    [&](int place, int slot) {
+                        const int l = (groups == 1 ? 0 : (first + slot) / axis().stride) * dim + place;
+                        return channel_grid_of{biases()[l], scales()[l], inverses()[l], top(place)};
+                    });
+                if constexpr (encoder::corrects_mean) {
+                    add_errors(first, count);
+                    __syncthreads();
+                }
+                write(first, count, [&](int place, int slot) {
+                    return static_cast<std::uint32_t>(codes[place * stride + slot]);
+                });
+                return;
+            }
+        // Where errors are added up, a line belongs to one thread.
+        constexpr int slices = encoder::corrects_mean ? 1 : larger(1, Threads / memory::lines);
+        for (int i = thread(); i < memory::lines * slices; i += Threads) {
+            const int l = i % memory::lines, g = l / dim, c = l % dim;
+            const int begin = axis().group_begin(g), end = begin + axis().group_size(g);
+            const channel_grid_of grid{biases()[l], scales()[l], inverses()[l], top(c)};
+            double sum = encoder::corrects_mean ? sums()[l] : 0.0;
+            for (int s = larger(begin, first) + i / memory::lines * 4; s < smaller(end, first + count);
+                 s += 4 * slices) {
+                auto& at = *reinterpret_cast<float4*>(numbers() + c * stride + s - first);
+                const float x[4] = {at.x, at.y, at.z, at.w};
+                unsigned codes[4];
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const int code = grid.code(x[k]);
+                    if (encoder::corrects_mean && s + k < end)
+                        sum += static_cast<double>(grid.error(x[k], code));
+                    codes[k] = s + k < end ? static_cast<unsigned>(code) : 0u;
+                }
+                at = {__uint_as_float(codes[0]), __uint_as_float(codes[1]), __uint_as_float(codes[2]),
+                      __uint_as_float(codes[3])};
+            }
+            if constexpr (encoder::corrects_mean) sums()[l] = sum;
+        }
+        __syncthreads();
+        write(first, count,
+              [&](int place, int slot) { return __float_as_uint(numbers()[place * stride + slot]); });
+    }
+
+    /// Adds what feedback has left as errors where numbers were, token after token.
+    __device__ __forceinline__ void add_errors(int first, int count) const {
+        for (int l = thread(); l < memory::lines; l += Threads) {
+            const int g = l / dim, c = l % dim;
+            const int begin = axis().group_begin(g), end = begin + axis().group_size(g);
+            double sum = sums()[l];
+            for (int s = larger(begin, first); s < smaller(end, first + count); ++s)
+                sum += static_cast<double>(numbers()[c * numbers_stride(count) + s - first]);
+            sums()[l] = sum;
+        }
+    }
+
+    /// Writes the words of `count` slots from `first` on. code(place, slot - first). Ends with a barrier.
+    template <class Code>
+    __device__ __forceinline__ void write(int first, int count, const Code& code) const {
+        for_each_segment([&](auto bits, const code_segment& segment) {
+            constexpr int Bits = decltype(bits)::value;
+            if constexpr (Bits > 0) {
+                const auto inside = [&](int slot) { return slot >= first && slot < first + count; };
+                write_code_words<Threads>(
+                    layout_of<Bits>(segment), block_ + segment.offset,
+                    [&](int row, int slot) {
+                        if (memory::whole) return true;
+                        if (Role == tensor::value) return inside(slot);
+                        return row < 0 ? first == 0 : inside(axis().slot(row));
+                    },
+                    [&](int row, int slot) {
+                        std::uint32_t quad = 0;
+                        if constexpr (Role == tensor::key) {
+                            const int s = axis().slot(row) - first;
+#pragma unroll
+                            for (int k = 0; k < 4; ++k)
+                                if (slot + k < segment.columns)
+                                    quad |= code(segment.first + slot + k, s) << (8 * k);
+                        } else {
+#pragma unroll
+                            for (int k = 0; k < 4; ++k) quad |= code(row, slot + k - first) << (8 * k);
+                        }
+                        return quad;
+                    });
+            }
+        });
+        __syncthreads();
+    }
+
+    const cache_ref<From>& source_;
+    int from_, head_;
+    std::byte* block_;
+    std::byte* shared_;
+    factor_scratch factors_;
+    unsigned not_finite_ = 0;
+    const float* matrix_ = nullptr;
+    const std::uint16_t* plan_ = nullptr;
+    struct no_quads {};
+    template <class Scheme>
+    struct quads_type {
+        using type = no_quads;
+    };
+    template <class Scheme>
+    requires is_mixed<Scheme>
+    struct quads_type<Scheme> {
+        using type = typename Scheme::width_quads;
+    };
+    [[no_unique_address]] typename quads_type<S>::type quads_;
+};
+
+}  // namespace kvq::inline v0_1::cuda::detail

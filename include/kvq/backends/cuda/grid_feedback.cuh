@@ -1,0 +1,93 @@
+// Codes of a channel's grid, and of many tokens with error feedback (quant/error_feedback.hpp) on the device.
+//
+//   one thread per token; eight channels at a time, from the last ones to the first
+//   owed by channels behind the eight: their errors times matrix rows, added from the last channel on, as the CPU adds them
+//   inside the eight: one after the other, in registers
+//
+// The matrix rows of the next eight channels are on their way while these are coded.
+// Contract: the same codes as on the CPU; errors take the place of numbers, 0 where a number is not finite.
+#pragma once
+
+#include "../../core/rounding.hpp"
+#include "grid_memory.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+/// Stored parameters of a channel and its largest code.
+struct channel_grid_of {
+    float bias, scale, inverse;
+    int top;
+
+    __device__ __forceinline__ int code(float x) const {
+        return kvq::detail::affine_code(x, bias, inverse, top);
+    }
+    /// What is lost; nothing where x is not finite.
+    __device__ __forceinline__ float error(float x, int code) const {
+        return kvq::detail::is_finite(x) ? x - kvq::detail::affine_value(code, scale, bias) : 0.0f;
+    }
+};
+
+/// matrix: [dim][dim], row c: what an error of channel c adds to those before it. rows: scratch of 2 * 8 * dim doubles. numbers,
+/// codes: [dim][stride]. grid(channel, slot): a channel_grid_of. All threads of a block; ends with a barrier.
+template <int Threads, int Dim, class Valid, class Grid>
+__device__ __forceinline__ void code_with_feedback(const float* matrix, double* rows, float* numbers,
+                                                   int stride, std::uint8_t* codes, int count,
+                                                   const Valid& valid, const Grid& grid) {
+    constexpr int some = feedback_channels, share = ceil_div(some * Dim, Threads);
+    const int thread = static_cast<int>(threadIdx.x);
+    float next[share];
+    // Columns [first, first + 8) of the rows from first on.
+    const auto fetch = [&](int first) {
+#pragma unroll
+        for (int i = 0; i < share; ++i) {
+            const int c = first + (i * Threads + thread) / some, j = first + (i * Threads + thread) % some;
+            next[i] = c < Dim && j < Dim ? matrix[c * Dim + j] : 0.0f;
+        }
+    };
+    const auto keep = [&](double* to) {
+#pragma unroll
+        for (int i = 0; i < share; ++i)
+            if (i * Threads + thread < some * Dim) to[i * Threads + thread] = static_cast<double>(next[i]);
+    };
+    constexpr int last = (Dim - 1) / some * some;
+    fetch(last);
+    keep(rows);
+    __syncthreads();
+    for (int first = last, buffer = 0; first >= 0; first -= some, buffer ^= 1) {
+        const double* const own = rows + buffer * some * Dim;
+        if (first > 0) fetch(first - some);
+        for (int t = thread; t < count; t += Threads) {
+            double owed[some] = {};
+#pragma unroll 4
+            for (int c = Dim - 1; c >= first + some; --c) {
+                const double error = static_cast<double>(numbers[c * stride + t]);
+                const auto* const row = reinterpret_cast<const double2*>(own + (c - first) * some);
+#pragma unroll
+                for (int k = 0; k < some; k += 2) {
+                    const double2 r = row[k / 2];
+                    owed[k] += r.x * error;
+                    owed[k + 1] += r.y * error;
+                }
+            }
+            const bool real = valid(t);
+#pragma unroll
+            for (int k = some - 1; k >= 0; --k) {
+                const int c = first + k;
+                if (c >= Dim) continue;
+                const channel_grid_of g = grid(c, t);
+                const float x = numbers[c * stride + t];
+                const int code = g.code(x + static_cast<float>(owed[k]));
+                const float lost = real ? g.error(x, code) : 0.0f;
+                const double error = static_cast<double>(lost);
+#pragma unroll
+                for (int j = 0; j < k; ++j) owed[j] += own[k * some + j] * error;
+                numbers[c * stride + t] = lost;
+                codes[c * stride + t] = static_cast<std::uint8_t>(code);
+            }
+        }
+        if (first > 0) keep(rows + (buffer ^ 1) * some * Dim);
+        __syncthreads();
+    }
+}
+
+}  // namespace kvq::inline v0_1::cuda::detail

@@ -1,0 +1,92 @@
+// Shared memory of a thread block that codes a block of channel_grid or mixed_width, and where it must go step by step.
+//
+//   numbers    of the channels that are fitted together, all tokens; then of the tokens that are coded together, all channels
+//   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members
+//   tokens     factors and the sums that make them
+//   feedback   codes (errors take the place of numbers) and the matrix rows of eight channels, twice
+//
+// Pages of 128 tokens x 128 channels fit at once, and two thread blocks on a multiprocessor. Larger ones are read several times,
+// a part at a time; a part is a multiple of 32 channels or token slots, so that words of codes belong to one part.
+#pragma once
+
+#include "fit_factors.cuh"
+#include "fit_grids.cuh"
+#include "page_numbers.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+template <class S>
+inline constexpr bool has_factors = [] {
+    if constexpr (is_grid<S>)
+        return S::factors::present;
+    else
+        return false;
+}();
+
+/// Channels that feedback codes between two barriers.
+inline constexpr int feedback_channels = 8;
+
+template <class Format, tensor Role>
+struct grid_memory {
+    using S = scheme_of<Role, Format>;
+    using encoder = typename S::encoder_type;
+    static_assert(
+        encoder_traits<encoder>::known,
+        "kvq::cuda: channel_grid and mixed_width are coded with the encoders of quant/encoders.hpp");
+    static constexpr bool feedback = Role == tensor::key && encoder_traits<encoder>::feedback;
+    static_assert(Role == tensor::key ||
+                      (encoder_traits<encoder>::narrow == encoder_traits<encoder>::alone_narrow &&
+                       encoder_traits<encoder>::wide == encoder_traits<encoder>::alone_wide),
+                  "kvq::cuda: values have no feedback; name the encoder that they shall have");
+
+    static constexpr block_shape shape = shape_of<Role, Format>;
+    static constexpr int tokens = shape.tokens, dim = shape.dim;
+    static constexpr int group = S::token_axis(shape).group, groups = S::token_axis(shape).groups();
+    static constexpr int slots = S::token_axis(shape).slots();
+    static constexpr int lines = groups * dim;
+    static constexpr bool has_sums = may_search<encoder> || encoder::corrects_mean;
+
+    // Offsets; doubles first, what is read 16 bytes at a time on multiples of 16.
+    static constexpr int sums = 0;
+    static constexpr int inverse_factors = sums + (has_sums ? round_up(8 * lines, 16) : 0);
+    static constexpr int weights = inverse_factors + (has_factors<S> ? 4 * slots : 0);
+    static constexpr int parts = weights + (has_factors<S> ? round_up(4 * dim, 16) : 0);
+    static constexpr int factors = parts + (has_factors<S> ? 64 * slots : 0);
+    static constexpr int biases = factors + (has_factors<S> ? 4 * slots : 0);
+    static constexpr int scales = biases + 4 * lines;
+    static constexpr int inverses = scales + 4 * lines;
+    static constexpr int members = inverses + 4 * lines;
+    static constexpr int tops = members + 2 * lines;
+    static constexpr int numbers = round_up(tops + (is_mixed<S> ? dim : 0), 16);
+
+    static constexpr int budget = shared_memory_budget<Format>;
+    static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slots); }
+    static constexpr int code_bytes(int some) {
+        return 4 * dim * numbers_stride(some) +
+               (feedback ? dim * numbers_stride(some) + 2 * 8 * feedback_channels * dim : 0);
+    }
+    static constexpr int fit_channels = [] {
+        if (numbers + fit_bytes(dim) <= budget) return dim;
+        int n = dim / 32 * 32;
+        while (n > 0 && numbers + fit_bytes(n) > budget) n -= 32;
+        return n;
+    }();
+    static constexpr int code_slots = [] {
+        if (numbers + code_bytes(slots) <= budget) return slots;
+        int n = slots / 32 * 32;
+        while (n > 0 && numbers + code_bytes(n) > budget) n -= 32;
+        return n;
+    }();
+    static_assert(
+        fit_channels > 0 && code_slots > 0,
+        "kvq::cuda: blocks of so many groups of tokens are too large for the device's shared memory");
+    /// Is everything in shared memory at once?
+    static constexpr bool whole = fit_channels == dim && code_slots == slots;
+    static constexpr int bytes = numbers + larger(fit_bytes(fit_channels), code_bytes(code_slots));
+
+    // Behind the numbers while there is feedback.
+    static constexpr int rows = numbers + 4 * dim * numbers_stride(code_slots);
+    static constexpr int codes = rows + 2 * 8 * feedback_channels * dim;
+};
+
+}  // namespace kvq::inline v0_1::cuda::detail

@@ -1,0 +1,381 @@
+// Coding to channel_grid, mixed_width and the presets on the device: the bytes that the CPU writes, whatever the numbers are.
+//
+//   encode [seed]
+#include <kvq/schemes/presets.hpp>
+
+#include <kvq/backends/cuda/pages.cuh>
+
+#include "support.cuh"
+
+using namespace kvq;
+
+namespace {
+
+constexpr int layer = 1, layers = 2;
+unsigned seed = std::random_device{}();
+
+enum class numbers { ordinary, hostile, huge, tiny, flat, count };
+
+/// Numbers of one head of a page: [token][channel].
+std::vector<float> make_numbers(test::rng& r, numbers kind, int tokens, int dim) {
+    std::vector<float> x = test::tensor_values(r, tokens, dim);
+    const auto at = [&](int t, int c) -> float& {
+        return x[static_cast<std::size_t>(t) * static_cast<std::size_t>(dim) + static_cast<std::size_t>(c)];
+    };
+    if (kind == numbers::hostile) {
+        const float odd[] = {NAN, INFINITY, -INFINITY, 65504.0f, -65504.0f, 0.0f, -0.0f, 6e-8f, -1e-7f, 3.0f};
+        for (float& v : x)
+            if (test::uniform(r, 0, 30) == 0) v = odd[test::uniform(r, 0, 9)];
+        for (int c = 0; c < dim; ++c) {
+            at(tokens / 2, c) = NAN;  // a token without numbers
+            at(tokens / 3, c) = c % 2 ? 0.0f : -0.0f;
+        }
+        for (int t = 0; t < tokens; ++t) {
+            at(t, dim / 2) = t % 2 ? INFINITY : NAN;  // a channel without numbers
+            at(t, dim / 3) = -2.25f;
+            at(t, 0) = t == tokens - 1 ? 1.0f : NAN;
+        }
+    } else if (kind == numbers::huge) {
+        for (float& v : x) v *= test::uniform(r, 0, 3) == 0 ? 3e36f : 1e4f;
+    } else if (kind == numbers::tiny) {
+        for (float& v : x) v *= test::uniform(r, 0, 3) == 0 ? 1e-44f : 1e-38f;
+    } else if (kind == numbers::flat) {
+        const int way = test::uniform(r, 0, 2);
+        for (int t = 0; t < tokens; ++t)
+            for (int c = 0; c < dim; ++c)
+                at(t, c) = way == 0   ? 0.0f
+                           : way == 1 ? 0.1f * static_cast<float>(c - 3)
+                           : c == 1   ? NAN
+                                      : -0.0f;
+    }
+    return x;
+}
+
+template <class Scheme>
+std::vector<std::byte> coded_block(const Scheme& scheme, const block_shape& s, block_id id,
+                                   std::vector<float> x, unsigned& bad) {
+    std::vector<std::byte> block(scheme.block_bytes(s));
+    bad += scheme.encode(s, id, x.data(), block.data());
+    return block;
+}
+
+/// What queries and keys might be, for all heads but the last one, which has no queries.
+calibration statistics(test::rng& r, int heads, int dim, bool products) {
+    calibration c({layers, heads, dim, dim}, products);
+    const int tokens = 3 * dim + 64;
+    std::vector<float> k = test::tensor_values(r, tokens, heads * dim);
+    std::vector<float> q = test::tensor_values(r, tokens, 2 * heads * dim);
+    for (int t = 0; t < tokens; ++t)
+        for (int h = 0; h < 2 * heads; ++h)
+            for (int i = 1; i < dim; ++i) {
+                float* const x = &q[static_cast<std::size_t>((t * 2 * heads + h) * dim)];
+                x[i] += 0.9f * x[i - 1];
+                if (h >= 2 * heads - 2 && heads > 1) x[i] = NAN;
+            }
+    for (int l = 0; l < layers; ++l) {
+        c.add_keys(l, token_view<const float>(k.data(), tokens, heads, dim));
+        c.add_queries(l, token_view<const float>(q.data(), tokens, 2 * heads, dim));
+    }
+    return c;
+}
+
+/// Plans and feedback of a scheme in device memory.
+template <class Format>
+struct device_statistics {
+    std::vector<std::uint16_t> plans;
+    std::vector<float> feedback;
+
+    device_statistics(const typename Format::keys& keys, int heads) {
+        if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+            if (keys.plan()) {
+                plans.resize(static_cast<std::size_t>(heads * cuda::key_plan_words<Format>));
+                cuda::write_key_plan<Format>(*keys.plan(), layer, plans.data());
+            }
+        if constexpr (requires { keys.encoder.matrices; })
+            if (keys.encoder.matrices) {
+                feedback.resize(static_cast<std::size_t>(heads * Format::head_dim * Format::head_dim));
+                cuda::write_key_feedback<Format>(*keys.encoder.matrices, layer, feedback.data());
+            }
+    }
+};
+
+/// Pages of a format in device memory.
+template <class Format>
+struct pool {
+    int heads, pages;
+    test::device_buffer<std::byte> keys, values;
+    test::device_buffer<std::uint16_t> plans;
+    test::device_buffer<float> feedback;
+    cuda::cache_ref<Format> ref;
+
+    pool(int h, int p, const device_statistics<Format>& s)
+        : heads(h),
+          pages(p),
+          keys(cuda::cache_ref<Format>::dense_key_page(h) * static_cast<std::size_t>(p)),
+          values(cuda::cache_ref<Format>::dense_value_page(h) * static_cast<std::size_t>(p)),
+          plans(s.plans),
+          feedback(s.feedback) {
+        ref.key_pages = keys.get();
+        ref.value_pages = values.get();
+        ref.key_page_bytes = cuda::cache_ref<Format>::dense_key_page(h);
+        ref.value_page_bytes = cuda::cache_ref<Format>::dense_value_page(h);
+        ref.kv_heads = h;
+        if (!s.plans.empty()) ref.key_plans = plans.get();
+        if (!s.feedback.empty()) ref.key_feedback = feedback.get();
+    }
+};
+
+/// All blocks of pages that the CPU codes, [page][head], and the numbers that they decode to.
+template <class Format>
+struct host_pages {
+    typename Format::keys key_scheme;
+    typename Format::values value_scheme;
+    std::vector<std::byte> keys, values;
+    std::vector<std::vector<float>> key_numbers, value_numbers;
+    unsigned bad = 0;
+
+    void add(int head, const std::vector<float>& k, const std::vector<float>& v) {
+        const block_id id{layer, head};
+        const auto one = [&](const auto& scheme, const block_shape& s, const std::vector<float>& x,
+                             std::vector<std::byte>& blocks, std::vector<std::vector<float>>& decoded) {
+            const auto block = coded_block(scheme, s, id, x, bad);
+            blocks.insert(blocks.end(), block.begin(), block.end());
+            decoded.emplace_back(s.values());
+            scheme.decode(s, id, block.data(), decoded.back().data());
+        };
+        one(key_scheme, Format::key_shape(), k, keys, key_numbers);
+        one(value_scheme, Format::value_shape(), v, values, value_numbers);
+    }
+};
+
+template <class Format>
+void compare(const pool<Format>& got, const host_pages<Format>& expected, const char* name,
+             const char* what) {
+    const auto bytes = [&](const std::vector<std::byte>& a, const std::vector<std::byte>& b,
+                           std::size_t block, const char* which) {
+        int blocks = 0;
+        for (std::size_t at = 0; at < b.size(); at += block) {
+            std::size_t i = at;
+            while (i < at + block && a[i] == b[i]) ++i;
+            if (i < at + block && ++blocks <= 2)
+                CHECK(false, "%s, %s: %s block %zu byte %zu of %zu is %02x, expected %02x", name, what, which,
+                      at / block, i - at, block, static_cast<unsigned>(a[i]), static_cast<unsigned>(b[i]));
+        }
+        CHECK(blocks == 0, "%s, %s: %d of %zu %s blocks differ", name, what, blocks, b.size() / block, which);
+    };
+    bytes(got.keys.download(), expected.keys, Format::key_block_bytes, "key");
+    bytes(got.values.download(), expected.values, Format::value_block_bytes, "value");
+}
+
+/// 16- or 32-bit pages -> Coded, and from there -> Other if that is another format. Statistics: 0 none, 1 for plans, 2 for
+/// feedback too.
+template <class T, class Coded, class Other = Coded>
+void check(const char* name, int with = 0) {
+    using window_format =
+        cuda::format<full<T>, full<T>, Coded::head_dim, Coded::page_tokens, Coded::value_dim>;
+    test::rng r(seed);
+    constexpr int heads = 2, kinds = static_cast<int>(numbers::count), pages = kinds;
+    host_pages<window_format> window;
+    host_pages<Coded> coded;
+    host_pages<Other> other;
+    if (with > 0) {
+        const calibration c = statistics(r, heads, Coded::head_dim, with > 1);
+        const auto scheme = [&](auto& keys) {
+            using S = std::remove_reference_t<decltype(keys)>;
+            if constexpr (std::constructible_from<S, const calibration&>) keys = S(c);
+        };
+        scheme(coded.key_scheme);
+        scheme(other.key_scheme);
+    }
+    for (int p = 0; p < pages; ++p)
+        for (int h = 0; h < heads; ++h)
+            window.add(
+                h, make_numbers(r, static_cast<numbers>(p % kinds), Coded::page_tokens, Coded::head_dim),
+                make_numbers(r, static_cast<numbers>(p % kinds), Coded::page_tokens, Coded::value_dim));
+    for (std::size_t i = 0; i < window.key_numbers.size(); ++i)
+        coded.add(static_cast<int>(i) % heads, window.key_numbers[i], window.value_numbers[i]);
+    pool<window_format> from(heads, pages, device_statistics<window_format>(window.key_scheme, heads));
+    pool<Coded> to(heads, pages, device_statistics<Coded>(coded.key_scheme, heads));
+    from.keys.upload(window.keys);
+    from.values.upload(window.values);
+    std::vector<int> all(pages);
+    for (int i = 0; i < pages; ++i) all[static_cast<std::size_t>(i)] = i;
+    const test::device_buffer<int> list(all);
+    test::device_buffer<unsigned> bad(1);
+    bad.clear();
+    auto status = cuda::requantize_pages(from.ref, to.ref, list.get(), list.get(), pages, bad.get(), nullptr);
+    CHECK(status, "%s: %s", name, status.message);
+    CUDA_OK(cudaDeviceSynchronize());
+    compare(to, coded, name, "coded");
+    CHECK(bad.download()[0] == coded.bad, "%s: %u numbers are not finite, expected %u", name,
+          bad.download()[0], coded.bad);
+    if constexpr (!std::is_same_v<Coded, Other>) {
+        for (std::size_t i = 0; i < coded.key_numbers.size(); ++i)
+            other.add(static_cast<int>(i) % heads, coded.key_numbers[i], coded.value_numbers[i]);
+        pool<Other> third(heads, pages, device_statistics<Other>(other.key_scheme, heads));
+        status = cuda::requantize_pages(to.ref, third.ref, list.get(), list.get(), pages, nullptr, nullptr);
+        CHECK(status, "%s: %s", name, status.message);
+        CUDA_OK(cudaDeviceSynchronize());
+        compare(third, other, name, "requantized");
+    }
+    std::printf("  %s%s\n", name, with == 0 ? "" : with == 1 ? ", statistics" : ", statistics with products");
+}
+
+/// Many sequences in a decode loop, a page of some of them due at every step.
+template <class Coded>
+void check_commit(int sequences, int steps) {
+    using window_format = cuda::format<full<float16>, full<float16>, Coded::head_dim, Coded::page_tokens>;
+    test::rng r(seed);
+    constexpr int heads = 2, recent = 5, page_tokens = Coded::page_tokens, columns = 3;
+    host_pages<window_format> window;
+    host_pages<Coded> coded, none;
+    coded.key_scheme = typename Coded::keys(statistics(r, heads, Coded::head_dim, true));
+    const int pages = sequences * columns;
+    for (int i = 0; i < pages * heads; ++i)
+        window.add(
+            i % heads,
+            make_numbers(r, i % 5 ? numbers::ordinary : numbers::hostile, page_tokens, Coded::head_dim),
+            make_numbers(r, numbers::ordinary, page_tokens, Coded::head_dim));
+    pool<window_format> from(heads, pages, device_statistics<window_format>(window.key_scheme, heads));
+    pool<Coded> to(heads, pages, device_statistics<Coded>(coded.key_scheme, heads));
+    from.keys.upload(window.keys);
+    from.values.upload(window.values);
+
+    std::vector<int> window_table, lengths, fresh;
+    for (int i = 0; i < pages; ++i) window_table.push_back(i);
+    for (int b = 0; b < sequences; ++b) lengths.push_back(test::uniform(r, 0, page_tokens + recent + 1));
+    // What the steps should lead to.
+    std::vector<int> expected_window = window_table, expected_coded(window_table.size(), -1), next;
+    std::vector<std::byte> expected_keys = to.keys.download(), expected_values = to.values.download();
+    test::device_buffer<int> window_device(window_table), coded_device(expected_coded),
+        lengths_device(lengths), fresh_device(static_cast<std::size_t>(sequences));
+    from.ref.block_table = window_device.get();
+    to.ref.block_table = coded_device.get();
+    from.ref.tokens = to.ref.tokens = lengths_device.get();
+    from.ref.sequences = to.ref.sequences = sequences;
+    from.ref.table_columns = to.ref.table_columns = columns;
+    test::device_buffer<unsigned> bad(1);
+    bad.clear();
+    int used = 0, committed = 0;
+    for (int step = 0; step < steps; ++step) {
+        next.clear();
+        fresh.clear();
+        for (int b = 0; b < sequences; ++b) {
+            const int i = (lengths[static_cast<std::size_t>(b)] - recent) / page_tokens - 1;
+            const bool due = lengths[static_cast<std::size_t>(b)] >= recent + page_tokens &&
+                             (lengths[static_cast<std::size_t>(b)] - recent) % page_tokens == 0;
+            const bool given = b % 7 != 3;  // some have no page to go to
+            fresh.push_back(given ? used++ % pages : -1);
+            next.push_back(fresh.back());
+            if (!due || !given || i >= columns) continue;
+            const auto entry = static_cast<std::size_t>(b * columns + i);
+            const auto page = static_cast<std::size_t>(expected_window[entry]);
+            for (std::size_t h = 0; h < heads; ++h) {
+                const auto block = [&](const auto& scheme, const block_shape& s, const std::vector<float>& x,
+                                       std::vector<std::byte>& all) {
+                    const auto bytes = coded_block(scheme, s, {layer, static_cast<int>(h)}, x, coded.bad);
+                    std::copy(bytes.begin(), bytes.end(),
+                              all.begin() +
+                                  static_cast<std::ptrdiff_t>(
+                                      (static_cast<std::size_t>(fresh.back()) * heads + h) * bytes.size()));
+                };
+                block(coded.key_scheme, Coded::key_shape(), window.key_numbers[page * heads + h],
+                      expected_keys);
+                block(coded.value_scheme, Coded::value_shape(), window.value_numbers[page * heads + h],
+                      expected_values);
+            }
+            expected_coded[entry] = fresh.back();
+            expected_window[entry] = -1;
+            next.back() = -2 - static_cast<int>(page);
+            ++committed;
+        }
+        fresh_device.upload(fresh);
+        lengths_device.upload(lengths);
+        const auto status = cuda::commit_full_pages(from.ref, to.ref, window_device.get(), coded_device.get(),
+                                                    recent, fresh_device.get(), bad.get(), nullptr);
+        CHECK(status, "%s", status.message);
+        CUDA_OK(cudaDeviceSynchronize());
+        CHECK(fresh_device.download() == next, "step %d: fresh pages", step);
+        for (int& n : lengths) ++n;
+    }
+    CHECK(committed > sequences / 2, "only %d pages were committed", committed);
+    CHECK(window_device.download() == expected_window, "table of window pages");
+    CHECK(coded_device.download() == expected_coded, "table of coded pages");
+    CHECK(to.keys.download() == expected_keys, "keys of %d committed pages", committed);
+    CHECK(to.values.download() == expected_values, "values of %d committed pages", committed);
+    CHECK(bad.download()[0] == coded.bad, "%u numbers are not finite, expected %u", bad.download()[0],
+          coded.bad);
+    std::printf("  %d pages of %d sequences committed in %d steps\n", committed, sequences, steps);
+}
+
+template <int Bits, int Group, class Encoder, class Params = coded, class Factors = no_factors>
+using grid = channel_grid<Bits, Group, Encoder, Params, Factors>;
+template <class K, class V, int D, int P, int VD = D>
+using f = cuda::format<K, V, D, P, VD>;
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc > 1) seed = static_cast<unsigned>(std::strtoul(argv[1], nullptr, 10));
+    std::printf("seed %u\n", seed);
+#if !defined(PART) || PART == 0
+    check<float16, cuda::preset_format<std4, 128>, cuda::preset_format<low2, 128>>("std4 -> low2");
+    check<float16, cuda::preset_format<std4, 128>, cuda::preset_format<low2, 128>>("std4 -> low2", 2);
+    check<float16, cuda::preset_format<low2, 128>, cuda::preset_format<std4, 128>>("low2 -> std4");
+    check<float16, cuda::preset_format<low2, 128>, cuda::preset_format<std4, 128>>("low2 -> std4", 1);
+    check<bfloat16, cuda::preset_format<low2, 128>>("low2", 2);
+#endif
+#if !defined(PART) || PART == 1
+    check<bfloat16, cuda::preset_format<ref8, 128>, cuda::preset_format<hi6, 128>>("ref8 -> hi6");
+    check<float16, cuda::preset_format<hi6, 128>, cuda::preset_format<std5, 128>>("hi6 -> std5", 2);
+    check<float, cuda::preset_format<std5, 128>>("std5");
+    check_commit<cuda::preset_format<low3, 32, 16>>(700, 30);
+    check_commit<cuda::preset_format<std4, 64, 32>>(3, 80);
+#endif
+#if !defined(PART) || PART == 2
+    check<bfloat16, cuda::preset_format<mix4, 128>, cuda::preset_format<low3, 128>>("mix4 -> low3");
+    check<float16, cuda::preset_format<mix4, 128>, cuda::preset_format<low3, 128>>("mix4 -> low3", 2);
+    check<float16, cuda::preset_format<low3, 128>>("low3", 1);
+    check<bfloat16, cuda::preset_format<low3, 80, 32>>("low3, dim 80, page 32", 2);
+#endif
+#if !defined(PART) || PART == 3
+    check<float, f<grid<3, 0, min_max>, grid<8, 0, enclosing>, 64, 64>>("min_max, enclosing, dim 64");
+    check<float, f<grid<4, 32, shrink_search, params<float16>>, grid<2, 0, least_squares, params<bfloat16>>,
+                   96, 64>>("search with fp16, least squares with bf16 parameters, dim 96");
+    check<bfloat16, f<grid<1, 16, least_squares_below_3_bits, params<float>>,
+                      grid<7, 32, mean_corrected<enclosing>, params<float>>, 64, 48>>(
+        "below 3 bits, corrected enclosing, fp32 parameters, page 48");
+    check<float,
+          f<grid<4, 20, mean_corrected<error_feedback<min_max>>>,
+            grid<3, 0, mean_corrected<shrink_search>, coded, token_factors<params<bfloat16>>>, 72, 40>>(
+        "corrected feedback, corrected search with bf16 factors, odd shape", 2);
+    check<float16, f<grid<5, 10, error_feedback<shrink_search, least_squares>, params<bfloat16>>,
+                     grid<6, 7, least_squares, coded, token_factors<coded>>, 13, 17, 9>>("very odd shape", 2);
+#endif
+#if !defined(PART) || PART == 4
+    check<float16,
+          f<grid<2, 16, error_feedback<least_squares>, coded, token_factors<params<float>>>,
+            grid<1, 16, mean_corrected<least_squares>, params<float16>, token_factors<coded>>, 256, 16>>(
+        "factors of keys, dim 256, page 16", 2);
+    check<float16, cuda::preset_format<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
+    check<bfloat16, cuda::preset_format<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
+    check<float16, f<grid<3, 12, min_max>, full<float16>, 256, 256>>(
+        "groups of 12, fp16 values, dim 256, page 256: part by part");
+    check<float16, f<full<bfloat16>, grid<3, 36, mean_corrected<least_squares>>, 256, 250>>(
+        "bf16 keys, groups of 36, dim 256, page 250: part by part");
+#endif
+#if !defined(PART) || PART == 5
+    check<bfloat16, f<mixed_width<widths<7, 5, 1, 0>, 28, 32, error_feedback<least_squares>>,
+                      affine<4, per_token<>>, 64, 256>>("7, 5, 1 and 0 bits, groups of 32, dim 64, page 256",
+                                                        2);
+    check<float16, f<mixed_width<widths<4, 2, 0>, 20, 0, mean_corrected<shrink_search>, params<float16>>,
+                     full<float16>, 256, 32>>("4, 2 and 0 bits, fp16 parameters, dim 256, page 32", 1);
+    check<float, f<mixed_width<widths<8, 3>, 40, 20, error_feedback<min_max, least_squares_below_3_bits>>,
+                   detail::preset_values<4>, 72, 40>>("8 and 3 bits, odd shape", 2);
+    check<float16,
+          f<mixed_width<widths<6, 3, 2>, 25, 64>, detail::preset_values<3, params<float16>>, 96, 128>>(
+        "6, 3 and 2 bits, dim 96", 1);
+    check<float16, f<grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
+#endif
+    return test::report("encode");
+}
