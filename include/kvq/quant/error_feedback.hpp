@@ -124,7 +124,6 @@ template <class Encoder, class Alone = Encoder>
 struct error_feedback : Encoder {
     static_assert(Encoder::rounding == Alone::rounding && Encoder::corrects_mean == Alone::corrects_mean,
                   "kvq::error_feedback: both encoders must round parameters and correct means alike");
-    using without_matrices = Alone;
     static std::string name() {
         return (std::same_as<Encoder, Alone> ? "" : Alone::name()) + Encoder::name() + "-feedback";
     }

@@ -8,60 +8,26 @@
 // Contract: the same grids as on the CPU, bit for bit.
 #pragma once
 
-#include "../../quant/encoders.hpp"
-#include "../../quant/error_feedback.hpp"
+#include "../../quant/encoder_traits.hpp"
 #include "chunk.cuh"
 
 namespace kvq::inline v0_1::cuda::detail {
 
-enum class grid_fit : unsigned char { range, search, squares };
+using kvq::detail::encoder_traits;
+using kvq::detail::grid_fit;
 
-/// How an encoder fits channels of less than 3 bits and others; `alone`: as long as there are no feedback matrices.
+/// Does the encoder fit some channels so, or with more effort?
 template <class Encoder>
-struct encoder_traits {
-    static constexpr bool known = false;
-};
-template <grid_fit Narrow, grid_fit Wide>
-struct fitted_as {
-    static constexpr bool known = true, feedback = false;
-    static constexpr grid_fit narrow = Narrow, wide = Wide, alone_narrow = Narrow, alone_wide = Wide;
-};
-template <>
-struct encoder_traits<min_max> : fitted_as<grid_fit::range, grid_fit::range> {};
-template <>
-struct encoder_traits<enclosing> : fitted_as<grid_fit::range, grid_fit::range> {};
-template <>
-struct encoder_traits<shrink_search> : fitted_as<grid_fit::search, grid_fit::search> {};
-template <>
-struct encoder_traits<least_squares> : fitted_as<grid_fit::squares, grid_fit::squares> {};
-template <>
-struct encoder_traits<least_squares_below_3_bits> : fitted_as<grid_fit::squares, grid_fit::range> {};
+inline constexpr bool may_search = encoder_traits<Encoder>::fits.any(grid_fit::search) ||
+                                   encoder_traits<Encoder>::alone.any(grid_fit::search);
 template <class Encoder>
-struct encoder_traits<mean_corrected<Encoder>> : encoder_traits<Encoder> {};
-template <class Encoder, class Alone>
-struct encoder_traits<error_feedback<Encoder, Alone>> : encoder_traits<Encoder> {
-    static constexpr bool known = encoder_traits<Encoder>::known && encoder_traits<Alone>::known;
-    static constexpr bool feedback = true;
-    static constexpr grid_fit alone_narrow = encoder_traits<Alone>::narrow,
-                              alone_wide = encoder_traits<Alone>::wide;
-};
-
-template <class Encoder>
-inline constexpr bool may_search =
-    encoder_traits<Encoder>::narrow != grid_fit::range || encoder_traits<Encoder>::wide != grid_fit::range ||
-    encoder_traits<Encoder>::alone_narrow != grid_fit::range ||
-    encoder_traits<Encoder>::alone_wide != grid_fit::range;
-template <class Encoder>
-inline constexpr bool may_refit = encoder_traits<Encoder>::narrow == grid_fit::squares ||
-                                  encoder_traits<Encoder>::wide == grid_fit::squares ||
-                                  encoder_traits<Encoder>::alone_narrow == grid_fit::squares ||
-                                  encoder_traits<Encoder>::alone_wide == grid_fit::squares;
+inline constexpr bool may_refit = encoder_traits<Encoder>::fits.any(grid_fit::squares) ||
+                                  encoder_traits<Encoder>::alone.any(grid_fit::squares);
 
 template <class Encoder>
 __device__ __forceinline__ grid_fit fit_of(int top, bool feedback) {
-    using traits = encoder_traits<Encoder>;
-    if (feedback) return top < 7 ? traits::narrow : traits::wide;
-    return top < 7 ? traits::alone_narrow : traits::alone_wide;
+    constexpr auto fits = encoder_traits<Encoder>::fits, alone = encoder_traits<Encoder>::alone;
+    return feedback ? fits.of(top) : alone.of(top);
 }
 
 /// The finite numbers of a channel, 16-byte aligned, and its largest code. Without numbers there is nothing to do.

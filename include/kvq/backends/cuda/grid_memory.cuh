@@ -34,9 +34,7 @@ struct grid_memory {
         encoder_traits<encoder>::known,
         "kvq::cuda: channel_grid and mixed_width are coded with the encoders of quant/encoders.hpp");
     static constexpr bool feedback = Role == tensor::key && encoder_traits<encoder>::feedback;
-    static_assert(Role == tensor::key ||
-                      (encoder_traits<encoder>::narrow == encoder_traits<encoder>::alone_narrow &&
-                       encoder_traits<encoder>::wide == encoder_traits<encoder>::alone_wide),
+    static_assert(Role == tensor::key || encoder_traits<encoder>::fits == encoder_traits<encoder>::alone,
                   "kvq::cuda: values have no feedback; name the encoder that they shall have");
 
     static constexpr block_shape shape = shape_of<Role, Format>;

@@ -24,7 +24,7 @@ namespace kvq::inline v0_1::kernels {
 
 /// Schemes whose channels are fitted by one of the library's own encoders.
 template <class S>
-concept channel_scheme = is_channel_scheme<S> && known_encoder<typename S::encoder_type>;
+concept channel_scheme = is_channel_scheme<S> && detail::encoder_traits<typename S::encoder_type>::known;
 
 template <class Lanes, channel_scheme Scheme>
 class channel_encoder {
@@ -67,7 +67,7 @@ private:
     using doubles = typename Lanes::doubles;
     using ints = typename Lanes::ints;
     static constexpr bool mixed = segmented<Scheme>;
-    static constexpr bool feeds_back = requires(const encoder e) { e.feedback_row(block_id{}, 0, 0); };
+    static constexpr bool feeds_back = detail::encoder_traits<encoder>::feedback;
     static constexpr int width = Lanes::width, half = width / 2;
     static constexpr int most = most_channels;
     static_assert(most <= channel_fits<Lanes>::most_tokens && most <= factor_fit<Lanes>::most_channels);
@@ -114,15 +114,15 @@ private:
 
     /// Scales, their inverses and biases of a group of tokens, as stored.
     void fit_group(int g) {
-        fit_method method = method_of<encoder>;
+        auto fits = detail::encoder_traits<encoder>::fits;
         if constexpr (feeds_back)
-            if (!encoder_.matrices) method = method_of<typename encoder::without_matrices>;
+            if (!encoder_.matrices) fits = detail::encoder_traits<encoder>::alone;
         const int dim = shape_.dim;
         for (int c = 0; c < dim; c += width) {
             const int n = detail::smaller(width, dim - c);
             const auto grids =
                 channel_fits<Lanes>(token(g * tokens_.group) + c, dim, tokens_.group_size(g), n, top_ + c)
-                    .fit(method);
+                    .fit(fits);
             for (int i = 0; i < n; ++i) {
                 bias_[c + i] = grids.first[i];
                 scale_[c + i] = grids.last[i];

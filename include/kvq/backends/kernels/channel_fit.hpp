@@ -1,8 +1,5 @@
 // Grids of channels, one channel to a lane: what the encoders of quant/encoders.hpp fit, bit for bit.
 //
-//   method_of<Encoder>       which of the library's own encoders it is; other types are left to the reference
-//   channel_fits<Lanes>      first and last values of the grids of `width` neighbouring channels
-//
 // A pass reads all tokens of the channels once, for one grid per channel: errors of its codes, or sums for a better grid.
 // Sums go part by part (interleaved_sum: token t belongs to part t % 8), each part in order of tokens, so lanes change nothing.
 // Contract: all values are finite and at most 2^100; tokens <= most_tokens. Cost of least squares: 10 to 15 passes.
@@ -10,35 +7,9 @@
 
 #include <cstddef>
 
-#include "../../quant/encoders.hpp"
-#include "../../quant/error_feedback.hpp"
+#include "../../quant/encoder_traits.hpp"
 
 namespace kvq::inline v0_1::kernels {
-
-enum class fit_method { unknown, range, search, least_squares, least_squares_below_3_bits };
-
-/// Types derived from these may do something else.
-template <class Encoder>
-inline constexpr fit_method method_of = fit_method::unknown;
-template <>
-inline constexpr fit_method method_of<min_max> = fit_method::range;
-template <>
-inline constexpr fit_method method_of<enclosing> = fit_method::range;
-template <>
-inline constexpr fit_method method_of<shrink_search> = fit_method::search;
-template <>
-inline constexpr fit_method method_of<least_squares> = fit_method::least_squares;
-template <>
-inline constexpr fit_method method_of<least_squares_below_3_bits> = fit_method::least_squares_below_3_bits;
-template <class Encoder>
-inline constexpr fit_method method_of<mean_corrected<Encoder>> = method_of<Encoder>;
-/// With feedback; without matrices it is the method of Alone.
-template <class Encoder, class Alone>
-inline constexpr fit_method method_of<error_feedback<Encoder, Alone>> =
-    method_of<Alone> == fit_method::unknown ? fit_method::unknown : method_of<Encoder>;
-
-template <class Encoder>
-concept known_encoder = (method_of<Encoder> != fit_method::unknown);
 
 template <class Lanes>
 class channel_fits {
@@ -61,22 +32,27 @@ public:
         for (int i = 0; i < width; ++i) top_[i] = i < channels ? top[i] : 1;
     }
 
-    grids fit(fit_method method) {
-        const grids range = range_of();
-        grids r = range;
-        if (method == fit_method::search) r = search(range);
-        if (method == fit_method::least_squares ||
-            (method == fit_method::least_squares_below_3_bits && narrowest() < 7))
-            r = refine(search(range));
-        bool means = false;
+    /// First and last values of the grids.
+    grids fit(const detail::grid_fits& fits) {
+        using detail::grid_fit;
+        bool searched = false, refitted = false, means = false;
         for (int i = 0; i < channels_; ++i) {
+            const grid_fit f = fits.of(top_[i]);
+            searched = searched || (top_[i] > 0 && f != grid_fit::range);
+            refitted = refitted || (top_[i] > 0 && f == grid_fit::squares);
             means = means || top_[i] == 0;
-            if (method == fit_method::least_squares_below_3_bits && top_[i] >= 7) copy(r, range, i);
         }
-        if (means) {
-            const grids mean = mean_of();
-            for (int i = 0; i < channels_; ++i)
-                if (top_[i] == 0) copy(r, mean, i);
+        const grids range = range_of(), found = searched ? search(range) : range,
+                    refit = refitted ? refine(found) : found, mean = means ? mean_of() : range;
+        grids r;
+        for (int i = 0; i < channels_; ++i) {
+            const grid_fit f = fits.of(top_[i]);
+            copy(r,
+                 top_[i] == 0            ? mean
+                 : f == grid_fit::range  ? range
+                 : f == grid_fit::search ? found
+                                         : refit,
+                 i);
         }
         return r;
     }
@@ -107,12 +83,6 @@ private:
     static void copy(grids& to, const grids& from, int i) {
         to.first[i] = from.first[i];
         to.last[i] = from.last[i];
-    }
-    int narrowest() const {
-        int least = 255;
-        for (int i = 0; i < channels_; ++i)
-            if (top_[i] > 0) least = detail::smaller(least, top_[i]);
-        return least;
     }
     KVQ_INLINE floats x(int token) const { return Lanes::load_floats(x_ + token * width); }
 
