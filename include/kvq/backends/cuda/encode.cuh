@@ -4,12 +4,12 @@
 //   word       one 32-bit word of codes is put together by one thread: no atomics, no read-modify-write
 //
 // A thread block codes one block (one head of one page): first all parameters, then all words, from values that a source
-// functor returns: a 16-bit window page (commit), a page in another scheme (requantize) or a strided tensor.
+// functor returns: of a 16-bit window page (commit) or a page in another scheme (requantize), in shared memory where they fit.
+// Blocks of channel_grid and mixed_width: encode_grid.cuh.
 // Contract: every byte of the block is written and equals what scheme::encode writes for the same values.
 #pragma once
 
-#include "block_access.cuh"
-#include "chunk.cuh"
+#include "page_numbers.cuh"
 
 namespace kvq::inline v0_1::cuda::detail {
 
@@ -50,10 +50,11 @@ __device__ __forceinline__ void write_code_words(const code_layout<Bits>& layout
     }
 }
 
-/// Codes a block. `value(token, channel)` returns floats. Returns this thread's count of numbers that are not finite.
-template <class S, int Threads, class Source>
-__device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte* block,
-                                                 const Source& value) {
+/// Codes a block. `value(token, channel)` returns floats. parameters: scratch of one pair (bias, 1 / scale) for every line and
+/// group, or null: then they are read from the block. Returns this thread's count of numbers that are not finite.
+template <class S, int Threads, class Source, class Scratch>
+__device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte* block, const Source& value,
+                                                 [[maybe_unused]] Scratch parameters) {
     const int thread = static_cast<int>(threadIdx.x);
     unsigned not_finite = 0;
     if constexpr (full_precision<S>) {
@@ -86,6 +87,7 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
         }
     } else {
         using P = typename S::parameter;
+        constexpr bool scratch = !std::is_same_v<Scratch, std::nullptr_t>;
         const auto layout = S{}.codes(s);
         const bool on_rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
         const grouped_axis lines = on_rows ? layout.rows() : layout.cols;
@@ -108,8 +110,10 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
                 not_finite += !kvq::detail::is_finite(x);
                 range.add(x);
             }
-            S{}.store_parameters(s, block, g, lines.slot(line),
-                                 S::levels::template fit<S::code_bits, P>(range.lo, range.hi));
+            const auto p = S::levels::template fit<S::code_bits, P>(range.lo, range.hi);
+            S{}.store_parameters(s, block, g, lines.slot(line), p);
+            if constexpr (scratch)
+                parameters[i] = {static_cast<float>(p.bias), inverse_scale(static_cast<float>(p.scale))};
         }
         __syncthreads();
         write_code_words<Threads>(
@@ -120,16 +124,39 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
                     const int col = layout.cols.index(slot + k);
                     if (col < 0) continue;
                     const int g = on_rows ? col / cut.group : row / cut.group;
-                    const auto p = read_parameters<S>(s, block, g, lines.slot(on_rows ? row : col));
-                    const auto code = static_cast<unsigned>(
-                        S::levels::template code<S::code_bits>(at(row, col), static_cast<float>(p.bias),
-                                                               inverse_scale(static_cast<float>(p.scale))));
-                    quad |= code << (8 * k);
+                    const int line = on_rows ? row : col;
+                    float2 p;
+                    if constexpr (scratch) {
+                        p = parameters[g * lines.size + line];
+                    } else {
+                        const auto stored = read_parameters<S>(s, block, g, lines.slot(line));
+                        p = {static_cast<float>(stored.bias),
+                             inverse_scale(static_cast<float>(stored.scale))};
+                    }
+                    quad |=
+                        static_cast<unsigned>(S::levels::template code<S::code_bits>(at(row, col), p.x, p.y))
+                        << (8 * k);
                 }
                 return quad;
             });
     }
     return not_finite;
 }
+
+/// Shared memory for blocks of scheme<...>: numbers and pairs of parameters, where they fit.
+template <class Format, tensor Role>
+struct composed_memory {
+    using S = scheme_of<Role, Format>;
+    static constexpr block_shape shape = shape_of<Role, Format>;
+    static constexpr int lines = [] {
+        const auto layout = S{}.codes(shape);
+        return kvq::detail::on_rows<typename S::granularity_type>(Role)
+                   ? layout.rows().size * layout.cols.groups()
+                   : layout.cols.size * layout.rows().groups();
+    }();
+    static constexpr int parameters = 4 * shape.dim * numbers_stride(shape.tokens);
+    static constexpr bool fits = parameters + 8 * lines <= shared_memory_budget<Format>;
+    static constexpr int bytes = fits ? parameters + 8 * lines : 0;
+};
 
 }  // namespace kvq::inline v0_1::cuda::detail

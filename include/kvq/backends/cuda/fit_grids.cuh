@@ -78,6 +78,7 @@ __device__ __forceinline__ void search_grids(int lines, const Get& get, const Pu
                 best = c;
             }
         }
+        __syncwarp();  // behind all lanes' get(), which reads what put() writes
         if (line.n > 0 && number == best) put(first + own, r, least);
     }
 }
@@ -169,6 +170,7 @@ __device__ __forceinline__ void refit_grids(int lines, const Get& get, const Put
                 line.range = r;
             }
         }
+        __syncwarp();
         if (line.n > 0 && q == 0) put(number, line.range);
     }
 }

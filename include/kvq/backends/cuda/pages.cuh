@@ -4,8 +4,9 @@
 //   commit_full_pages  decides on the device which sequences have just completed a page behind their recent window
 //   decode_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
 //
+// To presets' formats, too: keys with a plan need cache_ref::key_plans, with error feedback cache_ref::key_feedback.
 // Contract: coded bytes are those of the CPU (scheme::encode on the decoded values); decoded values are the CPU's, rounded
-// once to T. Source and target pages must not be the same memory. One launch each, no workspace.
+// once to T. Source and target pages must not be the same memory. One launch each (committing: two), no workspace.
 #pragma once
 
 #include "../../core/token_view.hpp"
@@ -18,6 +19,15 @@ namespace detail {
 template <class S>
 inline constexpr bool codes_grids = is_grid<S> || is_mixed<S>;
 
+/// Does a block of scheme<...> have its numbers in shared memory?
+template <class S, tensor Role, class Format>
+inline constexpr bool numbers_fit = [] {
+    if constexpr (is_composed<S>)
+        return composed_memory<Format, Role>::fits;
+    else
+        return false;
+}();
+
 /// Threads of a block that codes one head of a page, and the shared memory that it takes.
 template <class To>
 struct page_coder {
@@ -28,6 +38,8 @@ struct page_coder {
     static constexpr int bytes_of() {
         if constexpr (codes_grids<scheme_of<Role, To>>)
             return grid_memory<To, Role>::bytes;
+        else if constexpr (is_composed<scheme_of<Role, To>>)
+            return composed_memory<To, Role>::bytes;
         else
             return 0;
     }
@@ -48,9 +60,27 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
             count = grid_encoder<From, To, Role, threads>(source, from, target, to, head, shared).run();
         } else {
             constexpr block_shape shape = shape_of<Role, From>;
-            count = encode_block<S, threads>(
-                shape, target.template block<Role>(to, head),
-                [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); });
+            std::byte* const block = target.template block<Role>(to, head);
+            if constexpr (numbers_fit<S, Role, To>) {
+                constexpr int stride = numbers_stride(shape.tokens);
+                auto* const numbers = reinterpret_cast<float*>(shared);
+                visit_page<threads, Role>(
+                    source, from, head, [&](int channel, int token, const auto& x, int n) {
+#pragma unroll
+                        for (int k = 0; k < static_cast<int>(sizeof(x) / sizeof(float)); ++k)
+                            if (k < n) numbers[channel * stride + token + k] = x[k];
+                    });
+                count = encode_block<S, threads>(
+                    shape, block, [&](int token, int channel) { return numbers[channel * stride + token]; },
+                    reinterpret_cast<float2*>(shared + composed_memory<To, Role>::parameters));
+            } else {
+                count = encode_block<S, threads>(
+                    shape, block,
+                    [&](int token, int channel) {
+                        return read_value<Role>(source, from, head, token, channel);
+                    },
+                    nullptr);
+            }
         }
         if (not_finite && count) atomicAdd(not_finite, count);
     };
@@ -231,7 +261,7 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>
         return detail::bad_value("tables must be those of the refs, and fresh pages must be given");
     if (status s = detail::allow_shared_memory<Coded>(detail::commit_kernel<Window, Coded>); !s) return s;
     using coder = detail::page_coder<Coded>;
-    const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 256 / window.kv_heads));
+    const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 128 / window.kv_heads));
     const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(window.kv_heads), 2);
     detail::commit_kernel<Window, Coded>
         <<<grid, coder::threads, coder::shared_bytes, stream>>>(window, coded, recent, fresh, not_finite);
