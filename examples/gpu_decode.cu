@@ -19,17 +19,18 @@ using packed = cuda::kivi_format<4, 64, 128, 64>;
 constexpr int batch = 8, kv_heads = 8, q_heads = 32, dim = 128, recent = 64, columns = 8;
 constexpr int window_pages = batch * columns, coded_pages = batch * columns;
 
-static void check(const cuda::status& s) {
-    if (s) return;
-    std::fprintf(stderr, "%s (%s)\n", s.message, cudaGetErrorName(s.code));
+static void check(cudaError_t code, const char* message = "") {
+    if (code == cudaSuccess) return;
+    std::fprintf(stderr, "%s (%s)\n", message, cudaGetErrorName(code));
     std::exit(1);
 }
+static void check(const cuda::status& s) { check(s.code, s.message); }
 
 template <class T>
 static T* device(std::size_t n, int fill = 0) {
     void* p = nullptr;
-    if (cudaMalloc(&p, n * sizeof(T)) != cudaSuccess || cudaMemset(p, fill, n * sizeof(T)) != cudaSuccess)
-        std::exit(1);
+    check(cudaMalloc(&p, n * sizeof(T)));
+    check(cudaMemset(p, fill, n * sizeof(T)));
     return static_cast<T*>(p);
 }
 
@@ -106,7 +107,7 @@ int main() {
     std::vector<int> table(batch * columns);
     cudaMemcpyAsync(result.data(), out, qn * 2, cudaMemcpyDeviceToHost, stream);
     cudaMemcpyAsync(table.data(), coded_table, table.size() * sizeof(int), cudaMemcpyDeviceToHost, stream);
-    if (cudaStreamSynchronize(stream) != cudaSuccess) return 1;
+    check(cudaStreamSynchronize(stream));
     int coded_now = 0;
     for (const int page : table) coded_now += page >= 0;
     std::printf("300 tokens x %d sequences: %d coded pages, out[0] = %g\n", batch, coded_now,

@@ -180,6 +180,7 @@ struct code_chunk {
             return 0;
     }();
     static constexpr int factor_skew = shared_bytes % 16;  // they start so far behind a piece of 16 bytes
+    static constexpr bool centred = token_parameters || full || scheme::code_bits > 4;  // see fold_rows
     /// Are the weights of tokens multiplied by anything?
     static constexpr bool scales_tokens = token_parameters || has_factors;
 

@@ -30,6 +30,7 @@ struct mixed_chunk {
     static constexpr int quads = dim / 4;
     /// Bits of the codes that products see. Sums stay below 2^31.
     static constexpr int code_bits = dim <= 256 ? 8 : width_list::values[0];
+    static constexpr bool centred = width_list::values[0] > 4;  // as in chunk.cuh
 
     // Tiles of 32 tokens; all widths of a tile do not lie together, but all tiles of a width.
     static constexpr int tile_height = 32;
@@ -299,10 +300,11 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
                 store_word(at + 4u * (word + to_low), low[i]);
             }
         }
-        constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::code_bits) - 1);
+        [[maybe_unused]] constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::code_bits) - 1);
         if constexpr (Chunk::coded) dot = query.dot(codes, m) * (query.step[m] * line.step);
-        float offset = over_row<split>(
-            fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot), add_floats{});
+        if constexpr (Chunk::centred)
+            dot = fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
+        float offset = over_row<split>(dot, add_floats{});
         if constexpr (Chunk::coded) offset += query.rest(line, m);
 #pragma unroll
         for (int i = 0; i < (split ? 2 : 1); ++i) {
