@@ -2,6 +2,8 @@
 // Comparison family: exact. Every allocation of every operation is made to fail once: nothing has changed then.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+
 #include "support/ladder.hpp"
 #include "support/memory.hpp"
 
@@ -154,5 +156,78 @@ TEST_CASE("requantizing and stepping down: pages done stay done, the others stay
                 memory, [&] { (void)kvq::usage_rows(sequence); }, [] {});
         }
         CHECK(memory.bytes() == 0);
+    }
+}
+
+namespace {
+
+/// 8-bit codes on a fixed grid, by a coder that needs memory of its own, as codebooks and KVarN do.
+struct hungry_coder {
+    static inline int calls = 0, fail_at = test::counting_resource::never;
+    static void take_memory() {
+        if (calls++ == fail_at) throw std::bad_alloc();
+    }
+
+    std::string name() const { return "hungry"; }
+    std::size_t block_bytes(const kvq::block_shape& s) const { return (s.values() + 15) / 16 * 16; }
+    std::uint32_t encode(const kvq::block_shape& s, kvq::block_id, float* values, std::byte* block) const {
+        take_memory();
+        std::fill_n(block, block_bytes(s), std::byte{0});
+        for (std::size_t i = 0; i < s.values(); ++i)
+            block[i] = static_cast<std::byte>(std::clamp(static_cast<int>(values[i] * 4.0f) + 128, 0, 255));
+        return 0;
+    }
+    void decode(const kvq::block_shape& s, kvq::block_id, const std::byte* block, float* values) const {
+        take_memory();
+        for (std::size_t i = 0; i < s.values(); ++i)
+            values[i] = 0.25f * static_cast<float>(std::to_integer<int>(block[i]) - 128);
+    }
+};
+
+}  // namespace
+
+TEST_CASE("append and trim leave everything as it was when a scheme runs out of memory while it codes") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 20; ++round) {
+        const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 8};
+        auto options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{4, 7, 8});
+        kvq::cache<hungry_coder> cache(shape, options);
+        const test::stream s(random, shape, 400);
+        auto sequence = cache.new_sequence(), twin = cache.new_sequence();
+        for (int step = 0; step < 12; ++step) {
+            const int held = sequence.tokens();
+            const bool longer = held == 0 || (held < 300 && random.between(0, 2) > 0);
+            const int n = longer ? random.between(1, 40) : random.between(0, held);
+            const auto before = contents(cache, sequence);
+            const auto in_use = cache.bytes_in_use();
+            const auto work = [&](auto& x) {
+                longer ? x.append(0, s.k.slice(held, n), s.v.slice(held, n)) : x.trim(n);
+            };
+            for (int i = 0;; ++i) {
+                hungry_coder::calls = 0;
+                hungry_coder::fail_at = i;
+                bool failed = false;
+                try {
+                    work(sequence);
+                } catch (const std::bad_alloc&) {
+                    failed = true;
+                }
+                hungry_coder::fail_at = test::counting_resource::never;
+                if (!failed) break;
+                REQUIRE(cache.bytes_in_use() == in_use);
+                REQUIRE(sequence.tokens() == held);
+                REQUIRE(contents(cache, sequence) == before);
+            }
+            work(twin);
+            REQUIRE(contents(cache, sequence) == contents(cache, twin));
+        }
+        // Nor has any failure cost an original.
+        const int back = std::min(options.rollback, sequence.tokens());
+        sequence.trim(sequence.tokens() - back);
+        twin.trim(twin.tokens() - back);
+        REQUIRE(contents(cache, sequence) == contents(cache, twin));
     }
 }

@@ -55,10 +55,17 @@ public:
         if (k.tokens == 0) return;
         auto keys = stage<tensor::key>(layer, k.tokens);
         auto values = stage<tensor::value>(layer, k.tokens);
+        // A scheme may run out of memory while it codes: until both tensors are coded, only pages behind the last one are new.
+        unfinished_append guard{track, {track[tensor::key].pages.size(), track[tensor::value].pages.size()}};
         write<tensor::key>(layer, token_view<const T>(k), keys);
         write<tensor::value>(layer, token_view<const T>(v), values);
-        track.tokens += k.tokens;
-        track.committed = detail::larger(track.committed, geometry().committed(track.tokens));
+        guard.finished = true;
+        const int after = track.tokens + k.tokens;
+        const int committed = detail::larger(track.committed, geometry().committed(after));
+        commit(track, track[tensor::key], after, keys);
+        commit(track, track[tensor::value], after, values);
+        track.tokens = after;
+        track.committed = committed;
     }
 
     /// out = softmax(q K^T) V for the last q.tokens tokens of the layer, each seeing itself and what came before.
@@ -102,9 +109,9 @@ public:
                        tokens());
         std::pmr::vector<trim_plan> plans(memory());
         plans.reserve(tracks_.size());
-        for (detail::layer_track& track : tracks_) plans.push_back(plan_trim(track, n));
         for (std::size_t layer = 0; layer < tracks_.size(); ++layer)
-            apply_trim(tracks_[layer], static_cast<int>(layer), n, plans[layer]);
+            plans.push_back(plan_trim(tracks_[layer], static_cast<int>(layer), n));
+        for (std::size_t layer = 0; layer < tracks_.size(); ++layer) apply_trim(tracks_[layer], n, plans[layer]);
     }
 
     /// A sequence with the same tokens that shares every page.
@@ -240,6 +247,21 @@ private:
         explicit staged_pages(std::pmr::memory_resource* memory) : fresh(memory), coded(memory) {}
     };
 
+    /// Forgets the pages that an append has added, unless it is finished.
+    struct unfinished_append {
+        detail::layer_track& track;
+        std::size_t pages[2];  // before
+        bool finished = false;
+        ~unfinished_append() {
+            if (finished) return;
+            for (int role = 0; role < 2; ++role) {
+                auto& list = track.tables[role].pages;
+                list.erase(list.begin() + static_cast<std::ptrdiff_t>(pages[role]), list.end());
+                if (track.tokens == 0) track.tables[role].sink = page_ref{};
+            }
+        }
+    };
+
     /// Is the original of page i kept when the sequence holds n tokens?
     bool keeps_original(int i, int n) const noexcept { return geometry().commit_at(i) > n - rollback(); }
 
@@ -300,8 +322,7 @@ private:
                                         before - g.first_token(pages_before - 1));
             table.pages.back() = std::move(staged.last);
         }
-        drop_originals(table, after);
-        std::size_t next_fresh = 0, next_coded = 0;
+        std::size_t next_fresh = 0;
         const bool writes_last = pages_before > 0 && before < g.first_token(pages_before);
         const int first_written = writes_last ? pages_before - 1 : pages_before;
         for (int i = detail::smaller(track.committed, first_written); i < pages_after; ++i) {
@@ -309,29 +330,37 @@ private:
             if (i < first_written && !commit) continue;
             if (i >= pages_before) {
                 if (codes && i < committed && !keeps_original(i, after)) {
-                    page_ref coded = std::move(staged.coded[next_coded++]);
+                    page_ref& coded = staged.coded[static_cast<std::size_t>(i - track.committed)];
                     detail::code_tokens<backend, window>(cache_->template table<Role>(), shape(), layer,
                                                          source, g.first_token(i) - before, *staged.temporary,
                                                          *coded, scratch_.data());
-                    table.pages.push_back(std::move(coded));
+                    table.pages.push_back(coded);
                     continue;
                 }
                 table.pages.push_back(std::move(staged.fresh[next_fresh++]));
             }
-            page_ref& slot = table.pages[static_cast<std::size_t>(i)];
+            page& slot = *table.pages[static_cast<std::size_t>(i)];
             if (i >= first_written) {
                 const int first = g.first_token(i);
                 const int from = detail::larger(first, before),
                           to = detail::smaller(first + page_tokens(), after);
-                detail::write_tokens<backend, window>(*slot, Role, dim, source, from - before, to - from,
+                detail::write_tokens<backend, window>(slot, Role, dim, source, from - before, to - from,
                                                       from - first);
             }
-            if (commit) {
-                page_ref coded = std::move(staged.coded[next_coded++]);
-                convert<Role>(layer, *slot, *coded);
-                if (keeps_original(i, after)) table.keep_original(i, std::move(slot));
-                slot = std::move(coded);
-            }
+            if (commit)
+                convert<Role>(layer, slot, *staged.coded[static_cast<std::size_t>(i - track.committed)]);
+        }
+    }
+
+    /// Puts the coded pages into their places; n: tokens that the sequence holds then. Cannot fail.
+    void commit(const detail::layer_track& track, detail::page_table& table, int n, staged_pages& staged) {
+        drop_originals(table, n);
+        for (std::size_t j = 0; j < staged.coded.size(); ++j) {
+            const int i = track.committed + static_cast<int>(j);
+            page_ref& slot = table.pages[static_cast<std::size_t>(i)];
+            if (slot.get() == staged.coded[j].get()) continue;  // coded at once
+            if (keeps_original(i, n)) table.keep_original(i, std::move(slot));
+            slot = std::move(staged.coded[j]);
         }
     }
 
@@ -358,7 +387,7 @@ private:
         page_ref survivors[2];  // window pages for what is left of a coded page
     };
 
-    trim_plan plan_trim(const detail::layer_track& track, int n) {
+    trim_plan plan_trim(const detail::layer_track& track, int layer, int n) {
         trim_plan plan;
         plan.committed = track.committed;
         if (n >= track.tokens) return plan;
@@ -372,8 +401,8 @@ private:
         const bool cuts = last >= 0 && n < g.first_token(last + 1);
         if (cuts && last < plan.committed) {
             plan.committed = last;
-            plan.survivors[0] = survivor<tensor::key>(track, last);
-            plan.survivors[1] = survivor<tensor::value>(track, last);
+            plan.survivors[0] = survivor<tensor::key>(track, layer, last);
+            plan.survivors[1] = survivor<tensor::value>(track, layer, last);
         }
         return plan;
     }
@@ -387,21 +416,21 @@ private:
     }
 
     template <tensor Role>
-    page_ref survivor(const detail::layer_track& track, int i) {
-        const bool coded = track[Role].pages[static_cast<std::size_t>(i)]->format != 0;
-        return coded ? new_page<Role>(0, page_tokens()) : page_ref{};
+    page_ref survivor(const detail::layer_track& track, int layer, int i) {
+        const page& coded = *track[Role].pages[static_cast<std::size_t>(i)];
+        if (coded.format == 0) return {};
+        page_ref p = new_page<Role>(0, page_tokens());
+        convert<Role>(layer, coded, *p);
+        return p;
     }
 
-    void apply_trim(detail::layer_track& track, int layer, int n, trim_plan& plan) {
+    void apply_trim(detail::layer_track& track, int n, trim_plan& plan) {
         if (n >= track.tokens) return;
         const int pages_left = geometry().pages(n);
         for (const tensor role : {tensor::key, tensor::value}) {
             detail::page_table& table = track[role];
             page_ref& survivor_page = plan.survivors[static_cast<int>(role)];
             if (survivor_page) {
-                const page& coded = *table.pages[static_cast<std::size_t>(plan.committed)];
-                role == tensor::key ? convert<tensor::key>(layer, coded, *survivor_page)
-                                    : convert<tensor::value>(layer, coded, *survivor_page);
                 table.pages[static_cast<std::size_t>(plan.committed)] = std::move(survivor_page);
             } else {
                 for (int i = plan.committed; i < track.committed; ++i)
