@@ -214,6 +214,21 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     }
     CHECK(other.bytes_in_use() == 0);
 
+    // What is lost at the end, of K and V alike, leaves no gap: only who knows the length notices.
+    for (const int lost_layer : {0, 1}) {
+        kvq::page_receiver<test::int8_cache> shorter(other);
+        for (const message& m : messages) {
+            const auto page = kvq::decode_page(m);
+            if (page.layer != lost_layer) shorter.accept(page);
+        }
+        says(message_of([&] { shorter.finish(60); }), "0 tokens were received, not 60");
+        CHECK(shorter.finish().tokens(lost_layer) == 0);
+    }
+    auto nowhere = kvq::decode_page(messages.front());
+    nowhere.layer = -1;
+    kvq::page_receiver<test::int8_cache> nothing(other);
+    says(message_of([&] { nothing.accept(nowhere); }), "layer -1");
+
     kvq::page_receiver<test::int8_cache> receiver(other);
     for (const message& m : messages) receiver.accept(kvq::decode_page(m));
     const std::size_t in_use = other.bytes_in_use();

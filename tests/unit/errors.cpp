@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <functional>
+#include <limits>
 
 #include "support/caches.hpp"
 
@@ -50,6 +51,9 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([&] { make(good, {.sinks = -1}); }, {"sinks", "-1"});
     check_message([&] { make(good, {.recent = -2}); }, {"recent", "-2"});
     check_message([&] { make(good, {.rollback = -5}); }, {"rollback", "-5"});
+    constexpr int huge = std::numeric_limits<int>::max();
+    check_message([&] { make(good, {.sinks = 4, .recent = huge}); }, {"recent", "2147483647"});
+    check_message([&] { make(good, {.rollback = huge}); }, {"rollback", "2147483647"});
     check_message([&] { make(good, {.page_tokens = 0}); }, {"page_tokens", "0"});
     check_message([&] { make(good, {.page_tokens = 65537}); }, {"page_tokens", "65537", "65536"});
     check_message([&] { make(good, {.layers = {{}, {}, {}}}); }, {"3 layers", "2"});
@@ -120,6 +124,12 @@ TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing")
     check_message([&] { sequence.decode(0, kvq::tensor::key, -1, out(2, 2, 8)); }, {"-1"});
     check_message([&] { sequence.decode(0, kvq::tensor::value, 0, out(2, 2, 8)); }, {"2 x 8", "2 x 6"});
     check_message([&] { sequence.decode(3, kvq::tensor::value, 0, out(2, 2, 6)); }, {"layer 3"});
+    const token_view<const float> no_q(nullptr, 1, 4, 8);
+    const token_view<float> nowhere(nullptr, 1, 4, 6), no_keys(nullptr, 1, 2, 8);
+    check_message([&] { sequence.attend(0, no_q, out(1, 4, 6)); }, {"q", "no data", "1 tokens"});
+    check_message([&] { sequence.attend(0, q(1, 4, 8), nowhere); }, {"out", "no data", "1 tokens"});
+    check_message([&] { sequence.decode(0, kvq::tensor::key, 0, no_keys); }, {"out", "no data", "1 tokens"});
+    check_message([&] { (void)sequence.pages(2); }, {"layer 2", "2 layers"});
     check_message([] { kvq::thread_executor executor(0); }, {"thread", "0"});
 
     CHECK(std::vector<float>(4096, -1.0f) == to);

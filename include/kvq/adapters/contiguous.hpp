@@ -114,6 +114,7 @@ private:
             detail::expect(row.heads == shape().heads && row.dim == shape().dim(role), name, " is ",
                            row.heads, " heads x ", row.dim, " channels but the buffers hold ", shape().heads,
                            " x ", shape().dim(role));
+            detail::expect(row.data != nullptr || tokens == 0, name, " has no data for ", tokens, " tokens");
         }
         return tokens;
     }

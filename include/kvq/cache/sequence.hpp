@@ -97,6 +97,8 @@ public:
         detail::expect(q.tokens >= 0 && q.tokens <= track.tokens, "q has ", q.tokens, " tokens but layer ",
                        layer, " holds ", track.tokens);
         if (q.tokens == 0) return;
+        detail::expect(q.data != nullptr, "q has no data for ", q.tokens, " tokens");
+        detail::expect(out.data != nullptr, "out has no data for ", out.tokens, " tokens");
         std::byte* const scratch = space.reserve(cache_->attention_workspace(
             track.tokens, q.heads, q.tokens, static_cast<int>(executor.concurrency())));
         kvq::attend<backend>(cache_->keys(), cache_->values(), shape(), layer, pages(layer), q, out, variant,
@@ -111,7 +113,8 @@ public:
         plans.reserve(tracks_.size());
         for (std::size_t layer = 0; layer < tracks_.size(); ++layer)
             plans.push_back(plan_trim(tracks_[layer], static_cast<int>(layer), n));
-        for (std::size_t layer = 0; layer < tracks_.size(); ++layer) apply_trim(tracks_[layer], n, plans[layer]);
+        for (std::size_t layer = 0; layer < tracks_.size(); ++layer)
+            apply_trim(tracks_[layer], n, plans[layer]);
     }
 
     /// A sequence with the same tokens that shares every page.
@@ -139,6 +142,7 @@ public:
                        first, " to ", first + out.tokens, " of layer ", layer, ": it holds ", held);
         detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads,
                        " x ", out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
+        detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
         role == tensor::key ? decode_tokens<tensor::key>(layer, first, out)
                             : decode_tokens<tensor::value>(layer, first, out);
     }
@@ -170,6 +174,7 @@ public:
 
     /// The pages of one layer, as attention walks them. Valid until the sequence changes.
     layer_pages pages(int layer) const {
+        check_layer(layer);
         const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
         const detail::page_table &k = track[tensor::key], &v = track[tensor::value];
         return {geometry(), track.tokens, k.sink.get(), v.sink.get(), k.pages.data(), v.pages.data()};

@@ -3,7 +3,7 @@
 //   send_pages(sequence, layer, sink)         every page of one layer as messages, as soon as the layer is read
 //   page_receiver receiver(cache);            elsewhere
 //   receiver.accept(decode_page(bytes));      in any order
-//   auto sequence = receiver.finish();        when all have come
+//   auto sequence = receiver.finish(tokens);  when all have come
 //
 // The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of its pages, in any
 // order; later pages are coded to its own formats. If both caches are alike, the two sequences have the same future.
@@ -71,7 +71,16 @@ public:
         m.role == tensor::key ? accept_as<tensor::key>(m) : accept_as<tensor::value>(m);
     }
 
-    /// The sequence, if its pages are complete (kvq::error otherwise). The receiver is empty then.
+    /// The sequence, if its pages are complete (kvq::error otherwise). The receiver is empty then. Messages do not say how long the
+    /// sequence is: whoever knows says it, so that the loss of its last pages, or of a layer, is noticed.
+    sequence<Cache> finish(int tokens) {
+        for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
+            const int came = check(layer, 0, received_[2 * layer]).tokens;
+            detail::expect(came == tokens, who(layer, 0), ": ", came, " tokens were received, not ", tokens);
+        }
+        return finish();
+    }
+    /// As many tokens as came without a gap, in every layer.
     sequence<Cache> finish() {
         sequence<Cache> s = cache_.new_sequence();
         auto& tracks = detail::sequence_access::tracks(s);
@@ -114,7 +123,8 @@ private:
     void accept_as(const page_message& m) {
         const cache_shape& shape = cache_.shape();
         const page_geometry g = cache_.geometry();
-        detail::expect(m.layer < shape.layers && m.kv_heads == shape.kv_heads && m.dim == shape.dim(Role),
+        detail::expect(m.layer >= 0 && m.layer < shape.layers && m.kv_heads == shape.kv_heads &&
+                           m.dim == shape.dim(Role),
                        "a page of layer ", m.layer, ", ", m.kv_heads, " heads x ", m.dim,
                        " channels does not belong to a cache of ", shape.layers, " layers, ", shape.kv_heads,
                        " x ", shape.dim(Role));
