@@ -347,4 +347,12 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     auto foreign = other.cache.new_sequence();
     CHECK_THROWS_WITH_AS(f.cache.requantize(foreign, {}), "kvq: a sequence belongs to another cache",
                          kvq::error);
+    ladder_cache::sequence_type* const twice[] = {&sequence, &sequence};
+    const ladder_cache::sequence_type* const looked_at_twice[] = {&sequence, &sequence};
+    const char* const what = "kvq: sequence 1 of the request is sequence 0 again";
+    kvq::workspace space;
+    CHECK_THROWS_WITH_AS(f.cache.requantize(twice, {}, {}, kvq::serial_executor{}, space), what, kvq::error);
+    CHECK_THROWS_WITH_AS(f.cache.plan_requantize(looked_at_twice, {}), what, kvq::error);
+    CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span<ladder_cache::sequence_type* const>(twice), {}),
+                         what, kvq::error);
 }

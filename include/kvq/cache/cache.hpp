@@ -114,6 +114,7 @@ public:
     requantize_report plan_requantize(std::span<const sequence_type* const> sequences,
                                       const requantize_request& request, int threads = 1) const {
         detail::expect(threads >= 1, "requantizing needs at least 1 thread, got ", threads);
+        detail::expect_distinct(sequences);
         const detail::planned_threads executor{threads};
         workspace none;
         return detail::requantizer<const sequence_type>(*this, sequences, request).run({}, executor, none);
@@ -131,6 +132,7 @@ public:
     template <class Executor>
     requantize_report requantize(std::span<sequence_type* const> sequences, const requantize_request& request,
                                  const requantize_limit& limit, Executor&& executor, workspace& space) {
+        detail::expect_distinct(sequences);
         return detail::requantizer<sequence_type>(*this, sequences, request).run(limit, executor, space);
     }
 

@@ -52,6 +52,13 @@ struct requantize_report {
 
 namespace detail {
 
+template <class Sequence>
+void expect_distinct(std::span<Sequence* const> sequences) {
+    for (std::size_t i = 0; i < sequences.size(); ++i)
+        for (std::size_t j = 0; j < i; ++j)
+            expect(sequences[i] != sequences[j], "sequence ", i, " of the request is sequence ", j, " again");
+}
+
 /// What a dry run needs of an executor.
 struct planned_threads {
     int threads;

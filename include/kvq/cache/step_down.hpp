@@ -58,6 +58,7 @@ public:
           sequences_(sequences.begin(), sequences.end()),
           policy_(policy),
           space_(cache.pool().memory()) {
+        expect_distinct(sequences);
         const int layers = cache.shape().layers;
         expect(policy.first_layers_kept >= 0 && policy.last_layers_kept >= 0 &&
                    policy.first_layers_kept + policy.last_layers_kept <= layers,
