@@ -41,6 +41,10 @@ struct page_table {
     bool has_original(int i) const noexcept { return const_cast<page_table*>(this)->original(i) != nullptr; }
     /// Keeps the original of page i. Originals are neighbours: those before a gap are given up.
     void keep_original(int i, page_ref window_page) {
+        if (!originals.empty() && originals_end - static_cast<int>(originals.size()) == i + 1) {
+            originals.insert(originals.begin(), std::move(window_page));
+            return;
+        }
         if (originals_end != i) originals.clear();
         originals.push_back(std::move(window_page));
         originals_end = i + 1;

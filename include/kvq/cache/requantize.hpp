@@ -110,6 +110,7 @@ public:
         if constexpr (!dry) scratch_ = reinterpret_cast<float*>(space.reserve(report_.workspace));
         std::pmr::vector<job> batch(cache_->pool().memory());
         batch.reserve(workers);
+        reserve_originals();
         set_targets();
 
         for_each_job([&](const job& j) {
@@ -152,6 +153,22 @@ private:
         const int tokens = cache_->options().page_tokens;
         return j.role == tensor::key ? cache_->template page_bytes<tensor::key>(j.format, tokens)
                                      : cache_->template page_bytes<tensor::value>(j.format, tokens);
+    }
+
+    /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as an original.
+    bool becomes_original(const layer_track& track, int page, int format) const {
+        return format == 0 && cache_->geometry().commit_at(page) > track.tokens - cache_->options().rollback;
+    }
+    /// Before anything changes: afterwards nothing may fail.
+    void reserve_originals() {
+        if constexpr (!dry) {
+            const std::size_t most =
+                originals_capacity(cache_->options().rollback, cache_->options().page_tokens);
+            for (Sequence* s : sequences_)
+                for (int layer = request_.first_layer; layer < last_layer(); ++layer)
+                    for (const tensor role : {tensor::key, tensor::value})
+                        if (wanted(role) > 0) track_of(*s, layer)[role].originals.reserve(most);
+        }
     }
 
     void set_targets() {
@@ -236,10 +253,15 @@ private:
         std::uint32_t holders = 0;
         for (std::size_t index = j.sequence; index < sequences_.size(); ++index) {
             if (!holds(index, j, *old)) continue;
-            ++holders;
-            if constexpr (!dry)
-                track_of(*sequences_[index], j.layer)[j.role].pages[static_cast<std::size_t>(j.page)] =
-                    j.fresh;
+            auto& track = track_of(*sequences_[index], j.layer);
+            const bool original =
+                becomes_original(track, j.page, old->format) && !track[j.role].has_original(j.page);
+            holders += !original;
+            if constexpr (!dry) {
+                page_table& table = track[j.role];
+                if (original) table.keep_original(j.page, old);
+                table.pages[static_cast<std::size_t>(j.page)] = j.fresh;
+            }
         }
         const std::uint32_t elsewhere = old.references() - 1 - (dry ? holders : 0);
         if (elsewhere == 0) {
