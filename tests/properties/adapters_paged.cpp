@@ -184,7 +184,10 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
     fewer.blocks = 2;
     CHECK_THROWS_WITH_AS(kvq::append_from_blocks(s, 0, engine.keys, fewer, std::span(one), 1),
                          doctest::Contains("but values 2 of 4"), kvq::error);
-    CHECK_THROWS_AS(kvq::append_from_blocks(s, 1, engine.keys, engine.values, std::span(one), 1), kvq::error);
+    for (const int tokens : {0, 1})
+        CHECK_THROWS_WITH_AS(
+            kvq::append_from_blocks(s, 1, engine.keys, engine.values, std::span(one), tokens),
+            doctest::Contains("layer 1"), kvq::error);
 
     const auto scatter = [&](int first, std::vector<std::int64_t> slots) {
         kvq::write_slots(s, 0, first, std::span<const std::int64_t>(slots), engine.keys, engine.values);

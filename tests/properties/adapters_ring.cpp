@@ -165,4 +165,9 @@ TEST_CASE("what was overwritten is named; options are checked") {
     CHECK_THROWS_WITH_AS(ring(sinks.new_sequence(), {.window = 4}), doctest::Contains("1 sinks"), kvq::error);
     CHECK_THROWS_AS(ring(cache.new_sequence(), {.window = 0}), kvq::error);
     CHECK_THROWS_AS(ring(cache.new_sequence(), {.window = 4, .slack = -1}), kvq::error);
+    ring_cache two({.layers = 2, .kv_heads = 1, .head_dim = 8}, {.page_tokens = 4});
+    auto uneven = two.new_sequence();
+    uneven.append(1, words.k.slice(0, 3), words.v.slice(0, 3));
+    CHECK_THROWS_WITH_AS(ring(std::move(uneven), {.window = 4}),
+                         doctest::Contains("layer 1 holds 3 tokens but layer 0 0"), kvq::error);
 }

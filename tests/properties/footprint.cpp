@@ -88,6 +88,12 @@ TEST_CASE_TEMPLATE("the longest context fits its budget at every length, and one
     }
     C cache(shape);
     CHECK(kvq::longest_context(cache, 10) == -1);
+    // A short context, none of which is coded yet, holds nothing for a moment but what it keeps.
+    C small(shape, {.sinks = 4, .recent = 20, .page_tokens = 16});
+    for (int n = 1; n <= 30; ++n) {
+        const auto f = kvq::footprint(small, n);
+        CHECK(kvq::longest_context(small, f.total + f.transient) >= n);
+    }
 }
 
 TEST_CASE("a footprint of nothing, and of nonsense") {
@@ -96,4 +102,5 @@ TEST_CASE("a footprint of nothing, and of nonsense") {
     CHECK(kvq::footprint(cache, 100, 0).total == 0);
     CHECK_THROWS_AS((void)kvq::footprint(cache, -1), kvq::error);
     CHECK_THROWS_AS((void)kvq::footprint(cache, 1, -2), kvq::error);
+    CHECK_THROWS_AS((void)kvq::footprint(cache, std::numeric_limits<int>::max()), kvq::error);
 }

@@ -44,13 +44,13 @@ inline tensor<float> random_tensor(generator& random, int tokens, int heads, int
 }
 
 /// The same numbers, rounded to T, in another memory order.
-template <class T>
-tensor<T> converted(const tensor<float>& from, order memory_order) {
+template <class T, class From>
+tensor<T> converted(const tensor<From>& from, order memory_order) {
     const auto f = from.view();
     tensor<T> to(f.tokens, f.heads, f.dim, memory_order);
     for (int t = 0; t < f.tokens; ++t)
         for (int h = 0; h < f.heads; ++h)
-            for (int c = 0; c < f.dim; ++c) to.view().at(t, h)[c] = T(f.at(t, h)[c]);
+            for (int c = 0; c < f.dim; ++c) to.view().at(t, h)[c] = T(static_cast<float>(f.at(t, h)[c]));
     return to;
 }
 

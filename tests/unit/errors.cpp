@@ -38,6 +38,14 @@ void make(const kvq::cache_shape& shape, const kvq::cache_options& options = {})
     cache_type cache(shape, options);
 }
 
+/// Blocks have to be a multiple of 16 bytes; these are not.
+struct ragged_blocks {
+    static std::string name() { return "ragged"; }
+    static std::size_t block_bytes(kvq::block_shape) { return 24; }
+    static std::uint32_t encode(kvq::block_shape, kvq::block_id, float*, std::byte*) { return 0; }
+    static void decode(kvq::block_shape, kvq::block_id, const std::byte*, float*) {}
+};
+
 }  // namespace
 
 TEST_CASE("a cache of impossible shape or options is not made") {
@@ -59,6 +67,8 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([&] { make(good, {.layers = {{}, {}, {}}}); }, {"3 layers", "2"});
     check_message([&] { make(good, {.layers = {{.key = 2}, {}}}); }, {"key format 2", "2 listed"});
     check_message([&] { make(good, {.layers = {{}, {.value = -1}}}); }, {"value format -1", "2 listed"});
+    check_message([&] { kvq::cache<ragged_blocks, ragged_blocks, kvq::scalar> c(good); },
+                  {"ragged", "24 bytes"});
 }
 
 TEST_CASE("append refuses what does not fit, and changes nothing") {

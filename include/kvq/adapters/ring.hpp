@@ -35,6 +35,9 @@ public:
         detail::expect(options.slack >= 0, "slack must not be negative, got ", options.slack);
         const page_geometry g = geometry();
         detail::expect(g.sinks == 0, "a ring cannot keep ", g.sinks, " sinks");
+        for (int layer = 1; layer < layers(); ++layer)
+            detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",
+                           sequence_.tokens(layer), " tokens but layer 0 ", sequence_.tokens(0));
         detail::expect(options.window <= std::numeric_limits<int>::max() - options.slack - g.page_tokens,
                        "a window of ", options.window, " tokens is too long");
     }
@@ -50,18 +53,18 @@ public:
 
     /// As sequence::attend, over the window. Raises kvq::error when a query's window was partly dropped: queries of
     /// tokens that were appended before the last ones.
-    void attend(int layer, const token_view<const float>& q, const token_view<float>& out) const {
+    void attend(int layer, const query_view& q, const output_view& out) const {
         attend(layer, q, out, causal{});
     }
     template <class Variant>
-    void attend(int layer, const token_view<const float>& q, const token_view<float>& out,
-                const Variant& v) const {
+    void attend(int layer, const query_view& q, const output_view& out, const Variant& v) const {
         workspace space(detail::sequence_access::cache(sequence_).pool().memory());
         attend(layer, q, out, v, serial_executor{}, space);
     }
     template <class Variant, class Executor>
-    void attend(int layer, const token_view<const float>& q, const token_view<float>& out, const Variant& v,
-                Executor&& executor, workspace& space) const {
+    void attend(int layer, const query_view& q, const output_view& out, const Variant& v, Executor&& executor,
+                workspace& space) const {
+        static_assert(!std::is_same_v<Variant, sliding_window>, "kvq::ring: a ring has its window already");
         if (q.tokens >= 1 && q.tokens <= sequence_.tokens(layer))
             check_window(tokens(layer) - q.tokens, "attend from");
         sequence_.attend(layer, q, out, variant{sliding_window{options_.window}, v}, executor, space);
@@ -83,7 +86,8 @@ public:
     /// What is held, as a sequence that begins at first_token(): to look at, decode, measure.
     const sequence_type& held() const noexcept { return sequence_; }
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V.
-    void decode(int layer, tensor role, int first, const token_view<float>& out) const {
+    template <float_format T>
+    void decode(int layer, tensor role, int first, const token_view<T>& out) const {
         detail::expect(first >= dropped_, "tokens before ", dropped_,
                        " were overwritten, cannot decode from ", first);
         sequence_.decode(layer, role, first - dropped_, out);

@@ -5,8 +5,9 @@
 // decoded to memory. Keys are cut into chunks of about 2048 tokens; each chunk gives a softmax state, and states are
 // merged in token order: on one thread or on many, alone or in a batch, the result is the same bit for bit.
 //
-// Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against
-// double arithmetic on the decoded values below 5e-4 (tests/properties/attention.cpp).
+// Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
+// arithmetic on the decoded values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
+// score are large: outliers of keys times large queries (docs/architecture.md).
 #pragma once
 
 #include <atomic>
@@ -14,10 +15,10 @@
 
 #include "../backends/kernels/block_product.hpp"
 #include "../backends/kernels/softmax.hpp"
-#include "../core/token_view.hpp"
 #include "../page/formats.hpp"
 #include "../page/layer_pages.hpp"
 #include "executor.hpp"
+#include "query_view.hpp"
 #include "softmax_state.hpp"
 #include "variant.hpp"
 
@@ -152,8 +153,8 @@ public:
     layer_pages pages;
     attention_plan plan;
     int layer;
-    token_view<const float> q;
-    token_view<float> out;
+    query_view q;
+    output_view out;
     float* partials;
 
     /// Task number -> kv head, row block and (if split) chunk.
@@ -191,7 +192,7 @@ public:
             visit_chunk(rows, chunk, s, folded, max, sum);
             for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
         }
-        for (int i = 0; i < n; ++i) running[i].finish(row_output(head, first + i), dim);
+        for (int i = 0; i < n; ++i) finish(running[i], head, first + i);
     }
 
     /// Merges the chunks of one row of one head, in token order. Uses the row's first partial as accumulator.
@@ -202,7 +203,7 @@ public:
             float* const p = partial(head, row, chunk);
             running.merge({p[0], p[1], p + 2}, plan.value_dim);
         }
-        running.finish(row_output(head, row), plan.value_dim);
+        finish(running, head, row);
     }
 
 private:
@@ -224,8 +225,9 @@ private:
     }
     int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
     int q_pos(int row) const noexcept { return pages.tokens - plan.query_tokens + row / plan.group; }
-    float* row_output(int head, int row) const noexcept {
-        return out.at(row / plan.group, q_head(head, row));
+    void finish(const softmax_state& row_state, int head, int row) const noexcept {
+        row_state.finish(row_state.output, plan.value_dim);
+        out.store(row / plan.group, q_head(head, row), row_state.output);
     }
     block_shape key_shape(const page& p) const noexcept { return {tensor::key, p.tokens, plan.dim}; }
     block_shape value_shape(const page& p) const noexcept {
@@ -239,10 +241,8 @@ private:
         else
             scale = 1.0f / std::sqrt(static_cast<float>(plan.dim));
         if constexpr (!changing_logits<Variant>) scale *= log2e;
-        for (int i = 0; i < n; ++i) {
-            const float* const from = q.at((first + i) / plan.group, q_head(head, first + i));
-            for (int d = 0; d < plan.dim; ++d) s.query[i * plan.dim + d] = from[d] * scale;
-        }
+        for (int i = 0; i < n; ++i)
+            q.load((first + i) / plan.group, q_head(head, first + i), s.query + i * plan.dim, scale);
         std::size_t copies = 0;
         const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
         keys.for_each([&]<class S>(const S& scheme, int) {
@@ -412,8 +412,8 @@ std::size_t attention_workspace_bytes(const Keys& keys, const Values& values, co
 /// `memory` holds attention_workspace_bytes().
 template <class Backend, class Keys, class Values, class Variant, executor Executor>
 void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer,
-            const layer_pages& pages, token_view<const float> q, token_view<float> out,
-            const Variant& variant, Executor& ex, std::byte* memory) {
+            const layer_pages& pages, const query_view& q, const output_view& out, const Variant& variant,
+            Executor& ex, std::byte* memory) {
     const detail::attention_plan plan(shape, pages.geometry, pages.entries(), q.heads, q.tokens);
     if (plan.tasks() == 0) return;
     const detail::attention<Backend, Keys, Values, Variant> job{

@@ -53,11 +53,17 @@ public:
             detail::expect(f.value >= 0 && f.value < value_table::size - 1, "value format ", f.value,
                            " is not among the ", value_table::size - 1, " listed ones");
         }
-        const auto check_scheme = [&](const auto& scheme, int) {
-            if constexpr (requires { scheme.check(shape); }) scheme.check(shape);
+        const auto check_scheme = [&](tensor role) {
+            return [&shape, &options, role](const auto& scheme, int) {
+                if constexpr (requires { scheme.check(shape); }) scheme.check(shape);
+                const std::size_t bytes =
+                    scheme.block_bytes(block_shape{role, options.page_tokens, shape.dim(role)});
+                detail::expect(bytes % 16 == 0, "blocks of ", scheme.name(), " have ", bytes,
+                               " bytes, which is no multiple of 16");
+            };
         };
-        keys_.for_each(check_scheme);
-        values_.for_each(check_scheme);
+        keys_.for_each(check_scheme(tensor::key));
+        values_.for_each(check_scheme(tensor::value));
     }
     cache(const cache&) = delete;
     cache& operator=(const cache&) = delete;

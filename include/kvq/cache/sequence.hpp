@@ -69,21 +69,20 @@ public:
     }
 
     /// out = softmax(q K^T) V for the last q.tokens tokens of the layer, each seeing itself and what came before.
-    /// q: [n][q_heads][head_dim], out: [n][q_heads][value_dim]; q_heads is a multiple of kv_heads.
+    /// q: [n][q_heads][head_dim], out: [n][q_heads][value_dim], each float, float16 or bfloat16; q_heads is a multiple of kv_heads.
     /// Takes a workspace for the duration of the call; pass one to avoid the allocation.
-    void attend(int layer, const token_view<const float>& q, const token_view<float>& out) const {
+    void attend(int layer, const query_view& q, const output_view& out) const {
         workspace space(memory());
         attend(layer, q, out, causal{}, serial_executor{}, space);
     }
     template <class Variant>
-    void attend(int layer, const token_view<const float>& q, const token_view<float>& out,
-                const Variant& variant) const {
+    void attend(int layer, const query_view& q, const output_view& out, const Variant& variant) const {
         workspace space(memory());
         attend(layer, q, out, variant, serial_executor{}, space);
     }
     template <class Variant, class Executor>
-    void attend(int layer, const token_view<const float>& q, const token_view<float>& out,
-                const Variant& variant, Executor&& executor, workspace& space) const {
+    void attend(int layer, const query_view& q, const output_view& out, const Variant& variant,
+                Executor&& executor, workspace& space) const {
         check_layer(layer);
         const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
         detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,

@@ -54,8 +54,12 @@ void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
         f.bookkeeping += originals_capacity(cache.options().rollback, g.page_tokens) * sizeof(page_ref);
     // Window pages that an append frees only after it has all its new pages: recent ones that it codes, originals that go
     // out of reach, one that was begun and one that serves as scratch.
-    const std::size_t held = static_cast<std::size_t>(ceil_div(g.recent, g.page_tokens) + 2) +
-                             originals_capacity(cache.options().rollback, g.page_tokens);
+    // Without pages to code, only the one that was begun, if it was shared.
+    const std::size_t held = committed == 0
+                                 ? 1
+                                 : smaller(static_cast<std::size_t>(ceil_div(g.recent, g.page_tokens) + 2) +
+                                               originals_capacity(cache.options().rollback, g.page_tokens),
+                                           pages + 1);
     f.transient = larger(f.transient, held * page_pool::allocation(window_page));
 }
 

@@ -28,7 +28,9 @@ decltype(auto) visit_element(const std::tuple<T...>& elements, int index, F&& f)
 template <class F, tensor Role>
 struct format_list {
     static_assert(kv_scheme<F>,
-                  "kvq::cache: a format must be a scheme (kv_scheme), a pair like kivi<4>, or formats<...>");
+                  "kvq::cache: a format must be a scheme (kv_scheme), a pair like kivi<4>, or formats<...>; "
+                  "the order is "
+                  "cache<keys, values, backend, window>, for a pair cache<pair, pair, backend>");
     using type = formats<F>;
 };
 template <class... S, tensor Role>

@@ -182,6 +182,7 @@ private:
                        shape_.layers);
         detail::expect(fits, what, " has ", x.heads, " heads of ", x.dim, " channels, the calibration ",
                        shape_.kv_heads, " kv heads of ", shape_.head_dim);
+        detail::expect(x.tokens >= 0, what, " has ", x.tokens, " tokens");
     }
 
     cache_shape shape_;

@@ -5,7 +5,8 @@
 //   std::string name() const
 //   std::size_t block_bytes(block_shape) const                        multiple of 16; the same for every block of a shape
 //   std::uint32_t encode(block_shape, block_id, float* values, std::byte* block) const
-//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many were not finite
+//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many were not finite. What it or decode
+//       throws reaches the caller of append, trim or decode, and the sequence is as it was
 //   void decode(block_shape, block_id, const std::byte* block, float* values) const
 //
 // Optional, found by `requires`:

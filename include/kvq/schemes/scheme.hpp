@@ -23,7 +23,8 @@ struct scheme {
     using granularity_type = Granularity;
     using parameter = typename Params::type;
     static constexpr int code_bits = Bits::value;
-    static_assert(code_bits >= Levels::min_bits, "kvq::scheme: symmetric levels need at least 2 bits");
+    static_assert(code_bits < 1 || code_bits >= Levels::min_bits,
+                  "kvq::scheme: symmetric levels need at least 2 bits");
     static constexpr int zero_code = Levels::template zero_code<code_bits>;
 
     std::string name() const {

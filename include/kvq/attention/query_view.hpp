@@ -1,0 +1,81 @@
+// The rows that attention reads (queries) and writes (outputs), in whatever float type the engine has them: float, float16 or
+// bfloat16. Any token_view converts to these; the type is known at run time only, so that kernels are compiled once.
+//
+//   query = float(q) * scale     out = T(output), rounded once
+//
+// Contract: one call per row of channels, nothing is allocated. Views do not own what they show.
+#pragma once
+
+#include <type_traits>
+
+#include "../core/token_view.hpp"
+
+namespace kvq::inline v0_1 {
+
+namespace detail {
+
+/// Shape and place of rows of a type that is known at run time.
+template <class Data>
+struct row_view {
+    Data* data = nullptr;
+    int tokens = 0;
+    int heads = 0;
+    int dim = 0;
+    std::ptrdiff_t token_bytes = 0;
+    std::ptrdiff_t head_bytes = 0;
+
+    template <class T>
+    explicit row_view(const token_view<T>& v) noexcept
+        : data(v.data),
+          tokens(v.tokens),
+          heads(v.heads),
+          dim(v.dim),
+          token_bytes(v.token_stride * static_cast<std::ptrdiff_t>(sizeof(T))),
+          head_bytes(v.head_stride * static_cast<std::ptrdiff_t>(sizeof(T))) {}
+
+    Data* at(int token, int head) const noexcept {
+        using byte = std::conditional_t<std::is_const_v<Data>, const std::byte, std::byte>;
+        return static_cast<byte*>(data) + token * token_bytes + head * head_bytes;
+    }
+};
+
+}  // namespace detail
+
+/// [tokens][q_heads][head_dim], read.
+class query_view : public detail::row_view<const void> {
+public:
+    /// T: float, float16 or bfloat16, const or not.
+    template <class T>
+    requires float_format<std::remove_const_t<T>> query_view(const token_view<T>& v)
+    noexcept
+        : row_view(v), load_([](const void* from, float* to, int n, float scale) {
+              for (int i = 0; i < n; ++i) to[i] = static_cast<float>(static_cast<const T*>(from)[i]) * scale;
+          }) {}
+
+    /// to = the channels of one token and head, times scale.
+    void load(int token, int head, float* to, float scale) const noexcept {
+        load_(at(token, head), to, dim, scale);
+    }
+
+private:
+    void (*load_)(const void* from, float* to, int n, float scale);
+};
+
+/// [tokens][q_heads][value_dim], written.
+class output_view : public detail::row_view<void> {
+public:
+    /// T: float, float16 or bfloat16.
+    template <float_format T>
+    output_view(const token_view<T>& v) noexcept
+        : row_view(v), store_([](const float* from, void* to, int n) {
+              for (int i = 0; i < n; ++i) static_cast<T*>(to)[i] = T(from[i]);
+          }) {}
+
+    /// The channels of one token and head = from, rounded.
+    void store(int token, int head, const float* from) const noexcept { store_(from, at(token, head), dim); }
+
+private:
+    void (*store_)(const float* from, void* to, int n);
+};
+
+}  // namespace kvq::inline v0_1
