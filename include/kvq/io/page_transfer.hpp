@@ -38,6 +38,7 @@ void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
         m.used = detail::smaller(p->tokens, track.tokens - first);
         m.kv_heads = shape.kv_heads;
         m.dim = shape.dim(role);
+        m.layer_tokens = track.tokens;
         m.not_finite = p->not_finite;
         const auto name = [&](const auto& table) {
             m.scheme = table.visit(p->format, [](const auto& scheme) { return identity_of(scheme); });
@@ -71,8 +72,8 @@ public:
         m.role == tensor::key ? accept_as<tensor::key>(m) : accept_as<tensor::value>(m);
     }
 
-    /// The sequence, if its pages are complete (kvq::error otherwise). The receiver is empty then. Messages do not say how long the
-    /// sequence is: whoever knows says it, so that the loss of its last pages, or of a layer, is noticed.
+    /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is empty then.
+    /// Only so is the loss of all pages of a layer noticed.
     sequence<Cache> finish(int tokens) {
         for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
             const int came = check(layer, 0, received_[2 * layer]).tokens;
@@ -80,7 +81,7 @@ public:
         }
         return finish();
     }
-    /// As many tokens as came without a gap, in every layer.
+    /// The same for layers of whatever length their messages say.
     sequence<Cache> finish() {
         sequence<Cache> s = cache_.new_sequence();
         auto& tracks = detail::sequence_access::tracks(s);
@@ -107,6 +108,7 @@ private:
         page_kind kind;
         int position;
         int used;
+        int layer_tokens;
         bool committed;
         page_ref page;
     };
@@ -152,7 +154,7 @@ private:
         page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
         std::memcpy(p->data(), m.data.data(), bytes);
         p->not_finite = m.not_finite;
-        list.push_back({m.kind, position, m.used, m.committed, std::move(p)});
+        list.push_back({m.kind, position, m.used, m.layer_tokens, m.committed, std::move(p)});
     }
 
     /// Sorts the pages and checks that they are a sequence without holes.
@@ -163,8 +165,9 @@ private:
         const page_geometry g = cache_.geometry();
         const std::string me = who(layer, role);
         extent found;
-        int pages = 0, originals_end = -1;
+        int pages = 0, originals_end = -1, expected = 0;
         for (const received& r : list) {
+            expected = detail::larger(expected, r.layer_tokens);
             if (r.kind == page_kind::sink) {
                 found.tokens = r.used;
             } else if (r.kind == page_kind::original) {
@@ -186,6 +189,8 @@ private:
                            originals_end <= found.committed,
                        me, " was received with ", found.tokens, " tokens and ", found.committed,
                        " committed pages, which does not happen");
+        detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
+                       " tokens were received, of ", expected);
         return found;
     }
 

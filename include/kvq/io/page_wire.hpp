@@ -9,7 +9,7 @@
 //   25  0: sinks, 1: original, 2: page (8 bits)  56  fingerprint of the scheme (64 bits), 0 if it has none
 //   26  flags (16 bits): 1 committed,            64  bytes of the scheme's name
 //       2 the scheme has a fingerprint           68  CRC32C of the data
-//   28  layer                                    72  0
+//   28  layer                                    72  tokens that the layer held, 0: not said
 //   32  first token                              76  CRC32C of the header without these four bytes
 //   80  name of the scheme, filled up with zeros to a multiple of 16
 //    H  data: kv_heads blocks (docs/format.md)
@@ -41,6 +41,7 @@ struct page_message {
     int used = 0;    ///< of them
     int kv_heads = 0;
     int dim = 0;
+    int layer_tokens = 0;  ///< that the layer held when the page was sent; 0: not known yet
     std::uint32_t not_finite = 0;
     scheme_identity scheme;
     std::span<const std::byte> data;
@@ -64,7 +65,7 @@ struct page_wire_header {
     std::uint64_t fingerprint;
     std::uint32_t name_bytes;
     std::uint32_t data_checksum;
-    std::uint32_t zero;
+    std::int32_t layer_tokens;
     std::uint32_t header_checksum;
 
     static constexpr std::uint32_t most_name_bytes = 1024;
@@ -97,9 +98,9 @@ inline page_message check_page_header(const page_wire_header& h, const char* res
     const std::uint32_t checksum = page_header_checksum(h, rest, h.header_bytes - sizeof(h));
     expect(checksum == h.header_checksum, "the page is damaged: its header has checksum ", checksum, ", not ",
            h.header_checksum);
-    expect(h.role <= 1 && h.kind <= 2 && h.flags <= 3 && h.zero == 0 && h.layer >= 0 && h.first_token >= 0 &&
-               h.tokens >= 1 && h.used >= 0 && h.used <= h.tokens && h.kv_heads >= 1 && h.dim >= 1 &&
-               h.first_token <= std::numeric_limits<int>::max() - h.tokens,
+    expect(h.role <= 1 && h.kind <= 2 && h.flags <= 3 && h.layer_tokens >= 0 && h.layer >= 0 &&
+               h.first_token >= 0 && h.tokens >= 1 && h.used >= 0 && h.used <= h.tokens && h.kv_heads >= 1 &&
+               h.dim >= 1 && h.first_token <= std::numeric_limits<int>::max() - h.tokens,
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",
            h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim);
     page_message m;
@@ -112,6 +113,7 @@ inline page_message check_page_header(const page_wire_header& h, const char* res
     m.used = h.used;
     m.kv_heads = h.kv_heads;
     m.dim = h.dim;
+    m.layer_tokens = h.layer_tokens;
     m.not_finite = h.not_finite;
     m.scheme.name.assign(rest, h.name_bytes);
     if (h.flags & 2) m.scheme.fingerprint = h.fingerprint;
@@ -152,6 +154,7 @@ void encode_page(Sink&& write, const page_message& m) {
     h.fingerprint = m.scheme.fingerprint.value_or(0);
     h.name_bytes = static_cast<std::uint32_t>(m.scheme.name.size());
     h.data_checksum = crc32c::of(m.data.data(), m.data.size());
+    h.layer_tokens = m.layer_tokens;
     h.header_checksum = detail::page_header_checksum(h, name.data(), name.size());
     write(static_cast<const void*>(&h), sizeof(h));
     write(static_cast<const void*>(name.data()), name.size());
