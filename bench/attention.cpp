@@ -22,6 +22,7 @@ namespace {
 struct shape {
     int q_heads = 32, kv_heads = 8, head_dim = 128, tokens = 16384, q_tokens = 1, threads = 1,
         page_tokens = 128;
+    float outliers = 1.0f, query_scale = 1.0f;
 };
 
 struct row {
@@ -46,14 +47,18 @@ void for_random_tokens(const shape& s, Use use) {
     for (int done = 0; done < s.tokens; done += step) {
         const int n = std::min(step, s.tokens - done);
         const auto values = static_cast<std::size_t>(n * s.kv_heads * s.head_dim);
-        const auto k = bench::random_floats(values, static_cast<unsigned>(2 * done + 1));
+        auto k = bench::random_floats(values, static_cast<unsigned>(2 * done + 1));
+        for (std::size_t i = 0; i < values; ++i)
+            if (static_cast<int>(i) % s.head_dim < 3) k[i] *= s.outliers;
         const auto v = bench::random_floats(values, static_cast<unsigned>(2 * done + 2));
         use(done, n, k, v);
     }
 }
 
 std::vector<float> random_query(const shape& s) {
-    return bench::random_floats(static_cast<std::size_t>(s.q_tokens * s.q_heads * s.head_dim), 7);
+    auto q = bench::random_floats(static_cast<std::size_t>(s.q_tokens * s.q_heads * s.head_dim), 7);
+    for (float& x : q) x *= s.query_scale;
+    return q;
 }
 
 std::vector<double> exact_attention(const shape& s, const std::vector<float>& k, const std::vector<float>& v,
@@ -184,6 +189,9 @@ int main(int argc, char** argv) {
         ->check(CLI::PositiveNumber);
     app.add_option("--page-tokens", s.page_tokens);
     app.add_option("--threads", s.threads);
+    app.add_option("--outliers", s.outliers,
+                   "three channels of the keys are so many times as large as the others");
+    app.add_option("--query-scale", s.query_scale, "times the standard normal query");
     app.add_option("--scheme", only,
                    "only schemes whose name contains this (fp16 always runs: it is the baseline)");
     app.add_flag("--json", json, "one JSON object a line");

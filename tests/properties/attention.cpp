@@ -247,3 +247,34 @@ TEST_CASE_TEMPLATE("queries and outputs in 16 bits: those of float, rounded once
                           static_cast<float>(T(expected.view().at(t, h)[c])));
     }
 }
+
+TEST_CASE_TEMPLATE("a query that is not finite makes its own head NaN, and nothing else", C,
+                   test::plain_cache, test::int8_cache, test::kivi_cache) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const float poison[] = {NAN, -NAN, INFINITY, -INFINITY};
+    for (int round = 0; round < 12; ++round) {
+        const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = random.between(1, 70)};
+        C cache(shape, {.recent = 8, .page_tokens = 16});
+        const int n = round % 4 == 0 ? 5000 : random.between(2, 100);
+        const test::stream s(random, shape, n);
+        auto sequence = cache.new_sequence();
+        append(sequence, 1, s, 0, n);
+        auto q = test::random_tensor(random, 2, 6, shape.head_dim);
+        test::tensor<float> before(2, 6, shape.head_dim), after(2, 6, shape.head_dim);
+        sequence.attend(0, q.view(), before.view());
+        const int token = random.between(0, 1), head = random.between(0, 5);
+        q.view().at(token, head)[random.between(0, shape.head_dim - 1)] = random.pick(poison);
+        sequence.attend(0, q.view(), after.view());
+        for (int t = 0; t < 2; ++t)
+            for (int h = 0; h < 6; ++h)
+                for (int c = 0; c < shape.head_dim; ++c) {
+                    const float x = after.view().at(t, h)[c];
+                    if (t == token && h == head)
+                        CHECK(std::isnan(x));
+                    else
+                        CHECK(x == before.view().at(t, h)[c]);
+                }
+    }
+}

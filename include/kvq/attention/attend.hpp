@@ -7,7 +7,7 @@
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the decoded values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
-// score are large: outliers of keys times large queries (docs/architecture.md).
+// score are large: outliers of keys times large queries (docs/architecture.md). Queries that are not finite give NaN.
 #pragma once
 
 #include <atomic>
@@ -165,7 +165,7 @@ public:
         const int first = block * attention_rows;
         const int n = smaller(attention_rows, plan.rows() - first);
         const int dim = plan.value_dim;
-        load_queries(head, first, n, s);
+        const unsigned bad = load_queries(head, first, n, s);
         const row_block rows{
             head, first, n,
             make_products<Backend>(keys, {tensor::key, pages.geometry.page_tokens, plan.dim}, n),
@@ -175,6 +175,7 @@ public:
         if (plan.split()) {
             const int chunk = task % chunks;
             visit_chunk(rows, chunk, s, folded, max, sum);
+            mark(bad, n, sum);
             for (int i = 0; i < n; ++i) {
                 float* const to = partial(head, first + i, chunk);
                 to[0] = max[i];
@@ -190,6 +191,7 @@ public:
         }
         for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
             visit_chunk(rows, chunk, s, folded, max, sum);
+            mark(bad, n, sum);
             for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
         }
         for (int i = 0; i < n; ++i) finish(running[i], head, first + i);
@@ -234,7 +236,14 @@ private:
         return {tensor::value, p.tokens, plan.value_dim};
     }
 
-    void load_queries(int head, int first, int n, const scratch& s) const {
+    /// A sum that is not a number makes the whole row so.
+    static void mark(unsigned rows, int n, float* sum) noexcept {
+        for (int i = 0; i < n; ++i)
+            if ((rows >> i & 1u) != 0) sum[i] = std::numeric_limits<float>::quiet_NaN();
+    }
+
+    /// Returns a bit for every row that is not finite: products of integers would not show it.
+    unsigned load_queries(int head, int first, int n, const scratch& s) const {
         float scale = 0.0f;
         if constexpr (scaling<Variant>)
             scale = kind.scale(plan.dim);
@@ -243,6 +252,12 @@ private:
         if constexpr (!changing_logits<Variant>) scale *= log2e;
         for (int i = 0; i < n; ++i)
             q.load((first + i) / plan.group, q_head(head, first + i), s.query + i * plan.dim, scale);
+        unsigned bad = 0;
+        for (int i = 0; i < n; ++i) {
+            float zero = 0.0f;
+            for (int d = 0; d < plan.dim; ++d) zero += 0.0f * s.query[i * plan.dim + d];
+            bad |= static_cast<unsigned>(zero != 0.0f) << i;
+        }
         std::size_t copies = 0;
         const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
         keys.for_each([&]<class S>(const S& scheme, int) {
@@ -254,6 +269,7 @@ private:
                 }
             }
         });
+        return bad;
     }
 
     /// One chunk's softmax state into s.part, max, sum.

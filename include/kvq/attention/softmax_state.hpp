@@ -29,9 +29,9 @@ struct softmax_state {
         max = top;
     }
 
-    /// Writes output / sum; zeros if no key was seen.
+    /// Writes output / sum; zeros if no key was seen, NaN if sum is.
     void finish(float* out, int dim) const noexcept {
-        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         for (int d = 0; d < dim; ++d) out[d] = output[d] * inverse;
     }
 };
