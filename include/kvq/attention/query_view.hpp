@@ -52,6 +52,11 @@ public:
               for (int i = 0; i < n; ++i) to[i] = static_cast<float>(static_cast<const T*>(from)[i]) * scale;
           }) {}
 
+    /// As token_view(shape...): a pointer, numbers of tokens, heads and channels, and two strides if they are not dense.
+    template <class T, class... Shape>
+    requires(sizeof...(Shape) >= 3) query_view(T* rows, Shape... shape)
+    noexcept : query_view(token_view<T>(rows, shape...)) {}
+
     /// to = the channels of one token and head, times scale.
     void load(int token, int head, float* to, float scale) const noexcept {
         load_(at(token, head), to, dim, scale);
@@ -70,6 +75,11 @@ public:
         : row_view(v), store_([](const float* from, void* to, int n) {
               for (int i = 0; i < n; ++i) static_cast<T*>(to)[i] = T(from[i]);
           }) {}
+
+    /// As token_view(shape...).
+    template <class T, class... Shape>
+    requires(sizeof...(Shape) >= 3) output_view(T* rows, Shape... shape)
+    noexcept : output_view(token_view<T>(rows, shape...)) {}
 
     /// The channels of one token and head = from, rounded.
     void store(int token, int head, const float* from) const noexcept { store_(from, at(token, head), dim); }
