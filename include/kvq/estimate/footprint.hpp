@@ -92,7 +92,8 @@ footprint_report footprint(const Cache& cache, int tokens, int sequences = 1, co
 }
 
 /// Longest context such that every length up to it fits `budget` bytes, the moment of coding included; -1 if not even an
-/// empty cache does. O(page_tokens * log(result)) footprints.
+/// empty cache does. As `transient` is an upper bound, decoding token by token may come some pages further.
+/// O(page_tokens * log(result)) footprints.
 template <class Cache>
 int longest_context(const Cache& cache, std::size_t budget, int sequences = 1,
                     const attention_use& use = {}) {
