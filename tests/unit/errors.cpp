@@ -68,7 +68,7 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([&] { make(good, {.layers = {{.key = 2}, {}}}); }, {"key format 2", "2 listed"});
     check_message([&] { make(good, {.layers = {{}, {.value = -1}}}); }, {"value format -1", "2 listed"});
     check_message([&] { kvq::cache<ragged_blocks, ragged_blocks, kvq::scalar> c(good); },
-                  {"ragged", "24 bytes"});
+                  {"key format 0", "24 bytes"});
 }
 
 TEST_CASE("append refuses what does not fit, and changes nothing") {

@@ -54,12 +54,11 @@ public:
                            " is not among the ", value_table::size - 1, " listed ones");
         }
         const auto check_scheme = [&](tensor role) {
-            return [&shape, &options, role](const auto& scheme, int) {
+            return [&shape, &options, role](const auto& scheme, int index) {
                 if constexpr (requires { scheme.check(shape); }) scheme.check(shape);
-                const std::size_t bytes =
-                    scheme.block_bytes(block_shape{role, options.page_tokens, shape.dim(role)});
-                detail::expect(bytes % 16 == 0, "blocks of ", scheme.name(), " have ", bytes,
-                               " bytes, which is no multiple of 16");
+                const std::size_t bytes = scheme.block_bytes({role, options.page_tokens, shape.dim(role)});
+                detail::expect(bytes % 16 == 0, "blocks of ", role == tensor::key ? "key" : "value",
+                               " format ", index - 1, " have ", bytes, " bytes, which is no multiple of 16");
             };
         };
         keys_.for_each(check_scheme(tensor::key));
