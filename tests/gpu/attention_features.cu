@@ -421,6 +421,18 @@ void check_errors() {
     refused(c, 8, 128, 16, "workspace of");
     c.key_pages += 4;
     refused(c, 8, 128, 0, "16 bytes");
+    c.key_pages -= 4;
+
+    // What others have left behind is neither taken for an error of the launch nor taken away.
+    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(4);
+    test::device_buffer<std::byte> workspace(bytes);
+    workspace.clear();
+    CHECK(cudaSetDevice(-1) != cudaSuccess, "there is no such device");
+    const auto s =
+        cuda::attend<coded, float16>(c, {x, 1, 8, 128}, {x, 1, 8, 128}, {}, workspace.get(), bytes, nullptr);
+    CHECK(s, "an older error is reported as '%s'", s.message);
+    CHECK(cudaGetLastError() == cudaErrorInvalidDevice, "an older error is gone");
+    CUDA_OK(cudaDeviceSynchronize());
     std::printf("  errors\n");
 }
 

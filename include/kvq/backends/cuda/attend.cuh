@@ -41,14 +41,13 @@ struct warp_launch {
     }
     static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
-        status s;
-        const int blocks = grid(s.code);
-        if (s.code != cudaSuccess || blocks == 0) {
-            if (s.code == cudaSuccess) s.code = cudaErrorInvalidConfiguration;
-            std::snprintf(s.message, sizeof s.message,
-                          "kvq: attention needs %d bytes of shared memory per block: %s", memory::bytes,
-                          cudaGetErrorString(s.code));
-            return s;
+        cudaError_t code = cudaSuccess;
+        const int blocks = grid(code);
+        if (blocks == 0) {
+            char what[64];
+            std::snprintf(what, sizeof what, "attention needs %d bytes of shared memory per block",
+                          memory::bytes);
+            return runtime_error(code != cudaSuccess ? code : cudaErrorInvalidConfiguration, what);
         }
         if (bytes < workspace(blocks) || space == nullptr)
             return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
@@ -56,9 +55,8 @@ struct warp_launch {
         a.work.lines = a.cache.kv_heads * a.work.row_blocks;
         a.cut = item_shares(a.work.sequences * a.work.lines, blocks);
         a.partials = reinterpret_cast<std::uint32_t*>(space);
-        launch_overlapped(attend_warps_kernel<Format, T, Rows4>, dim3(static_cast<unsigned>(blocks)),
-                          memory::threads, memory::bytes, stream, a);
-        return launched("attention");
+        return launch("launching attention", overlap::yes, attend_warps_kernel<Format, T, Rows4>,
+                      dim3(static_cast<unsigned>(blocks)), memory::threads, memory::bytes, stream, a);
     }
 };
 
@@ -128,14 +126,17 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
 
 }  // namespace detail
 
-/// Bytes of workspace that attend() needs for any batch with this many query heads per kv head times query tokens.
+/// Bytes of workspace that attend() needs on the current device for any batch with this many query heads per kv head and query
+/// tokens. 0 where no workspace is needed, and where the kernel cannot run: attend() says why.
 template <class Format, class T>
 std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
     std::size_t bytes = 0;
     if constexpr (detail::warps_can<Format>)
         bytes = detail::with_rows<Format, T>(group * query_tokens, [](auto launch) {
             cudaError_t code = cudaSuccess;
-            return decltype(launch)::workspace(decltype(launch)::grid(code));
+            const int blocks = decltype(launch)::grid(code);
+            if (code != cudaSuccess) (void)cudaGetLastError();
+            return decltype(launch)::workspace(blocks);
         });
     if constexpr (detail::even_keys<Format>::known)
         bytes = kvq::detail::larger(

@@ -87,8 +87,8 @@ template <class Format, class T>
 status run_any(const attention_args<Format, T>& a, cudaStream_t stream) noexcept {
     const long long blocks = static_cast<long long>(a.work.sequences) * a.cache.kv_heads * a.rows;
     if (blocks > 2147483647LL) return bad_value("%lld query rows are too many for one launch", blocks);
-    attend_any_kernel<Format, T><<<static_cast<unsigned>(blocks), any_threads, 0, stream>>>(a);
-    return launched("attention (any shape)");
+    return launch("launching attention (any shape)", overlap::no, attend_any_kernel<Format, T>,
+                  dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a);
 }
 
 }  // namespace kvq::inline v0_1::cuda::detail

@@ -173,17 +173,18 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
 
 /// Lets a kernel take the shared memory that coding to `To` needs.
 template <class To, class Kernel>
-status allow_shared_memory(Kernel* kernel) noexcept {
+status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
     constexpr int bytes = page_coder<To>::shared_bytes;
-    status s;
     if constexpr (bytes > 48 * 1024) {
-        s.code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        if (!s)
-            std::snprintf(s.message, sizeof s.message,
-                          "kvq: coding pages needs %d bytes of shared memory per block: %s", bytes,
-                          cudaGetErrorString(s.code));
+        const cudaError_t code =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (code != cudaSuccess) {
+            char what[64];
+            std::snprintf(what, sizeof what, "coding pages needs %d bytes of shared memory per block", bytes);
+            return runtime_error(code, what);
+        }
     }
-    return s;
+    return {};
 }
 
 template <class Format, class T>
@@ -234,9 +235,9 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
     if (status s = detail::allow_shared_memory<To>(detail::requantize_kernel<From, To>); !s) return s;
     using coder = detail::page_coder<To>;
     const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(source.kv_heads), 2);
-    detail::requantize_kernel<From, To>
-        <<<grid, coder::threads, coder::shared_bytes, stream>>>(source, target, from, to, not_finite);
-    return detail::launched("requantization");
+    return detail::launch("launching requantization", detail::overlap::no,
+                          detail::requantize_kernel<From, To>, grid, coder::threads, coder::shared_bytes,
+                          stream, source, target, from, to, not_finite);
 }
 
 /// After a decode step: codes the window page of every sequence whose length says that exactly now a page lies whole
@@ -263,13 +264,15 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>
     using coder = detail::page_coder<Coded>;
     const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 128 / window.kv_heads));
     const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(window.kv_heads), 2);
-    detail::commit_kernel<Window, Coded>
-        <<<grid, coder::threads, coder::shared_bytes, stream>>>(window, coded, recent, fresh, not_finite);
-    if (status s = detail::launched("commit"); !s) return s;
-    detail::commit_tables_kernel<Window, Coded>
-        <<<static_cast<unsigned>((window.sequences + 127) / 128), 128, 0, stream>>>(
-            window, coded, recent, fresh, window_table, coded_table);
-    return detail::launched("commit");
+    if (status s = detail::launch("launching commit", detail::overlap::no,
+                                  detail::commit_kernel<Window, Coded>, grid, coder::threads,
+                                  coder::shared_bytes, stream, window, coded, recent, fresh, not_finite);
+        !s)
+        return s;
+    return detail::launch("launching commit", detail::overlap::no,
+                          detail::commit_tables_kernel<Window, Coded>,
+                          dim3(static_cast<unsigned>((window.sequences + 127) / 128)), 128, 0, stream, window,
+                          coded, recent, fresh, window_table, coded_table);
 }
 
 /// Writes x^ of token t of sequence b to row starts[b] + t of `keys` and `values` (either may have null data): the layout of
@@ -291,8 +294,8 @@ status decode_tokens(const cache_ref<Format>& cache, const token_view<T>& keys, 
     const int tokens = cache.table_columns * Format::page_tokens;
     const dim3 grid(static_cast<unsigned>(detail::smaller((tokens + 7) / 8, 4096)),
                     static_cast<unsigned>(cache.sequences), static_cast<unsigned>(cache.kv_heads));
-    detail::decode_kernel<Format, T><<<grid, 256, 0, stream>>>(cache, keys, values, starts);
-    return detail::launched("decoding");
+    return detail::launch("launching decoding", detail::overlap::no, detail::decode_kernel<Format, T>, grid,
+                          256, 0, stream, cache, keys, values, starts);
 }
 
 }  // namespace kvq::inline v0_1::cuda

@@ -36,13 +36,12 @@ inline status bad_value(const char* format, Numbers... numbers) noexcept {
     return s;
 }
 
-/// The state of the launch that was just made.
-inline status launched(const char* what) noexcept {
+/// An error of the runtime. The caller has its code, so it is not left for somebody's next cudaGetLastError().
+inline status runtime_error(cudaError_t code, const char* what) noexcept {
+    (void)cudaGetLastError();
     status s;
-    s.code = cudaGetLastError();
-    if (s.code != cudaSuccess)
-        std::snprintf(s.message, sizeof s.message, "kvq: launching %s failed: %s", what,
-                      cudaGetErrorString(s.code));
+    s.code = code;
+    std::snprintf(s.message, sizeof s.message, "kvq: %s: %s", what, cudaGetErrorString(code));
     return s;
 }
 
@@ -54,11 +53,15 @@ inline bool has_early_launch() noexcept {
            major >= 9;
 }
 
-/// Launches a kernel whose blocks may take their places while the stream's previous kernel runs out; the kernel itself waits
+/// May the blocks of a launch take their places while the stream's previous kernel runs out? Then the kernel itself waits
 /// (wait_for_predecessor) before it touches what that one may write.
+enum class overlap { no, yes };
+
+/// Launches a kernel. The status is that of this launch, whatever error others have left behind.
 template <class... Parameters, class... Arguments>
-inline void launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, std::size_t shared,
-                              cudaStream_t stream, const Arguments&... arguments) noexcept {
+inline status launch(const char* what, overlap overlapped, void (*kernel)(Parameters...), dim3 grid,
+                     int threads, std::size_t shared, cudaStream_t stream,
+                     const Arguments&... arguments) noexcept {
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -68,8 +71,9 @@ inline void launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int thre
     config.dynamicSmemBytes = shared;
     config.stream = stream;
     config.attrs = &early;
-    config.numAttrs = has_early_launch() ? 1 : 0;
-    (void)cudaLaunchKernelEx(&config, kernel, arguments...);
+    config.numAttrs = overlapped == overlap::yes && has_early_launch() ? 1 : 0;
+    const cudaError_t code = cudaLaunchKernelEx(&config, kernel, arguments...);
+    return code == cudaSuccess ? status{} : runtime_error(code, what);
 }
 
 }  // namespace detail

@@ -194,13 +194,11 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
     if (!few)
         while (heads % 2 == 0 && cache.kv_heads / heads < 4 && tiles * heads >= 4096) heads /= 2;
     const dim3 grid(static_cast<unsigned>(tiles * parts), static_cast<unsigned>(heads), 2);
-    if (few)  // small launches that overlap took longer than small launches that follow each other
-        detail::store_kernel<Format, T, true>
-            <<<grid, detail::store_threads, 0, stream>>>(cache, k, v, slots, not_finite);
-    else
-        detail::launch_overlapped(detail::store_kernel<Format, T, false>, grid, detail::store_threads, 0,
-                                  stream, cache, k, v, slots, not_finite);
-    return detail::launched("store");
+    // Small launches that overlap took longer than small launches that follow each other.
+    return detail::launch(
+        "launching store", few ? detail::overlap::no : detail::overlap::yes,
+        few ? detail::store_kernel<Format, T, true> : detail::store_kernel<Format, T, false>, grid,
+        detail::store_threads, 0, stream, cache, k, v, slots, not_finite);
 }
 
 }  // namespace kvq::inline v0_1::cuda
