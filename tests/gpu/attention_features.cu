@@ -323,6 +323,43 @@ void check_early() {
     std::printf("  early\n");
 }
 
+/// A window that no sequence fills is none, also where the numbers of tokens are near the ends of int.
+void check_endless_window() {
+    test::rng r(21);
+    constexpr int first_token = 4, query_tokens = 5;
+    const std::vector<int> lengths = {6, 5, 70, 3, 0, 300};
+    const int n = static_cast<int>(lengths.size());
+    std::vector<int> held;
+    for (const int length : lengths) held.push_back(std::max(0, length - first_token));
+    const test::coded_batch<window> batch(r, kv_heads, held);
+    test::device_batch<window> device(batch);
+    const test::device_buffer<int> lengths_device(lengths);
+    device.ref.tokens = lengths_device.get();
+    device.ref.first_token = first_token;
+    std::vector<float16> q(static_cast<std::size_t>(n * query_tokens * q_heads * dim));
+    for (float16& x : q) x = float16(test::normal(r));
+    const test::device_buffer<float16> q_device(q);
+    test::device_buffer<float16> out(q.size());
+    const std::size_t bytes = cuda::attend_workspace_bytes<window, float16>(group, query_tokens);
+    test::device_buffer<std::byte> workspace(bytes);
+    workspace.clear();
+    std::vector<float16> want;
+    for (const int tokens : {0, 1 << 20, 2147483647}) {
+        out.poison();
+        CHECK((cuda::attend<window, float16>(device.ref, {q_device.get(), n * query_tokens, q_heads, dim},
+                                             {out.get(), n * query_tokens, q_heads, dim},
+                                             {.window = tokens, .query_tokens = query_tokens},
+                                             workspace.get(), bytes, nullptr)),
+              "attend");
+        CUDA_OK(cudaDeviceSynchronize());
+        const auto got = out.download();
+        if (tokens == 0) want = got;
+        CHECK(std::memcmp(want.data(), got.data(), got.size() * 2) == 0, "a window of %d tokens hides some",
+              tokens);
+    }
+    std::printf("  endless window\n");
+}
+
 /// Lets its successor begin, waits, and only then writes lengths and block table.
 __global__ void write_late(int* lengths, const int* new_lengths, int n, int* table, const int* new_table,
                            int entries) {
@@ -419,6 +456,32 @@ void check_errors() {
     refused(c, 7, 128, 0, "7 heads");
     refused(c, 8, 64, 0, "head_dim 64");
     refused(c, 8, 128, 16, "workspace of");
+    c.table_columns = 2147483647;
+    refused(c, 8, 128, 0, "2^28");
+    c.table_columns = 4;
+    c.first_token = 2147483647;
+    refused(c, 8, 128, 0, "first_token");
+    c.first_token = 0;
+    const auto refused_options = [&](int sequences, int tokens, const cuda::attention_options& o,
+                                     const void* space, const char* words) {
+        auto other = c;
+        other.sequences = sequences;
+        const auto s = cuda::attend<coded, float16>(other, {x, tokens, 8, dim}, {x, tokens, 8, dim}, o,
+                                                    const_cast<void*>(space), 1 << 16, nullptr);
+        CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words), "expected '%s', got '%s'",
+              words, s.message);
+    };
+    refused_options(65536, 0, {.query_tokens = 65536}, memory.get(), "are 4294967296");
+    refused_options(1, 1 << 30, {.query_tokens = 1 << 30}, memory.get(), "8589934592 query rows");
+    refused_options(1, 1, {.softcap = INFINITY}, memory.get(), "softcap");
+    refused_options(1, 1, {}, memory.get() + 8, "workspace must start on 16 bytes");
+    // Nothing to do is no error, whatever has no memory then.
+    auto none = c;
+    none.sequences = none.table_columns = 0;
+    none.tokens = none.block_table = nullptr;
+    CHECK((cuda::attend<coded, float16>(none, {nullptr, 0, 8, dim}, {nullptr, 0, 8, dim}, {}, nullptr, 0,
+                                        nullptr)),
+          "no sequences");
     c.key_pages += 4;
     refused(c, 8, 128, 0, "16 bytes");
     c.key_pages -= 4;
@@ -443,6 +506,7 @@ int main() {
     check_repeatable();
     check_early();
     check_late_lengths();
+    check_endless_window();
     check_side_by_side();
     check_errors();
     return test::report("attention_features");

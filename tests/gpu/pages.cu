@@ -172,8 +172,10 @@ void check_store(const char* name) {
             return out;
         };
         const test::device_buffer<T> kd(gather(k, Format::head_dim)), vd(gather(v, Format::value_dim));
-        const test::device_buffer<long long> slots(
-            std::vector<long long>(slot_of_row.begin(), slot_of_row.end()));
+        std::vector<long long> wide_slots(slot_of_row.begin(), slot_of_row.end());
+        for (long long& s : wide_slots)
+            if (s < 0) s = -(1LL << 32);  // negative, but 0 in 32 bits
+        const test::device_buffer<long long> slots(wide_slots);
         test::device_buffer<unsigned> bad(1);
         bad.clear();
         const auto view = [&](const T* data, int dim) {

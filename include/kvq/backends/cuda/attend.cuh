@@ -3,8 +3,9 @@
 //   kvq::cuda::attend(cache, q, out, options, workspace, workspace_bytes, stream);
 //
 // q: [sequences * query_tokens][q_heads][head_dim], out: [sequences * query_tokens][q_heads][value_dim], any strides.
-// Workspace: attend_workspace_bytes(), zeroed once before its first use; calls leave it ready for the next one. Launches
-// that may run at the same time need workspaces of their own. Nothing is allocated, nothing waits, graphs can capture it.
+// Workspace: attend_workspace_bytes(), 16-byte aligned, zeroed once before its first use; calls leave it ready for the next
+// one. Launches that may run at the same time need workspaces of their own. Nothing is allocated, nothing waits, graphs can
+// capture it.
 // A kernel is instantiated for every (format, type of q) that a program names: pairs are chosen by the user, here.
 #pragma once
 
@@ -41,6 +42,8 @@ struct warp_launch {
     }
     static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
+        if (reinterpret_cast<std::uintptr_t>(space) % 16 != 0)
+            return bad_value("the workspace must start on 16 bytes");
         cudaError_t code = cudaSuccess;
         const int blocks = grid(code);
         if (blocks == 0) {
@@ -110,17 +113,22 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
         return bad_value("q has %d heads, not a multiple of the %d kv heads", q.heads, cache.kv_heads);
     if (q.dim != Format::head_dim)
         return bad_value("q has head_dim %d but keys have %d", q.dim, Format::head_dim);
-    if (q.tokens != cache.sequences * o.query_tokens)
-        return bad_value("q has %d tokens but %d sequences x %d query tokens are %d", q.tokens,
-                         cache.sequences, o.query_tokens, cache.sequences * o.query_tokens);
+    const long long tokens = static_cast<long long>(cache.sequences) * o.query_tokens;
+    if (q.tokens != tokens)
+        return bad_value("q has %d tokens but %d sequences x %d query tokens are %lld", q.tokens,
+                         cache.sequences, o.query_tokens, tokens);
+    if (tokens * q.heads > 2147483647LL)
+        return bad_value("%lld query rows are too many for one launch", tokens * q.heads);
     if (q.tokens > 0 && q.data == nullptr) return bad_value("q is a null pointer");
-    if (out.data == nullptr && o.state_out == nullptr) return bad_value("neither out nor state_out is given");
+    if (q.tokens > 0 && out.data == nullptr && o.state_out == nullptr)
+        return bad_value("neither out nor state_out is given");
     if (out.data != nullptr &&
         (out.tokens != q.tokens || out.heads != q.heads || out.dim != Format::value_dim))
         return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim,
                          q.tokens, q.heads, Format::value_dim);
     if (o.window < 0) return bad_value("the sliding window is %d tokens", o.window);
-    if (!(o.softcap >= 0.0f)) return bad_value("softcap is %g", static_cast<double>(o.softcap));
+    if (!(o.softcap >= 0.0f && o.softcap < INFINITY))
+        return bad_value("softcap is %g", static_cast<double>(o.softcap));
     return {};
 }
 
@@ -166,7 +174,7 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
               cache.first_token,
               cache.table_columns * Format::page_tokens,
               options.query_tokens,
-              options.window};
+              kvq::detail::smaller(options.window, detail::most_tokens)};
     a.q = q;
     a.out = out;
     a.scale = options.scale != 0.0f ? options.scale : 1.0f / std::sqrt(static_cast<float>(Format::head_dim));

@@ -85,8 +85,7 @@ __global__ void __launch_bounds__(any_threads)
 
 template <class Format, class T>
 status run_any(const attention_args<Format, T>& a, cudaStream_t stream) noexcept {
-    const long long blocks = static_cast<long long>(a.work.sequences) * a.cache.kv_heads * a.rows;
-    if (blocks > 2147483647LL) return bad_value("%lld query rows are too many for one launch", blocks);
+    const int blocks = a.work.sequences * a.cache.kv_heads * a.rows;  // of query rows, see check_attention
     return launch("launching attention (any shape)", overlap::no, attend_any_kernel<Format, T>,
                   dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a);
 }

@@ -212,6 +212,9 @@ inline constexpr int dim_of = Role == tensor::key ? Format::head_dim : Format::v
 template <tensor Role, class Format>
 inline constexpr block_shape shape_of{Role, Format::page_tokens, dim_of<Role, Format>};
 
+/// Of a sequence: sums and differences of a few numbers of tokens fit into an int.
+inline constexpr int most_tokens = 1 << 28;
+
 template <class Format>
 status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
     if (c.kv_heads < 1) return bad_value("the cache has %d kv heads", c.kv_heads);
@@ -228,11 +231,15 @@ status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
                          c.key_page_bytes, c.value_page_bytes, c.kv_heads, Format::key_block_bytes,
                          Format::value_block_bytes);
     if (!tables) return {};
-    if (c.sequences < 0 || c.table_columns < 1)
+    if (c.sequences < 0 || c.table_columns < (c.sequences > 0 ? 1 : 0))
         return bad_value("%d sequences with %d block table columns", c.sequences, c.table_columns);
+    if (c.table_columns > most_tokens / Format::page_tokens)
+        return bad_value("%d block table columns of %d tokens are more than 2^28 tokens", c.table_columns,
+                         Format::page_tokens);
     if (c.sequences > 0 && (c.block_table == nullptr || c.tokens == nullptr))
         return bad_value("block table or sequence lengths are null pointers");
-    if (c.first_token < 0) return bad_value("first_token is %d", c.first_token);
+    if (c.first_token < 0 || c.first_token > most_tokens)
+        return bad_value("first_token is %d", c.first_token);
     return {};
 }
 

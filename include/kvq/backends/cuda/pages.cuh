@@ -103,6 +103,13 @@ __global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>
                      not_finite, page_memory);
 }
 
+/// Where the table names the page in column i of sequence b.
+template <class Format>
+__device__ __forceinline__ std::size_t table_entry(const cache_ref<Format>& cache, int b, int i) {
+    return static_cast<std::size_t>(b) * static_cast<std::size_t>(cache.table_columns) +
+           static_cast<std::size_t>(i);
+}
+
 /// The column of the page of sequence b that is due: page i is coded when first_token + (i + 1) * page_tokens + recent tokens are
 /// there (page/layer_pages.hpp). -1: none, or no page to code it to.
 template <class From, class To>
@@ -112,7 +119,7 @@ __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cac
     if (behind <= 0 || behind % From::page_tokens != 0) return -1;
     const int i = behind / From::page_tokens - 1;
     if (i >= window.table_columns || i >= coded.table_columns || fresh[b] < 0) return -1;
-    return window.block_table[b * window.table_columns + i] < 0 ? -1 : i;
+    return window.block_table[table_entry(window, b, i)] < 0 ? -1 : i;
 }
 
 /// Most steps have nothing to code, some one page, few many. So few blocks are launched: block x takes the x-th sequence that is
@@ -148,7 +155,7 @@ __global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>
         __syncthreads();
         for (int j = 0; j < jobs; ++j) {
             const int sequence = mine[j], i = due_page(window, coded, recent, fresh, sequence);
-            requantize_block(window, coded, window.block_table[sequence * window.table_columns + i],
+            requantize_block(window, coded, window.block_table[table_entry(window, sequence, i)],
                              fresh[sequence], static_cast<int>(blockIdx.y), blockIdx.z != 0, not_finite,
                              page_memory);
             __syncthreads();
@@ -165,8 +172,8 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
     if (b >= window.sequences) return;
     const int i = due_page(window, coded, recent, fresh, b);
     if (i < 0) return;
-    int& from = window_table[b * window.table_columns + i];
-    coded_table[b * coded.table_columns + i] = fresh[b];
+    int& from = window_table[table_entry(window, b, i)];
+    coded_table[table_entry(coded, b, i)] = fresh[b];
     fresh[b] = -2 - from;
     from = -1;
 }
@@ -198,9 +205,7 @@ __global__ void decode_kernel(const __grid_constant__ cache_ref<Format> cache, t
     const int warps = static_cast<int>(blockDim.x) / warp_size;
     for (int t = static_cast<int>(blockIdx.x) * warps + warp; t < length;
          t += static_cast<int>(gridDim.x) * warps) {
-        const int page =
-            cache.block_table[static_cast<std::size_t>(b) * static_cast<std::size_t>(cache.table_columns) +
-                              static_cast<std::size_t>(t / Format::page_tokens)];
+        const int page = cache.block_table[table_entry(cache, b, t / Format::page_tokens)];
         if (page < 0) continue;
         const int in_page = t % Format::page_tokens, at = starts[b] + cache.first_token + t;
         if (keys.data)

@@ -1,6 +1,7 @@
 // New tokens into pages: prefill (many) and decode (one per sequence), through a slot mapping.
 //
-//   slot = page * page_tokens + position; negative: skip          K and V of one call go to the same slots
+//   slot = page * page_tokens + position, below 2^31; negative: skip. K and V of one call go to the same slots, every token
+//   to one of its own
 //
 // For full<T> formats and for schemes with parameters per token. (Parameters per channel need a whole group of tokens: such
 // tokens go to 16-bit window pages first and are coded when a page is full: pages.cuh.)
@@ -55,7 +56,7 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
     const int head = static_cast<int>(blockIdx.y);
     const int begin = static_cast<int>(blockIdx.x) / parts * 32;
     const auto slot_of = [&](int token) {
-        return token >= 0 && token < x.tokens ? static_cast<int>(slots[token]) : -1;
+        return token >= 0 && token < x.tokens ? static_cast<int>(larger(slots[token], -1LL)) : -1;
     };
     auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
     // Numbers are fetched before it is known where they go. Many tokens are mostly whole tiles, few mostly are not.
