@@ -1,5 +1,4 @@
 // Attention over the presets' formats, with coded parameters, factors of tokens and widths that differ between channels.
-#include <kvq/schemes/presets.hpp>
 
 #include <kvq/backends/cuda/pages.cuh>
 

@@ -20,7 +20,8 @@ struct attention_options {
     float* state_out = nullptr;       ///< softmax states to write; may be state_in
     /// Promises that lengths, block tables and all tokens but the newest query_tokens of every sequence were written
     /// before the launches of kvq that directly precede this one in the stream (q, states and the newest tokens may come
-    /// from those). Then this launch fetches its first pages while they run out. Compute capability 9.0 and later.
+    /// from those), not by a kernel that lets its successor start before it has written them. Then this launch fetches its
+    /// first pages while they run out. Compute capability 9.0 and later.
     bool early = false;
 };
 

@@ -20,6 +20,7 @@
 #include "../../schemes/int8.hpp"
 #include "../../schemes/kivi.hpp"
 #include "../../schemes/mixed_width.hpp"
+#include "../../schemes/presets.hpp"
 #include "status.cuh"
 
 namespace kvq::inline v0_1::cuda {
