@@ -263,10 +263,15 @@ __device__ __forceinline__ unsigned store_numbers(const cache_ref<Format>& cache
     return not_finite;
 }
 
-/// The same from memory, out of line: tokens that make no tile are rare where there are many.
+/// The same from memory, out of line: tokens that make no tile are rare where there are many. (With -rdc=true a function out of line
+/// has registers of its own, more than the kernel may have.)
 template <tensor Role, class Format, class T>
-__device__ __noinline__ unsigned store_token(const cache_ref<Format>& cache, const T* from, int slot,
-                                             int head) {
+#ifdef __CUDACC_RDC__
+__device__ __forceinline__ unsigned store_token(
+#else
+__device__ __noinline__ unsigned store_token(
+#endif
+    const cache_ref<Format>& cache, const T* from, int slot, int head) {
     token_numbers<Role, Format, T> row;
     row.fetch(from, static_cast<int>(threadIdx.x) % warp_size);
     return store_numbers<Role, Format, T>(cache, row, slot, head);
