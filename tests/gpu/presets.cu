@@ -1,10 +1,17 @@
 // Attention over the presets' formats, with coded parameters, factors of tokens and widths that differ between channels.
-
 #include <kvq/backends/cuda/pages.cuh>
 
 #include "attention_test.cuh"
 
 using namespace kvq;
+
+// A budget also holds for the kernel that reads keys of mixed widths without a plan.
+using small_mix4 = cuda::preset_format<mix4, 128, 64>;
+template <>
+inline constexpr int kvq::cuda::shared_memory_budget<small_mix4> = 99 * 1024;
+static_assert(cuda::detail::even_keys<small_mix4>::known);
+static_assert(cuda::detail::attention_memory<cuda::detail::even_keys<small_mix4>::format_type, 4>::bytes <=
+              99 * 1024);
 
 namespace {
 

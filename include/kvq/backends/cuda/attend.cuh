@@ -75,6 +75,17 @@ auto with_rows(int rows, F&& f) {
     }
 }
 
+/// The format whose kernel reads Format's pages as well: the same budget of shared memory.
+template <class Format, class Same>
+struct read_as : Same {};
+
+}  // namespace detail
+
+template <class Format, class Same>
+inline constexpr int shared_memory_budget<detail::read_as<Format, Same>> = shared_memory_budget<Format>;
+
+namespace detail {
+
 /// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their blocks are those of a
 /// channel_grid, byte for byte, and its kernel reads them: it knows at compile time what the other one looks up.
 template <class Format>
@@ -87,7 +98,8 @@ requires(AverageEighths >= 8 && AverageEighths % 8 == 0) struct even_keys<format
     mixed_width<Widths, AverageEighths, Group, Encoder, Params>, Values, HeadDim, PageTokens, ValueDim>> {
     using mixed = mixed_width<Widths, AverageEighths, Group, Encoder, Params>;
     using even = channel_grid<AverageEighths / 8, Group, min_max, Params>;
-    using format_type = format<even, Values, HeadDim, PageTokens, ValueDim>;
+    using format_type = read_as<format<mixed, Values, HeadDim, PageTokens, ValueDim>,
+                                format<even, Values, HeadDim, PageTokens, ValueDim>>;
     static constexpr block_shape shape{tensor::key, PageTokens, HeadDim};
     static constexpr bool known = [] {
         constexpr auto quads = mixed::even_quads(HeadDim);
