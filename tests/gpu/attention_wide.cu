@@ -3,12 +3,23 @@
 
 using namespace kvq;
 
+// Pages of 16 tokens are many engines' default.
+static_assert(cuda::detail::warps_can<cuda::format<full<bfloat16>, full<bfloat16>, 128, 16>>);
+static_assert(cuda::detail::warps_can<cuda::format<int8, int8, 128, 16>>);
+static_assert(
+    cuda::detail::warps_can<cuda::format<affine<4, per_token<>>, affine<4, per_token<32>>, 96, 16>>);
+static_assert(cuda::detail::warps_can<cuda::kivi_format<4, 64, 128, 16>>);
+static_assert(cuda::detail::warps_can<cuda::kivi_format<2, 32, 80, 16>>);
+
 int main() {
     using test::check_format;
 #if !defined(PART) || PART == 0
     check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 16>, bfloat16>("bf16, page 16");
     check_format<cuda::format<int8, full<float16>, 64, 32>, float>("int8 keys, fp16 values, dim 64, page 32");
     check_format<cuda::kivi_format<2, 32, 128, 32>, bfloat16>("kivi2 g32, page 32, bf16 query");
+    check_format<cuda::kivi_format<4, 64, 128, 16>, float16>("kivi4, page 16");
+    check_format<cuda::kivi_format<2, 32, 80, 16>, float16>("kivi2, dim 80, page 16");
+    check_format<cuda::format<int8, affine<3, per_token<>>, 128, 16>, float16>("int8 and 3 bit, page 16");
     check_format<cuda::kivi_format<4, 128, 128, 256>, float16>("kivi4 g128, page 256");
 #endif
 #if !defined(PART) || PART == 1

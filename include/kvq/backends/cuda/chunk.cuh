@@ -246,7 +246,7 @@ struct code_chunk {
     /// Can the warp kernels handle this shape? (Everything else goes through attend_any.cuh.)
     static constexpr bool supported = [] {
         const bool shape_fits = dim % 16 == 0 && (page == 16 || page % 32 == 0) && Tokens >= 16 &&
-                                page % Tokens == 0 && Tokens % tile_height == 0;
+                                page % Tokens == 0 && (!key || Tokens % tile_height == 0);
         if (full) return shape_fits && traits::columns_per_unit == 2;
         bool groups_fit = !has_factors || (!key && coded == (factor_width == 1));
         if (!token_parameters && group != page)
