@@ -329,6 +329,13 @@ int main(int argc, char** argv) {
         run<cuda::preset_format<low2, 128>>("low2", s, set);
         run<cuda::preset_format<low2, 128>>("low2-plan", s, set);
     }
+#elif defined(PAGE16)
+    for (const shape& s : shapes) {
+        if (s.kv_heads != 8 || s.q_heads != 32) continue;
+        run<cuda::format<full<float16>, full<float16>, 128, 16>>("fp16", s, set);
+        run<cuda::format<int8, int8, 128, 16>>("int8", s, set);
+        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 16>>("token4-g128", s, set);
+    }
 #else
     for (const shape& s : shapes) {
         run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", s, set);

@@ -323,61 +323,80 @@ void check_requantize(const char* name) {
 }
 
 /// A decode loop: window pages are coded on the device as soon as they lie behind the recent window.
-void check_commit() {
+/// Steps of `step` tokens; the second sequence starts late, and a fresh page comes to it later than a page is due: `second` are
+/// coded.
+void check_commit(int step, int second) {
     using window = cuda::format<full<float16>, full<float16>, 64, 32>;
     using coded = cuda::kivi_format<4, 32, 64, 32>;
     test::rng r(3);
-    constexpr int heads = 2, recent = 20, sequences = 2;
+    constexpr int heads = 2, recent = 20, sequences = 2, columns = 4;
     pool<window> w(heads, 8);
     pool<coded> c(heads, 8);
     test::device_buffer<int> wt(std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7}), ct(std::vector<int>(8, -1)),
-        fresh(std::vector<int>{5, 6});
+        fresh(2);
     test::device_buffer<int> lengths(std::vector<int>{0, 0});
     w.ref.block_table = wt.get();
     c.ref.block_table = ct.get();
     w.ref.tokens = c.ref.tokens = lengths.get();
     w.ref.sequences = c.ref.sequences = sequences;
-    w.ref.table_columns = c.ref.table_columns = 4;
+    w.ref.table_columns = c.ref.table_columns = columns;
     std::vector<float> k[sequences], v[sequences];
-    for (int step = 0; step < 60; ++step) {
+    std::vector<int> fresh_pages{3, -1}, spare[sequences] = {{1, 5}, {2, 6}};  // used from the back
+    int committed[sequences] = {};
+    for (int begin = 0; begin < 118; begin += step) {
         std::vector<float16> kt, vt;
         std::vector<long long> slots;
         std::vector<int> now;
         for (int b = 0; b < sequences; ++b) {
-            const int length = step - 3 * b;  // the second starts later
-            slots.push_back(length < 0 ? -1 : (4 * b + length / 32) * 32 + length % 32);
-            now.push_back(std::max(0, length + 1));
-            for (int i = 0; i < heads * 64; ++i) {
-                kt.push_back(float16(test::normal(r)));
-                vt.push_back(float16(test::normal(r)));
-                if (length >= 0) {
-                    k[b].push_back(static_cast<float>(kt.back()));
-                    v[b].push_back(static_cast<float>(vt.back()));
+            for (int t = begin; t < begin + step; ++t) {
+                const int position = t - 3 * b;
+                const bool there = position >= 0 && position < columns * 32;
+                slots.push_back(there ? (columns * b + position / 32) * 32 + position % 32 : -1);
+                for (int i = 0; i < heads * 64; ++i) {
+                    kt.push_back(float16(test::normal(r)));
+                    vt.push_back(float16(test::normal(r)));
+                    if (there) {
+                        k[b].push_back(static_cast<float>(kt.back()));
+                        v[b].push_back(static_cast<float>(vt.back()));
+                    }
                 }
             }
+            now.push_back(static_cast<int>(k[b].size()) / (heads * 64));
         }
+        if (begin >= 80 && committed[1] == 0) fresh_pages[1] = 0;
         const test::device_buffer<float16> kd(kt), vd(vt);
         const test::device_buffer<long long> sd(slots);
         lengths.upload(now);
-        CHECK((cuda::store<window, float16>(w.ref, token_view<const float16>(kd.get(), sequences, heads, 64),
-                                            token_view<const float16>(vd.get(), sequences, heads, 64),
-                                            sd.get(), nullptr, nullptr)),
+        fresh.upload(fresh_pages);
+        const int rows = sequences * step;
+        CHECK((cuda::store<window, float16>(w.ref, token_view<const float16>(kd.get(), rows, heads, 64),
+                                            token_view<const float16>(vd.get(), rows, heads, 64), sd.get(),
+                                            nullptr, nullptr)),
               "store");
         const auto status =
             cuda::commit_full_pages(w.ref, c.ref, wt.get(), ct.get(), recent, fresh.get(), nullptr, nullptr);
         CHECK(status, "%s", status.message);
         CUDA_OK(cudaDeviceSynchronize());
+        const auto after = fresh.download(), coded_table = ct.download(), window_table = wt.download();
+        for (int b = 0; b < sequences; ++b) {
+            const int done = committed[b], page = columns * b + done;
+            const bool due = now[b] >= (done + 1) * 32 + recent && fresh_pages[b] >= 0;
+            CHECK(after[b] == (due ? -2 - page : fresh_pages[b]), "sequence %d of %d tokens: fresh page %d",
+                  b, now[b], after[b]);
+            if (!due) continue;
+            CHECK(coded_table[page] == fresh_pages[b] && window_table[page] == -1, "tables %d %d",
+                  coded_table[page], window_table[page]);
+            const auto keys = c.keys.download(), values = c.values.download();
+            compare_page(c, keys, values, fresh_pages[b], tokens_of(k[b], 32 * done, 32, heads * 64),
+                         tokens_of(v[b], 32 * done, 32, heads * 64), "commit", "kivi4");
+            ++committed[b];
+            fresh_pages[b] = spare[b].empty() ? -1 : spare[b].back();
+            if (!spare[b].empty()) spare[b].pop_back();
+        }
     }
-    const auto window_table = wt.download(), coded_table = ct.download(), freed = fresh.download();
-    CHECK(coded_table[0] == 5 && coded_table[4] == 6 && coded_table[1] == -1, "coded table %d %d",
-          coded_table[0], coded_table[4]);
-    CHECK(window_table[0] == -1 && window_table[4] == -1 && window_table[1] == 1, "window table");
-    CHECK(freed[0] == -2 && freed[1] == -6, "freed pages %d %d", freed[0], freed[1]);
-    const auto keys = c.keys.download(), values = c.values.download();
-    for (int b = 0; b < sequences; ++b)
-        compare_page(c, keys, values, 5 + b, tokens_of(k[b], 0, 32, heads * 64),
-                     tokens_of(v[b], 0, 32, heads * 64), "commit", "kivi4");
-    std::printf("  commit on the device\n");
+    CHECK(committed[0] == 3 && committed[1] == second, "%d and %d pages were coded", committed[0],
+          committed[1]);
+    std::printf("  commit on the device, %d tokens a step\n", step);
 }
 
 template <class K, class V, int D, int P, int VD = D>
@@ -407,6 +426,8 @@ int main() {
     check_requantize<f<full<float16>, full<float16>, 48, 24, 40>,
                      f<affine<7, per_channel<10>>, affine<6, per_token<16>>, 48, 24, 40>,
                      f<affine<1, per_token<>>, affine<2, per_channel<7>>, 48, 24, 40>>("odd shapes");
-    check_commit();
+    check_commit(1, 2);
+    check_commit(5, 3);
+    check_commit(32, 1);
     return test::report("pages");
 }

@@ -16,13 +16,20 @@ namespace kvq::inline v0_1::cuda {
 
 namespace detail {
 
-/// Query rows that a thread block of the warp kernel takes: 4, 8 or 16.
-inline int rows4_for(int rows) noexcept { return rows <= 4 ? 1 : rows <= 8 ? 2 : 4; }
-
 template <class Format, class T, int Rows4>
 struct warp_launch {
     using memory = attention_memory<Format, Rows4>;
 
+    /// Does the current device have the shared memory?
+    static bool fits() noexcept {
+        if constexpr (memory::bytes <= shared_memory_budget<Format>) return true;
+        int device = 0, most = 0;
+        cudaError_t code = cudaGetDevice(&device);
+        if (code == cudaSuccess)
+            code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        if (code != cudaSuccess) (void)cudaGetLastError();
+        return memory::bytes <= most;
+    }
     /// Thread blocks that the current device holds at a time; 0 if the kernel cannot run there.
     static int grid(cudaError_t& code) noexcept {
         int device = 0, multiprocessors = 0, blocks = 0;
@@ -63,16 +70,13 @@ struct warp_launch {
     }
 };
 
+/// Calls f with the launch for so many query rows of a kv head: of the kernel that takes 4, 8 or 16 of them in a thread block,
+/// fewer where those do not fit into the device's shared memory.
 template <class Format, class T, class F>
 auto with_rows(int rows, F&& f) {
-    switch (rows4_for(rows)) {
-        case 1:
-            return f(warp_launch<Format, T, 1>{});
-        case 2:
-            return f(warp_launch<Format, T, 2>{});
-        default:
-            return f(warp_launch<Format, T, 4>{});
-    }
+    if (rows > 8 && warp_launch<Format, T, 4>::fits()) return f(warp_launch<Format, T, 4>{});
+    if (rows > 4 && warp_launch<Format, T, 2>::fits()) return f(warp_launch<Format, T, 2>{});
+    return f(warp_launch<Format, T, 1>{});
 }
 
 /// The format whose kernel reads Format's pages as well: the same budget of shared memory.

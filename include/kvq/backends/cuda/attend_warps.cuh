@@ -40,16 +40,6 @@ constexpr int chunk_tokens() {
     return tokens;
 }
 
-template <class Format>
-inline constexpr bool warps_can = [] {
-    const auto can = [](auto tokens) {
-        return chunk<tensor::key, Format, tokens()>::supported &&
-               chunk<tensor::value, Format, tokens()>::supported;
-    };
-    return can(std::integral_constant<int, chunk_tokens<Format, 1>()>{}) &&
-           can(std::integral_constant<int, chunk_tokens<Format, 4>()>{});
-}();
-
 /// What a warp needs once per item; it waits in shared memory.
 struct warp_notes {
     walk_state reader, feeder;
@@ -57,6 +47,9 @@ struct warp_notes {
     share_span span;  // of the current item, where it has several parts; the first warp's counts
 };
 static_assert(sizeof(warp_notes) == 128);
+
+/// Of a thread block, in bytes: what compute capability 9.0 and 10.0 have.
+inline constexpr int most_shared_memory = 227 * 1024;
 
 /// Shared memory of a thread block.
 template <class Format, int Rows4>
@@ -112,11 +105,26 @@ struct attention_memory {
     static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
                          bytes = chosen.bytes();
     /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
-    static constexpr int blocks = larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps, 232448 / (bytes + 1024)));
+    static constexpr int blocks =
+        larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps, (most_shared_memory + 1024) / (bytes + 1024)));
     static constexpr int registers = smaller(255, 65536 / (threads * blocks));  // per thread
     /// Of one partial state in the workspace.
     static constexpr int partial_words = rows * (Format::value_dim + 2);
 };
+
+/// Can the warp kernels handle this format, at least with 4 rows a thread block on the devices of most shared memory?
+template <class Format>
+inline constexpr bool warps_can = [] {
+    const auto can = [](auto tokens) {
+        return chunk<tensor::key, Format, tokens()>::supported &&
+               chunk<tensor::value, Format, tokens()>::supported;
+    };
+    if constexpr (can(std::integral_constant<int, chunk_tokens<Format, 1>()>{}) &&
+                  can(std::integral_constant<int, chunk_tokens<Format, 4>()>{}))
+        return attention_memory<Format, 1>::bytes <= most_shared_memory;
+    else
+        return false;
+}();
 
 /// Feeds a warp's ring: key and value units of its chunks in turn, across items. Page numbers are fetched a chunk ahead.
 template <class Memory, class Format, class T>

@@ -199,7 +199,7 @@ struct cache_ref {
     }
 };
 
-/// Shared memory that a thread block may take, in bytes: what compute capability 8.0, 9.0 and 10.0 have.
+/// Shared memory that a thread block may take where it has a choice, in bytes: what compute capability 8.0, 9.0 and 10.0 have.
 /// Programs for 8.6, 8.9 and 12.0 specialize it for their formats: 99 * 1024.
 template <class Format>
 inline constexpr int shared_memory_budget = 163 * 1024;

@@ -110,16 +110,18 @@ __device__ __forceinline__ std::size_t table_entry(const cache_ref<Format>& cach
            static_cast<std::size_t>(i);
 }
 
-/// The column of the page of sequence b that is due: page i is coded when first_token + (i + 1) * page_tokens + recent tokens are
-/// there (page/layer_pages.hpp). -1: none, or no page to code it to.
+/// The column of the oldest page of sequence b that is due: page i is coded when first_token + (i + 1) * page_tokens + recent
+/// tokens are there (page/layer_pages.hpp). -1: none, or no page to code it to. The window's table names the pages that are not
+/// coded yet, and they follow each other.
 template <class From, class To>
 __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cache_ref<To>& coded, int recent,
                                         const int* fresh, int b) {
-    const int behind = window.tokens[b] - window.first_token - recent;
-    if (behind <= 0 || behind % From::page_tokens != 0) return -1;
-    const int i = behind / From::page_tokens - 1;
-    if (i >= window.table_columns || i >= coded.table_columns || fresh[b] < 0) return -1;
-    return window.block_table[table_entry(window, b, i)] < 0 ? -1 : i;
+    const int behind = (window.tokens[b] - window.first_token - recent) / From::page_tokens;
+    int i = smaller(behind, smaller(window.table_columns, coded.table_columns)) - 1;
+    const auto waits = [&](int column) { return window.block_table[table_entry(window, b, column)] >= 0; };
+    if (i < 0 || fresh[b] < 0 || !waits(i)) return -1;
+    while (i > 0 && waits(i - 1)) --i;
+    return i;
 }
 
 /// Most steps have nothing to code, some one page, few many. So few blocks are launched: block x takes the x-th sequence that is
@@ -245,9 +247,10 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
                           stream, source, target, from, to, not_finite);
 }
 
-/// After a decode step: codes the window page of every sequence whose length says that exactly now a page lies whole
-/// behind its `recent` tokens, into page fresh[b] of `coded`, and moves its entry from window_table to coded_table
-/// (the tables that the two refs name, writable). fresh[b] becomes -2 - (number of the window page that is free again).
+/// After tokens were added: codes the oldest window page of every sequence that has one wholly behind its `recent` tokens, into
+/// page fresh[b] of `coded`, and moves its entry from window_table to coded_table (the tables that the two refs name, writable).
+/// fresh[b] becomes -2 - (number of the window page that is free again); while it is negative nothing is coded, and the page
+/// waits. One page a call: enough after every step of up to page_tokens tokens; call again after longer ones.
 template <class Window, class Coded>
 status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>& coded, int* window_table,
                          int* coded_table, int recent, int* fresh, unsigned* not_finite,
