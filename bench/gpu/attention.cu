@@ -248,9 +248,10 @@ void run(const char* name, const shape& s, settings& set) {
         std::printf(
             "{\"op\": \"attention\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
             "\"kv_heads\": %d, "
-            "\"head_dim\": %d, \"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f, \"vs_own_fp16\": %.3f, "
+            "\"head_dim\": %d, \"page_tokens\": %d, \"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f, "
+            "\"vs_own_fp16\": %.3f, "
             "\"vs_torch_cudnn\": %.3f, \"us_early\": %.2f, \"rel_error\": %.2e}\n",
-            name, s.batch, s.tokens, s.q_heads, s.kv_heads, Format::head_dim, us, gbps,
+            name, s.batch, s.tokens, s.q_heads, s.kv_heads, Format::head_dim, Format::page_tokens, us, gbps,
             gbps / set.ceiling.read, own, torch, early_us, error);
     else
         std::printf(
