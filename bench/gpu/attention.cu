@@ -270,6 +270,18 @@ void run(const char* name, const shape& s, settings& set) {
 template <int Bits>
 using plain = cuda::format<affine<Bits, per_channel<64>>, affine<Bits, per_channel<>>, 128, 128>;
 
+template <int PageTokens>
+void small_pages(const std::vector<shape>& shapes, settings& set) {
+    if (!set.json) std::printf("pages of %d tokens\n", PageTokens);
+    for (const shape& s : shapes) {
+        if (s.q_heads != 32 || s.kv_heads != 8) continue;
+        run<cuda::format<full<float16>, full<float16>, 128, PageTokens>>("fp16", s, set);
+        run<cuda::format<int8, int8, 128, PageTokens>>("int8", s, set);
+        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, PageTokens>>("token4-g128", s,
+                                                                                           set);
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -330,13 +342,9 @@ int main(int argc, char** argv) {
         run<cuda::preset_format<low2, 128>>("low2", s, set);
         run<cuda::preset_format<low2, 128>>("low2-plan", s, set);
     }
-#elif defined(PAGE16)
-    for (const shape& s : shapes) {
-        if (s.kv_heads != 8 || s.q_heads != 32) continue;
-        run<cuda::format<full<float16>, full<float16>, 128, 16>>("fp16", s, set);
-        run<cuda::format<int8, int8, 128, 16>>("int8", s, set);
-        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 16>>("token4-g128", s, set);
-    }
+#elif defined(SMALL_PAGES)
+    small_pages<16>(shapes, set);
+    small_pages<32>(shapes, set);
 #else
     for (const shape& s : shapes) {
         run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", s, set);

@@ -38,7 +38,11 @@ std::vector<float> make_numbers(test::rng& r, numbers kind, int tokens, int dim)
     } else if (kind == numbers::huge) {
         for (float& v : x) v *= test::uniform(r, 0, 3) == 0 ? 3e36f : 1e4f;
     } else if (kind == numbers::tiny) {
+#if defined(FLUSHED)  // subnormal numbers are zeros on the device
+        for (float& v : x) v *= test::uniform(r, 0, 3) == 0 ? 1e-34f : 1e-30f;
+#else
         for (float& v : x) v *= test::uniform(r, 0, 3) == 0 ? 1e-44f : 1e-38f;
+#endif
     } else if (kind == numbers::flat) {
         const int way = test::uniform(r, 0, 2);
         for (int t = 0; t < tokens; ++t)
@@ -261,9 +265,9 @@ void check_commit(int sequences, int steps) {
         next.clear();
         fresh.clear();
         for (int b = 0; b < sequences; ++b) {
-            const int i = (lengths[static_cast<std::size_t>(b)] - recent) / page_tokens - 1;
-            const bool due = lengths[static_cast<std::size_t>(b)] >= recent + page_tokens &&
-                             (lengths[static_cast<std::size_t>(b)] - recent) % page_tokens == 0;
+            int i = 0;  // the oldest page that is not coded
+            while (i < columns && expected_window[static_cast<std::size_t>(b * columns + i)] < 0) ++i;
+            const bool due = lengths[static_cast<std::size_t>(b)] >= recent + (i + 1) * page_tokens;
             const bool given = b % 7 != 3;  // some have no page to go to
             fresh.push_back(given ? used++ % pages : -1);
             next.push_back(fresh.back());

@@ -50,6 +50,15 @@ KVQ_HD KVQ_INLINE float rounded_product_wide(float a, float b) noexcept {
 #endif
 }
 
+/// a / b rounded to nearest, also where a compiler of CUDA was told to divide fast (--use_fast_math).
+KVQ_HD KVQ_INLINE constexpr float rounded_quotient(float a, float b) noexcept {
+#if defined(__CUDA_ARCH__)
+    return __fdiv_rn(a, b);
+#else
+    return a / b;
+#endif
+}
+
 /// Nearest integer, ties to even, for 0 <= v < 2^23.
 KVQ_HD KVQ_INLINE constexpr int round_half_even(float v) noexcept {
 #if defined(__CUDA_ARCH__)

@@ -39,9 +39,8 @@ struct asymmetric {
         const P bias = detail::round_down<P>(lo + 0.0f);
         const float range = hi - static_cast<float>(bias);
         if (!(range > 0.0f)) return {P(0.0f), bias};
-        return {
-            detail::round_up_to<P>(detail::larger(range / static_cast<float>(top<Bits>), 1.17549435e-38f)),
-            bias};
+        const float scale = detail::rounded_quotient(range, static_cast<float>(top<Bits>));
+        return {detail::round_up_to<P>(detail::larger(scale, 1.17549435e-38f)), bias};
     }
 
     template <int Bits>

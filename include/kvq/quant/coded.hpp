@@ -43,7 +43,7 @@ struct small_float {
     /// unit: a bfloat16, so that the products are exact.
     KVQ_HD static constexpr unsigned code(float x, float unit, parameter_rounding rounding) noexcept {
         if (!(unit > 0.0f) || !(x > 0.0f)) return 0;
-        const float ratio = x / unit;
+        const float ratio = rounded_quotient(x, unit);
         if (!(ratio > smallest)) return 0;
         if (ratio >= largest) return 255;
         unsigned code = (bit_cast<std::uint32_t>(ratio) - offset) >> (23 - Mantissa);
@@ -58,7 +58,7 @@ struct small_float {
     /// Unit under which `x` is not beyond the largest code.
     KVQ_HD static constexpr bfloat16 unit_for(float x) noexcept {
         if (!(x > 0.0f)) return bfloat16(0.0f);
-        return round_up_to<bfloat16>(larger(x / largest * (1.0f + 0x1p-22f), 0x1p-100f));
+        return round_up_to<bfloat16>(larger(rounded_quotient(x, largest) * (1.0f + 0x1p-22f), 0x1p-100f));
     }
 };
 /// Scales of channels: 32 steps an octave, 8 octaves. (What a range gains by being stored outside is lost in resolution, and a
@@ -80,7 +80,8 @@ struct bias_line {
         bias_line line;
         line.first = round_down<bfloat16>(lo + 0.0f);
         const float range = hi - static_cast<float>(line.first);
-        line.step = range > 0.0f ? round_up_to<bfloat16>(larger(range / 255.0f, 0x1p-120f)) : bfloat16(0.0f);
+        line.step = range > 0.0f ? round_up_to<bfloat16>(larger(rounded_quotient(range, 255.0f), 0x1p-120f))
+                                 : bfloat16(0.0f);
         return line;
     }
     KVQ_HD KVQ_INLINE constexpr float at(unsigned code) const noexcept {
@@ -88,7 +89,7 @@ struct bias_line {
     }
     KVQ_HD constexpr unsigned code(float x, parameter_rounding rounding) const noexcept {
         if (!(static_cast<float>(step) > 0.0f)) return 0;
-        const float position = (x - static_cast<float>(first)) / static_cast<float>(step);
+        const float position = rounded_quotient(x - static_cast<float>(first), static_cast<float>(step));
         if (!(position > 0.0f)) return 0;
         auto c = static_cast<unsigned>(position >= 255.0f ? 255 : round_half_even(position));
         if (rounding == parameter_rounding::outside) {

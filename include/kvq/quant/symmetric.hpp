@@ -27,7 +27,9 @@ struct symmetric {
         const float largest = detail::larger(-lo, hi);
         if (!(largest > 0.0f)) return {P(0.0f), P(0.0f)};
         const float steps = static_cast<float>(top<Bits> - zero_code<Bits>);
-        return {detail::round_up_to<P>(detail::larger(largest / steps, 1.17549435e-38f)), P(0.0f)};
+        return {
+            detail::round_up_to<P>(detail::larger(detail::rounded_quotient(largest, steps), 1.17549435e-38f)),
+            P(0.0f)};
     }
 
     template <int Bits>

@@ -20,8 +20,9 @@ KVQ_HD inline float inverse_size(double squares, int n) noexcept {
 }
 /// A factor such that the largest one is 31/16, and none is smaller than the smallest that can be stored.
 KVQ_HD inline float scaled_factor(float factor, float largest) noexcept {
-    return largest > 0.0f ? larger(factor / largest * factor_float::largest, factor_float::smallest)
-                          : factor_float::largest;
+    return largest > 0.0f
+               ? larger(rounded_quotient(factor, largest) * factor_float::largest, factor_float::smallest)
+               : factor_float::largest;
 }
 inline void scale_factors(float* factors, int tokens) noexcept {
     float largest = 0.0f;

@@ -3,8 +3,8 @@
 //   read     x^ of (token, channel): the code through unpack_code, its parameters through parameter_offset
 //   encode   one line of parameters and its codes, with the same functions as the CPU, so that bytes are the same
 //
-// Contract: decoding equals the CPU's bit for bit; encoding gives the CPU's bytes (core/rounding.hpp; division and
-// products are rounded to nearest whatever compiler flags say).
+// Contract: decoding equals the CPU's bit for bit; encoding gives the CPU's bytes (core/rounding.hpp), also with --use_fast_math,
+// but for numbers below 1.2e-38, which that makes zeros.
 #pragma once
 
 #include "cache_ref.cuh"

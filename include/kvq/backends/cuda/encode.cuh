@@ -86,7 +86,6 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
             reinterpret_cast<std::uint32_t*>(block)[w] = word;
         }
     } else {
-        using P = typename S::parameter;
         constexpr bool scratch = !std::is_same_v<Scratch, std::nullptr_t>;
         const auto layout = S{}.codes(s);
         const bool on_rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
@@ -110,7 +109,7 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
                 not_finite += !kvq::detail::is_finite(x);
                 range.add(x);
             }
-            const auto p = S::levels::template fit<S::code_bits, P>(range.lo, range.hi);
+            const auto p = fit_range<S>(range.lo, range.hi);
             S{}.store_parameters(s, block, g, lines.slot(line), p);
             if constexpr (scratch)
                 parameters[i] = {static_cast<float>(p.bias), inverse_scale(static_cast<float>(p.scale))};

@@ -80,7 +80,7 @@ __device__ __forceinline__ void scale_factors(const factor_scratch& s, int dim, 
     __syncthreads();
     for (int t = thread; t < Slots; t += Threads) {
         const float factor = kvq::detail::scaled_factor(s.factor[t], largest);
-        s.inverse[t] = valid(t) ? 1.0f / factor : 0.0f;
+        s.inverse[t] = valid(t) ? __fdiv_rn(1.0f, factor) : 0.0f;
         s.factor[t] = f(t, factor);
     }
     __syncthreads();
