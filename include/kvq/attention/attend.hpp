@@ -167,7 +167,10 @@ public:
         const int dim = plan.value_dim;
         const unsigned bad = load_queries(head, first, n, s);
         const row_block rows{
-            head, first, n,
+            head,
+            first,
+            n,
+            bad,
             make_products<Backend>(keys, {tensor::key, pages.geometry.page_tokens, plan.dim}, n),
             make_products<Backend>(values, {tensor::value, pages.geometry.page_tokens, plan.value_dim}, n)};
         bool folded[Keys::size] = {};
@@ -175,7 +178,6 @@ public:
         if (plan.split()) {
             const int chunk = task % chunks;
             visit_chunk(rows, chunk, s, folded, max, sum);
-            mark(bad, n, sum);
             for (int i = 0; i < n; ++i) {
                 float* const to = partial(head, first + i, chunk);
                 to[0] = max[i];
@@ -191,7 +193,6 @@ public:
         }
         for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
             visit_chunk(rows, chunk, s, folded, max, sum);
-            mark(bad, n, sum);
             for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
         }
         for (int i = 0; i < n; ++i) finish(running[i], head, first + i);
@@ -214,6 +215,7 @@ private:
     /// The query rows of a task, and what multiplies them with blocks.
     struct row_block {
         int head, first, n;
+        unsigned bad;  // bit i: row i is not finite
         decltype(make_products<Backend>(std::declval<const Keys&>(), {}, 0)) key_products;
         decltype(make_products<Backend>(std::declval<const Values&>(), {}, 0)) value_products;
     };
@@ -234,12 +236,6 @@ private:
     block_shape key_shape(const page& p) const noexcept { return {tensor::key, p.tokens, plan.dim}; }
     block_shape value_shape(const page& p) const noexcept {
         return {tensor::value, p.tokens, plan.value_dim};
-    }
-
-    /// A sum that is not a number makes the whole row so.
-    static void mark(unsigned rows, int n, float* sum) noexcept {
-        for (int i = 0; i < n; ++i)
-            if ((rows >> i & 1u) != 0) sum[i] = std::numeric_limits<float>::quiet_NaN();
     }
 
     /// Returns a bit for every row that is not finite: products of integers would not show it.
@@ -299,6 +295,8 @@ private:
             weigh_page(rows, entry, next, s, max, sum);
         }
         restore_outputs(rows.head, n, s);
+        for (int i = 0; i < n; ++i)  // a sum that is not a number makes the whole row so
+            if ((rows.bad >> i & 1u) != 0) sum[i] = std::numeric_limits<float>::quiet_NaN();
     }
 
     void score_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
