@@ -14,9 +14,10 @@ struct attention_case {
     int window = 0;
     float softcap = 0.0f;
     std::vector<int> lengths;
+    bool holes = false;  // pages that the format does not hold
 };
 
-/// Softmax state of one query row in double, over tokens [from, to) of one head.
+/// Softmax state of one query row in double, over those tokens of [from, to) of one head whose pages are held.
 struct reference_state {
     double max = -INFINITY, sum = 0.0;
     std::vector<double> output;
@@ -29,7 +30,12 @@ reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence
     reference_state r;
     r.output.assign(value_dim, 0.0);
     std::vector<double> scores;
+    const auto held = [&](int t) {
+        return b.table[sequence * static_cast<std::size_t>(b.columns) +
+                       static_cast<std::size_t>(t / Format::page_tokens)] >= 0;
+    };
     for (int t = from; t < to; ++t) {
+        if (!held(t)) continue;
         double s = 0.0;
         for (int c = 0; c < dim; ++c)
             s += static_cast<double>(q[c]) *
@@ -39,8 +45,10 @@ reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence
         scores.push_back(s);
         r.max = std::max(r.max, s);
     }
+    std::size_t next = 0;
     for (int t = from; t < to; ++t) {
-        const double p = std::exp(scores[static_cast<std::size_t>(t - from)] - r.max);
+        if (!held(t)) continue;
+        const double p = std::exp(scores[next++] - r.max);
         r.sum += p;
         for (int c = 0; c < value_dim; ++c)
             r.output[static_cast<std::size_t>(c)] +=
@@ -61,7 +69,10 @@ T as(float x) {
 template <class Format, class T>
 void check_attention(rng& r, const attention_case& c, const char* name, double* worst = nullptr,
                      double* worst_state = nullptr) {
-    const coded_batch<Format> batch(r, c.kv_heads, c.lengths);
+    coded_batch<Format> batch(r, c.kv_heads, c.lengths);
+    if (c.holes)
+        for (int& entry : batch.table)
+            if (uniform(r, 0, 2) == 0) entry = -1;
     const device_batch<Format> device(batch);
     const int sequences = static_cast<int>(c.lengths.size()), q_heads = c.kv_heads * c.group;
     const int tokens = sequences * c.query_tokens;
@@ -167,6 +178,16 @@ void check_format(const char* name) {
         r, {.kv_heads = 2, .group = 2, .window = 100, .softcap = 5.0f, .lengths = {40, 900, page}}, name,
         &worst, &state);
     check_attention<Format, T>(r, {.kv_heads = 1, .group = 4, .lengths = {6000}}, name, &worst, &state);
+    check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = ragged, .holes = true}, name, &worst,
+                               &state);
+    check_attention<Format, T>(r,
+                               {.kv_heads = 1,
+                                .group = 3,
+                                .query_tokens = 2,
+                                .window = 150,
+                                .lengths = {1000, 2 * page + 1, 1500},
+                                .holes = true},
+                               name, &worst, &state);
     // Equal lengths, so that shares are cut on items: fewer items than thread blocks, and more.
     check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = {1900, 1900, 1900}}, name, &worst,
                                &state);

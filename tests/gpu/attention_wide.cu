@@ -10,6 +10,9 @@ static_assert(
     cuda::detail::warps_can<cuda::format<affine<4, per_token<>>, affine<4, per_token<32>>, 96, 16>>);
 static_assert(cuda::detail::warps_can<cuda::kivi_format<4, 64, 128, 16>>);
 static_assert(cuda::detail::warps_can<cuda::kivi_format<2, 32, 80, 16>>);
+static_assert(cuda::detail::joins_pages<cuda::format<full<float16>, int8, 128, 16>>);
+static_assert(!cuda::detail::joins_pages<cuda::format<int8, affine<3, per_token<>>, 128, 16>>);
+static_assert(!cuda::detail::joins_pages<cuda::kivi_format<2, 32, 80, 16>>);
 
 // 16 rows of a block need more shared memory than any device has: 8 rows are taken.
 using wide_half = cuda::format<full<float16>, full<float16>, 512, 16>;
@@ -24,6 +27,11 @@ int main() {
     check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 16>, bfloat16>("bf16, page 16");
     check_format<cuda::format<int8, full<float16>, 64, 32>, float>("int8 keys, fp16 values, dim 64, page 32");
     check_format<cuda::kivi_format<2, 32, 128, 32>, bfloat16>("kivi2 g32, page 32, bf16 query");
+    check_format<cuda::format<int8, int8, 128, 16>, float16>("int8, page 16");
+    check_format<cuda::format<affine<4, per_token<>>, affine<4, per_token<32>>, 96, 16>, float16>(
+        "4 bit token, dim 96, page 16");
+    check_format<cuda::format<affine<3, per_token<>>, affine<6, per_token<40>, params<float>>, 64, 16, 80>,
+                 float16>("3 bit keys, 6 bit values of dim 80, page 16");
     check_format<cuda::kivi_format<4, 64, 128, 16>, float16>("kivi4, page 16");
     check_format<cuda::kivi_format<2, 32, 80, 16>, float16>("kivi2, dim 80, page 16");
     check_format<cuda::format<int8, affine<3, per_token<>>, 128, 16>, float16>("int8 and 3 bit, page 16");

@@ -20,7 +20,8 @@ namespace kvq::inline v0_1::cuda {
 
 namespace detail {
 
-/// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight. 16 query rows have
+/// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; of two pages where they
+/// are small. 16 query rows have
 /// no registers for the scores of more than 64 tokens, 8 rows only where codes are few.
 template <class Format, int Rows4>
 constexpr int chunk_tokens() {
@@ -32,6 +33,7 @@ constexpr int chunk_tokens() {
     // Keys of mixed widths need shared memory for the query.
     constexpr int most = is_mixed<typename Format::keys> ? 8192 : 9216;
     while (tokens > least && tokens * widest > most) tokens /= 2;
+    if (joins_pages<Format> && 2 * page * widest <= most) return 2 * page;
     if (Rows4 == 2 && tokens > 64 && tokens * widest > 5120) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
     if (!values::full && !values::token_parameters)
@@ -138,9 +140,13 @@ struct unit_feed {
     const int* table;      // row of the item's sequence
     int next_page, next_first, next_head;
     int page, first, head = -1;  // of the current chunk
-    int left = 0;                // chunks of its step that follow it
-    unsigned present = 0;        // bit per slot: does it hold a chunk?
-    unsigned skews = 0;          // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
+    // Of chunks of two pages: the second one, which columns of the table may be read, and 2 bits per slot: which pages are there?
+    int next_second = -1, second = -1;
+    int first_column = 0, last_column = 0;
+    unsigned halves = 0;
+    int left = 0;          // chunks of its step that follow it
+    unsigned present = 0;  // bit per slot: does it hold a chunk?
+    unsigned skews = 0;    // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
     [[no_unique_address]] typename keys::head_type key_head{};
 
     /// first_page: what is known to stand at `entry` of the block table.
@@ -159,7 +165,15 @@ struct unit_feed {
     __device__ __forceinline__ void issue(std::uint32_t ring, int slot, int warp, int lane) {
         const std::uint32_t to_slot = ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes);
         const unsigned bit = 1u << slot;
-        if (page >= 0) {
+        if constexpr (keys::joined) {
+            const unsigned there = (page >= 0 ? 1u : 0u) | (second >= 0 ? 2u : 0u);
+            halves = (halves & ~(3u << 2 * slot)) | there << 2 * slot;
+            present = there != 0 ? present | bit : present & ~bit;
+            using unit = std::conditional_t<Role == tensor::key, keys, values>;
+            if (there != 0)
+                unit::copy(to_slot, page < 0 ? nullptr : a.cache.template block<Role>(page, head),
+                           second < 0 ? nullptr : a.cache.template block<Role>(second, head), lane);
+        } else if (page >= 0) {
             present |= bit;
             const std::byte* const block = a.cache.template block<Role>(page, head);
             std::uint32_t to_chunk = to_slot;
@@ -190,6 +204,11 @@ private:
         table = a.cache.block_table + static_cast<std::size_t>(walk.item.sequence) *
                                           static_cast<std::size_t>(a.cache.table_columns);
         next_head = walk.item.kv_head;
+        if constexpr (keys::joined) {
+            const int length = a.work.tokens[walk.item.sequence];
+            first_column = a.work.begin(length) / Format::page_tokens;
+            last_column = ceil_div(larger(a.work.end(walk.item.sequence), 0), Format::page_tokens) - 1;
+        }
     }
     __device__ __forceinline__ void advance(int warp) {
         if (Memory::chunks_of_step > 1 && left > 0) {
@@ -199,6 +218,7 @@ private:
         }
         left = Memory::chunks_of_step - 1;
         page = next_page;
+        second = next_second;
         first = next_first;
         if (keys::mixed && head != next_head) key_head = keys::head_of(a.cache.key_plan(next_head));
         head = next_head;
@@ -223,7 +243,13 @@ private:
         next_page = -1;
         const int token = (item_first + index) * Memory::step_tokens;
         const int column = token / Format::page_tokens;
-        if (index < real && column < a.cache.table_columns) {
+        if constexpr (keys::joined) {
+            next_second = -1;
+            if (index >= real) return;
+            if (column >= first_column)
+                next_page = entry != nullptr && table + column == entry ? first_page : __ldg(table + column);
+            if (column < last_column) next_second = __ldg(table + column + 1);
+        } else if (index < real && column < a.cache.table_columns) {
             next_page = entry != nullptr && table + column == entry ? first_page : __ldg(table + column);
             next_first = token % Format::page_tokens;
         }
@@ -459,7 +485,14 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             std::uint32_t at = wait_unit();
             const bool present = ((feed.present >> slot) & 1u) != 0;  // held in this format
             const int first = (item.first + index) * memory::step_tokens + in_step * memory::tokens,
-                      in_page = first % Format::page_tokens;
+                      in_page = first % keys::page;
+            // Tokens of the chunk whose pages are there.
+            int held_begin = 0, held_end = memory::tokens;
+            if constexpr (keys::joined) {
+                const unsigned there = feed.halves >> 2 * slot & 3u;
+                if (there == 1) held_end = Format::page_tokens;
+                if (there == 2) held_begin = Format::page_tokens;
+            }
             float scores[keys::tiles][Rows4][4];
             chunk_factors<values, Rows4> factors;
             bool masked = false;
@@ -473,13 +506,14 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                         s = capped(s, a.softcap);
                     }
                 }
-                masked = first + memory::tokens > common_end || first < common_begin;
+                masked = first + memory::tokens > common_end || first < common_begin ||
+                         held_end - held_begin < memory::tokens;
                 if (masked) {
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = first_row + lane_row<Rows4>(n, id.t);
-                        const int begin = a.row_begin(length, row),
-                                  end = row < a.rows ? a.row_end(length, row) : 0;
+                        const int begin = larger(a.row_begin(length, row), first + held_begin),
+                                  end = row < a.rows ? smaller(a.row_end(length, row), first + held_end) : 0;
 #pragma unroll
                         for (int tile = 0; tile < keys::tiles; ++tile)
 #pragma unroll
@@ -495,10 +529,12 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             at = wait_unit();
             if (present) {
                 if (masked) {  // what tokens outside hold may be anything, even NaN
+                    const int from = larger(any_begin - first, held_begin),
+                              to = smaller(any_end - first, held_end);
                     if constexpr (values::full)
-                        values::clear_columns(at, id, any_begin - first, any_end - first);
+                        values::clear_columns(at, id, from, to);
                     else if constexpr (values::clears_parameters)
-                        values::clear_parameters(at, id, any_begin - first, any_end - first);
+                        values::clear_parameters(at, id, from, to);
                     __syncwarp();
                 }
                 store_weights<keys, values, Rows4>(scores, state, factors, at, weights, id);

@@ -140,13 +140,15 @@ __device__ __forceinline__ group_line<typename Chunk::parameter> line_of(std::ui
         return {};
 }
 
-template <tensor Role, class Format, int Tokens>
+/// MaySkew: may it begin behind its slot, as the blocks of Format do behind lines?
+template <tensor Role, class Format, int Tokens, bool MaySkew = true>
 struct code_chunk {
     using scheme = scheme_of<Role, Format>;
     using traits = word_traits<scheme>;
     using parameter = typename traits::parameter;
     static constexpr bool key = Role == tensor::key;
-    static constexpr bool mixed = false;  // as in mixed_keys.cuh
+    static constexpr bool mixed = false;   // as in mixed_keys.cuh
+    static constexpr bool joined = false;  // as in joined_chunk.cuh
     static constexpr bool full = traits::full;
     static constexpr int dim = dim_of<Role, Format>;
     static constexpr int page = Format::page_tokens, tokens = Tokens;
@@ -239,7 +241,7 @@ struct code_chunk {
     static constexpr int bytes = round_up(factor_at + Tokens * factor_width, 16);
     /// Blocks that do not start on lines of 128 bytes, see above; not where quarters differ, which is rare.
     static constexpr bool skewed =
-        aligned && tile_height == 32 && last_height == 32 &&
+        MaySkew && aligned && tile_height == 32 && last_height == 32 &&
         (key ? Format::key_block_bytes : Format::value_block_bytes) % std::size_t{128} != 0;
     static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 

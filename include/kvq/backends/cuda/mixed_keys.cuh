@@ -12,6 +12,7 @@
 #pragma once
 
 #include "block_access.cuh"
+#include "joined_chunk.cuh"
 #include "key_product.cuh"
 
 namespace kvq::inline v0_1::cuda::detail {
@@ -21,7 +22,7 @@ struct mixed_chunk {
     using scheme = typename Format::keys;
     using width_list = typename scheme::width_list;
     using head_type = typename scheme::width_quads;
-    static constexpr bool key = true, full = false, mixed = true, token_parameters = false;
+    static constexpr bool key = true, full = false, mixed = true, joined = false, token_parameters = false;
     static constexpr int count = width_list::count;
     static constexpr int dim = Format::head_dim;
     static constexpr int page = Format::page_tokens, tokens = Tokens;
@@ -147,9 +148,12 @@ struct mixed_chunk {
     }
 };
 
+/// More tokens than a page has: of two pages.
 template <tensor Role, class Format, int Tokens>
-using chunk = std::conditional_t<Role == tensor::key && is_mixed<typename Format::keys>,
-                                 mixed_chunk<Format, Tokens>, code_chunk<Role, Format, Tokens>>;
+using chunk =
+    std::conditional_t<Role == tensor::key && is_mixed<typename Format::keys>, mixed_chunk<Format, Tokens>,
+                       std::conditional_t<(Tokens > Format::page_tokens), joined_chunk<Role, Format>,
+                                          code_chunk<Role, Format, Tokens>>>;
 
 /// What a fold leaves in registers; the pieces are in scratch.
 template <class Format, int Tokens>

@@ -40,15 +40,17 @@ struct work_shape {
     };
     /// Where the tokens of sequence b that this format may hold end, counted from first_token.
     __device__ __forceinline__ int end(int b) const { return smaller(tokens[b] - first_token, capacity); }
+    /// The first one that some query sees: the oldest query sits at position length - query_tokens and sees `window` tokens.
+    __device__ __forceinline__ int begin(int length) const {
+        return window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
+    }
     /// Chunks of sequence b that hold a token that some query sees. hint: while the previous launch may still write lengths;
     /// what is read then stays out of the first-level cache.
     template <int Tokens>
     __device__ __forceinline__ span chunks(int b, bool hint = false) const {
         const int length = hint ? __ldcg(tokens + b) : tokens[b],
                   end = smaller(length - first_token, capacity);
-        // The oldest query sits at position length - query_tokens and sees `window` tokens.
-        const int begin = window > 0 ? larger(0, length - query_tokens - window + 1 - first_token) : 0;
-        const int first = begin / Tokens;
+        const int first = begin(length) / Tokens;
         const int real = ceil_div(larger(end, 0), Tokens) - first;
         return {first, larger(1, real), real};
     }

@@ -1,0 +1,96 @@
+// Chunks of two pages of 16 tokens: in shared memory they look like one of a page of 32 tokens, so that all that follows is the same.
+//
+//   keys    a line of 32 tokens is a line of the first page beside one of the second
+//   values  a plane's words of the first page, then those of the second
+//   tokens' parameters: 16 of the first page, then 16 of the second
+//
+// (Alone, chunks of 16 tokens leave half of the lanes idle where scores become weights, and twice as many chunks each have a fixed
+// cost.) For numbers whose parameters belong to tokens, and 16-bit ones: channels would have other parameters in every page.
+// Contract: as chunk.cuh; of a page that is not there nothing is read, and what stands for it may be anything.
+#pragma once
+
+#include "chunk.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+/// The format whose pages hold the tokens of two pages.
+template <class Format>
+using two_pages = format<typename Format::keys, typename Format::values, Format::head_dim,
+                         2 * Format::page_tokens, Format::value_dim>;
+
+template <tensor Role, class Format>
+inline constexpr bool joins_role = [] {
+    using traits = word_traits<scheme_of<Role, Format>>;
+    bool whole_words = true;  // none holds tokens of both pages
+    if constexpr (Role == tensor::value && traits::token_parameters)
+        for (int p = 0; p < traits::plane_count; ++p)
+            whole_words = whole_words &&
+                          Format::page_tokens % (traits::columns_per_unit * traits::units_per_word(p)) == 0;
+    return traits::token_parameters && whole_words;
+}();
+template <class Format>
+inline constexpr bool joins_pages =
+    Format::page_tokens == 16 && joins_role<tensor::key, Format>&& joins_role<tensor::value, Format>;
+
+template <tensor Role, class Format>
+struct joined_chunk : code_chunk<Role, two_pages<Format>, 2 * Format::page_tokens, false> {
+    using base = code_chunk<Role, two_pages<Format>, 2 * Format::page_tokens, false>;
+    using traits = typename base::traits;
+    static constexpr bool joined = true;
+    static constexpr block_shape page_shape = shape_of<Role, Format>;
+
+    /// Starts copying the blocks of the two pages, either of which may be null. All lanes of a warp together.
+    __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* first,
+                                                const std::byte* second, int lane) {
+        static_for<base::tiles>([&](auto tile) {
+            constexpr int T = decltype(tile)::value;
+            constexpr int height = T + 1 == base::tiles ? base::last_height : base::tile_height;
+            static_for<traits::plane_count>([&](auto plane) {
+                constexpr int p = decltype(plane)::value;
+                constexpr int n = base::plane_lines(p), of_quarter = base::lane_lines(p);
+                const std::uint32_t begin = to + T * base::tile_height * base::lines * 4 +
+                                            traits::first_line(p, base::units) * height * 4;
+                constexpr int of_line = height / 4, pieces = n * of_line;
+                // Where the plane begins in a page's block.
+                constexpr int page_units = base::key ? base::units : base::units / 2;
+                constexpr int page_height = base::key ? 16 : height;
+                constexpr int source = T * base::tile_height * traits::lines(page_units) * 4 +
+                                       traits::first_line(p, page_units) * page_height * 4;
+                static_for<ceil_div(pieces, warp_size)>([&](auto i) {
+                    const int number = decltype(i)::value * warp_size + lane;
+                    const int line = number / of_line, piece = number % of_line;
+                    const bool behind = base::key ? piece >= of_line / 2 : line >= n / 2;
+                    const std::byte* const block = behind ? second : first;
+                    const int from = base::key ? line * 64 + piece % (of_line / 2) * 16
+                                               : (line - (behind ? n / 2 : 0)) * page_height * 4 + piece * 16;
+                    const int turned = height == 32 ? (line / of_quarter & base::last_quarter) << 5 : 0;
+                    if (block != nullptr && (pieces % warp_size == 0 || number < pieces))
+                        copy_async(begin + static_cast<std::uint32_t>((number * 16) ^ turned),
+                                   block + source + from);
+                });
+            });
+        });
+        if constexpr (!base::full) copy_parameters(to, first, second, lane);
+    }
+
+private:
+    __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* first,
+                                                           const std::byte* second, int lane) {
+        constexpr int of_section = base::section / 16, pieces = (traits::has_bias ? 2 : 1) * of_section;
+        constexpr int of_page = base::run_bytes / 2;  // of one run
+        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
+            const int number = decltype(i)::value * warp_size + lane;
+            const bool bias = number >= of_section;
+            const int byte = (number - (bias ? of_section : 0)) * 16;
+            const bool behind = byte / of_page % 2 != 0;
+            const std::byte* const block = behind ? second : first;
+            const std::size_t section =
+                bias ? traits::bias_offset(page_shape) : traits::scale_offset(page_shape);
+            if (block != nullptr && (pieces % warp_size == 0 || number < pieces))
+                copy_async(to + static_cast<std::uint32_t>((bias ? base::bias_at : base::scale_at) + byte),
+                           block + section + byte / base::run_bytes * of_page + byte % of_page);
+        });
+    }
+};
+
+}  // namespace kvq::inline v0_1::cuda::detail
