@@ -137,7 +137,8 @@ private:
         floats scale, bias;
 
         values_of() = default;
-        KVQ_INLINE values_of(float s, float b) : scale(Lanes::splat_float(s)), bias(Lanes::splat_float(b)) {
+        KVQ_INLINE values_of(float s, const float* b)
+            : scale(Lanes::splat_float(s)), bias(Lanes::splat_float(levels::has_bias ? *b : 0.0f)) {
             if constexpr (tabled) scale = value(all_codes(), scale, bias);
         }
         KVQ_INLINE floats operator()(ints code) const {
@@ -234,7 +235,7 @@ private:
                     group = now;
                     load_parameters(group, p.slot, detail::smaller(p.slots, Lanes::width), scale, bias);
                     row_scale = Lanes::load_floats(scale);
-                    row_bias = Lanes::load_floats(bias);
+                    if constexpr (levels::has_bias) row_bias = Lanes::load_floats(bias);
                 }
                 const ints words = quads[quad];
                 const auto emit = [&](int k, ints code) KVQ_INLINE_LAMBDA {
@@ -262,7 +263,7 @@ private:
                 KVQ_UNROLL
                 for (int k = 0; k < step_columns; ++k)
                     if (col + k < cols)
-                        of[k] = values_of(scale[col - 4 * first + k], bias[col - 4 * first + k]);
+                        of[k] = values_of(scale[col - 4 * first + k], bias + (col - 4 * first + k));
                 if (col + step_columns <= cols)
                     each_part_of(group, [&](const part& p) { step_of<false>(p, col, of, f); });
                 else
@@ -358,7 +359,7 @@ private:
                         }
                     };
                     if (rows_have)
-                        some([of = values_of(scale[r], bias[r])](int, ints code)
+                        some([of = values_of(scale[r], bias + r)](int, ints code)
                                  KVQ_INLINE_LAMBDA { return of(code); });
                     else
                         some([&](int c, ints code) KVQ_INLINE_LAMBDA {
