@@ -7,6 +7,11 @@
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
 #pragma once
 
+// An empty softmax state is a maximum of -infinity. Compilers that may assume that there is none make NaN of it.
+#if (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || defined(_M_FP_FAST)
+#error "kvq needs infinities and NaN: compile without -ffast-math and -ffinite-math-only"
+#endif
+
 #if defined(__CUDACC__)
 #define KVQ_HD __host__ __device__
 #else
