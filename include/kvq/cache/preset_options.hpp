@@ -1,9 +1,9 @@
 // What a cache of a preset should be told: window, page size, and which layers deserve more bits.
 //
-//   cache<std4> cache(shape, preset_options());
+//   cache<std4, std4, simd<>> cache(shape, preset_options());
 //
 //   using pair = protected_layers<low2, std5>;                      first and last layers in std5, the others in low2
-//   cache<pair::key_formats, pair::value_formats> cache(shape, protect_layers(shape.layers, 2));
+//   cache<pair::key_formats, pair::value_formats, simd<>> cache(shape, protect_layers(shape.layers, 2));
 #pragma once
 
 #include "../page/formats.hpp"

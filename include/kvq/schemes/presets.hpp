@@ -15,7 +15,8 @@
 // (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of queries and keys (quant/calibration.hpp): a plan
 // of channel widths for mix4, low3 and low2, and error feedback for all of them if the statistics hold products. Without statistics
 // they have even widths and no feedback.
-// Measured errors: docs/schemes.md. Use as a pair: cache<std4>; cache<low2>(shape, options, table(low2::keys(statistics))).
+// Measured errors: docs/schemes.md. Use as a pair: cache<std4, std4, simd<>>;
+// cache<low2, low2, simd<>>(shape, options, table(low2::keys(statistics))).
 #pragma once
 
 #include "affine.hpp"
