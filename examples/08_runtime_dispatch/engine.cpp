@@ -1,5 +1,6 @@
 // Compiled once for each instruction set, with its own flags and -DENGINE_ARCH=avx2, ...
-// Everything of kvq in here is a template of that architecture, so the objects share no code that needs it.
+// Kernels are templates of that architecture, so the objects share none of them. Other inline functions are shared: the weakest
+// object must be linked first (CMakeLists.txt).
 #include "engine.hpp"
 
 #include <kvq/backends/simd.hpp>

@@ -5,7 +5,9 @@
 //
 //   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni | neon64, neon64_dot
 //
-// Two translation units built with different -march may be linked together: their kernels differ by type, hence by symbol.
+// Two translation units built with different -march may be linked together: their kernels differ by type, hence by symbol. Other
+// inline functions do not (page_pool::allocate, encoders of channel grids, the standard library's): the linker keeps the first
+// copy that it meets, so objects of the weakest instruction set come first.
 #pragma once
 
 #if defined(__CUDACC__)
