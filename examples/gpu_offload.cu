@@ -101,7 +101,7 @@ int main() {
         reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) / 64 * 64);
     serial_executor serial;
     kvq::attend<scalar>(key_formats, value_formats, shape, 0, layer, {q.data(), 1, q_heads, dim},
-                        {on_cpu.data(), 1, q_heads, dim}, causal{}, serial, aligned);
+                        {on_cpu.data(), 1, q_heads, dim}, causal{}, serial, 1, aligned);
     double error = 0.0, size = 0.0;
     for (std::size_t i = 0; i < q.size(); ++i) {
         error += std::pow(on_gpu[i] - on_cpu[i], 2.0);

@@ -46,6 +46,16 @@ struct ragged_blocks {
     static void decode(kvq::block_shape, kvq::block_id, const std::byte*, float*) {}
 };
 
+/// A pool of threads that grows.
+struct growing_executor {
+    int asked = 0;
+    int concurrency() { return ++asked; }
+    void parallel_for(int n, const auto& f) {
+        CHECK(n == 1);
+        for (int i = 0; i < n; ++i) f(i);
+    }
+};
+
 }  // namespace
 
 TEST_CASE("a cache of impossible shape or options is not made") {
@@ -144,6 +154,26 @@ TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing")
 
     CHECK(std::vector<float>(4096, -1.0f) == to);
     CHECK(test::contents(cache, sequence, true) == held);
+
+    const auto other = std::move(sequence);
+    check_message([&] { sequence.append(0, s.k.view(), s.v.view()); }, {"layer 0", "0 layers"});
+    check_message([&] { sequence.attend(0, q(1, 4, 8), out(1, 4, 6)); }, {"layer 0", "0 layers"});
+    CHECK(test::contents(cache, other, true) == held);
+}
+
+TEST_CASE(
+    "attention takes as many threads as its workspace was sized for, whatever the executor says later") {
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 8};
+    cache_type cache(shape, {.recent = 3, .page_tokens = 8});
+    test::generator random(1);
+    const test::stream s(random, shape, 20);
+    auto sequence = cache.new_sequence();
+    sequence.append(0, s.k.view(), s.v.view());
+    kvq::workspace space;
+    const std::vector<float> q(32);
+    std::vector<float> out(32);
+    sequence.attend(0, token_view<const float>(q.data(), 1, 4, 8), token_view<float>(out.data(), 1, 4, 8),
+                    kvq::causal{}, growing_executor{}, space);
 }
 
 TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and allowed") {

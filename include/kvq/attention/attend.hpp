@@ -423,17 +423,17 @@ std::size_t attention_workspace_bytes(const Keys& keys, const Values& values, co
 }
 
 /// out = softmax(q K^T) V for the last q.tokens tokens of `pages`. Arguments must be valid (sequence::attend checks them);
-/// `memory` holds attention_workspace_bytes().
+/// `memory` holds attention_workspace_bytes() for so many threads.
 template <class Backend, class Keys, class Values, class Variant, executor Executor>
 void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer,
             const layer_pages& pages, const query_view& q, const output_view& out, const Variant& variant,
-            Executor& ex, std::byte* memory) {
+            Executor& ex, int threads, std::byte* memory) {
     const detail::attention_plan plan(shape, pages.geometry, pages.entries(), q.heads, q.tokens);
     if (plan.tasks() == 0) return;
     const detail::attention<Backend, Keys, Values, Variant> job{
         keys, values, variant, pages, plan, layer, q, out, reinterpret_cast<float*>(memory)};
     std::byte* const scratch_memory = memory + plan.partial_bytes();
-    const int workers = detail::larger(1, detail::smaller(static_cast<int>(ex.concurrency()), plan.tasks()));
+    const int workers = detail::larger(1, detail::smaller(threads, plan.tasks()));
     std::atomic<int> next{0};
     ex.parallel_for(workers, [&](int worker) {
         using scratch = detail::attention_scratch<Backend, Keys, Values>;

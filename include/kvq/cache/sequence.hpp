@@ -98,10 +98,11 @@ public:
         if (q.tokens == 0) return;
         detail::expect(q.data != nullptr, "q has no data for ", q.tokens, " tokens");
         detail::expect(out.data != nullptr, "out has no data for ", out.tokens, " tokens");
-        std::byte* const scratch = space.reserve(cache_->attention_workspace(
-            track.tokens, q.heads, q.tokens, static_cast<int>(executor.concurrency())));
+        const int threads = static_cast<int>(executor.concurrency());
+        std::byte* const scratch =
+            space.reserve(cache_->attention_workspace(track.tokens, q.heads, q.tokens, threads));
         kvq::attend<backend>(cache_->keys(), cache_->values(), shape(), layer, pages(layer), q, out, variant,
-                             executor, scratch);
+                             executor, threads, scratch);
     }
 
     /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are).
@@ -208,8 +209,9 @@ private:
     std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
 
     void check_layer(int layer) const {
-        detail::expect(layer >= 0 && layer < shape().layers, "layer ", layer, " is not among the ",
-                       shape().layers, " layers of the cache");
+        const auto layers = static_cast<int>(tracks_.size());  // none after a move
+        detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
+                       " layers of the cache");
     }
     template <class T>
     void check_input(const token_view<T>& x, const char* name, int dim) const {
