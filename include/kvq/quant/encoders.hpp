@@ -89,7 +89,7 @@ inline double code_on_grid(const float* x, int n, const grid_range& r, int top, 
     interleaved_sum error;
     const auto one = [&](int i, int part) {
         codes[i] = grid.code(x[i]);
-        const double e = grid.error(x[i], codes[i]);
+        const auto e = static_cast<double>(grid.error(x[i], codes[i]));
         error.part[part] += e * e;
     };
     int i = 0;
@@ -170,7 +170,7 @@ struct least_squares {
         for (int turn = 0; turn < turns; ++turn) {
             detail::interleaved_sum codes_sum, values_sum, squares, products;
             const auto add = [&](int i, int part) {
-                const double code = codes[i], value = x[i];
+                const auto code = static_cast<double>(codes[i]), value = static_cast<double>(x[i]);
                 codes_sum.part[part] += code;
                 values_sum.part[part] += value;
                 squares.part[part] += code * code;

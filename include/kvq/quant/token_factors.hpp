@@ -36,7 +36,7 @@ inline void fit_token_factors(const float* values, int tokens, int dim, float* f
     double sums[1024];
     float weights[1024];
     const auto square = [](float x, float by) {
-        const double y = (is_finite(x) ? x : 0.0f) * by;
+        const auto y = static_cast<double>((is_finite(x) ? x : 0.0f) * by);
         return y * y;
     };
     for (int t = 0; t < tokens; ++t) factors[t] = 1.0f;

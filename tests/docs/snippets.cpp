@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT
+// The C++ examples of README.md and docs/, each in the surroundings that it supposes. Compiled; check.py sees to it that none is
+// missing or differs.
+#include <kvq/adapters/contiguous.hpp>
+#include <kvq/adapters/eigen.hpp>
+#include <kvq/adapters/paged.hpp>
+#include <kvq/adapters/prefix_cache.hpp>
+#include <kvq/adapters/ring.hpp>
+#include <kvq/backends/simd.hpp>
+#include <kvq/io/file.hpp>
+#include <kvq/kvq.hpp>
+#include <vector>
+
+namespace {
+
+using tokens_in = kvq::token_view<const float>;
+using tokens_out = kvq::token_view<float>;
+using cache_type = kvq::cache<kvq::affine<8>>;
+using sequence_type = cache_type::sequence_type;
+using numbers = std::vector<std::int32_t>;
+
+namespace readme {
+
+void first(int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n_tokens) {
+    using keys = kvq::affine<4, kvq::per_channel<64>>;
+    using values = kvq::affine<4, kvq::per_token<64>>;
+    kvq::cache<keys, values, kvq::simd<>> cache({.layers = 32, .kv_heads = 8, .head_dim = 128},
+                                                {.sinks = 4, .recent = 128});
+
+    auto sequence = cache.new_sequence();
+    sequence.append(layer, k, v);
+    sequence.attend(layer, q, out);
+    sequence.trim(n_tokens);
+    auto other = sequence.fork();
+}
+
+using my_keys = kvq::scheme<kvq::bits<3>, kvq::asymmetric, kvq::per_channel<32>, kvq::params<kvq::bfloat16>>;
+static_assert(kvq::key_scheme<my_keys>);
+
+void preset(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
+    kvq::calibration statistics(shape, true);
+    statistics.add_keys(layer, k);
+    statistics.add_queries(layer, q);
+    using low2_cache = kvq::cache<kvq::low2, kvq::low2, kvq::simd<>>;
+    low2_cache cache(shape, kvq::preset_options(), low2_cache::key_table(kvq::low2::keys(statistics)));
+}
+
+}  // namespace readme
+
+namespace adapters {
+
+void vllm(sequence_type& sequence, kvq::float16* memory, std::size_t size, int layer, int blocks,
+          int block_size, int heads, int dim, int tokens, int first, numbers block_table,
+          std::vector<std::int64_t> slot_mapping) {
+    const auto keys = kvq::paged_nhd(memory, blocks, block_size, heads, dim);
+    const auto values = kvq::paged_nhd(memory + size / 2, blocks, block_size, heads, dim);
+    kvq::append_from_blocks(sequence, layer, keys, values, std::span(block_table), tokens);
+    kvq::write_slots(sequence, layer, first, std::span(slot_mapping), keys, values);
+}
+
+void nano_vllm(kvq::float16* memory, int layer, int layers, int blocks, int block_size, int heads, int dim) {
+    const std::size_t one_layer = static_cast<std::size_t>(blocks) * block_size * heads * dim;
+    const auto keys = kvq::paged_nhd(memory + layer * one_layer, blocks, block_size, heads, dim);
+    const auto values = kvq::paged_nhd(memory + (layers + layer) * one_layer, blocks, block_size, heads, dim);
+}
+
+void flashinfer(sequence_type& sequence, int layer, kvq::bfloat16* memory, int pages, int page_size,
+                int heads, int dim, numbers indptr, numbers indices, numbers last_page_len, std::size_t r) {
+    auto keys = kvq::paged_hnd(memory, pages, page_size, heads, dim), values = keys;
+    keys.block_stride = values.block_stride = 2 * page_size * heads * dim;
+    values.data += page_size * heads * dim;
+    const auto table = std::span(indices).subspan(indptr[r], indptr[r + 1] - indptr[r]);
+    kvq::append_from_blocks(sequence, layer, keys, values, table,
+                            (static_cast<int>(table.size()) - 1) * page_size + last_page_len[r]);
+}
+
+void llama_cpp(sequence_type& sequence, int layer, const kvq::float16* k, const kvq::float16* v, int cells,
+               int heads, int dim, numbers cells_of_sequence, int tokens) {
+    kvq::append_from_blocks(sequence, layer, kvq::paged_nhd(k, cells, 1, heads, dim),
+                            kvq::paged_nhd(v, cells, 1, heads, dim), std::span(cells_of_sequence), tokens);
+}
+
+void mlx(sequence_type& sequence, int layer, int heads, int dim, kvq::token_view<const kvq::float16> k,
+         kvq::token_view<const kvq::float16> v) {
+    kvq::contiguous_cache<kvq::float16> buffers({.batch = 1, .heads = heads, .head_dim = dim});
+    const auto all = buffers.append(k, v);
+    kvq::append_to(sequence, layer, all);
+    kvq::append_from(buffers, sequence, layer);
+    buffers.trim_to_offset();
+    kvq::contiguous_quantized small(buffers, {.bits = 4, .group = 64});
+}
+
+void eigen(sequence_type& sequence, int layer, int heads, int q_heads, const Eigen::MatrixXf& k,
+           const Eigen::MatrixXf& v, const Eigen::MatrixXf& q, Eigen::MatrixXf& out,
+           Eigen::Matrix<Eigen::half, -1, -1>& half_matrix) {
+    sequence.append(layer, kvq::tokens_of(k, heads), kvq::tokens_of(v, heads));
+    sequence.attend(layer, kvq::tokens_of(q, q_heads), kvq::tokens_of(out, q_heads));
+    kvq::decode_as(sequence, layer, kvq::tensor::key, 0, kvq::tokens_of(half_matrix, heads));
+}
+
+void ring(cache_type& cache, int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n) {
+    kvq::ring<cache_type> ring(cache.new_sequence(), {.window = 4096, .slack = 16});
+    ring.append(layer, k, v);
+    ring.attend(layer, q, out);
+    ring.trim(n);
+}
+
+void prefix(kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::int8>>& cache, numbers prompt,
+            numbers all_tokens) {
+    kvq::prefix_cache store(
+        cache, {.byte_limit = std::size_t{8} << 30, .format = kvq::layer_format{.key = 1, .value = 1}});
+
+    auto [match, reused, sequence] = store.fetch(prompt);
+    store.store(all_tokens, sequence);
+}
+
+}  // namespace adapters
+
+template <class Arch>
+int engine_for() {
+    return Arch::name()[0];
+}
+
+int dispatch() {
+    return kvq::arch::dispatch<kvq::arch::avx512vnni, kvq::arch::avx2, kvq::arch::sse2>(
+        [&]<class Arch>(Arch) { return engine_for<Arch>(); });
+}
+
+void requantize(kvq::cache_shape shape) {
+    using formats_of_sequence =
+        kvq::formats<kvq::full<kvq::float16>, kvq::int8, kvq::affine<4>, kvq::affine<2>>;
+    kvq::cache<formats_of_sequence, formats_of_sequence, kvq::simd<>> owner(shape);
+    auto sequence = owner.new_sequence();
+    using formats = kvq::formats<kvq::full<kvq::float16>, kvq::int8, kvq::affine<4>, kvq::affine<2>>;
+    kvq::cache<formats, formats, kvq::simd<>> cache(shape, {.sinks = 4, .recent = 128});
+
+    kvq::requantize_request to_4_bit{.key = 2, .value = 2};
+    auto plan = cache.plan_requantize(sequence, to_4_bit);
+    cache.requantize(sequence, to_4_bit, {.pages = 64});
+    kvq::step_down_policy policy{.tiers = {{.age = 0, .format = {0, 0}},
+                                           {.age = 1024, .format = {1, 1}},
+                                           {.age = 8192, .format = {2, 2}}},
+                                 .byte_budget = std::size_t{4} << 30};
+    auto report = kvq::step_down(cache, sequence, policy);
+}
+
+void save(cache_type& cache, const sequence_type& sequence) {
+    kvq::save(sequence, "prompt.safetensors", {.model = "my-model-7"});
+    auto again = kvq::restore(cache, "prompt.safetensors", {.model = "my-model-7"});
+}
+
+void presets(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
+    kvq::cache<kvq::std4, kvq::std4, kvq::simd<>> cache(shape, kvq::preset_options());
+
+    kvq::calibration statistics(shape, true);
+    statistics.add_keys(layer, k);
+    statistics.add_queries(layer, q);
+    using cache_type = kvq::cache<kvq::low2, kvq::low2, kvq::simd<>>;
+    cache_type measured(shape, kvq::preset_options(), cache_type::key_table(kvq::low2::keys(statistics)));
+}
+
+}  // namespace
