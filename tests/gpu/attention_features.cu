@@ -362,6 +362,76 @@ void check_endless_window() {
     std::printf("  endless window\n");
 }
 
+/// A query that is not finite makes its own rows NaN and changes no bit of the others.
+template <class Format>
+void check_bad_queries(const char* name) {
+    test::rng r(22);
+    constexpr int query_tokens = 2;
+    const std::vector<int> lengths = {9000, 70, 2, 300, 0};
+    const int n = static_cast<int>(lengths.size()) * query_tokens;
+    const test::coded_batch<Format> batch(r, kv_heads, lengths);
+    const test::device_batch<Format> device(batch);
+    std::vector<float16> q(static_cast<std::size_t>(n * q_heads * Format::head_dim));
+    for (float16& x : q) x = float16(test::normal(r));
+    std::vector<bool> bad(static_cast<std::size_t>(n * q_heads));
+    std::vector<float16> bad_q = q;
+    for (std::size_t row = 0; row < bad.size(); ++row) {
+        bad[row] = test::uniform(r, 0, 3) == 0;
+        if (!bad[row]) continue;
+        const float odd[] = {NAN, INFINITY, -INFINITY};
+        bad_q[row * Format::head_dim + static_cast<std::size_t>(test::uniform(r, 0, Format::head_dim - 1))] =
+            float16(odd[test::uniform(r, 0, 2)]);
+    }
+    test::device_buffer<float16> q_device(q.size());
+    test::device_buffer<float16> out(bad.size() * Format::value_dim);
+    test::device_buffer<float> lse(bad.size());
+    const std::size_t bytes = cuda::attend_workspace_bytes<Format, float16>(group, query_tokens);
+    test::device_buffer<std::byte> workspace(bytes);
+    workspace.clear();
+    const auto run = [&](const std::vector<float16>& queries) {
+        q_device.upload(queries);
+        out.poison();
+        CHECK((cuda::attend<Format, float16>(device.ref, {q_device.get(), n, q_heads, Format::head_dim},
+                                             {out.get(), n, q_heads, Format::value_dim},
+                                             {.query_tokens = query_tokens, .lse = lse.get()},
+                                             workspace.get(), bytes, nullptr)),
+              "attend");
+        CUDA_OK(cudaDeviceSynchronize());
+        return out.download();
+    };
+    const auto want = run(q);
+    for (int repeat = 0; repeat < 2; ++repeat) {
+        const auto got = run(bad_q);
+        const auto got_lse = lse.download();
+        for (std::size_t row = 0; row < bad.size(); ++row) {
+            const auto at = row * Format::value_dim;
+            // Without a token to see there is no softmax.
+            const std::size_t token = row / q_heads;
+            const bool sees =
+                lengths[token / query_tokens] + static_cast<int>(token % query_tokens) >= query_tokens;
+            bool right = true;
+            for (std::size_t c = 0; c < Format::value_dim; ++c)
+                right = right && (bad[row] && sees ? got[at + c] != got[at + c]
+                                                   : got[at + c].bits == want[at + c].bits);
+            CHECK(right, "%s: row %zu, %s", name, row, bad[row] ? "not finite" : "beside rows that are not");
+            if (bad[row] && sees)
+                CHECK(got_lse[row] != got_lse[row], "%s: lse of row %zu is a number", name, row);
+        }
+    }
+    const auto again = run(q);
+    CHECK(std::memcmp(want.data(), again.data(), want.size() * 2) == 0, "%s: queries left something behind",
+          name);
+    std::printf("  queries that are not finite, %s\n", name);
+}
+
+void check_bad_queries() {
+    check_bad_queries<coded>("kivi4");
+    check_bad_queries<window>("fp16");
+    check_bad_queries<cuda::format<int8, int8, 128, 16>>("int8, page 16");
+    check_bad_queries<cuda::preset_format<low2, 128>>("low2");
+    check_bad_queries<cuda::format<full<float>, affine<4, per_token<20>>, 100, 24>>("any shape");
+}
+
 /// Lets its successor begin, waits, and only then writes lengths and block table.
 __global__ void write_late(int* lengths, const int* new_lengths, int n, int* table, const int* new_table,
                            int entries) {
@@ -511,6 +581,7 @@ int main() {
     check_early();
     check_late_lengths();
     check_endless_window();
+    check_bad_queries();
     check_side_by_side();
     check_errors();
     return test::report("attention_features");

@@ -28,8 +28,14 @@ __global__ void __launch_bounds__(any_threads)
     const int kv_head = line % a.cache.kv_heads, sequence = line / a.cache.kv_heads;
     const int token = a.row_token(sequence, row), head = a.row_head(kv_head, row);
 
-    for (int c = thread; c < dim; c += any_threads) query[c] = to_float(a.q.at(token, head)[c]) * a.scale;
-    __syncthreads();
+    bool bad = false;
+    for (int c = thread; c < dim; c += any_threads) {
+        const float x = to_float(a.q.at(token, head)[c]) * a.scale;
+        const bool finite = kvq::detail::is_finite(x);
+        bad = bad || !finite;
+        query[c] = finite ? x : 0.0f;
+    }
+    bad = __syncthreads_or(bad) != 0;
 
     const int length = a.work.tokens[sequence];
     const int begin = larger(0, a.row_begin(length, row)), end = a.row_end(length, row);
@@ -67,6 +73,7 @@ __global__ void __launch_bounds__(any_threads)
     for (int w = 0; w < warps; ++w) top = fmaxf(top, warp_max[w]);
     for (int w = 0; w < warps; ++w)
         if (warp_max[w] > -INFINITY) total += warp_sum[w] * exp2f(warp_max[w] - top);
+    if (bad && top > -INFINITY) total = NAN;
     const float factor = max == -INFINITY ? 0.0f : exp2f(max - top);
     for (int w = 0; w < warps; ++w) {
         if (w == warp)

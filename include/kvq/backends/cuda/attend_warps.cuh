@@ -289,7 +289,8 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a
                    lane);
 }
 
-/// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero.
+/// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero, and so are
+/// numbers that are not finite: store() returns a bit for every row in which this thread has met one.
 template <class Memory, class Format, class T>
 struct query_rows {
     static constexpr int per_load = 8;  // channels of one thread
@@ -324,14 +325,27 @@ struct query_rows {
         }
     }
     /// plan: of keys of mixed widths, which want channels in another order; or null.
-    __device__ __forceinline__ void store(float* query, float scale,
-                                          [[maybe_unused]] const std::uint16_t* plan) const {
+    __device__ __forceinline__ unsigned store(float* query, float scale,
+                                              [[maybe_unused]] const std::uint16_t* plan) const {
+        unsigned bad = 0;
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
             const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
             if (piece >= pieces) continue;
             const int row = piece / (Format::head_dim / per_load),
                       byte = piece % (Format::head_dim / per_load) * per_load * 4;
+            float x[per_load], zero = 0.0f;
+#pragma unroll
+            for (int k = 0; k < per_load; ++k) {
+                x[k] = to_float(values[i][k]) * scale;
+                zero = fmaf(x[k], 0.0f, zero);
+            }
+            if (zero != 0.0f) {
+                bad |= 1u << row;
+#pragma unroll
+                for (int k = 0; k < per_load; ++k)
+                    if (!kvq::detail::is_finite(x[k])) x[k] = 0.0f;
+            }
             if constexpr (Memory::keys::mixed)
                 if (plan != nullptr) {
 #pragma unroll
@@ -339,16 +353,16 @@ struct query_rows {
                         *reinterpret_cast<float*>(
                             reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
                             query_byte<Format::head_dim>(row, 4 * static_cast<int>(plan[byte / 4 + k]))) =
-                            to_float(values[i][k]) * scale;
+                            x[k];
                     continue;
                 }
 #pragma unroll
             for (int k = 0; k < per_load; k += 4)
                 *reinterpret_cast<float4*>(reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
                                            query_byte<Format::head_dim>(row, byte + 4 * k)) = {
-                    to_float(values[i][k]) * scale, to_float(values[i][k + 1]) * scale,
-                    to_float(values[i][k + 2]) * scale, to_float(values[i][k + 3]) * scale};
+                    x[k], x[k + 1], x[k + 2], x[k + 3]};
         }
+        return bad;
     }
 };
 
@@ -375,11 +389,12 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     float* const scalars =
         reinterpret_cast<float*>(block_memory + memory::query_bytes + memory::output_bytes);
     merge_note* const later = reinterpret_cast<merge_note*>(scalars);
-    static_assert(sizeof(merge_note) <= 128);
+    static_assert(sizeof(merge_note) <= 124);
     float* const warp_max = scalars + 32;
     float* const warp_sum = warp_max + memory::warps * rows;
     const block_state merged{warp_sum + memory::warps * rows, warp_sum + memory::warps * rows + rows,
-                             reinterpret_cast<float*>(block_memory + memory::query_bytes)};
+                             reinterpret_cast<float*>(block_memory + memory::query_bytes),
+                             reinterpret_cast<unsigned*>(scalars) + 31};
 
     warp_notes* const notes =
         reinterpret_cast<warp_notes*>(warp_memory + memory::warp_bytes - memory::notes_bytes);
@@ -453,8 +468,12 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         return at;
     };
 
-    query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
-    __syncthreads();
+    const unsigned bad = query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
+    if (threadIdx.x == 0) *merged.bad_rows = 0;
+    if (__syncthreads_or(bad != 0)) {
+        if (bad != 0) atomicOr(merged.bad_rows, bad);
+        __syncthreads();
+    }
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
@@ -555,7 +574,9 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         walk.park(&notes->reader);
         // No barrier but those of the merge: behind its first one no warp needs the query any more.
         merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id, [&] {
-            if (!last) query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
+            if (last) return;
+            const unsigned next_bad = query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
+            if (next_bad != 0) atomicOr(merged.bad_rows, next_bad);
         });
         if (done.from == 0 && done.to == done.count) {
             write_rows<memory, memory::output_parts>(a, done, merged);

@@ -93,7 +93,7 @@ __device__ __forceinline__ void finish_channels(const attention_args<Format, T>&
         max = top;
     }
     if (a.out.data) {
-        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // NaN stays NaN
         T* const to = a.out.at(token, head) + channel;
         struct alignas(N * sizeof(T)) together {
             T x[N];
@@ -106,7 +106,7 @@ __device__ __forceinline__ void finish_channels(const attention_args<Format, T>&
 #pragma unroll
             for (int i = 0; i < N; ++i) to[i] = out.x[i];
     }
-    if (a.lse && channel == 0) a.lse[row] = sum > 0.0f ? (max + log2f(sum)) / log2e : -INFINITY;
+    if (a.lse && channel == 0) a.lse[row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
     // max and sum are read by the threads of other channels: they are written by attention's last step (finish_header).
     if (a.state_out)
 #pragma unroll

@@ -16,17 +16,24 @@ namespace kvq::inline v0_1::cuda::detail {
 
 /// Softmax state of the rows of a block part, in shared memory.
 struct block_state {
-    float* max;     // [rows]
-    float* sum;     // [rows]
-    float* output;  // [rows][output_stride]
+    float* max;          // [rows]
+    float* sum;          // [rows]
+    float* output;       // [rows][output_stride]
+    unsigned* bad_rows;  // bit per row of the item at hand: is a number of the query not finite?
 };
 
-/// Merges the warps' states into `to`. All threads; all_here() is called between two barriers.
+/// Merges the warps' states into `to`; sums of bad rows are NaN where there is a token to see. All threads; all_here() is called between two barriers and may
+/// mark the bad rows of the next item.
 template <class Memory, int Rows4, class Values, class F>
 __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& state, const block_state& to,
                                             float* warp_max, float* warp_sum, int warp, const lane_id& id,
                                             F&& all_here) {
     constexpr int rows = Memory::rows;
+    unsigned bad = 0;  // of the first lane
+    if (warp == 0 && id.lane == 0) {
+        bad = *to.bad_rows;
+        *to.bad_rows = 0;
+    }
     float bias[Rows4][weight_words<Values>::bias_sets + 1];
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
@@ -41,6 +48,7 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
     }
     __syncthreads();
     all_here();
+    if (warp == 0) bad = __shfl_sync(~0u, bad, 0);
     float factor[Rows4];
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
@@ -56,7 +64,7 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
         factor[n] = state.max[n] == -INFINITY ? 0.0f : exp2_fast(state.max[n] - top);
         if (warp == 0 && id.g == 0) {
             to.max[row] = top;
-            to.sum[row] = sum;
+            to.sum[row] = (bad >> row & 1u) != 0 && top > -INFINITY ? NAN : sum;
         }
     }
     constexpr int sets = larger(1, weight_words<Values>::bias_sets);
