@@ -41,9 +41,7 @@ __global__ void __launch_bounds__(any_threads)
     const int begin = larger(0, a.row_begin(length, row)), end = a.row_end(length, row);
     float max = -INFINITY, sum = 0.0f, part[per_lane] = {};
     for (int t = begin + warp; t < end; t += warps) {
-        const int page = a.cache.block_table[static_cast<std::size_t>(sequence) *
-                                                 static_cast<std::size_t>(a.cache.table_columns) +
-                                             static_cast<std::size_t>(t / Format::page_tokens)];
+        const int page = a.cache.block_table[a.cache.table_entry(sequence, t / Format::page_tokens)];
         if (page < 0) continue;
         const int in_page = t % Format::page_tokens;
         float score = 0.0f;

@@ -200,8 +200,7 @@ private:
         to = walk.item.to;
         item_first = walk.item.first;
         real = walk.item.real;
-        table = a.cache.block_table + static_cast<std::size_t>(walk.item.sequence) *
-                                          static_cast<std::size_t>(a.cache.table_columns);
+        table = a.cache.block_table + a.cache.table_entry(walk.item.sequence, 0);
         next_head = walk.item.kv_head;
         if constexpr (keys::joined) {
             const int length = a.work.tokens[walk.item.sequence];
@@ -265,8 +264,7 @@ __device__ __forceinline__ const int* first_entry(const attention_args<Format, T
     if (walk.share_begin >= walk.share_end || index >= item.to || index >= item.real ||
         column >= a.cache.table_columns)
         return nullptr;
-    return a.cache.block_table +
-           static_cast<std::size_t>(item.sequence) * static_cast<std::size_t>(a.cache.table_columns) + column;
+    return a.cache.block_table + a.cache.table_entry(item.sequence, column);
 }
 
 /// Asks for the page of a warp's first chunk in the second-level cache while the previous launch still runs. Whatever that

@@ -170,6 +170,11 @@ struct cache_ref {
     /// Null: the encoder has no matrices.
     const float* key_feedback = nullptr;
 
+    /// Where the block table names the page in a column of a sequence.
+    KVQ_HD std::size_t table_entry(int sequence, int column) const noexcept {
+        return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(table_columns) +
+               static_cast<std::size_t>(column);
+    }
     /// The plan of a head, or null.
     KVQ_HD const std::uint16_t* key_plan(int head) const noexcept {
         return key_plans == nullptr ? nullptr : key_plans + head * key_plan_words<Format>;

@@ -22,8 +22,8 @@ struct block_state {
     unsigned* bad_rows;  // bit per row of the item at hand: is a number of the query not finite?
 };
 
-/// Merges the warps' states into `to`; sums of bad rows are NaN where there is a token to see. All threads; all_here() is called between two barriers and may
-/// mark the bad rows of the next item.
+/// Merges the warps' states into `to`; sums of bad rows are NaN where there is a token to see. All threads; all_here() is called
+/// between two barriers and may mark the bad rows of the next item.
 template <class Memory, int Rows4, class Values, class F>
 __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& state, const block_state& to,
                                             float* warp_max, float* warp_sum, int warp, const lane_id& id,

@@ -103,13 +103,6 @@ __global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>
                      not_finite, page_memory);
 }
 
-/// Where the table names the page in column i of sequence b.
-template <class Format>
-__device__ __forceinline__ std::size_t table_entry(const cache_ref<Format>& cache, int b, int i) {
-    return static_cast<std::size_t>(b) * static_cast<std::size_t>(cache.table_columns) +
-           static_cast<std::size_t>(i);
-}
-
 /// The column of the oldest page of sequence b that is due: page i is coded when first_token + (i + 1) * page_tokens + recent
 /// tokens are there (page/layer_pages.hpp). -1: none, or no page to code it to. The window's table names the pages that are not
 /// coded yet, and they follow each other.
@@ -118,7 +111,7 @@ __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cac
                                         const int* fresh, int b) {
     const int behind = (window.tokens[b] - window.first_token - recent) / From::page_tokens;
     int i = smaller(behind, smaller(window.table_columns, coded.table_columns)) - 1;
-    const auto waits = [&](int column) { return window.block_table[table_entry(window, b, column)] >= 0; };
+    const auto waits = [&](int column) { return window.block_table[window.table_entry(b, column)] >= 0; };
     if (i < 0 || fresh[b] < 0 || !waits(i)) return -1;
     while (i > 0 && waits(i - 1)) --i;
     return i;
@@ -157,7 +150,7 @@ __global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>
         __syncthreads();
         for (int j = 0; j < jobs; ++j) {
             const int sequence = mine[j], i = due_page(window, coded, recent, fresh, sequence);
-            requantize_block(window, coded, window.block_table[table_entry(window, sequence, i)],
+            requantize_block(window, coded, window.block_table[window.table_entry(sequence, i)],
                              fresh[sequence], static_cast<int>(blockIdx.y), blockIdx.z != 0, not_finite,
                              page_memory);
             __syncthreads();
@@ -174,8 +167,8 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
     if (b >= window.sequences) return;
     const int i = due_page(window, coded, recent, fresh, b);
     if (i < 0) return;
-    int& from = window_table[table_entry(window, b, i)];
-    coded_table[table_entry(coded, b, i)] = fresh[b];
+    int& from = window_table[window.table_entry(b, i)];
+    coded_table[coded.table_entry(b, i)] = fresh[b];
     fresh[b] = -2 - from;
     from = -1;
 }
@@ -207,7 +200,7 @@ __global__ void decode_kernel(const __grid_constant__ cache_ref<Format> cache, t
     const int warps = static_cast<int>(blockDim.x) / warp_size;
     for (int t = static_cast<int>(blockIdx.x) * warps + warp; t < length;
          t += static_cast<int>(gridDim.x) * warps) {
-        const int page = cache.block_table[table_entry(cache, b, t / Format::page_tokens)];
+        const int page = cache.block_table[cache.table_entry(b, t / Format::page_tokens)];
         if (page < 0) continue;
         const int in_page = t % Format::page_tokens, at = starts[b] + cache.first_token + t;
         if (keys.data)
