@@ -546,7 +546,11 @@ void check_errors() {
     refused_options(65536, 0, {.query_tokens = 65536}, memory.get(), "are 4294967296");
     refused_options(1, 1 << 30, {.query_tokens = 1 << 30}, memory.get(), "8589934592 query rows");
     refused_options(1, 1, {.softcap = INFINITY}, memory.get(), "softcap");
+    refused_options(1, 1, {.scale = NAN}, memory.get(), "scale is nan");
     refused_options(1, 1, {}, memory.get() + 8, "workspace must start on 16 bytes");
+    c.table_columns = 1 << 20;
+    refused_options(4096, 4096, {}, memory.get(), "chunks of");
+    c.table_columns = 4;
     // Nothing to do is no error, whatever has no memory then.
     auto none = c;
     none.sequences = none.table_columns = 0;

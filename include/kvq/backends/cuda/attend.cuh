@@ -59,10 +59,16 @@ struct warp_launch {
                           memory::bytes);
             return runtime_error(code != cudaSuccess ? code : cudaErrorInvalidConfiguration, what);
         }
-        if (bytes < workspace(blocks) || space == nullptr)
-            return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
         a.work.row_blocks = kvq::detail::ceil_div(a.rows, memory::rows);
         a.work.lines = a.cache.kv_heads * a.work.row_blocks;
+        const long long items = static_cast<long long>(a.work.sequences) * a.work.lines;
+        const int chunks =
+            kvq::detail::larger(1, kvq::detail::ceil_div(a.work.capacity, memory::step_tokens));
+        if (items * chunks > 2147483647LL)
+            return bad_value("%lld blocks of query rows x %d chunks of %d tokens are too many for one launch",
+                             items, chunks, memory::step_tokens);
+        if (bytes < workspace(blocks) || space == nullptr)
+            return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
         a.cut = item_shares(a.work.sequences * a.work.lines, blocks);
         a.partials = reinterpret_cast<std::uint32_t*>(space);
         return launch("launching attention", overlap::yes, attend_warps_kernel<Format, T, Rows4>,
@@ -142,6 +148,7 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
         (out.tokens != q.tokens || out.heads != q.heads || out.dim != Format::value_dim))
         return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim,
                          q.tokens, q.heads, Format::value_dim);
+    if (!std::isfinite(o.scale)) return bad_value("scale is %g", static_cast<double>(o.scale));
     if (o.window < 0) return bad_value("the sliding window is %d tokens", o.window);
     if (!(o.softcap >= 0.0f && o.softcap < INFINITY))
         return bad_value("softcap is %g", static_cast<double>(o.softcap));
