@@ -7,9 +7,18 @@
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
 #pragma once
 
+#if !defined(__GNUC__) && !defined(__clang__)
+#error "kvq needs GCC or Clang (clang-cl on Windows)"
+#endif
+
 // An empty softmax state is a maximum of -infinity. Compilers that may assume that there is none make NaN of it.
-#if (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || defined(_M_FP_FAST)
+#if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
 #error "kvq needs infinities and NaN: compile without -ffast-math and -ffinite-math-only"
+#endif
+// Sums in another order are other bytes of pages. (Clang does not say that it may change it.)
+#if defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__)
+#error \
+    "kvq needs sums in the order in which they are written: compile without -funsafe-math-optimizations and its parts"
 #endif
 
 #if defined(__CUDACC__)
@@ -18,18 +27,9 @@
 #define KVQ_HD
 #endif
 
-#if defined(_MSC_VER) && !defined(__clang__)
-#define KVQ_INLINE __forceinline
-#else
 #define KVQ_INLINE inline __attribute__((always_inline))
-#endif
-
 // The same for lambdas: after the parameters. A kernel must not be called once per vector because a program is large.
-#if defined(_MSC_VER) && !defined(__clang__)
-#define KVQ_INLINE_LAMBDA
-#else
 #define KVQ_INLINE_LAMBDA __attribute__((always_inline))
-#endif
 
 // Loops over a handful of registers must be unrolled before registers are assigned; compilers need telling.
 #if defined(__GNUC__) && !defined(__CUDACC__)

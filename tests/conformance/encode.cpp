@@ -3,8 +3,10 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <kvq/backends/scalar.hpp>
 #include <kvq/backends/simd.hpp>
+#include <kvq/schemes/presets.hpp>
 #include <limits>
 
 #include "support/blocks.hpp"
@@ -69,6 +71,68 @@ TEST_CASE_TEMPLATE("one value that is not finite among tokens that fill vectors"
         test::check_block<T, native>(kvq::affine<2, kvq::per_token<32>>{}, shape, {}, x);
     }
 }
+
+#if defined(__SSE2__) || defined(__aarch64__)
+namespace {
+
+/// As crtfastmath.o or torch.set_flush_denormal leave the thread.
+struct flushed_subnormals {
+#if defined(__SSE2__)
+    unsigned saved = _mm_getcsr();
+    flushed_subnormals() { _mm_setcsr(saved | 0x8040u); }
+    ~flushed_subnormals() { _mm_setcsr(saved); }
+#else
+    std::uint64_t saved = 0;
+    flushed_subnormals() {
+        asm volatile("mrs %0, fpcr" : "=r"(saved));
+        asm volatile("msr fpcr, %0" : : "r"(saved | 0x1080000u));
+    }
+    ~flushed_subnormals() { asm volatile("msr fpcr, %0" : : "r"(saved)); }
+#endif
+};
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("the same numbers whether or not the program flushes subnormal floats to zero", T, float,
+                   kvq::float16) {
+    using cache_type =
+        kvq::cache<kvq::formats<kvq::affine<4, kvq::per_channel<32>>, kvq::int8, kvq::low2::keys>,
+                   kvq::formats<kvq::affine<2, kvq::per_token<32>>, kvq::std4::values>, native>;
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{6, 2, 64};
+    auto options = test::random_options(random);
+    options.page_tokens = 32;
+    options.recent = 40;
+    options.layers = test::rotate_formats<cache_type>(shape.layers);
+    for (const float size : {1e-4f, 2e-5f, 1e-6f}) {
+        std::vector<T> x(static_cast<std::size_t>(200 * 2 * 64));
+        for (T& v : x) v = T(size * random.normal());
+        const kvq::token_view<const T> tokens(x.data(), 200, 2, 64);
+        const auto decoded = [&] {
+            std::vector<std::vector<T>> all;
+            auto cache = test::make_cache<cache_type>(shape, options);
+            auto sequence = cache.new_sequence();
+            for (int layer = 0; layer < shape.layers; ++layer) {
+                sequence.append(layer, tokens.slice(0, 90), tokens.slice(0, 90));
+                for (int t = 90; t < 200; ++t) sequence.append(layer, tokens.slice(t, 1), tokens.slice(t, 1));
+                for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value}) {
+                    std::vector<T> out(x.size());
+                    sequence.decode(layer, role, 0, kvq::token_view<T>(out.data(), 200, 2, 64));
+                    all.push_back(out);
+                }
+            }
+            return all;
+        };
+        const auto expected = decoded();
+        const flushed_subnormals flushed;
+        const auto got = decoded();
+        for (std::size_t i = 0; i < got.size(); ++i)
+            CHECK(std::memcmp(got[i].data(), expected[i].data(), sizeof(T) * got[i].size()) == 0);
+    }
+}
+#endif
 
 TEST_CASE("every 16-bit pattern, one page of each") {
     // All finite fp16 values appear as somebody's neighbour; groups of 32 see magnitudes close together and far apart.

@@ -10,6 +10,20 @@
 
 namespace {
 
+/// What it inherits says that attention may read its codes; its own functions say that they are those of 2 x.
+struct doubled : kvq::affine<4> {
+    using base = kvq::affine<4>;
+    std::uint32_t encode(const kvq::block_shape& s, kvq::block_id id, float* values, std::byte* block) const {
+        for (std::size_t i = 0; i < s.values(); ++i) values[i] *= 2.0f;
+        return base::encode(s, id, values, block);
+    }
+    void decode(const kvq::block_shape& s, kvq::block_id id, const std::byte* block, float* values) const {
+        base::decode(s, id, block, values);
+        for (std::size_t i = 0; i < s.values(); ++i) values[i] /= 2.0f;
+    }
+};
+static_assert(!kvq::foldable<doubled>);
+
 using symmetric_channels = kvq::scheme<kvq::bits<5>, kvq::symmetric, kvq::per_channel<32>>;
 /// Foldable and not, transforming and not, for keys and values: every way that attention can take.
 using transformed_cache = kvq::cache<
@@ -17,9 +31,16 @@ using transformed_cache = kvq::cache<
                  kvq::hadamard<kvq::centred<kvq::affine<4, kvq::per_token<>>>>, kvq::turboquant<3>::keys>,
     kvq::formats<kvq::kvarn<3>::values, kvq::turboquant<4>::values, kvq::affine<5>>>;
 
-}  // namespace
+/// Wrappers around what is read otherwise than by folding, and what inherits from a scheme.
+using wrapped_cache =
+    kvq::cache<kvq::formats<kvq::centred<kvq::mixed_width<kvq::widths<4, 2, 0>, 16>>,
+                            kvq::hadamard<kvq::mixed_width<kvq::widths<4, 2, 0>, 16>>,
+                            kvq::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
+                            kvq::centred<kvq::hadamard<symmetric_channels>>, doubled>,
+               kvq::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<4>>, doubled>>;
 
-TEST_CASE("attention cannot tell a transform from its decoded values") {
+template <class Cache>
+void check_against_decoded_values() {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -28,10 +49,10 @@ TEST_CASE("attention cannot tell a transform from its decoded values") {
         shape.head_dim = random.pick(std::vector<int>{8, 48, 64, 80, 128});
         auto options = test::random_options(random);
         options.page_tokens = random.pick(std::vector<int>{8, 32, 33, 64});
-        options.layers = test::rotate_formats<transformed_cache>(shape.layers);
+        options.layers = test::rotate_formats<Cache>(shape.layers);
         const int n = random.between(80, 400);
         const test::stream s(random, shape, n);
-        auto cache = test::make_cache<transformed_cache>(shape, options);
+        auto cache = test::make_cache<Cache>(shape, options);
         auto sequence = cache.new_sequence();
         const int layer = random.between(0, shape.layers - 1);
         sequence.append(layer, s.k.slice(0, n), s.v.slice(0, n));
@@ -46,4 +67,14 @@ TEST_CASE("attention cannot tell a transform from its decoded values") {
         CHECK(error.of_terms <= 5e-4);
         CHECK(error.relative <= 5e-4);
     }
+}
+
+}  // namespace
+
+TEST_CASE("attention cannot tell a transform from its decoded values") {
+    check_against_decoded_values<transformed_cache>();
+}
+
+TEST_CASE("attention reads codes only of schemes that say so themselves") {
+    check_against_decoded_values<wrapped_cache>();
 }

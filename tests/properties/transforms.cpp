@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <kvq/kvq.hpp>
 #include <kvq/schemes/centred.hpp>
 #include <kvq/schemes/published.hpp>
 #include <numeric>
@@ -110,6 +111,18 @@ TEST_CASE("a matrix that is not orthogonal, too short, or missing is refused wit
                          kvq::error);
     CHECK_THROWS_WITH_AS(fine.forward(6, {0, 0}, x.data()), doctest::Contains("8 channels met a block of 6"),
                          kvq::error);
+    const kvq::rotated<kvq::affine<4>> scheme(fine);
+    using cache =
+        kvq::cache<kvq::formats<kvq::rotated<kvq::affine<4>>>, kvq::formats<kvq::rotated<kvq::affine<4>>>>;
+    const auto make = [&](const kvq::cache_shape& shape) {
+        cache(shape, {}, cache::key_table(scheme), cache::value_table(scheme));
+    };
+    CHECK_NOTHROW(make({1, 1, 8}));
+    for (const kvq::cache_shape& shape : {kvq::cache_shape{2, 1, 8}, kvq::cache_shape{1, 2, 8},
+                                          kvq::cache_shape{1, 1, 16}, kvq::cache_shape{1, 1, 8, 16}})
+        CHECK_THROWS_WITH_AS(
+            make(shape), doctest::Contains("a rotation of 1 layers, 1 heads and 8 channels in a cache of"),
+            kvq::error);
     CHECK_THROWS_WITH_AS(kvq::rotation(1, 2, 8, matrix), doctest::Contains("has 128 numbers, got 64"),
                          kvq::error);
     for (int i = 0; i < 8; ++i) matrix[static_cast<std::size_t>(3 * 8 + i)] *= 1.01f;

@@ -116,6 +116,7 @@ static_assert(!kvq::foldable<magnitude_bytes> && !std::is_default_constructible_
 ///   block = [codes][super: float, padded][coded scales: 1 byte][biases: float16][factors: float16]
 template <int Bits>
 struct product_scheme {
+    using attends_as = product_scheme;
     static constexpr int code_bits = Bits;
     static constexpr int zero_code = 0;
     static constexpr int top = (1 << Bits) - 1;

@@ -45,6 +45,12 @@ TEST_CASE_TEMPLATE("small floats: the nearest code, or the smallest one that is 
         CHECK(std::fabs(unit * F::value(F::code(x, unit, parameter_rounding::nearest)) - x) ==
               std::fabs(unit * F::value(nearest) - x));
         CHECK(F::code(x, unit, parameter_rounding::outside) == above);
+        // The contract: at most one step of the mantissa (2 - largest) more than wanted, or the smallest value.
+        const double wanted = static_cast<double>(x), one = static_cast<double>(unit);
+        if (wanted <= one * static_cast<double>(F::largest))
+            CHECK(one * static_cast<double>(F::value(above)) <=
+                  std::fmax(wanted * (3.0 - static_cast<double>(F::largest)),
+                            one * static_cast<double>(F::smallest)));
         // The unit for x reaches x, and wastes no more than its own rounding.
         const float fitting = F::unit_for(x);
         CHECK(fitting * F::largest >= x);

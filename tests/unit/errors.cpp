@@ -2,10 +2,13 @@
 // Bad input: kvq::error, one sentence with the numbers, and nothing changed.
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <functional>
 #include <limits>
+#include <memory>
 
 #include "support/caches.hpp"
+#include "support/memory.hpp"
 
 using kvq::token_view;
 
@@ -193,6 +196,61 @@ TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and 
     CHECK(message.find("1000") != std::string::npos);
     CHECK(sequence.tokens() == 0);
     CHECK(cache.bytes_in_use() == 0);
+}
+
+TEST_CASE("a sequence that is assigned takes along the memory resource of its cache") {
+    test::counting_resource first;
+    test::counting_resource second;
+    const auto options = [](test::counting_resource& memory) {
+        kvq::cache_options o;
+        o.page_tokens = 8;
+        o.memory = &memory;
+        return o;
+    };
+    cache_type other({2, 1, 8}, options(second));
+    const std::vector<float> x(64 * 8, 1.0f);
+    const kvq::token_view<const float> tokens(x.data(), 64, 1, 8);
+    {
+        auto cache = std::make_unique<cache_type>(kvq::cache_shape{2, 1, 8}, options(first));
+        auto sequence = cache->new_sequence();
+        sequence.append(0, tokens, tokens);
+        auto another = other.new_sequence();
+        another.append(1, tokens, tokens);
+        second.arm(0);  // nothing may be allocated: the operator is noexcept
+        first.arm(0);
+        sequence = std::move(another);
+        second.arm(test::counting_resource::never);
+        CHECK(first.bytes() == 0);
+        cache.reset();
+        CHECK(sequence.tokens(1) == 64);
+        sequence.append(0, tokens, tokens);
+        CHECK(sequence.tokens(0) == 64);
+        auto& same = sequence;
+        sequence = std::move(same);
+        CHECK(sequence.tokens(0) == 64);
+    }
+    CHECK(first.bytes() == 0);
+}
+
+TEST_CASE("what a task throws reaches the caller, after all tasks have ended") {
+    // Returns how many tasks came to their end.
+    const auto run = [](const auto& executor, int failing) {
+        std::atomic<int> ended{0};
+        CHECK_THROWS_AS(executor.parallel_for(5,
+                                              [&](int i) {
+                                                  if (i % failing == 0) throw std::bad_alloc();
+                                                  ++ended;
+                                              }),
+                        std::bad_alloc);
+        return ended.load();
+    };
+    CHECK(run(kvq::thread_executor(3), 3) == 3);
+    CHECK(run(kvq::thread_executor(3), 1) == 0);
+    run(kvq::serial_executor{}, 2);
+#if defined(_OPENMP)
+    CHECK(run(kvq::openmp_executor{}, 3) == 3);
+    CHECK(run(kvq::openmp_executor{}, 1) == 0);
+#endif
 }
 
 TEST_CASE("errors belong to the families that callers already catch") {

@@ -428,6 +428,12 @@ template <class Backend, class Keys, class Values, class Variant, executor Execu
 void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer,
             const layer_pages& pages, const query_view& q, const output_view& out, const Variant& variant,
             Executor& ex, int threads, std::byte* memory) {
+    static_assert(detail::attention_variant<Variant>,
+                  "kvq::attend: a variant has scale(int), logit(float, int, int, int) or first_key(int), all "
+                  "const; use "
+                  "kvq::causal for none of them");
+    static_assert(detail::hooks_are_const<Variant>,
+                  "kvq::attend: scale, logit and first_key of a variant must be const");
     const detail::attention_plan plan(shape, pages.geometry, pages.entries(), q.heads, q.tokens);
     if (plan.tasks() == 0) return;
     const detail::attention<Backend, Keys, Values, Variant> job{

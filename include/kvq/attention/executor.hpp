@@ -1,13 +1,16 @@
 // Who runs the tasks of an attention call. An executor is anything with
 //
 //   int concurrency() const                 how many tasks may run at once (at least 1)
-//   void parallel_for(int n, F f)           calls f(0) ... f(n-1), in any order, and returns when all are done
+//   void parallel_for(int n, F f)           calls f(0) ... f(n-1), in any order, and returns when all are done. f may throw (a scheme
+//                                           that runs out of memory): one of the errors must reach the caller, when none runs any more
 //
 // Results never depend on the executor: tasks are cut by shape, and partial results are merged in a fixed order.
 // oneTBB: struct { int concurrency() const; void parallel_for(int n, auto f) { tbb::parallel_for(0, n, f); } };
 #pragma once
 
+#include <atomic>
 #include <concepts>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -23,6 +26,37 @@ concept executor = requires(E& e, void (*f)(int)) {
     { e.concurrency() } -> std::convertible_to<int>;
     e.parallel_for(1, f);
 };
+
+namespace detail {
+
+/// Takes errors of tasks on other threads, of which the first is raised again on the caller's.
+class task_errors {
+public:
+    template <class F>
+    void run(F& f, int i) noexcept {
+#if KVQ_EXCEPTIONS
+        try {
+            f(i);
+        } catch (...) {
+            if (!taken_.exchange(true)) first_ = std::current_exception();
+        }
+#else
+        f(i);
+#endif
+    }
+    /// When all tasks have ended.
+    void raise() const {
+#if KVQ_EXCEPTIONS
+        if (first_) std::rethrow_exception(first_);
+#endif
+    }
+
+private:
+    std::atomic<bool> taken_{false};
+    std::exception_ptr first_;
+};
+
+}  // namespace detail
 
 /// Everything on the calling thread.
 struct serial_executor {
@@ -46,13 +80,24 @@ public:
             for (int i = 0; i < n; ++i) f(i);
             return;
         }
-        std::vector<std::jthread> others;
-        others.reserve(static_cast<std::size_t>(n - 1));
-        for (int i = 1; i < n; ++i) others.emplace_back([&f, i] { f(i); });
-        f(0);
+        detail::task_errors errors;
+        {
+            joined_threads others;
+            others.all.reserve(static_cast<std::size_t>(n - 1));
+            for (int i = 1; i < n; ++i) others.all.emplace_back([&f, &errors, i] { errors.run(f, i); });
+            errors.run(f, 0);
+        }
+        errors.raise();
     }
 
 private:
+    // std::jthread is not in every standard library yet.
+    struct joined_threads {
+        std::vector<std::thread> all;
+        ~joined_threads() {
+            for (std::thread& t : all) t.join();
+        }
+    };
     int threads_;
 };
 
@@ -62,8 +107,10 @@ struct openmp_executor {
     static int concurrency() noexcept { return omp_get_max_threads(); }
     template <class F>
     void parallel_for(int n, F&& f) const {
+        detail::task_errors errors;
 #pragma omp parallel for schedule(dynamic, 1)
-        for (int i = 0; i < n; ++i) f(i);
+        for (int i = 0; i < n; ++i) errors.run(f, i);
+        errors.raise();
     }
 };
 #endif

@@ -4,11 +4,13 @@
 //   float logit(float score, int q_head, int q_pos, int k_pos) const  on the scaled score
 //   int first_key(int q_pos) const                                    keys before it are not seen
 //
+// Hooks are const and have these parameters; a type without any of them, other than `causal`, is refused.
 // What a variant does not have costs nothing: without `logit` the scale is folded into the query, without `first_key` no
 // key is tested. Combine with variant{softcap{30.f}, sliding_window{4096}}: logits are applied in that order.
 #pragma once
 
 #include <cmath>
+#include <concepts>
 
 #include "../core/bits.hpp"
 
@@ -56,6 +58,16 @@ template <class V>
 concept limiting_keys = requires(const V v) {
     v.first_key(0);
 };
+template <class V>
+concept attention_variant =
+    std::derived_from<V, causal> || scaling<V> || changing_logits<V> || limiting_keys<V>;
+
+/// A hook that only a variant that is not const has would not be called.
+template <class V>
+concept hooks_are_const = (scaling<V> || !requires(V & v) { v.scale(1); }) &&
+                          (changing_logits<V> || !requires(V & v) { v.logit(0.0f, 0, 0, 0); }) &&
+                          (limiting_keys<V> || !requires(V & v) { v.first_key(0); });
+
 }  // namespace detail
 
 /// Several variants as one.

@@ -55,7 +55,7 @@ public:
         }
         const auto check_scheme = [&](tensor role) {
             return [&shape, &options, role](const auto& scheme, int index) {
-                if constexpr (requires { scheme.check(shape); }) scheme.check(shape);
+                if constexpr (requires { scheme.check(shape, role); }) scheme.check(shape, role);
                 const std::size_t bytes = scheme.block_bytes({role, options.page_tokens, shape.dim(role)});
                 detail::expect(bytes % 16 == 0, "blocks of ", role == tensor::key ? "key" : "value",
                                " format ", index - 1, " have ", bytes, " bytes, which is no multiple of 16");

@@ -8,6 +8,7 @@
 // affine codes that is e + scale''/2, so a chain 16 -> 8 -> 4 -> 2 is off by at most the sum of its half steps.
 #pragma once
 
+#include "../core/float_environment.hpp"
 #include "../core/token_view.hpp"
 #include "../page/formats.hpp"
 #include "../page/page.hpp"
@@ -22,6 +23,7 @@ void convert_page(const format_table<Role, Window, List>& table, const cache_sha
     const std::size_t from_bytes = table.block_bytes(from.format, block),
                       to_bytes = table.block_bytes(to.format, block);
     to.not_finite = from.not_finite;
+    const default_arithmetic arithmetic;
     for (int h = 0; h < shape.kv_heads; ++h) {
         const block_id id{layer, h};
         const std::byte* const source = from.data() + from_bytes * static_cast<std::size_t>(h);
@@ -59,6 +61,7 @@ void code_tokens(const format_table<Role, Window, List>& table, const cache_shap
     const block_shape block{Role, to.tokens, shape.dim(Role)};
     const std::size_t to_bytes = table.block_bytes(to.format, block);
     to.not_finite = 0;
+    const default_arithmetic arithmetic;
     for (int h = 0; h < shape.kv_heads; ++h) {
         to.not_finite += table.visit(to.format, [&](const auto& s) {
             return Backend::template encode_tokens<Window>(

@@ -35,7 +35,14 @@ public:
     using window = typename Cache::window;
 
     sequence(sequence&&) noexcept = default;
-    sequence& operator=(sequence&&) noexcept = default;
+    sequence& operator=(sequence&& other) noexcept {
+        // Not member by member: vectors would keep the memory resource of the cache that they leave.
+        if (this != &other) {
+            std::destroy_at(this);
+            std::construct_at(this, std::move(other));
+        }
+        return *this;
+    }
     sequence(const sequence&) = delete;  // fork() says what it does
 
     /// Appends k.tokens tokens to one layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; n may be 0.
@@ -462,6 +469,7 @@ private:
         std::pmr::vector<float> values(longest * static_cast<std::size_t>(dim), memory());
         // Pages that are wanted in part are decoded here first.
         std::pmr::vector<T> some(memory());
+        const detail::default_arithmetic arithmetic;
         for (int e = 0; e < all.entries(); ++e) {
             const layer_pages::entry entry = all.at(e);
             const int from = detail::larger(first, entry.first_token);

@@ -1,6 +1,7 @@
 // Reading and writing tokens in window pages (16 or 32 bit).
 #pragma once
 
+#include "../core/float_environment.hpp"
 #include "../core/token_view.hpp"
 #include "../page/page.hpp"
 #include "../schemes/full.hpp"
@@ -13,6 +14,7 @@ void write_tokens(page& p, tensor role, int dim, const token_view<const T>& sour
                   int at) {
     const block_shape shape{role, p.tokens, dim};
     const std::size_t block_bytes = full<Window>{}.block_bytes(shape);
+    const default_arithmetic arithmetic;
     for (int h = 0; h < source.heads && count > 0; ++h)
         Backend::template write_tokens<Window>(shape, p.data() + block_bytes * static_cast<std::size_t>(h),
                                                source.at(from, h), source.token_stride, count, at);

@@ -1,14 +1,14 @@
 // Parameters of many channels in 8 bits each, under numbers that a group shares: scales as small floats, biases on a line.
 //
-//   scale = scale_unit * (16 + m) / 16 * 2^(e - 15)      code = 16 e + m: 16 steps an octave, 16 octaves
+//   scale = scale_unit * (32 + m) / 32 * 2^(e - 7)       code = 32 e + m: 32 steps an octave, 8 octaves
 //   bias  = first + step * code
 //
 // scale_unit, first and step are bfloat16, so that both products are exact in float: no compiler can change a bit by fusing
 // them with what follows, and a bias is rounded once.
 //
 // Contract, for finite wanted scales in [0, 2^120] and biases in [-2^120, 2^120]: rounded up, a stored scale is not below the
-// wanted one and at most max(17/16 * (1 + 2^-7) of it, scale_unit * 2^-15); rounded down, a stored bias is not above the
-// wanted one and less than one step (and one float rounding) below. To nearest, half of that to either side.
+// wanted one and at most max(33/32 of it, scale_unit * 2^-7); rounded down, a stored bias is not above the wanted one and
+// less than one step (and one float rounding) below. To nearest, half of that to either side.
 // Source: 8-bit block scales of log type, as in QUIK-like and MX formats; the linear bias is this library's own.
 #pragma once
 

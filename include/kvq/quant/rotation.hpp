@@ -3,7 +3,7 @@
 // For rotations that were learned or computed from statistics beforehand (OSCAR: eigenvectors of the query covariance times a
 // Hadamard matrix). Matrices are checked once: |R R^T - 1| <= 1e-4 in every element, or kvq::error says where and how far.
 //
-// Contract: sums run in double in channel order and round once. O(dim^2) per vector.
+// Contract: sums run in double in channel order and round once. At most 1024 channels. O(dim^2) per vector.
 // Source: OSCAR, arXiv 2605.17757.
 #pragma once
 
@@ -21,19 +21,22 @@ namespace kvq::inline v0_1 {
 class rotation {
 public:
     static constexpr double tolerance = 1e-4;
+    static constexpr int most_channels = 1024;
 
     /// matrices: [layers][heads][dim][dim], row-major. Raises kvq::error for a wrong size or a matrix that is not orthogonal.
     rotation(int layers, int heads, int dim, std::vector<float> matrices)
         : layers_(layers), heads_(heads), dim_(dim) {
         detail::expect(layers >= 1 && heads >= 1 && dim >= 1, "a rotation of ", layers, " layers, ", heads,
                        " heads and ", dim, " channels has no size");
+        detail::expect(dim <= most_channels, "a rotation of ", dim, " channels: at most ", most_channels,
+                       " are possible");
         const std::size_t wanted =
             static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads) * size();
         detail::expect(matrices.size() == wanted, "a rotation of ", layers, " layers, ", heads, " heads and ",
                        dim, " channels has ", wanted, " numbers, got ", matrices.size());
         for (int layer = 0; layer < layers; ++layer)
             for (int head = 0; head < heads; ++head)
-                check(matrices.data() + offset({layer, head}), layer, head);
+                check_matrix(matrices.data() + offset({layer, head}), layer, head);
         matrices_ = std::make_shared<const std::vector<float>>(std::move(matrices));
     }
 
@@ -46,6 +49,13 @@ public:
         hash.add(static_cast<std::uint64_t>(heads_));
         for (const float x : *matrices_) hash.add(detail::bit_cast<std::uint32_t>(x));
         return hash.value;
+    }
+
+    /// Raises kvq::error unless there is a matrix for every layer and head of such a cache.
+    void check(const cache_shape& s, tensor role) const {
+        detail::expect(s.layers <= layers_ && s.kv_heads == heads_ && s.dim(role) == dim_, "a rotation of ",
+                       layers_, " layers, ", heads_, " heads and ", dim_, " channels in a cache of ",
+                       s.layers, " layers, ", s.kv_heads, " heads and ", s.dim(role), " channels");
     }
 
     /// x = R x. Raises kvq::error where there is no matrix for this layer, head or dim.
@@ -63,7 +73,7 @@ private:
                size();
     }
 
-    void check(const float* r, int layer, int head) const {
+    void check_matrix(const float* r, int layer, int head) const {
         for (int i = 0; i < dim_; ++i)
             for (int j = 0; j <= i; ++j) {
                 double dot = 0.0;
@@ -83,13 +93,15 @@ private:
                        id.layer, ", head ", id.head, " has no rotation; there are ", layers_, " layers of ",
                        heads_, " heads");
         const float* const r = matrices_->data() + offset(id);
-        std::vector<double> y(static_cast<std::size_t>(dim));
-        for (int i = 0; i < dim; ++i)
+        float y[most_channels];
+        for (int i = 0; i < dim; ++i) {
+            double sum = 0.0;
             for (int c = 0; c < dim; ++c)
-                y[static_cast<std::size_t>(i)] +=
-                    static_cast<double>(Transposed ? r[c * dim + i] : r[i * dim + c]) *
-                    static_cast<double>(x[c]);
-        for (int i = 0; i < dim; ++i) x[i] = static_cast<float>(y[static_cast<std::size_t>(i)]);
+                sum += static_cast<double>(Transposed ? r[c * dim + i] : r[i * dim + c]) *
+                       static_cast<double>(x[c]);
+            y[i] = static_cast<float>(sum);
+        }
+        for (int i = 0; i < dim; ++i) x[i] = y[i];
     }
 
     int layers_, heads_, dim_;

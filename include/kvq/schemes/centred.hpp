@@ -7,10 +7,12 @@
 // q . m is one number per query and block. Softmax would not notice it if the same m served every key that a query sees; with
 // a mean per block, and with sinks and recent tokens in 16 bit, it must be added, and is.
 //
-// Folding: m is a bias of columns, so centred<Inner> is foldable where Inner is and has no factors on the rows of keys
-// (per-channel schemes without a bias of their own). Elsewhere attention decodes block by block.
+// Folding: m is a bias of columns, so centred<Inner> is foldable where Inner is, has no factors on the rows of keys (per-channel
+// schemes) and no transform, since m is the mean of what was before it. Elsewhere attention decodes block by block.
 // Contract: that of Inner for k - m; NaN and infinities do not enter the mean.
 #pragma once
+
+#include <type_traits>
 
 #include "../core/float_formats.hpp"
 #include "concepts.hpp"
@@ -21,13 +23,14 @@ namespace detail {
 template <class S>
 constexpr bool folds_columns_only = false;
 template <foldable S>
-constexpr bool folds_columns_only<S> = !S::fold(tensor::key).row_scale && !S::fold(tensor::key).row_bias;
+constexpr bool folds_columns_only<S> =
+    !S::fold(tensor::key).row_scale && !S::fold(tensor::key).row_bias && !transforming<S>;
 
 }  // namespace detail
 
 template <kv_scheme Inner>
 struct centred : Inner {
-    static constexpr bool is_segmented = false;
+    using attends_as = std::conditional_t<detail::folds_columns_only<Inner>, centred, void>;
 
     std::string name() const { return "centred-" + Inner::name(); }
 

@@ -10,9 +10,11 @@
 //   void decode(block_shape, block_id, const std::byte* block, float* values) const
 //
 // Optional, found by `requires`:
-//   foldable        integer codes with parameters on rows and columns: attention runs on the codes (see below)
-//   segmented       keys whose columns are cut into ranges, each foldable by itself (widths that differ between channels)
-//   void check(cache_shape) const                 raises kvq::error where state belongs to another shape; caches call it first
+//   using attends_as = the scheme itself          attention may read the blocks without decode(), in one of three ways (see below):
+//       foldable         integer codes with parameters on rows and columns
+//       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ between channels)
+//       full_precision   16- or 32-bit values as they are
+//   void check(cache_shape, tensor) const         raises kvq::error where state belongs to another shape; caches call it first
 //   static constexpr bool supports(tensor)        a scheme for keys only or values only
 //   std::uint64_t fingerprint() const             of state that decoding needs; required to save and send (io/scheme_identity.hpp)
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
@@ -54,6 +56,13 @@ concept key_scheme = kv_scheme<S> && detail::supports<S>(tensor::key);
 template <class S>
 concept value_scheme = kv_scheme<S> && detail::supports<S>(tensor::value);
 
+namespace detail {
+/// A derived type inherits the names by which attention knows its base, while its decode() may say something else. So a scheme
+/// names itself, which cannot be inherited, and a derived type is decoded unless it does so again.
+template <class S>
+concept read_by_attention = kv_scheme<S> && std::same_as<typename S::attends_as, S>;
+}  // namespace detail
+
 /// Which parameters a foldable scheme has, seen from the block's matrix:
 ///
 ///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] * col_scale[c]
@@ -71,7 +80,7 @@ struct fold_use {
 /// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be folded into the vectors of
 /// a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known types load as vectors.
 template <class S>
-concept foldable = kv_scheme<S> && requires(const S s, block_shape shape) {
+concept foldable = detail::read_by_attention<S> && requires(const S s, block_shape shape) {
     { S::code_bits } -> std::convertible_to<int>;
     { S::zero_code } -> std::convertible_to<int>;
     { S::fold(tensor::key) } -> std::same_as<fold_use>;
@@ -96,7 +105,7 @@ struct code_segment {
 ///
 /// Columns are those that transform_query leaves. Row groups are those of columns(shape, id).codes(shape).
 template <class S>
-concept segmented = kv_scheme<S> && requires(const S s, block_shape shape, block_id id) {
+concept segmented = detail::read_by_attention<S> && requires(const S s, block_shape shape, block_id id) {
     { S::width_list::count } -> std::convertible_to<int>;
     s.columns(shape, id).codes(shape);
 };
@@ -112,8 +121,8 @@ concept transforming = (foldable<S> || segmented<S>)&&requires(const S s, block_
 
 /// 16- or 32-bit values as they are (schemes/full.hpp).
 template <class S>
-concept full_precision = kv_scheme<S> && requires {
+concept full_precision = detail::read_by_attention<S> && requires {
     typename S::value_type;
-} && S::is_full;
+};
 
 }  // namespace kvq::inline v0_1

@@ -8,7 +8,7 @@
 // Contract: codes are rounded to nearest, ties to even, from the stored parameters and y = x / r_t. With min_max, y lies inside
 // its grid: |x - x^| <= r_t * scale_c / 2 (plus float evaluation, about 3e-7 |x|). scale_c is at most the channel's range of y
 // over 2^B - 1, enlarged by what storing costs: coded: one step of biases (the range of the group's minima / 255) over 2^B - 1,
-// then a factor of 17/16 and 2^-15 of the group's largest scale; fp16: one rounding each. Other encoders: quant/encoders.hpp.
+// then a factor of 33/32, and at least 1/250 of the group's largest scale; fp16: one rounding each. Other encoders: quant/encoders.hpp.
 // NaN and infinities never set parameters or factors; NaN codes as the value nearest zero, infinities saturate, and so do
 // magnitudes above 2^100. At most 1024 tokens and channels per block.
 // Source: per-channel grids over tokens: KIVI (arXiv 2402.02750); a factor per token: KVarN; both together with 8-bit stored
@@ -33,6 +33,7 @@ namespace kvq::inline v0_1 {
 /// or token_factors<coded or params<P>>; Encoder: quant/encoders.hpp.
 template <int Bits, int Group = 0, class Encoder = min_max, class Params = coded, class Factors = no_factors>
 struct channel_grid {
+    using attends_as = channel_grid;
     using granularity_type = per_channel<Group>;
     using encoder_type = Encoder;
     using parameters = channel_parameters<Params>;
@@ -172,7 +173,7 @@ struct channel_grid {
     static constexpr std::uint64_t fingerprint() noexcept { return 0; }
 
     /// Raises kvq::error if statistics are those of another shape; a cache calls it when it is made.
-    void check(const cache_shape& shape) const {
+    void check(const cache_shape& shape, tensor) const {
         if constexpr (requires { encoder.check(shape); }) encoder.check(shape);
     }
 

@@ -14,7 +14,7 @@ namespace kvq::inline v0_1 {
 template <float_format T>
 struct full {
     using value_type = T;
-    static constexpr bool is_full = true;
+    using attends_as = full;
 
     std::string name() const { return float_name<T>; }
 

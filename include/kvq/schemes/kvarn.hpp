@@ -26,6 +26,7 @@ namespace kvq::inline v0_1 {
 
 template <int Bits, bool Floor = true, int Turns = 8>
 struct variance_normalized {
+    using attends_as = variance_normalized;
     static constexpr int code_bits = Bits;
     static constexpr int zero_code = 0;
     static constexpr int top = (1 << Bits) - 1;

@@ -83,6 +83,7 @@ struct width_columns {
 /// schemes/dual.hpp. For keys.
 template <class Widths, int AverageEighths, int Group = 64, class Encoder = min_max, class Params = coded>
 struct mixed_width {
+    using attends_as = mixed_width;
     using width_list = Widths;
     using parameters = channel_parameters<Params>;
     using params_type = Params;
@@ -127,13 +128,14 @@ struct mixed_width {
         return plan;
     }
 
+    /// The format; encoders do not change it.
     std::string name() const {
         std::string text = "mixed";
         for (const int w : Widths::values) text += (text == "mixed" ? "" : "-") + std::to_string(w);
         text += "-avg" + std::to_string(AverageEighths / 8);
         constexpr const char* eighths[8] = {"", ".125", ".25", ".375", ".5", ".625", ".75", ".875"};
         return text + eighths[AverageEighths % 8] + (Group ? "-g" + std::to_string(Group) : "") + "-" +
-               parameters::name() + Encoder::name();
+               parameters::name();
     }
 
     /// Raises kvq::error for blocks of more than 1024 tokens or channels.
@@ -196,7 +198,7 @@ struct mixed_width {
     }
 
     /// Raises kvq::error if the plan or other statistics are those of another shape; a cache calls it when it is made.
-    void check(const cache_shape& s) const {
+    void check(const cache_shape& s, tensor) const {
         if (plan_)
             detail::expect(s.kv_heads == plan_->kv_heads && s.head_dim == plan_->head_dim &&
                                static_cast<int>(plan_->blocks.size()) == s.layers * s.kv_heads,

@@ -19,6 +19,7 @@ namespace kvq::inline v0_1 {
 
 template <class Bits, class Levels, granularity Granularity, class Params = params<float16>>
 struct scheme {
+    using attends_as = scheme;
     using levels = Levels;
     using granularity_type = Granularity;
     using parameter = typename Params::type;

@@ -9,6 +9,9 @@
 // bound of Inner holds in the transformed basis; the length of the error of a token is the same in both.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "../core/float_formats.hpp"
 #include "../quant/hadamard.hpp"
 #include "../quant/rotation.hpp"
@@ -16,9 +19,12 @@
 
 namespace kvq::inline v0_1 {
 
-/// Transform: name(), fingerprint(), forward(dim, id, x), backward(dim, id, x) in place, orthogonal.
+/// Transform: name(), fingerprint(), forward(dim, id, x), backward(dim, id, x) in place, orthogonal; check(cache_shape, tensor) if it
+/// has state.
 template <class Transform, kv_scheme Inner>
 struct transformed : Inner {
+    using attends_as = std::conditional_t<foldable<Inner> || segmented<Inner>, transformed, void>;
+
     Transform transform;
 
     transformed() = default;
@@ -33,6 +39,12 @@ struct transformed : Inner {
         hash.add(transform.fingerprint());
         if constexpr (requires(const Inner& inner) { inner.fingerprint(); }) hash.add(Inner::fingerprint());
         return hash.value;
+    }
+
+    /// Raises kvq::error if the transform's or Inner's state is that of another shape; a cache calls it when it is made.
+    void check(const cache_shape& s, tensor role) const {
+        if constexpr (requires { transform.check(s, role); }) transform.check(s, role);
+        if constexpr (requires(const Inner& inner) { inner.check(s, role); }) Inner::check(s, role);
     }
 
     std::uint32_t encode(const block_shape& s, const block_id& id, float* values, std::byte* block) const {

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "../../core/rounding.hpp"
 
@@ -233,10 +234,11 @@ struct plain_lanes {
     static KVQ_INLINE floats to_floats(ints a) {
         return map_floats([&](int i) { return static_cast<float>(a.v[i]); });
     }
-    /// Nearest integers, ties to even; |a| < 2^22.
+    /// Nearest integers, ties to even; |a| < 2^22. Some integer for anything else: products of huge or NaN queries end here.
     static KVQ_INLINE ints round(floats a) {
         return map_ints([&](int i) {
             const float magnitude = a.v[i] < 0.0f ? -a.v[i] : a.v[i];
+            if (!(magnitude < 2147483648.0f)) return std::numeric_limits<std::int32_t>::lowest();
             const auto below = static_cast<std::int32_t>(magnitude);
             const float rest = magnitude - static_cast<float>(below);
             const std::int32_t r = below + ((rest > 0.5f || (rest == 0.5f && (below & 1))) ? 1 : 0);

@@ -16,6 +16,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #include <xsimd/xsimd.hpp>
@@ -24,7 +26,7 @@
 
 namespace kvq::inline v0_1::arch {
 
-#if defined(__x86_64__) || defined(_M_X64)
+#if defined(__x86_64__)
 
 struct sse2 : xsimd::sse2 {
     using registers = xsimd::sse2;
@@ -40,7 +42,10 @@ struct avx2 : xsimd::fma3<xsimd::avx2> {
     using registers = xsimd::fma3<xsimd::avx2>;
     static constexpr const char* name() noexcept { return "avx2"; }
     static bool available() noexcept {
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+        // Not every compiler knows F16C by name: leaf 1, bit 29 of ecx.
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+               __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1u) != 0;
     }
 };
 struct avxvnni : avx2 {
@@ -89,11 +94,17 @@ struct neon64 : xsimd::neon64 {
 };
 struct neon64_dot : neon64 {
     static constexpr const char* name() noexcept { return "neon64+dotprod"; }
-#if defined(__ARM_FEATURE_DOTPROD)
-    static bool available() noexcept { return true; }
+    // The same answer whatever -march this is compiled with: the linker keeps one copy.
+    static bool available() noexcept {
+#if defined(__linux__)
+        constexpr unsigned long dot_product = 1ul << 20;  // HWCAP_ASIMDDP
+        return (getauxval(AT_HWCAP) & dot_product) != 0;
+#elif defined(__APPLE__)
+        return true;  // since the A11 and the M1
 #else
-    static bool available() noexcept { return false; }
+        return false;
 #endif
+    }
 };
 
 #if defined(__ARM_FEATURE_DOTPROD)

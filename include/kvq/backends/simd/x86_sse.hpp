@@ -191,15 +191,19 @@ private:
         } else {
             const __m128i magnitude = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x7fff)), 13);
             const __m128i sign = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x8000)), 16);
-            // Moving the exponent by a product makes subnormals right as well; 2^112.
-            const __m128 scaled =
-                _mm_mul_ps(_mm_castsi128_ps(magnitude), _mm_castsi128_ps(_mm_set1_epi32(0x77800000)));
+            const __m128i normal = _mm_add_epi32(magnitude, _mm_set1_epi32(112 << 23));
+            // Subnormals: 2^-14 + m 2^-24, less 2^-14. No operand is a subnormal float, which programs may have flushed to zero.
+            const __m128i least = _mm_set1_epi32(113 << 23);
+            const __m128i subnormal = _mm_castps_si128(
+                _mm_sub_ps(_mm_castsi128_ps(_mm_or_si128(magnitude, least)), _mm_castsi128_ps(least)));
+            const __m128i small = _mm_cmplt_epi32(magnitude, _mm_set1_epi32(1 << 23));
+            const __m128i finite =
+                _mm_or_si128(_mm_and_si128(small, subnormal), _mm_andnot_si128(small, normal));
             const __m128i special = _mm_cmpgt_epi32(magnitude, _mm_set1_epi32(0x0f7fffff));
             const __m128i infinite = _mm_and_si128(special, _mm_set1_epi32(0x7f800000));
             const __m128i quiet = _mm_and_si128(_mm_cmpgt_epi32(magnitude, _mm_set1_epi32(0x0f800000)),
                                                 _mm_set1_epi32(0x00400000));
-            return _mm_castsi128_ps(
-                _mm_or_si128(_mm_or_si128(_mm_castps_si128(scaled), sign), _mm_or_si128(infinite, quiet)));
+            return _mm_castsi128_ps(_mm_or_si128(_mm_or_si128(finite, sign), _mm_or_si128(infinite, quiet)));
         }
     }
 };

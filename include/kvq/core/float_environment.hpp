@@ -1,0 +1,53 @@
+// While one of these lives, its thread rounds to nearest and keeps subnormal numbers, whatever the program has set.
+//
+// Programs that link crtfastmath.o or call torch.set_flush_denormal have subnormal floats read as zero, which the kernels
+// that code 16-bit values use on the way. Contract: the bytes of pages do not depend on such settings. Nothing to do: a few
+// cycles. x86 (MXCSR) and AArch64 (FPCR); elsewhere it does nothing.
+#pragma once
+
+#include <cstdint>
+
+#include "../config.hpp"
+
+namespace kvq::inline v0_1::detail {
+
+class default_arithmetic {
+public:
+    default_arithmetic() noexcept : saved_(get()) {
+        if ((saved_ & changed) != 0) set(saved_ & ~changed);
+    }
+    ~default_arithmetic() {
+        if ((saved_ & changed) != 0) set(saved_);
+    }
+    default_arithmetic(const default_arithmetic&) = delete;
+    default_arithmetic& operator=(const default_arithmetic&) = delete;
+
+private:
+#if defined(__SSE2__)
+    using control = std::uint32_t;
+    static constexpr control changed = 0xe040;  // flush to zero, rounding, denormals are zeros
+    static control get() noexcept {
+        control c;
+        asm volatile("stmxcsr %0" : "=m"(c));
+        return c;
+    }
+    static void set(control c) noexcept { asm volatile("ldmxcsr %0" : : "m"(c) : "memory"); }
+#elif defined(__aarch64__)
+    using control = std::uint64_t;
+    static constexpr control changed = 0x1c80000;  // flush to zero (of 16-bit numbers too), rounding
+    static control get() noexcept {
+        control c;
+        asm volatile("mrs %0, fpcr" : "=r"(c));
+        return c;
+    }
+    static void set(control c) noexcept { asm volatile("msr fpcr, %0" : : "r"(c) : "memory"); }
+#else
+    using control = int;
+    static constexpr control changed = 0;
+    static control get() noexcept { return 0; }
+    static void set(control) noexcept {}
+#endif
+    control saved_;
+};
+
+}  // namespace kvq::inline v0_1::detail

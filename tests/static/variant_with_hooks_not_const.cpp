@@ -1,0 +1,10 @@
+// expect: scale, logit and first_key of a variant must be const
+// SPDX-License-Identifier: MIT
+#include <kvq/kvq.hpp>
+
+struct halved {
+    float scale(int) const { return 1.0f; }
+    float logit(float score, int, int, int) { return score / 2; }
+};
+
+void f(kvq::cache<kvq::int8>::sequence_type& s, kvq::token_view<float> x) { s.attend(0, x, x, halved{}); }
