@@ -291,6 +291,66 @@ TEST_CASE("originals survive: a trim within rollback is exact whatever was requa
     }
 }
 
+TEST_CASE("originals survive requests that are done in pieces, for some tokens, or for new pages only") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    int restored = 0;
+    for (int round = 0; round < 200; ++round) {
+        INFO("round ", round);
+        const kvq::cache_shape shape = test::random_cache_shape(random, 1);
+        auto options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{4, 8});
+        options.rollback = random.between(1, 64);
+        options.layers = {{random.between(0, 3), random.between(0, 3)}};
+        ladder_cache cache(shape, options);
+        const int tokens = random.between(60, 120);
+        const test::stream s(random, shape, tokens + 64);
+        auto sequence = cache.new_sequence();
+        test::append(sequence, 1, s, 0, tokens);
+        // What is in 16 bit now must be what it was when the drafted tokens are gone again.
+        const auto window = [&](int n) {
+            std::vector<float> values;
+            for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value}) {
+                const int first = std::max(0, n - options.recent), dim = shape.dim(role);
+                test::tensor<float> x(n - first, shape.kv_heads, dim);
+                sequence.decode(0, role, first, x.view());
+                values.insert(values.end(), x.values().begin(), x.values().end());
+            }
+            return values;
+        };
+        const auto before = window(tokens);
+        int drafted = 0;
+        for (int step = random.between(2, 6); step > 0; --step) {
+            const int most = std::min(options.rollback, 64) - drafted;
+            if (random.one_in(2) && most > 0) {
+                const int n = random.between(1, most);
+                test::append(sequence, 1, s, tokens + drafted, n);
+                drafted += n;
+                continue;
+            }
+            kvq::requantize_request request;
+            if (!random.one_in(3)) request.key = random.between(1, 3);
+            if (!random.one_in(3)) request.value = random.between(1, 3);
+            request.new_pages = random.one_in(2);
+            if (random.one_in(2)) {
+                request.first_token = random.between(0, tokens);
+                request.last_token = request.first_token + random.between(0, 60);
+            }
+            kvq::requantize_limit limit;
+            if (random.one_in(2)) limit.pages = static_cast<std::size_t>(random.between(1, 4));
+            const auto plan = cache.plan_requantize(sequence, request);
+            const auto report = cache.requantize(sequence, request, limit);
+            CHECK(report.bytes_after == cache.bytes_in_use());
+            if (report.pages_left == 0) CHECK(plan.bytes_after == report.bytes_after);
+        }
+        sequence.trim(tokens);
+        CHECK(window(tokens) == before);
+        restored += drafted > 0;
+    }
+    CHECK(restored > 50);
+}
+
 TEST_CASE("no room for one more page: what was converted stays, the rest is as it was") {
     test::generator random(test::seed());
     kvq::cache_options options;
@@ -346,6 +406,17 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     r = {};
     r.first_token = 9, r.last_token = 8;
     refuse(r, "kvq: tokens 9 to 8 are not a range");
+    r = {};
+    r.key = 1;
+    r.first_token = kvq::requantize_request::all;
+    CHECK(f.cache.requantize(sequence, r).pages == 0);
+    CHECK(test::contents(f.cache, sequence) == before);
+    {
+        auto moved = sequence.fork();
+        const auto other = std::move(moved);
+        CHECK_THROWS_WITH_AS(f.cache.requantize(moved, r),
+                             "kvq: a sequence that was moved from has no layers", kvq::error);
+    }
     CHECK_THROWS_WITH_AS(f.cache.plan_requantize(sequence, {}, 0),
                          "kvq: requantizing needs at least 1 thread, got 0", kvq::error);
     test::generator other_random(1);

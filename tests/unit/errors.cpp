@@ -67,6 +67,11 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = 0}); }, {"head_dim", "0"});
     check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = 8, .value_dim = -1}); },
                   {"value_dim", "-1"});
+    constexpr int too_large = std::numeric_limits<int>::max();
+    check_message([] { make({.layers = 1, .kv_heads = 1, .head_dim = too_large}); },
+                  {"head_dim", "2147483647"});
+    check_message([] { make({.layers = 1, .kv_heads = too_large, .head_dim = 8}); },
+                  {"kv head", "2147483647"});
     const kvq::cache_shape good{.layers = 2, .kv_heads = 1, .head_dim = 8};
     make(good);
     check_message([&] { make(good, {.sinks = -1}); }, {"sinks", "-1"});
@@ -143,7 +148,15 @@ TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing")
     check_message([&] { sequence.trim(21); }, {"21", "20"});
     check_message([&] { sequence.trim(-1); }, {"-1", "20"});
     check_message([&] { (void)sequence.tokens(7); }, {"layer 7"});
-    check_message([&] { sequence.decode(0, kvq::tensor::key, 15, out(6, 2, 8)); }, {"15", "21", "20"});
+    check_message([&] { sequence.decode(0, kvq::tensor::key, 15, out(6, 2, 8)); },
+                  {"6 tokens from 15", "20"});
+    check_message([&] { sequence.decode(0, kvq::tensor::key, 2147483647, out(1, 2, 8)); },
+                  {"2147483647", "20"});
+    check_message([&] { (void)cache.attention_workspace(20, 3); }, {"3 query heads", "2 kv heads"});
+    check_message([&] { (void)cache.attention_workspace(20, 0); }, {"0 query heads"});
+    check_message([&] { (void)cache.attention_workspace(-5, 4); }, {"-5 tokens"});
+    check_message([&] { (void)cache.attention_workspace(20, 4, 2147483647); }, {"2147483647 query tokens"});
+    check_message([&] { (void)cache.attention_workspace(20, 4, 1, 0); }, {"0 threads"});
     check_message([&] { sequence.decode(0, kvq::tensor::key, -1, out(2, 2, 8)); }, {"-1"});
     check_message([&] { sequence.decode(0, kvq::tensor::value, 0, out(2, 2, 8)); }, {"2 x 8", "2 x 6"});
     check_message([&] { sequence.decode(3, kvq::tensor::value, 0, out(2, 2, 6)); }, {"layer 3"});

@@ -106,6 +106,13 @@ public:
 
     /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
     std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1, int threads = 1) const {
+        detail::expect(tokens >= 0 && q_tokens >= 0 &&
+                           (q_heads < 1 || q_tokens <= std::numeric_limits<int>::max() / q_heads),
+                       "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens,
+                       " tokens");
+        detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a workspace for ", q_heads,
+                       " query heads, not a multiple of the ", shape_.kv_heads, " kv heads");
+        detail::expect(threads >= 1, "a workspace for ", threads, " threads");
         return attention_workspace_bytes<Backend>(keys_, values_, shape_, geometry(), tokens, q_heads,
                                                   q_tokens, threads);
     }

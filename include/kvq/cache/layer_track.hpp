@@ -1,6 +1,7 @@
 // One layer of one sequence: which pages it holds and how far they are coded.
 #pragma once
 
+#include <cstring>
 #include <memory_resource>
 #include <vector>
 
@@ -13,7 +14,8 @@ namespace kvq::inline v0_1::detail {
 struct page_table {
     page_ref sink;
     std::pmr::vector<page_ref> pages;
-    /// Window pages from which pages [originals_end - originals.size(), originals_end) were coded a moment ago.
+    /// Window pages from which pages [originals_end - originals.size(), originals_end) were coded a moment ago. A page between
+    /// them that is not coded yet is its own original.
     std::pmr::vector<page_ref> originals;
     int originals_end = 0;
     int target =
@@ -39,15 +41,49 @@ struct page_table {
         return i >= first && i < originals_end ? &originals[static_cast<std::size_t>(i - first)] : nullptr;
     }
     bool has_original(int i) const noexcept { return const_cast<page_table*>(this)->original(i) != nullptr; }
-    /// Keeps the original of page i. Originals are neighbours: those before a gap are given up.
+    /// Is there a use for the original of page i? Not if a page behind it is coded and has none: no trim to page i is exact then.
+    bool can_keep_original(int i) const noexcept {
+        const int first = originals_end - static_cast<int>(originals.size());
+        return originals.empty() || i >= first ||
+               (uncoded(i + 1, first) && static_cast<std::size_t>(originals_end - i) <= originals.capacity());
+    }
+    /// Keeps the original of page i, which can be kept, without allocating.
     void keep_original(int i, page_ref window_page) {
-        if (!originals.empty() && originals_end - static_cast<int>(originals.size()) == i + 1) {
+        const int first = originals_end - static_cast<int>(originals.size());
+        const auto page = [&](int at) { return pages.begin() + at; };
+        if (!originals.empty() && i < first) {
+            originals.insert(originals.begin(), page(i + 1), page(first));
             originals.insert(originals.begin(), std::move(window_page));
             return;
         }
-        if (originals_end != i) originals.clear();
+        if (!originals.empty()) {
+            const bool all =
+                uncoded(originals_end, i) && static_cast<std::size_t>(i + 1 - first) <= originals.capacity();
+            if (all)
+                originals.insert(originals.end(), page(originals_end), page(i));
+            else
+                originals.clear();
+        }
         originals.push_back(std::move(window_page));
         originals_end = i + 1;
+    }
+
+    /// Pages that came from elsewhere as their own originals are one page again.
+    void join_originals() noexcept {
+        int i = originals_end - static_cast<int>(originals.size());
+        for (page_ref& original : originals) {
+            const page_ref& p = pages[static_cast<std::size_t>(i++)];
+            if (p->format == 0 && p->bytes == original->bytes &&
+                std::memcmp(p->data(), original->data(), p->bytes) == 0)
+                original = p;
+        }
+    }
+
+private:
+    bool uncoded(int begin, int end) const noexcept {
+        for (int i = begin; i < end; ++i)
+            if (pages[static_cast<std::size_t>(i)]->format != 0) return false;
+        return true;
     }
 };
 

@@ -156,8 +156,10 @@ private:
     }
 
     /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as an original.
-    bool becomes_original(const layer_track& track, int page, int format) const {
-        return format == 0 && cache_->geometry().commit_at(page) > track.tokens - cache_->options().rollback;
+    bool becomes_original(const layer_track& track, tensor role, int page, int format) const {
+        return format == 0 &&
+               cache_->geometry().commit_at(page) > track.tokens - cache_->options().rollback &&
+               !track[role].has_original(page) && track[role].can_keep_original(page);
     }
     /// Before anything changes: afterwards nothing may fail.
     void reserve_originals() {
@@ -185,7 +187,7 @@ private:
     void for_each_job(F&& f) const {
         const page_geometry g = cache_->geometry();
         const int skipped = larger(0, request_.first_token - g.sinks);
-        const int first = ceil_div(skipped, g.page_tokens);
+        const int first = skipped / g.page_tokens + (skipped % g.page_tokens != 0);
         for (std::size_t index = 0; index < leading_; ++index)
             for (int layer = request_.first_layer; layer < last_layer(); ++layer) {
                 auto& track = track_of(*sequences_[index], layer);
@@ -254,8 +256,7 @@ private:
         for (std::size_t index = j.sequence; index < sequences_.size(); ++index) {
             if (!holds(index, j, *old)) continue;
             auto& track = track_of(*sequences_[index], j.layer);
-            const bool original =
-                becomes_original(track, j.page, old->format) && !track[j.role].has_original(j.page);
+            const bool original = becomes_original(track, j.role, j.page, old->format);
             holders += !original;
             if constexpr (!dry) {
                 page_table& table = track[j.role];

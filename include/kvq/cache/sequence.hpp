@@ -145,8 +145,9 @@ public:
     void decode(int layer, tensor role, int first, const token_view<T>& out) const {
         check_layer(layer);
         const int held = tracks_[static_cast<std::size_t>(layer)].tokens;
-        detail::expect(first >= 0 && out.tokens >= 0 && first <= held - out.tokens, "cannot decode tokens ",
-                       first, " to ", first + out.tokens, " of layer ", layer, ": it holds ", held);
+        detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
+                       "cannot decode ", out.tokens, " tokens from ", first, " on of layer ", layer,
+                       ": it holds ", held);
         detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads,
                        " x ", out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
         detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
@@ -169,7 +170,9 @@ public:
                                detail::smaller(page_tokens(),
                                                track.tokens - geometry().first_token(static_cast<int>(i))),
                                u);
+                int i = table.originals_end - static_cast<int>(table.originals.size());
                 for (const page_ref& p : table.originals) {
+                    if (p.get() == table.pages[static_cast<std::size_t>(i++)].get()) continue;
                     u.rollback += p->bytes;
                     u.bookkeeping += sizeof(page);
                 }
@@ -504,12 +507,9 @@ namespace detail {
 
 /// The inside of a sequence, for the operations that live in headers of their own: requantizing, saving, restoring.
 struct sequence_access {
-    template <class Cache>
-    static std::pmr::vector<layer_track>& tracks(sequence<Cache>& s) noexcept {
-        return s.tracks_;
-    }
-    template <class Cache>
-    static const std::pmr::vector<layer_track>& tracks(const sequence<Cache>& s) noexcept {
+    template <class Sequence>
+    static auto& tracks(Sequence& s) {
+        expect(!s.tracks_.empty(), "a sequence that was moved from has no layers");
         return s.tracks_;
     }
     template <class Cache>

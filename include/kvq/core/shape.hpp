@@ -49,11 +49,17 @@ struct block_id {
 
 namespace detail {
 
+// The bytes of a page of 65536 tokens can still be counted.
+inline constexpr int most_heads = 1 << 16, most_head_dim = 1 << 20;
+
 inline void check_shape(const cache_shape& s) {
     expect(s.layers >= 1, "a cache needs at least 1 layer, got ", s.layers);
-    expect(s.kv_heads >= 1, "a cache needs at least 1 kv head, got ", s.kv_heads);
-    expect(s.head_dim >= 1, "head_dim must be at least 1, got ", s.head_dim);
-    expect(s.value_dim >= 0, "value_dim must be at least 1 (or 0 for head_dim), got ", s.value_dim);
+    expect(s.kv_heads >= 1 && s.kv_heads <= most_heads, "a cache needs between 1 and ", most_heads,
+           " kv heads, got ", s.kv_heads);
+    expect(s.head_dim >= 1 && s.head_dim <= most_head_dim, "head_dim must be between 1 and ", most_head_dim,
+           ", got ", s.head_dim);
+    expect(s.value_dim >= 0 && s.value_dim <= most_head_dim, "value_dim must be between 1 and ",
+           most_head_dim, " (or 0 for head_dim), got ", s.value_dim);
 }
 
 }  // namespace detail

@@ -211,6 +211,7 @@ private:
             else if (g.commit_at(r.position) > tokens - rollback)
                 table.keep_original(r.position, r.page);
         }
+        table.join_originals();
     }
 
     Cache& cache_;

@@ -241,6 +241,7 @@ private:
             if (originals[i] && g.commit_at(position) > tokens - rollback)
                 table.keep_original(position, std::move(originals[i]));
         }
+        table.join_originals();
     }
 
     // ---- a cache that lays pages out in another way ----
