@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <kvq/adapters/paged.hpp>
+#include <limits>
 #include <numeric>
 
 #include "support/caches.hpp"
@@ -172,6 +173,8 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
                          doctest::Contains("entry 1 of the table is block 3, not one of 3"), kvq::error);
     CHECK_THROWS_WITH_AS(gather({0, -1}, 5), doctest::Contains("block -1"), kvq::error);
     CHECK_THROWS_AS(gather({0}, -1), kvq::error);
+    CHECK_THROWS_WITH_AS(gather({0}, std::numeric_limits<int>::max()),
+                         doctest::Contains("2147483647 tokens lie in 536870912 blocks"), kvq::error);
     gather({2, -1, 99}, 0);  // entries that no token needs are not read
     CHECK(test::contents(cache, s, true) == held);
     CHECK(cache.bytes_in_use() == bytes);

@@ -96,7 +96,7 @@ void append_from_blocks(sequence<Cache>& s, int layer, const paged_view<T>& keys
     const int per_block = keys.block_tokens;
     detail::expect(tokens >= 0, "cannot gather ", tokens, " tokens");
     (void)s.tokens(layer);  // checks it, also where there is nothing to append
-    const int used = detail::ceil_div(tokens, per_block);
+    const int used = tokens / per_block + (tokens % per_block != 0);
     detail::expect(static_cast<std::size_t>(used) <= table.size(), tokens, " tokens lie in ", used,
                    " blocks of ", per_block, " but the table has ", table.size());
     for (int i = 0; i < used; ++i) {

@@ -26,9 +26,11 @@ public:
     using window = Window;
     using sequence_type = sequence<cache>;
 
-    /// Raises kvq::error when a size is impossible. Schemes with state are passed in `keys` and `values`.
-    explicit cache(const cache_shape& shape, const cache_options& options = {}, key_table keys = {},
-                   value_table values = {})
+    /// Raises kvq::error when a size is impossible. Schemes with state are passed in `keys` and `values`; of a list with more
+    /// than one all of them, as key_table(first, second).
+    explicit cache(const cache_shape& shape, const cache_options& options = {},
+                   key_table keys = detail::default_table<key_table>(),
+                   value_table values = detail::default_table<value_table>())
         : shape_(shape),
           options_(options),
           keys_(std::move(keys)),

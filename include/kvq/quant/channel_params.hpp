@@ -202,6 +202,12 @@ struct no_factors {
 template <class Params>
 struct token_factors;
 
+/// What schemes take as factors: no_factors or token_factors<...>.
+template <class F>
+concept factors_of_tokens = requires {
+    { F::present } -> std::convertible_to<bool>;
+};
+
 template <>
 struct token_factors<coded> {
     static constexpr bool present = true;
@@ -244,6 +250,13 @@ struct token_factors<params<P>> {
     static void load(const std::byte* at, int n, float* out) {
         Backend::template load_floats<P>(at, n, out);
     }
+};
+
+template <class Params>
+struct channel_parameters : channel_parameters<coded> {
+    static_assert(
+        std::is_void_v<Params>,
+        "kvq::channel_grid, kvq::mixed_width: parameters are `coded` or params<P>, such as params<float16>");
 };
 
 }  // namespace kvq::inline v0_1

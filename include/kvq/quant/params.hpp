@@ -23,10 +23,26 @@ concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_cons
 /// Scales and biases are stored as `P`: float16, bfloat16, float, or a type of your own.
 template <class P>
 struct params {
+    using type = P;
     static_assert(
         parameter_type<P>,
         "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float");
-    using type = P;
 };
 
+namespace detail {
+
+/// The P of params<P>, for schemes that take nothing else.
+template <class Params>
+struct parameter_of {
+    static_assert(std::is_void_v<Params>,
+                  "kvq::scheme: the type of parameters is written params<float16>, not float16");
+    using type = float16;
+};
+template <class Params>
+requires requires { typename Params::type; }
+struct parameter_of<Params> {
+    using type = typename Params::type;
+};
+
+}  // namespace detail
 }  // namespace kvq::inline v0_1

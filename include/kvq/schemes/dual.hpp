@@ -37,6 +37,13 @@ struct channel_grid {
     using encoder_type = Encoder;
     using parameters = channel_parameters<Params>;
     using factors = Factors;
+    static_assert(detail::grid_encoder<Encoder>,
+                  "kvq::channel_grid<bits, group, encoder, parameters, factors>: the third argument must be "
+                  "an encoder, "
+                  "such as min_max");
+    static_assert(factors_of_tokens<Factors>,
+                  "kvq::channel_grid<bits, group, encoder, parameters, factors>: factors are no_factors, "
+                  "token_factors<coded> or token_factors<params<P>>");
     static constexpr int code_bits = bits<Bits>::value;
     static constexpr int zero_code = 0;
     static constexpr int top = (1 << Bits) - 1;

@@ -88,6 +88,10 @@ struct mixed_width {
     using params_type = Params;
     using encoder_type = Encoder;
     static constexpr int group = Group;
+    static_assert(detail::grid_encoder<Encoder>,
+                  "kvq::mixed_width<widths, eighths, group, encoder, parameters>: the fourth argument must "
+                  "be an encoder, "
+                  "such as min_max");
     static_assert(AverageEighths >= 8 * Widths::values[Widths::count - 1] &&
                       AverageEighths <= 8 * Widths::values[0],
                   "kvq::mixed_width: the average lies between the narrowest and the widest channel");

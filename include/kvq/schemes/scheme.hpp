@@ -17,11 +17,24 @@
 
 namespace kvq::inline v0_1 {
 
-template <class Bits, class Levels, granularity Granularity, class Params = params<float16>>
+namespace detail {
+template <class Bits, class Levels, class Granularity>
+concept scheme_arguments = granularity<Granularity> && requires {
+    { Bits::value } -> std::convertible_to<int>;
+    { Levels::has_bias } -> std::convertible_to<bool>;
+    { Levels::min_bits } -> std::convertible_to<int>;
+};
+}  // namespace detail
+
+template <class Bits, class Levels, class Granularity, class Params = params<float16>>
 struct scheme {
+    static_assert(
+        detail::scheme_arguments<Bits, Levels, Granularity>,
+        "kvq::scheme<bits<B>, levels, granularity, params<P>>: in this order, levels such as asymmetric, "
+        "the granularity per_token<G> or per_channel<G>");
     using levels = Levels;
     using granularity_type = Granularity;
-    using parameter = typename Params::type;
+    using parameter = typename detail::parameter_of<Params>::type;
     static constexpr int code_bits = Bits::value;
     static_assert(code_bits < 1 || code_bits >= Levels::min_bits,
                   "kvq::scheme: symmetric levels need at least 2 bits");
