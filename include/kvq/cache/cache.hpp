@@ -42,7 +42,7 @@ public:
         detail::expect(options.rollback >= 0, "rollback must not be negative, got ", options.rollback);
         detail::expect(options.page_tokens >= 1 && options.page_tokens <= 65536,
                        "page_tokens must be between 1 and 65536, got ", options.page_tokens);
-        constexpr int most = std::numeric_limits<int>::max() / 4;
+        constexpr int most = (std::numeric_limits<int>::max)() / 4;
         detail::expect(options.sinks <= most && options.recent <= most && options.rollback <= most, "sinks ",
                        options.sinks, ", recent ", options.recent, " and rollback ", options.rollback,
                        " must not be more than ", most);

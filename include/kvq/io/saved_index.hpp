@@ -140,8 +140,8 @@ private:
 
     void check_counts(int l, const saved_layer& layer) const {
         const page_geometry& g = description_.geometry;
-        expect(layer.tokens >= 0 && layer.tokens <= std::numeric_limits<int>::max() - g.page_tokens, "layer ",
-               l, " of the saved sequence has ", layer.tokens, " tokens");
+        expect(layer.tokens >= 0 && layer.tokens <= (std::numeric_limits<int>::max)() - g.page_tokens,
+               "layer ", l, " of the saved sequence has ", layer.tokens, " tokens");
         expect(layer.committed >= g.committed(layer.tokens) && layer.committed <= g.pages(layer.tokens) &&
                    (layer.committed == 0 || g.first_token(layer.committed) <= layer.tokens),
                "layer ", l, " of the saved sequence has ", layer.committed, " coded pages, which ",

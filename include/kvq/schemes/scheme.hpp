@@ -130,14 +130,15 @@ struct scheme {
     KVQ_HD constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
         const auto layout = codes(s);
         const bool rows = detail::on_rows<Granularity>(s.role);
-        const int count = rows ? layout.cols.groups() * layout.rows().slots()
-                               : layout.rows().groups() * layout.cols.slots();
+        const int count = rows ? layout.cols.groups() * layout.rows().padded_size()
+                               : layout.rows().groups() * layout.cols.padded_size();
         return detail::round_up(static_cast<std::size_t>(count) * sizeof(parameter), std::size_t{16});
     }
     KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s, int group, int slot) const noexcept {
         const auto layout = codes(s);
-        const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
-        return scale_offset(s) + static_cast<std::size_t>(group * slots + slot) * sizeof(parameter);
+        const int slot_count =
+            detail::on_rows<Granularity>(s.role) ? layout.rows().padded_size() : layout.cols.padded_size();
+        return scale_offset(s) + static_cast<std::size_t>(group * slot_count + slot) * sizeof(parameter);
     }
     KVQ_HD void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
                                  const stored_parameters<parameter>& stored) const noexcept {
@@ -171,11 +172,12 @@ private:
     void load_section(const block_shape& s, const std::byte* block, int group, float* scale,
                       float* bias) const {
         const auto layout = codes(s);
-        const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
+        const int slot_count =
+            detail::on_rows<Granularity>(s.role) ? layout.rows().padded_size() : layout.cols.padded_size();
         const std::byte* at = block + parameter_offset(s, group, 0);
-        Backend::template load_floats<parameter>(at, slots, scale);
+        Backend::template load_floats<parameter>(at, slot_count, scale);
         if constexpr (Levels::has_bias)
-            Backend::template load_floats<parameter>(at + section_bytes(s), slots, bias);
+            Backend::template load_floats<parameter>(at + section_bytes(s), slot_count, bias);
     }
 };
 

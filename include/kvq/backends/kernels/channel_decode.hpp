@@ -67,7 +67,7 @@ private:
         if constexpr (has_factors)
             if (g == 0)
                 Scheme::factors::template load<Backend>(from_ + scheme_.factor_offset(shape_),
-                                                        tokens_.slots(), factor_);
+                                                        tokens_.padded_size(), factor_);
     }
 
     template <class T>

@@ -151,8 +151,8 @@ private:
                 words = Lanes::in_register(words);
                 seen = Lanes::bit_or(seen, special::marks(words));
                 const floats x = Lanes::as_floats(words);
-                lo[i] = Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[i]), x));
-                hi[i] = Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[i]), x));
+                lo[i] = Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo[i]), x));
+                hi[i] = Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi[i]), x));
             }
         }
         /// Words of the least and of the largest values.
@@ -160,13 +160,13 @@ private:
             if constexpr (per_word == 2)
                 return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1]));
             else
-                return Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[0]), Lanes::as_floats(lo[1])));
+                return Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo[0]), Lanes::as_floats(lo[1])));
         }
         KVQ_INLINE ints most() const {
             if constexpr (per_word == 2)
                 return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1]));
             else
-                return Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[0]), Lanes::as_floats(hi[1])));
+                return Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi[0]), Lanes::as_floats(hi[1])));
         }
         KVQ_INLINE ints met() const {
             if constexpr (per_word == 2)
@@ -282,8 +282,8 @@ private:
         const extremes found = range_of(at, begin, begin + codes_.cols.group_size(g));
         floats lo = half<0>(found.least()), hi = half<0>(found.most());
         if constexpr (per_word == 2) {
-            lo = Lanes::min(lo, half<1>(found.least()));
-            hi = Lanes::max(hi, half<1>(found.most()));
+            lo = Lanes::smaller(lo, half<1>(found.least()));
+            hi = Lanes::larger(hi, half<1>(found.most()));
         }
         const fit f(lo, hi);
         f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)), sections_.bytes, at.n);
@@ -310,7 +310,7 @@ private:
     void code_odd_rows(const strip<Whole>& at) {
         const grouped_axis& cols = codes_.cols;
         floats bias = Lanes::splat_float(0.0f), inverse = bias;
-        for (int s = 0; step_columns * s < cols.slots(); ++s) {
+        for (int s = 0; step_columns * s < cols.padded_size(); ++s) {
             ints words[step_quads];
             for (int q = 0; q < step_quads; ++q) {
                 ints code[4];
