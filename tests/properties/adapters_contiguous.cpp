@@ -273,10 +273,12 @@ TEST_CASE_TEMPLATE("quantized buffers: trimmed to what they hold in all three pa
                                             m.data());
                             kvq::mlx_decode(format, dim, words.data(), s.data(), m.data(), row.data());
                             REQUIRE(std::equal(words.begin(), words.end(), small.codes(role, b, h, t)));
-                            REQUIRE(static_cast<float>(s[0]) ==
-                                    static_cast<float>(*small.scales(role, b, h, t)));
-                            REQUIRE(static_cast<float>(m[0]) ==
-                                    static_cast<float>(*small.biases(role, b, h, t)));
+                            for (std::size_t g = 0; g < s.size(); ++g) {
+                                REQUIRE(static_cast<float>(s[g]) ==
+                                        static_cast<float>(small.scales(role, b, h, t)[g]));
+                                REQUIRE(static_cast<float>(m[g]) ==
+                                        static_cast<float>(small.biases(role, b, h, t)[g]));
+                            }
                             for (int c = 0; c < dim; ++c)
                                 REQUIRE(static_cast<float>(row[static_cast<std::size_t>(c)]) ==
                                         static_cast<float>(got.at(t, h)[c]));

@@ -16,7 +16,7 @@
 #include <memory_resource>
 #include <span>
 
-#include "decode_as.hpp"
+#include "../cache/sequence.hpp"
 #include "growing_buffers.hpp"
 #include "mlx_affine.hpp"
 
@@ -274,8 +274,8 @@ contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence<Cache>& s
                    s.tokens(layer));
     const int n = s.tokens(layer) - first, before = to.tokens();
     const contiguous_view<T> all = to.prepare(n);
-    decode_as(s, layer, tensor::key, first, all.keys().slice(before, n));
-    decode_as(s, layer, tensor::value, first, all.values().slice(before, n));
+    s.decode(layer, tensor::key, first, all.keys().slice(before, n));
+    s.decode(layer, tensor::value, first, all.values().slice(before, n));
     return to.commit(n);
 }
 

@@ -14,10 +14,11 @@
 // anything is written; append_from_blocks gives all tokens or none (strong exception guarantee).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 
-#include "decode_as.hpp"
+#include "../cache/sequence.hpp"
 
 namespace kvq::inline v0_1 {
 
@@ -127,7 +128,7 @@ void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const
         detail::expect(mapping[i] >= -1 && mapping[i] < keys.slot_count(), "entry ", i,
                        " of the mapping is slot ", mapping[i], ", neither -1 nor one of ", keys.slot_count());
     const auto count = static_cast<int>(mapping.size());
-    std::pmr::vector<float> memory(detail::sequence_access::cache(s).pool().memory());
+    std::pmr::vector<T> memory(detail::sequence_access::cache(s).pool().memory());
     const layer_pages pages = s.pages(layer);
     for (const tensor role : {tensor::key, tensor::value}) {
         const paged_view<T>& to = role == tensor::key ? keys : values;
@@ -138,13 +139,12 @@ void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const
             if (from >= end) continue;
             memory.resize(static_cast<std::size_t>(end - from) * static_cast<std::size_t>(to.heads) *
                           static_cast<std::size_t>(to.dim));
-            const token_view<float> part(memory.data(), end - from, to.heads, to.dim);
+            const token_view<T> part(memory.data(), end - from, to.heads, to.dim);
             s.decode(layer, role, from, part);
             for (int t = from; t < end; ++t) {
                 const std::int64_t slot = mapping[static_cast<std::size_t>(t - first)];
                 if (slot < 0) continue;
-                for (int h = 0; h < to.heads; ++h)
-                    for (int c = 0; c < to.dim; ++c) to.at(slot, h)[c] = T(part.at(t - from, h)[c]);
+                for (int h = 0; h < to.heads; ++h) std::copy_n(part.at(t - from, h), to.dim, to.at(slot, h));
             }
         }
     }

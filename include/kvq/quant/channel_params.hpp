@@ -26,15 +26,6 @@ KVQ_HD P round_nearest(float x) noexcept {
     return P(larger(-max_finite<P>, smaller(x, max_finite<P>)));
 }
 
-/// What a backend does to load parameters, for code that has none.
-struct plain_loads {
-    template <class P>
-    static void load_floats(const std::byte* from, int n, float* out) {
-        for (int i = 0; i < n; ++i)
-            out[i] = static_cast<float>(load_as<P>(from + sizeof(P) * static_cast<std::size_t>(i)));
-    }
-};
-
 }  // namespace detail
 
 template <class Params>
@@ -42,12 +33,7 @@ struct channel_parameters;
 
 template <class P>
 struct channel_parameters<params<P>> {
-    static std::string name() {
-        if constexpr (float_format<P>)
-            return float_name<P>;
-        else
-            return "p" + std::to_string(8 * sizeof(P));
-    }
+    static std::string name() { return detail::parameter_name<P>(); }
     KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
         return 2 * sizeof(P) * static_cast<std::size_t>(groups * slot_count);
     }

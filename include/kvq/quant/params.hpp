@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <string>
 #include <type_traits>
 
 #include "../core/float_formats.hpp"
@@ -30,6 +31,24 @@ struct params {
 };
 
 namespace detail {
+
+/// How P is called in the names of schemes.
+template <class P>
+std::string parameter_name() {
+    if constexpr (float_format<P>)
+        return float_name<P>;
+    else
+        return "p" + std::to_string(8 * sizeof(P));
+}
+
+/// How a backend without vectors loads parameters, and code that has no backend.
+struct plain_loads {
+    template <class P>
+    static void load_floats(const std::byte* from, int n, float* out) {
+        for (int i = 0; i < n; ++i)
+            out[i] = static_cast<float>(load_as<P>(from + sizeof(P) * static_cast<std::size_t>(i)));
+    }
+};
 
 /// The P of params<P>, for schemes that take nothing else.
 template <class Params>

@@ -70,17 +70,6 @@ private:
                                                         tokens_.padded_size(), factor_);
     }
 
-    template <class T>
-    static KVQ_INLINE void store(T* to, floats x, int n) {
-        if (n >= width) {
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
-        } else {
-            T all[width];
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
-            for (int i = 0; i < n; ++i) to[i] = all[i];
-        }
-    }
-
     /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.
     template <bool Partial, int Bits, class F>
     static KVQ_INLINE void each_column(const code_layout<Bits>& layout, const std::byte* codes, int row,
@@ -128,7 +117,7 @@ private:
             const auto put = [&](int t, ints code) KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
                 if constexpr (has_factors) x = Lanes::multiply(x, Lanes::splat_float(factor_[t]));
-                store(out + t * stride + c, x, n);
+                store_some<Lanes>(out + t * stride + c, x, n);
             };
             if (n == width)
                 each_column<false>(layout, from_, c, n, first, end, put);
@@ -158,7 +147,7 @@ private:
                         i < channels ? Lanes::load(columns + place_[c + i] * 4 * width) : Lanes::splat(0);
                 Lanes::transpose(square);
                 for (int i = 0; i < n; ++i)
-                    store(out + (row + i) * stride + c, Lanes::as_floats(square[i]), channels);
+                    store_some<Lanes>(out + (row + i) * stride + c, Lanes::as_floats(square[i]), channels);
             }
             part += n;
         }

@@ -30,7 +30,7 @@ public:
             each_part([&](const part& p) { turned_part(p, out, stride); });
         else
             each_value([&](const part& p, int token, floats x)
-                           KVQ_INLINE_LAMBDA { store_some(out + token * stride + p.row, x, p.rows); });
+                           KVQ_INLINE_LAMBDA { store_some<Lanes>(out + token * stride + p.row, x, p.rows); });
         return true;
     }
 
@@ -109,17 +109,6 @@ private:
         else
             Lanes::store(to, words, n);
     }
-    template <class T>
-    static KVQ_INLINE void store_some(T* to, floats x, int n) {
-        if (n == Lanes::width) {
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
-        } else {
-            T all[Lanes::width];
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
-            for (int i = 0; i < n; ++i) to[i] = all[i];
-        }
-    }
-
     static KVQ_INLINE floats value(ints code, floats scale, floats bias) {
         if constexpr (levels::has_bias) {
             return Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias);
@@ -356,8 +345,8 @@ private:
                                                                 of(c, Lanes::load_bytes(codes + c)));
                         } else {
                             for (int c = from; c < to; c += Lanes::width)
-                                store_some(row + c, of(c, Lanes::load_bytes(codes + c)),
-                                           detail::smaller(Lanes::width, to - c));
+                                store_some<Lanes>(row + c, of(c, Lanes::load_bytes(codes + c)),
+                                                  detail::smaller(Lanes::width, to - c));
                         }
                     };
                     if (rows_have)

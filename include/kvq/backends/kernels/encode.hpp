@@ -93,11 +93,6 @@ private:
     void each_strip(int group, F&& f) const {
         const grouped_axis& rows = codes_.rows();
         const int first = group * rows.group, size = rows.group_size(group);
-        const auto step = [](const tile_layout& tiles, int row) {
-            return tiles.words_per_row > 1
-                       ? 4 * static_cast<std::ptrdiff_t>(tiles.word(row, 1) - tiles.word(row, 0))
-                       : 0;
-        };
         for (int part = 0; part < size;) {
             const int row = first + part;
             const int n = detail::smaller(
@@ -105,10 +100,12 @@ private:
                 detail::smaller(size - part, tile_layout::tile_rows - row % tile_layout::tile_rows));
             const std::byte* const from = from_ + 4 * window_.tiles.word(row, 0);
             std::byte* const to = to_ + 4 * codes_.tiles.word(row, 0);
+            const std::ptrdiff_t from_step = window_.tiles.vector_bytes(row),
+                                 to_step = codes_.tiles.vector_bytes(row);
             if (n == Lanes::width)
-                f(strip<true>{from, step(window_.tiles, row), to, step(codes_.tiles, row), row, n});
+                f(strip<true>{from, from_step, to, to_step, row, n});
             else
-                f(strip<false>{from, step(window_.tiles, row), to, step(codes_.tiles, row), row, n});
+                f(strip<false>{from, from_step, to, to_step, row, n});
             part += n;
         }
     }
