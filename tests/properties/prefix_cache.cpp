@@ -511,7 +511,8 @@ TEST_CASE("statistics begin anew, and entries stay") {
     store.reset_statistics();
     const kvq::prefix_cache_statistics none = store.statistics();
     for (const std::size_t n : none.fetches) CHECK(n == 0);
-    CHECK(none.tokens_saved + none.stored + none.duplicates + none.rejections + none.replaced + none.evictions ==
+    CHECK(none.tokens_saved + none.stored + none.duplicates + none.rejections + none.replaced +
+              none.evictions ==
           0);
     CHECK(store.bytes() == bytes);
     CHECK(store.fetch(tokens).tokens == 3);
