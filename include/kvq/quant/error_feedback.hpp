@@ -44,7 +44,8 @@ public:
         for (int layer = 0; layer < layers; ++layer)
             for (int head = 0; head < heads_; ++head) {
                 if (statistics.queries(layer, head) == 0) continue;
-                const auto block = static_cast<std::size_t>(layer * heads_ + head);
+                const int number = layer * heads_ + head;
+                const auto block = static_cast<std::size_t>(number);
                 if (!fill_damped(statistics, plan, {layer, head}, block, damping, r)) continue;
                 detail::expect(factorize(r, n), "products of queries of layer ", layer, ", head ", head,
                                " are not positive: more damping than ", damping, " is needed");
