@@ -56,7 +56,7 @@ int main() {
     int* const window_table = device<int>(batch * columns);
     int* const coded_table = device<int>(batch * columns, 0xff);
     int* const fresh = device<int>(batch);  // the coded page that a sequence would take next
-    long long* const slots = device<long long>(batch);
+    long long* const mapping = device<long long>(batch);
     std::vector<int> pages(batch * columns);
     for (int i = 0; i < batch * columns; ++i) pages[i] = i;
     cudaMemcpy(window_table, pages.data(), pages.size() * sizeof(int), cudaMemcpyHostToDevice);
@@ -86,14 +86,14 @@ int main() {
             slot[b] = static_cast<long long>(b * columns + step / 64) * 64 + step % 64;
             next[b] = b * columns + (step + 1 - recent) / 64;
         }
-        cudaMemcpyAsync(slots, slot.data(), batch * sizeof(long long), cudaMemcpyHostToDevice, stream);
+        cudaMemcpyAsync(mapping, slot.data(), batch * sizeof(long long), cudaMemcpyHostToDevice, stream);
         cudaMemcpyAsync(tokens, length.data(), batch * sizeof(int), cudaMemcpyHostToDevice, stream);
         cudaMemcpyAsync(fresh, next.data(), batch * sizeof(int), cudaMemcpyHostToDevice, stream);
 
         // The decode step.
         using in = token_view<const float16>;
         check(cuda::store<window, float16>(win, in(k, batch, kv_heads, dim), in(v, batch, kv_heads, dim),
-                                           slots, nullptr, stream));
+                                           mapping, nullptr, stream));
         check(cuda::commit_full_pages(win, code, window_table, coded_table, recent, fresh, nullptr, stream));
         cuda::attention_options first, last;
         first.state_out = state;

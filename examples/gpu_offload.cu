@@ -50,9 +50,9 @@ int main() {
     gpu.key_pages = device<std::byte>(pages * gpu.key_page_bytes);
     gpu.value_pages = device<std::byte>(pages * gpu.value_page_bytes);
     std::vector<int> table(pages);
-    std::vector<long long> slots(tokens);
+    std::vector<long long> mapping(tokens);
     for (int i = 0; i < pages; ++i) table[i] = i;
-    for (int i = 0; i < tokens; ++i) slots[i] = i;
+    for (int i = 0; i < tokens; ++i) mapping[i] = i;
     gpu.block_table = device(table);
     gpu.tokens = device(std::vector<int>{tokens});
     gpu.sequences = 1;
@@ -66,7 +66,7 @@ int main() {
     float* const k = device(random(tokens * kv_heads * dim));
     float* const v = device(random(tokens * kv_heads * dim));
     check(cuda::store<packed, float>(gpu, {k, tokens, kv_heads, dim}, {v, tokens, kv_heads, dim},
-                                     device(slots), nullptr, nullptr));
+                                     device(mapping), nullptr, nullptr));
 
     // Attention there.
     const std::vector<float> q = random(q_heads * dim);

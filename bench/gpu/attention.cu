@@ -47,20 +47,20 @@ struct settings {
 
 /// Random scales around `step` and biases around -2, for every group and slot, coded or in 16 bits.
 template <class Parameters, class Noise>
-__device__ void fill_channels(std::byte* at, int groups, int slots, float step, const Noise& noise) {
-    for (int i = static_cast<int>(threadIdx.x); i < groups * slots; i += static_cast<int>(blockDim.x)) {
+__device__ void fill_channels(std::byte* at, int groups, int slot_count, float step, const Noise& noise) {
+    for (int i = static_cast<int>(threadIdx.x); i < groups * slot_count; i += static_cast<int>(blockDim.x)) {
         const float a = noise(static_cast<std::size_t>(i)), b = noise(static_cast<std::size_t>(i) + 31);
         if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>) {
             at[i] = static_cast<std::byte>(208 + static_cast<int>(31.9f * a));  // 0.75 to 1.5 units
-            at[groups * slots + i] = static_cast<std::byte>(static_cast<int>(255.9f * b));
+            at[groups * slot_count + i] = static_cast<std::byte>(static_cast<int>(255.9f * b));
         } else {
             kvq::detail::store_as(at + 2 * i, float16(step * (0.7f + 0.6f * a)));
-            kvq::detail::store_as(at + 2 * (groups * slots + i), float16(-2.0f + 0.3f * b));
+            kvq::detail::store_as(at + 2 * (groups * slot_count + i), float16(-2.0f + 0.3f * b));
         }
     }
     if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>)
         if (static_cast<int>(threadIdx.x) < groups) {
-            std::byte* const line = Parameters::shared(at, groups, slots, static_cast<int>(threadIdx.x));
+            std::byte* const line = Parameters::shared(at, groups, slot_count, static_cast<int>(threadIdx.x));
             kvq::detail::store_as(line, bfloat16(step));
             kvq::detail::store_as(line + 2, bfloat16(-2.0f));
             kvq::detail::store_as(line + 4, bfloat16(0.3f / 255.0f));
@@ -85,12 +85,12 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_
             kvq::detail::store_as(at + i * sizeof(T), T(3.0f * (noise(i) + noise(i + 7919) - 1.0f)));
     } else if constexpr (cuda::detail::is_mixed<S>) {
         fill_channels<typename S::parameters>(at + S::parameter_offset(s), S::token_axis(s).groups(),
-                                              S::slots(s), 4.0f / 15.0f, noise);
+                                              S::channel_slots(s), 4.0f / 15.0f, noise);
     } else if constexpr (cuda::detail::is_grid<S>) {
-        const int groups = S::token_axis(s).groups(), slots = S::slots(s);
+        const int groups = S::token_axis(s).groups(), slot_count = S::channel_slots(s);
         const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
         std::byte* const parameters = at + S::parameter_offset(s);
-        fill_channels<typename S::parameters>(parameters, groups, slots, step, noise);
+        fill_channels<typename S::parameters>(parameters, groups, slot_count, step, noise);
         if constexpr (S::factors::present)
             for (int i = static_cast<int>(threadIdx.x); i < s.tokens; i += static_cast<int>(blockDim.x)) {
                 const float x = noise(static_cast<std::size_t>(i) + 77);

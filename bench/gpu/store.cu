@@ -31,8 +31,8 @@ __global__ void make_finite(std::uint32_t* words, std::size_t n) {
 }
 
 /// One thread block copies all heads of a token.
-__global__ void store_rows(const uint4* from, uint4* to, std::size_t page_rows, const long long* slots) {
-    const std::size_t slot = static_cast<std::size_t>(slots[blockIdx.x]);
+__global__ void store_rows(const uint4* from, uint4* to, std::size_t page_rows, const long long* mapping) {
+    const std::size_t slot = static_cast<std::size_t>(mapping[blockIdx.x]);
     to[(blockIdx.y * page_rows + slot) * blockDim.x + threadIdx.x] =
         from[(static_cast<std::size_t>(blockIdx.y) * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x];
 }
@@ -48,16 +48,16 @@ void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json
     const std::size_t set = 2 * in + static_cast<std::size_t>(pages) * heads * block_bytes;
     const std::size_t sets =
         std::max<std::size_t>(1, std::min<std::size_t>((std::size_t{3} << 28) / set + 1, bytes / set));
-    std::vector<long long> slots(static_cast<std::size_t>(tokens));
-    for (int i = 0; i < tokens; ++i) slots[static_cast<std::size_t>(i)] = i;
+    std::vector<long long> mapping(static_cast<std::size_t>(tokens));
+    for (int i = 0; i < tokens; ++i) mapping[static_cast<std::size_t>(i)] = i;
     if (single)
         for (int i = 0; i < tokens; ++i)
-            slots[static_cast<std::size_t>(i)] =
+            mapping[static_cast<std::size_t>(i)] =
                 static_cast<long long>(i) * Format::page_tokens + 37 * i % Format::page_tokens;
     long long* slots_device = nullptr;
-    BENCH_OK(cudaMalloc(&slots_device, slots.size() * sizeof(long long)));
+    BENCH_OK(cudaMalloc(&slots_device, mapping.size() * sizeof(long long)));
     BENCH_OK(
-        cudaMemcpy(slots_device, slots.data(), slots.size() * sizeof(long long), cudaMemcpyHostToDevice));
+        cudaMemcpy(slots_device, mapping.data(), mapping.size() * sizeof(long long), cudaMemcpyHostToDevice));
     const auto launch = [&](int i, cudaStream_t stream) {
         std::byte* const at = memory + static_cast<std::size_t>(i) % sets * set;
         cuda::cache_ref<Format> cache;

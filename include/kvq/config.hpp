@@ -1,9 +1,10 @@
-// Compiler probes and every macro of kvq. Nothing else in the library defines a macro.
+// Compiler probes and every macro of kvq but its version (version.hpp).
 //
 // KVQ_HD       marks functions that run on the host and, under nvcc, on the device
 // KVQ_INLINE   forces inlining of small functions: what is inlined everywhere cannot be merged by the linker
 //              across translation units that were built for different instruction sets
-// KVQ_UNROLL   unrolls the loop that follows, completely
+// KVQ_INLINE_LAMBDA  the same for lambdas, after their parameters
+// KVQ_UNROLL   unrolls the loop that follows, up to 16 times
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
 #pragma once
 

@@ -231,8 +231,8 @@ TEST_CASE_TEMPLATE("floats: arithmetic, comparisons, reductions, partial loads a
                    quotient = io::out(L::divide(io::in(a), io::in(b))),
                    pairs = io::out(L::add_pairs(io::in(a), io::in(b))),
                    fused = io::out(L::multiply_add(io::in(a), io::in(b), io::in(c))),
-                   most = io::out(L::max(io::in(a), io::in(b))),
-                   least = io::out(L::min(io::in(a), io::in(b))), size = io::out(L::abs(io::in(a))),
+                   most = io::out(L::larger(io::in(a), io::in(b))),
+                   least = io::out(L::smaller(io::in(a), io::in(b))), size = io::out(L::abs(io::in(a))),
                    above = io::out(L::keep_above(io::in(a), io::in(b), 0.25f)),
                    even = io::out(L::keep_even(io::in(a))), pair = io::out(L::splat_pair(a.data() + 1)),
                    one = io::out(L::splat_float(a[0]));

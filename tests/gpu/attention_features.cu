@@ -273,10 +273,10 @@ void check_early() {
     const int n = static_cast<int>(lengths.size());
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim)), k, v;
     for (float16& x : q) x = float16(test::normal(r));
-    std::vector<long long> slots;
+    std::vector<long long> mapping;
     for (int b = 0; b < n; ++b) {
         const int last = lengths[static_cast<std::size_t>(b)] - 1;
-        slots.push_back(
+        mapping.push_back(
             static_cast<long long>(batch.table[static_cast<std::size_t>(b * batch.columns + last / 64)]) *
                 64 +
             last % 64);
@@ -289,7 +289,7 @@ void check_early() {
     }
     const test::device_buffer<float16> q_device(q), k_device(k), v_device(v),
         wrong(std::vector<float16>(k.size(), float16(9.0f)));
-    const test::device_buffer<long long> slots_device(slots);
+    const test::device_buffer<long long> slots_device(mapping);
     test::device_buffer<float16> out(q.size());
     const std::size_t bytes = cuda::attend_workspace_bytes<window, float16>(group);
     test::device_buffer<std::byte> workspace(bytes);

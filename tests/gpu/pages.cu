@@ -106,9 +106,9 @@ void fill_with_others(test::rng& r, pool<Format>& p, int) {
         return x;
     };
     const test::device_buffer<T> k(random(Format::head_dim)), v(random(Format::value_dim));
-    std::vector<long long> slots(static_cast<std::size_t>(n));
-    for (int i = 0; i < n; ++i) slots[static_cast<std::size_t>(i)] = i;
-    const test::device_buffer<long long> slots_device(slots);
+    std::vector<long long> mapping(static_cast<std::size_t>(n));
+    for (int i = 0; i < n; ++i) mapping[static_cast<std::size_t>(i)] = i;
+    const test::device_buffer<long long> slots_device(mapping);
     CHECK((cuda::store<Format, T>(p.ref, token_view<const T>(k.get(), n, p.heads, Format::head_dim),
                                   token_view<const T>(v.get(), n, p.heads, Format::value_dim),
                                   slots_device.get(), nullptr, nullptr)),
@@ -175,7 +175,7 @@ void check_store(const char* name) {
         std::vector<long long> wide_slots(slot_of_row.begin(), slot_of_row.end());
         for (long long& s : wide_slots)
             if (s < 0) s = -(1LL << 32);  // negative, but 0 in 32 bits
-        const test::device_buffer<long long> slots(wide_slots);
+        const test::device_buffer<long long> mapping(wide_slots);
         test::device_buffer<unsigned> bad(1);
         bad.clear();
         const auto view = [&](const T* data, int dim) {
@@ -189,7 +189,7 @@ void check_store(const char* name) {
             const auto status =
                 cuda::store<Format, T>(p.ref, view(kd.get(), Format::head_dim).slice(first, count),
                                        view(vd.get(), Format::value_dim).slice(first, count),
-                                       slots.get() + first, bad.get(), nullptr);
+                                       mapping.get() + first, bad.get(), nullptr);
             CHECK(status, "%s: %s", name, status.message);
         }
         CUDA_OK(cudaDeviceSynchronize());
@@ -247,10 +247,10 @@ void check_requantize(const char* name) {
     std::vector<T> kt, vt;
     for (const float x : k) kt.push_back(T(x));
     for (const float x : v) vt.push_back(T(x));
-    std::vector<long long> slots(static_cast<std::size_t>(n));
-    for (int i = 0; i < n; ++i) slots[static_cast<std::size_t>(i)] = i;
+    std::vector<long long> mapping(static_cast<std::size_t>(n));
+    for (int i = 0; i < n; ++i) mapping[static_cast<std::size_t>(i)] = i;
     const test::device_buffer<T> kd(kt), vd(vt);
-    const test::device_buffer<long long> slots_device(slots);
+    const test::device_buffer<long long> slots_device(mapping);
     CHECK((cuda::store<Window, T>(window.ref, token_view<const T>(kd.get(), n, heads, Window::head_dim),
                                   token_view<const T>(vd.get(), n, heads, Window::value_dim),
                                   slots_device.get(), nullptr, nullptr)),
@@ -345,13 +345,13 @@ void check_commit(int step, int second) {
     int committed[sequences] = {};
     for (int begin = 0; begin < 118; begin += step) {
         std::vector<float16> kt, vt;
-        std::vector<long long> slots;
+        std::vector<long long> mapping;
         std::vector<int> now;
         for (int b = 0; b < sequences; ++b) {
             for (int t = begin; t < begin + step; ++t) {
                 const int position = t - 3 * b;
                 const bool there = position >= 0 && position < columns * 32;
-                slots.push_back(there ? (columns * b + position / 32) * 32 + position % 32 : -1);
+                mapping.push_back(there ? (columns * b + position / 32) * 32 + position % 32 : -1);
                 for (int i = 0; i < heads * 64; ++i) {
                     kt.push_back(float16(test::normal(r)));
                     vt.push_back(float16(test::normal(r)));
@@ -365,7 +365,7 @@ void check_commit(int step, int second) {
         }
         if (begin >= 80 && committed[1] == 0) fresh_pages[1] = 0;
         const test::device_buffer<float16> kd(kt), vd(vt);
-        const test::device_buffer<long long> sd(slots);
+        const test::device_buffer<long long> sd(mapping);
         lengths.upload(now);
         fresh.upload(fresh_pages);
         const int rows = sequences * step;

@@ -8,11 +8,14 @@ With g++ and clang++: every *.hpp by itself, included twice, after macros that o
 (poison.hpp). Headers that need xsimd, Eigen or nlohmann-json are left out with --without, and go unpoisoned.
 With nvcc: everything that must be usable from device code in one translation unit, since nvcc is slow to start;
 then every *.cuh by itself.
+With all of them: every header in one translation unit, behind the standard library and macros that it cannot take
+(poison_late.hpp).
 """
 
 import concurrent.futures
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,6 +40,9 @@ INSTRUCTION_SETS = {
     "backends/simd/neon": ("aarch64", []),
 }
 
+# The processor that the headers above are tested on, with all of its instructions.
+WHOLE_PROCESSOR = {"x86_64": ["-march=x86-64-v4", "-mavx512vnni"]}
+
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 
 
@@ -60,6 +66,30 @@ def compile_device(compiler, flags, include, headers, folder):
     return ", ".join(headers), subprocess.run(command, capture_output=True, text=True)
 
 
+def write_poisoned(include, headers, folder, suffix):
+    """A source that includes the headers behind whatever they include themselves, and behind poison_late.hpp."""
+    texts = [(include / "kvq" / header).read_text() for header in headers]
+    others = sorted({name for text in texts for name in re.findall(r"^ *# *include <([^>]+)>", text, re.MULTILINE)})
+    lines = [f"#if __has_include(<{name}>)\n#include <{name}>\n#endif\n" for name in others]
+    lines += [f'#include "{HERE / "poison_late.hpp"}"\n', *(f"#include <kvq/{header}>\n" for header in headers)]
+    lines += ["#if !defined(slots) || !defined(min) || !defined(max)\n#error something undefined the poison\n#endif\n"]
+    source = pathlib.Path(folder) / f"poisoned.{suffix}"
+    source.write_text("".join(lines))
+    return source
+
+
+def compile_poisoned(compiler, flags, include, headers, folder):
+    source = write_poisoned(include, headers, folder, "cpp")
+    command = [compiler, "-std=c++20", "-fsyntax-only", *flags, "-I", str(include), str(source)]
+    return "poisoned", subprocess.run(command, capture_output=True, text=True)
+
+
+def compile_poisoned_device(compiler, flags, include, headers, folder):
+    source = write_poisoned(include, headers, folder, "cu")
+    command = [compiler, "-std=c++20", *flags, "-I", str(include), "-c", "-o", f"{source}.o", str(source)]
+    return "poisoned", subprocess.run(command, capture_output=True, text=True)
+
+
 def main():
     arguments = sys.argv[1:]
     include = pathlib.Path(arguments.pop(0))
@@ -77,14 +107,19 @@ def main():
         if "nvcc" in os.path.basename(compiler):
             groups = [[header for header in headers if header.startswith(DEVICE)], *([h] for h in device_headers)]
             jobs = [pool.submit(compile_device, compiler, flags, include, group, folder) for group in groups if group]
+            everything = sum(groups, [])
+            jobs.append(pool.submit(compile_poisoned_device, compiler, flags, include, everything, folder))
         else:
             machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout.split("-")[0]
-            jobs = []
+            jobs, together = [], []
             for header in headers:
                 processor, extra = INSTRUCTION_SETS.get(header.removesuffix(".hpp"), (machine, []))
                 if processor == machine and not header.startswith(tuple(left_out)):
+                    together.append(header)
                     poisoned = not header.startswith(sum(THIRD_PARTY.values(), ()))
                     jobs.append(pool.submit(compile_alone, compiler, [*flags, *extra], include, header, poisoned))
+            extra = WHOLE_PROCESSOR.get(machine, [])
+            jobs.append(pool.submit(compile_poisoned, compiler, [*flags, *extra], include, together, folder))
         results = [job.result() for job in jobs]
 
     failed = [(name, result) for name, result in results if result.returncode != 0]

@@ -273,10 +273,12 @@ TEST_CASE_TEMPLATE("quantized buffers: trimmed to what they hold in all three pa
                                             m.data());
                             kvq::mlx_decode(format, dim, words.data(), s.data(), m.data(), row.data());
                             REQUIRE(std::equal(words.begin(), words.end(), small.codes(role, b, h, t)));
-                            REQUIRE(static_cast<float>(s[0]) ==
-                                    static_cast<float>(*small.scales(role, b, h, t)));
-                            REQUIRE(static_cast<float>(m[0]) ==
-                                    static_cast<float>(*small.biases(role, b, h, t)));
+                            for (std::size_t g = 0; g < s.size(); ++g) {
+                                REQUIRE(static_cast<float>(s[g]) ==
+                                        static_cast<float>(small.scales(role, b, h, t)[g]));
+                                REQUIRE(static_cast<float>(m[g]) ==
+                                        static_cast<float>(small.biases(role, b, h, t)[g]));
+                            }
                             for (int c = 0; c < dim; ++c)
                                 REQUIRE(static_cast<float>(row[static_cast<std::size_t>(c)]) ==
                                         static_cast<float>(got.at(t, h)[c]));
@@ -433,5 +435,45 @@ TEST_CASE("what does not fit is refused, and nothing changes") {
     CHECK_THROWS_AS(kvq::append_to(sequence, 0, buffers.view(), 4), kvq::error);
     kvq::contiguous_cache<float> fits({.heads = 2, .head_dim = 32});
     CHECK_THROWS_AS(kvq::append_from(fits, sequence, 0, 1), kvq::error);
+    CHECK_THROWS_AS(kvq::append_from(fits, sequence, 0, std::numeric_limits<int>::min()), kvq::error);
     CHECK(fits.tokens() == 0);
+}
+
+TEST_CASE("views that cannot be are refused, and nothing changes") {
+    test::generator random(test::seed());
+    const kvq::contiguous_shape shape{.heads = 2, .head_dim = 32};
+    kvq::contiguous_cache<float> buffers(shape);
+    const auto x = test::random_tensor(random, 3, 2, 32);
+    buffers.append(x.view(), x.view());
+    kvq::contiguous_quantized<float> small(buffers, {.bits = 4, .group = 32});
+    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 2, .head_dim = 32});
+    auto sequence = cache.new_sequence();
+    const auto refused = [&](auto&& change, const char* message) {
+        auto view = std::as_const(buffers).view();
+        change(view);
+        CHECK_THROWS_WITH_AS(small.append(view), doctest::Contains(message), kvq::error);
+        CHECK(small.tokens() == 3);
+        CHECK(small.capacity() == 3);
+        CHECK_THROWS_AS(kvq::append_to(sequence, 0, view, view.tokens > 1 ? 1 : 0), kvq::error);
+        CHECK(sequence.tokens() == 0);
+    };
+    refused([](auto& view) { view.tokens = -2; }, "a view of -2 tokens");
+    refused([](auto& view) { view.key_data = nullptr; }, "3 tokens has no keys");
+    refused([](auto& view) { view.value_data = nullptr; }, "3 tokens has no values");
+    auto longer = std::as_const(buffers).view();
+    longer.tokens = longer.capacity + 1;
+    CHECK_THROWS_WITH_AS(small.append(longer),
+                         doctest::Contains("a view of 257 tokens with a capacity of 256"), kvq::error);
+    // No tokens need no memory.
+    small.append(kvq::contiguous_view<const float>{shape, 0, 0, nullptr, nullptr});
+    CHECK(small.tokens() == 3);
+
+    const kvq::token_view<const float> negative(x.view().at(0, 0), -1, 2, 32), nowhere(nullptr, 3, 2, 32);
+    CHECK_THROWS_WITH_AS(buffers.append(negative, negative), doctest::Contains("k has -1 tokens"),
+                         kvq::error);
+    CHECK_THROWS_WITH_AS(buffers.append(x.view(), nowhere), doctest::Contains("v has no data for 3 tokens"),
+                         kvq::error);
+    CHECK_THROWS_WITH_AS(buffers.prepare(-1), doctest::Contains("-1 tokens"), kvq::error);
+    CHECK_THROWS_WITH_AS(buffers.commit(-1), doctest::Contains("-1 tokens"), kvq::error);
+    CHECK(buffers.tokens() == 3);
 }

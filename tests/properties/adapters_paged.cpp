@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <kvq/adapters/paged.hpp>
+#include <limits>
 #include <numeric>
 
 #include "support/caches.hpp"
@@ -127,24 +128,26 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
             return view;
         };
         const auto free_blocks = shuffled_blocks(random, blocks + 1);
-        std::vector<std::int64_t> slots;
+        std::vector<std::int64_t> mapping;
         for (int i = 0; i < count; ++i) {
             const int at = i % ((blocks + 1) * block_tokens);
-            slots.push_back(random.one_in(5) ? -1
-                                             : static_cast<std::int64_t>(
-                                                   free_blocks[static_cast<std::size_t>(at / block_tokens)]) *
-                                                       block_tokens +
-                                                   at % block_tokens);
+            mapping.push_back(
+                random.one_in(5)
+                    ? -1
+                    : static_cast<std::int64_t>(free_blocks[static_cast<std::size_t>(at / block_tokens)]) *
+                              block_tokens +
+                          at % block_tokens);
         }
         const auto exact_k = test::decoded(direct, shape, 1, kvq::tensor::key);
         const auto exact_v = test::decoded(direct, shape, 1, kvq::tensor::value);
         for (int i = 0; i < count; ++i) {
-            const std::int64_t slot = slots[static_cast<std::size_t>(i)];
+            const std::int64_t slot = mapping[static_cast<std::size_t>(i)];
             if (slot < 0) continue;
             put(shift(other.keys), slot, test::converted<T>(exact_k, test::order::nhd), first + i);
             put(shift(other.values), slot, test::converted<T>(exact_v, test::order::nhd), first + i);
         }
-        kvq::write_slots(gathered, 1, first, std::span<const std::int64_t>(slots), other.keys, other.values);
+        kvq::write_slots(gathered, 1, first, std::span<const std::int64_t>(mapping), other.keys,
+                         other.values);
         REQUIRE(other.numbers() == expected.numbers());
     }
 }
@@ -172,6 +175,8 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
                          doctest::Contains("entry 1 of the table is block 3, not one of 3"), kvq::error);
     CHECK_THROWS_WITH_AS(gather({0, -1}, 5), doctest::Contains("block -1"), kvq::error);
     CHECK_THROWS_AS(gather({0}, -1), kvq::error);
+    CHECK_THROWS_WITH_AS(gather({0}, std::numeric_limits<int>::max()),
+                         doctest::Contains("2147483647 tokens lie in 536870912 blocks"), kvq::error);
     gather({2, -1, 99}, 0);  // entries that no token needs are not read
     CHECK(test::contents(cache, s, true) == held);
     CHECK(cache.bytes_in_use() == bytes);
@@ -189,8 +194,8 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
             kvq::append_from_blocks(s, 1, engine.keys, engine.values, std::span(one), tokens),
             doctest::Contains("layer 1"), kvq::error);
 
-    const auto scatter = [&](int first, std::vector<std::int64_t> slots) {
-        kvq::write_slots(s, 0, first, std::span<const std::int64_t>(slots), engine.keys, engine.values);
+    const auto scatter = [&](int first, std::vector<std::int64_t> mapping) {
+        kvq::write_slots(s, 0, first, std::span<const std::int64_t>(mapping), engine.keys, engine.values);
     };
     CHECK_THROWS_WITH_AS(scatter(0, {0, 12}),
                          doctest::Contains("entry 1 of the mapping is slot 12, neither -1 nor one of 12"),

@@ -34,19 +34,20 @@ void for_each_channel(const S& scheme, const kvq::block_shape& shape, const std:
     using loads = kvq::detail::plain_loads;
     const auto z = test::decoded(scheme, shape, block);
     const kvq::grouped_axis tokens = S::token_axis(shape);
-    const auto slots = static_cast<std::size_t>(S::slots(shape));
-    std::vector<float> scales(slots), biases(slots), factors(static_cast<std::size_t>(tokens.slots()), 1.0f);
+    const auto slot_count = static_cast<std::size_t>(S::channel_slots(shape));
+    std::vector<float> scales(slot_count), biases(slot_count),
+        factors(static_cast<std::size_t>(tokens.padded_size()), 1.0f);
     if constexpr (S::factors::present)
-        S::factors::template load<loads>(block.data() + scheme.factor_offset(shape), tokens.slots(),
+        S::factors::template load<loads>(block.data() + scheme.factor_offset(shape), tokens.padded_size(),
                                          factors.data());
     for (int g = 0; g < tokens.groups(); ++g) {
         scheme.template load<loads>(shape, block.data(), g, scales.data(), biases.data());
         double step = 0;
         if constexpr (std::is_same_v<typename S::parameters, kvq::channel_parameters<coded>>)
-            step = static_cast<double>(static_cast<float>(
-                kvq::detail::load_as<kvq::bfloat16>(block.data() + scheme.parameter_offset(shape) +
-                                                    2 * slots * static_cast<std::size_t>(tokens.groups()) +
-                                                    6 * static_cast<std::size_t>(g) + 4)));
+            step = static_cast<double>(static_cast<float>(kvq::detail::load_as<kvq::bfloat16>(
+                block.data() + scheme.parameter_offset(shape) +
+                2 * slot_count * static_cast<std::size_t>(tokens.groups()) + 6 * static_cast<std::size_t>(g) +
+                4)));
         for (int c = 0; c < shape.dim; ++c) {
             channel out{{},
                         {},

@@ -235,9 +235,7 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     for (const kvq::cache_shape& other : {kvq::cache_shape{3, 2, 16}, kvq::cache_shape{2, 4, 16},
                                           kvq::cache_shape{2, 2, 32}, kvq::cache_shape{1, 2, 16}}) {
         CHECK_THROWS_AS(make(other), kvq::error);
-        CHECK_THROWS_AS((kvq::cache<grid, kvq::int8>(
-                            other, {}, typename kvq::cache<grid, kvq::int8>::key_table(grid(statistics)))),
-                        kvq::error);
+        CHECK_THROWS_AS((kvq::cache<grid, kvq::int8>(other, {}, grid(statistics))), kvq::error);
     }
 }
 

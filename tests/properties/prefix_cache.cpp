@@ -492,6 +492,33 @@ TEST_CASE("memory that runs out anywhere leaves the store, its entries and the s
     CHECK(store.entries() == 2);
 }
 
+TEST_CASE("statistics begin anew, and entries stay") {
+    test::generator random(test::seed());
+    const test::stream words(random, shape, vocabulary);
+    test_cache cache(shape);
+    kvq::prefix_cache store(cache, {.min_prefix_tokens = 2});
+    const key tokens{1, 2, 3};
+    sequence_type s = cache.new_sequence();
+    append_tokens(s, words, tokens, 0);
+    CHECK(store.store(tokens, s) == store_outcome::stored);
+    CHECK(store.fetch(tokens).match == prefix_match::exact);
+    CHECK(store.fetch(key{7}).match == prefix_match::miss);
+    CHECK(store.statistics().stored == 1);
+    CHECK(store.statistics().tokens_saved == 3);
+    CHECK(store.statistics().hits() == 1);
+    const std::size_t bytes = store.bytes();
+
+    store.reset_statistics();
+    const kvq::prefix_cache_statistics none = store.statistics();
+    for (const std::size_t n : none.fetches) CHECK(n == 0);
+    CHECK(none.tokens_saved + none.stored + none.duplicates + none.rejections + none.replaced +
+              none.evictions ==
+          0);
+    CHECK(store.bytes() == bytes);
+    CHECK(store.fetch(tokens).tokens == 3);
+    CHECK(store.statistics()[prefix_match::exact] == 1);
+}
+
 TEST_CASE("what makes no sense is refused with a sentence") {
     test::generator random(test::seed());
     const test::stream words(random, shape, vocabulary);

@@ -1,8 +1,8 @@
-// expect: deleted
+// expect: fork() says what it does
 // SPDX-License-Identifier: MIT
 #include <kvq/kvq.hpp>
 
-// Sharing pages is what fork() is for; a copy would hide it.
+// Sharing pages is what fork() is for; a copy would hide it. Compilers show the line that says so.
 auto copy(const kvq::cache<kvq::int8>::sequence_type& sequence) {
     kvq::cache<kvq::int8>::sequence_type other(sequence);
     return other.tokens();

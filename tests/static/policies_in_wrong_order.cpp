@@ -1,4 +1,4 @@
-// expect: kvq::scheme
+// expect: kvq::scheme<bits<B>, levels, granularity, params<P>>: in this order
 // SPDX-License-Identifier: MIT
 #include <kvq/kvq.hpp>
 

@@ -90,24 +90,26 @@ TEST_CASE_TEMPLATE("what is stored is what is loaded, for any groups and slots",
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 50; ++round) {
-        const int groups = random.between(1, 5), n = random.between(1, 40), slots = (n + 3) / 4 * 4;
-        const auto size = static_cast<std::size_t>(n), all = static_cast<std::size_t>(slots);
-        std::vector<std::byte> block(P::bytes(groups, slots) + 8, std::byte{0x5a});
+        const int groups = random.between(1, 5), n = random.between(1, 40), slot_count = (n + 3) / 4 * 4;
+        const auto size = static_cast<std::size_t>(n), all = static_cast<std::size_t>(slot_count);
+        std::vector<std::byte> block(P::bytes(groups, slot_count) + 8, std::byte{0x5a});
         std::vector<std::vector<float>> scales, biases;
         for (int g = 0; g < groups; ++g) {
             scales.push_back(random.normals(size));
             for (float& x : scales.back()) x = std::fabs(x);
             biases.push_back(random.normals(size));
             // In either order: biases may be stored again.
-            P::store_biases(block.data(), groups, slots, g, biases.back().data(), n,
+            P::store_biases(block.data(), groups, slot_count, g, biases.back().data(), n,
                             parameter_rounding::outside);
-            P::store_scales(block.data(), groups, slots, g, scales.back().data(), n,
+            P::store_scales(block.data(), groups, slot_count, g, scales.back().data(), n,
                             parameter_rounding::nearest);
         }
         for (int g = 0; g < groups; ++g) {
             std::vector<float> s(all), b(all);
-            P::template load_scales<kvq::detail::plain_loads>(block.data(), groups, slots, g, 0, n, s.data());
-            P::template load_biases<kvq::detail::plain_loads>(block.data(), groups, slots, g, 0, n, b.data());
+            P::template load_scales<kvq::detail::plain_loads>(block.data(), groups, slot_count, g, 0, n,
+                                                              s.data());
+            P::template load_biases<kvq::detail::plain_loads>(block.data(), groups, slot_count, g, 0, n,
+                                                              b.data());
             s.resize(size);
             b.resize(size);
             CHECK(s == scales[static_cast<std::size_t>(g)]);

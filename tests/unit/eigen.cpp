@@ -2,7 +2,6 @@
 // Comparison family: exact. Eigen matrices are tokens in and tokens out, in either storage order, without a copy.
 #include <doctest/doctest.h>
 
-#include <kvq/adapters/decode_as.hpp>
 #include <kvq/adapters/eigen.hpp>
 
 #include "support/caches.hpp"
@@ -71,7 +70,7 @@ TEST_CASE("tokens go in from Eigen and come out into Eigen") {
     CHECK((larger.array() == -1.0f).all());
     // 16 bit.
     Eigen::Matrix<Eigen::half, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor> half(tokens, features);
-    kvq::decode_as(s, 0, kvq::tensor::key, 0, kvq::tokens_of(half, 2));
+    s.decode(0, kvq::tensor::key, 0, kvq::tokens_of(half, 2));
     CHECK(half == k.transpose().cast<Eigen::half>());
 
     // Attention: queries and outputs.

@@ -150,8 +150,8 @@ TEST_CASE("grouped axis: groups start on multiples of 4 slots, indices map to di
                 if (i % group == 0) REQUIRE((slot % 4 == 0 && slot == axis.group_begin(i / group)));
                 previous = slot;
             }
-            REQUIRE(previous < axis.slots());
-            REQUIRE(axis.slots() % 4 == 0);
+            REQUIRE(previous < axis.padded_size());
+            REQUIRE(axis.padded_size() % 4 == 0);
             for (int g = 0; g < axis.groups(); ++g) total += axis.group_size(g);
             REQUIRE(total == size);
         }

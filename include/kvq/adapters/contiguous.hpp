@@ -16,7 +16,7 @@
 #include <memory_resource>
 #include <span>
 
-#include "decode_as.hpp"
+#include "../cache/sequence.hpp"
 #include "growing_buffers.hpp"
 #include "mlx_affine.hpp"
 
@@ -109,8 +109,9 @@ private:
                        " rows of a batch of ", shape().batch);
         for (const token_view<U>& row : x) {
             if (tokens < 0) tokens = row.tokens;
-            detail::expect(row.tokens == tokens && tokens >= 0, name, " has ", row.tokens,
-                           " tokens where others have ", tokens);
+            detail::expect(row.tokens >= 0, name, " has ", row.tokens, " tokens");
+            detail::expect(row.tokens == tokens, name, " has ", row.tokens, " tokens where others have ",
+                           tokens);
             detail::expect(row.heads == shape().heads && row.dim == shape().dim(role), name, " is ",
                            row.heads, " heads x ", row.dim, " channels but the buffers hold ", shape().heads,
                            " x ", shape().dim(role));
@@ -161,6 +162,10 @@ public:
                        "a view of ", theirs.batch, " x ", theirs.heads, " x ", theirs.dim(tensor::key),
                        " and ", theirs.dim(tensor::value), " does not fit buffers of ", mine.batch, " x ",
                        mine.heads, " x ", mine.dim(tensor::key), " and ", mine.dim(tensor::value));
+        detail::expect(x.tokens >= 0 && x.tokens <= x.capacity, "a view of ", x.tokens,
+                       " tokens with a capacity of ", x.capacity);
+        detail::expect(x.tokens == 0 || (x.key_data != nullptr && x.value_data != nullptr), "a view of ",
+                       x.tokens, " tokens has no ", x.key_data ? "values" : "keys");
         buffers_.reserve(x.tokens);
         for_each_token<0>(buffers_, tokens(), x.tokens, [&](int row, int head, int t, auto* w, T* s, T* b) {
             mlx_encode(format_, mine.dim(tensor::key), x.keys(row).at(t, head), w, s, b);
@@ -247,6 +252,8 @@ private:
 template <class Cache, class T>
 void append_to(sequence<Cache>& s, int layer, const contiguous_view<T>& from, int first = 0, int row = 0) {
     detail::expect(first >= 0 && first <= from.tokens, "cannot begin at token ", first, " of ", from.tokens);
+    detail::expect(from.tokens == 0 || (from.key_data != nullptr && from.value_data != nullptr), "a view of ",
+                   from.tokens, " tokens has no ", from.key_data ? "values" : "keys");
     s.append(layer, from.keys(row).slice(first, from.tokens - first),
              from.values(row).slice(first, from.tokens - first));
 }
@@ -263,11 +270,12 @@ contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence<Cache>& s
                    "buffers of ", to.shape().heads, " heads x ", to.shape().dim(tensor::key), " and ",
                    to.shape().dim(tensor::value), " do not fit a cache of ", shape.kv_heads, " x ",
                    shape.dim(tensor::key), " and ", shape.dim(tensor::value));
+    detail::expect(first >= 0 && first <= s.tokens(layer), "cannot begin at token ", first, " of ",
+                   s.tokens(layer));
     const int n = s.tokens(layer) - first, before = to.tokens();
-    detail::expect(first >= 0 && n >= 0, "cannot begin at token ", first, " of ", s.tokens(layer));
     const contiguous_view<T> all = to.prepare(n);
-    decode_as(s, layer, tensor::key, first, all.keys().slice(before, n));
-    decode_as(s, layer, tensor::value, first, all.values().slice(before, n));
+    s.decode(layer, tensor::key, first, all.keys().slice(before, n));
+    s.decode(layer, tensor::value, first, all.values().slice(before, n));
     return to.commit(n);
 }
 

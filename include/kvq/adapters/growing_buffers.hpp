@@ -81,7 +81,8 @@ public:
 
     /// Room for `added` more tokens. A capacity is a multiple of step, whatever it was before.
     void reserve(int added) {
-        expect(added <= std::numeric_limits<int>::max() - tokens_ - shape_.step, "buffers of ", tokens_,
+        expect(added >= 0, "buffers of ", tokens_, " tokens cannot take ", added, " more");
+        expect(added <= (std::numeric_limits<int>::max)() - tokens_ - shape_.step, "buffers of ", tokens_,
                " tokens cannot take ", added, " more");
         const int wanted = tokens_ + added;
         if (wanted > capacity_) resize(round_up(wanted, shape_.step));

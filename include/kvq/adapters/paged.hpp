@@ -7,17 +7,18 @@
 //
 //   kvq::paged_view<kvq::float16> keys = kvq::paged_nhd(k_data, blocks, 16, heads, dim), values = ...;
 //   kvq::append_from_blocks(sequence, layer, keys, values, block_table, tokens);    // into kvq pages
-//   kvq::write_slots(sequence, layer, first, slots, keys, values);                  // back, -1 skips a token
+//   kvq::write_slots(sequence, layer, first, mapping, keys, values);                  // back, -1 skips a token
 //
 // Nothing is owned and nothing kept. K and V in one allocation ([blocks][2][...] and the like) are two views whose
 // block_stride steps over both. Blocks may be shared and in any order. Shapes, blocks and slots are all checked before
 // anything is written; append_from_blocks gives all tokens or none (strong exception guarantee).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 
-#include "decode_as.hpp"
+#include "../cache/sequence.hpp"
 
 namespace kvq::inline v0_1 {
 
@@ -41,7 +42,7 @@ struct paged_view {
         return data + slot / block_tokens * block_stride + slot % block_tokens * token_stride +
                head * head_stride;
     }
-    std::int64_t slots() const noexcept { return static_cast<std::int64_t>(blocks) * block_tokens; }
+    std::int64_t slot_count() const noexcept { return static_cast<std::int64_t>(blocks) * block_tokens; }
 
     operator paged_view<const T>() const noexcept requires(!std::is_const_v<T>) {
         return {data, blocks, block_tokens, heads, dim, block_stride, token_stride, head_stride};
@@ -96,7 +97,7 @@ void append_from_blocks(sequence<Cache>& s, int layer, const paged_view<T>& keys
     const int per_block = keys.block_tokens;
     detail::expect(tokens >= 0, "cannot gather ", tokens, " tokens");
     (void)s.tokens(layer);  // checks it, also where there is nothing to append
-    const int used = detail::ceil_div(tokens, per_block);
+    const int used = tokens / per_block + (tokens % per_block != 0);
     detail::expect(static_cast<std::size_t>(used) <= table.size(), tokens, " tokens lie in ", used,
                    " blocks of ", per_block, " but the table has ", table.size());
     for (int i = 0; i < used; ++i) {
@@ -113,21 +114,21 @@ void append_from_blocks(sequence<Cache>& s, int layer, const paged_view<T>& keys
     s = std::move(longer);
 }
 
-/// Writes x^ of tokens [first, first + slots.size()) of a layer to these slots, rounded to T; -1 leaves a token out.
+/// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 leaves a token out.
 /// Where a slot comes twice the later token stays. Raises kvq::error when shapes, tokens or slots are out of range.
 template <class Cache, float_format T>
-void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const std::int64_t> slots,
+void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const std::int64_t> mapping,
                  const paged_view<T>& keys, const paged_view<T>& values) {
     detail::check_paged_pair(keys, values, s);
     const int held = s.tokens(layer);
-    detail::expect(first >= 0 && first <= held && slots.size() <= static_cast<std::size_t>(held - first),
-                   "cannot write ", slots.size(), " tokens from token ", first, " of layer ", layer,
+    detail::expect(first >= 0 && first <= held && mapping.size() <= static_cast<std::size_t>(held - first),
+                   "cannot write ", mapping.size(), " tokens from token ", first, " of layer ", layer,
                    ": it holds ", held);
-    for (std::size_t i = 0; i < slots.size(); ++i)
-        detail::expect(slots[i] >= -1 && slots[i] < keys.slots(), "entry ", i, " of the mapping is slot ",
-                       slots[i], ", neither -1 nor one of ", keys.slots());
-    const auto count = static_cast<int>(slots.size());
-    std::pmr::vector<float> memory(detail::sequence_access::cache(s).pool().memory());
+    for (std::size_t i = 0; i < mapping.size(); ++i)
+        detail::expect(mapping[i] >= -1 && mapping[i] < keys.slot_count(), "entry ", i,
+                       " of the mapping is slot ", mapping[i], ", neither -1 nor one of ", keys.slot_count());
+    const auto count = static_cast<int>(mapping.size());
+    std::pmr::vector<T> memory(detail::sequence_access::cache(s).pool().memory());
     const layer_pages pages = s.pages(layer);
     for (const tensor role : {tensor::key, tensor::value}) {
         const paged_view<T>& to = role == tensor::key ? keys : values;
@@ -138,13 +139,12 @@ void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const
             if (from >= end) continue;
             memory.resize(static_cast<std::size_t>(end - from) * static_cast<std::size_t>(to.heads) *
                           static_cast<std::size_t>(to.dim));
-            const token_view<float> part(memory.data(), end - from, to.heads, to.dim);
+            const token_view<T> part(memory.data(), end - from, to.heads, to.dim);
             s.decode(layer, role, from, part);
             for (int t = from; t < end; ++t) {
-                const std::int64_t slot = slots[static_cast<std::size_t>(t - first)];
+                const std::int64_t slot = mapping[static_cast<std::size_t>(t - first)];
                 if (slot < 0) continue;
-                for (int h = 0; h < to.heads; ++h)
-                    for (int c = 0; c < to.dim; ++c) to.at(slot, h)[c] = T(part.at(t - from, h)[c]);
+                for (int h = 0; h < to.heads; ++h) std::copy_n(part.at(t - from, h), to.dim, to.at(slot, h));
             }
         }
     }

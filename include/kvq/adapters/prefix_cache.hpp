@@ -41,7 +41,7 @@
 namespace kvq::inline v0_1 {
 
 struct prefix_cache_options {
-    std::size_t byte_limit = std::numeric_limits<std::size_t>::max();  ///< for the pages that entries hold
+    std::size_t byte_limit = (std::numeric_limits<std::size_t>::max)();  ///< for the pages that entries hold
     int max_entries = 1000;
     int min_prefix_tokens = 128;              ///< a shorter prefix or common prefix is not worth a fork
     int min_quantize_tokens = 256;            ///< shorter entries stay in the format in which they come

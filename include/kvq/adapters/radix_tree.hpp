@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "../config.hpp"
+#include "../core/bits.hpp"
 
 namespace kvq::inline v0_1 {
 
@@ -199,7 +199,7 @@ public:
 private:
     /// Tokens that a query has in common with the path to a node, given that it agrees up to the edge above it.
     static std::size_t common(token_ids query, const node& n) noexcept {
-        const std::size_t end = std::min(query.size(), n.end_);
+        const std::size_t end = detail::smaller(query.size(), n.end_);
         const auto from = static_cast<std::ptrdiff_t>(n.begin_), to = static_cast<std::ptrdiff_t>(end);
         return static_cast<std::size_t>(
             std::mismatch(query.begin() + from, query.begin() + to, n.key_.get() + from).first -

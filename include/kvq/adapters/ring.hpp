@@ -38,7 +38,7 @@ public:
         for (int layer = 1; layer < layers(); ++layer)
             detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",
                            sequence_.tokens(layer), " tokens but layer 0 ", sequence_.tokens(0));
-        detail::expect(options.window <= std::numeric_limits<int>::max() - options.slack - g.page_tokens,
+        detail::expect(options.window <= (std::numeric_limits<int>::max)() - options.slack - g.page_tokens,
                        "a window of ", options.window, " tokens is too long");
     }
 
@@ -108,7 +108,7 @@ private:
 
     /// Pages that no query sees in any layer, from the next token on or after a trim by `slack`.
     int droppable() const noexcept {
-        int shortest = std::numeric_limits<int>::max();
+        int shortest = (std::numeric_limits<int>::max)();
         for (const detail::layer_track& track : detail::sequence_access::tracks(sequence_))
             shortest = detail::smaller(shortest, track.tokens);
         const int first = shortest - options_.slack - options_.window + 1;

@@ -21,21 +21,16 @@
 //   name()
 #pragma once
 
+#include "../quant/params.hpp"
 #include "../schemes/full.hpp"
 #include "kernels/plain_lanes.hpp"
 
 namespace kvq::inline v0_1 {
 
-struct scalar {
+struct scalar : detail::plain_loads {
     using lanes = plain_lanes;
     static constexpr int pieces = 2;
     static constexpr const char* name() noexcept { return "scalar"; }
-
-    template <class P>
-    static void load_floats(const std::byte* from, int n, float* out) {
-        for (int i = 0; i < n; ++i)
-            out[i] = static_cast<float>(detail::load_as<P>(from + static_cast<std::size_t>(i) * sizeof(P)));
-    }
 
     template <class Window, kv_scheme Scheme>
     static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id,

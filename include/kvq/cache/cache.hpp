@@ -26,9 +26,11 @@ public:
     using window = Window;
     using sequence_type = sequence<cache>;
 
-    /// Raises kvq::error when a size is impossible. Schemes with state are passed in `keys` and `values`.
-    explicit cache(const cache_shape& shape, const cache_options& options = {}, key_table keys = {},
-                   value_table values = {})
+    /// Raises kvq::error when a size is impossible. Schemes with state are passed in `keys` and `values`; of a list with more
+    /// than one all of them, as key_table(first, second).
+    explicit cache(const cache_shape& shape, const cache_options& options = {},
+                   key_table keys = detail::default_table<key_table>(),
+                   value_table values = detail::default_table<value_table>())
         : shape_(shape),
           options_(options),
           keys_(std::move(keys)),
@@ -40,7 +42,7 @@ public:
         detail::expect(options.rollback >= 0, "rollback must not be negative, got ", options.rollback);
         detail::expect(options.page_tokens >= 1 && options.page_tokens <= 65536,
                        "page_tokens must be between 1 and 65536, got ", options.page_tokens);
-        constexpr int most = std::numeric_limits<int>::max() / 4;
+        constexpr int most = (std::numeric_limits<int>::max)() / 4;
         detail::expect(options.sinks <= most && options.recent <= most && options.rollback <= most, "sinks ",
                        options.sinks, ", recent ", options.recent, " and rollback ", options.rollback,
                        " must not be more than ", most);

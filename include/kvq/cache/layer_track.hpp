@@ -1,4 +1,10 @@
 // One layer of one sequence: which pages it holds and how far they are coded.
+//
+//   tokens   [sink page][page 0][page 1] ...     K and V alike; the first `committed` pages are past the window
+//   originals   ... of pages [originals_end - n, originals_end), for a trim that must not lose anything
+//
+// Contract: K and V have as many pages, page i of both holds the same tokens (page/layer_pages.hpp), and `committed` is one number
+// for both. Vectors take their room before anything changes, so that what comes then cannot fail.
 #pragma once
 
 #include <cstring>

@@ -1,4 +1,7 @@
 // What a cache is told at construction, and what it tells about itself.
+//
+// Of n tokens the first `sinks` and at least the last `recent` stay as they were appended; whole pages between them are coded.
+// Contract: cache() checks every option and names the one that is out of range; usage() counts all that a sequence allocates.
 #pragma once
 
 #include <cstddef>

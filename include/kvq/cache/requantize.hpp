@@ -23,7 +23,7 @@ namespace kvq::inline v0_1 {
 /// Which pages, and what they become.
 struct requantize_request {
     static constexpr int keep = -1;
-    static constexpr int all = std::numeric_limits<int>::max();
+    static constexpr int all = (std::numeric_limits<int>::max)();
 
     int key = keep;    ///< format for keys, 0-based in formats<...>; `keep` leaves them as they are
     int value = keep;  ///< format for values
@@ -35,8 +35,8 @@ struct requantize_request {
 
 /// How much of a request to do in one call. The first page is always done.
 struct requantize_limit {
-    std::size_t pages = std::numeric_limits<std::size_t>::max();
-    std::chrono::nanoseconds time = std::chrono::nanoseconds::max();
+    std::size_t pages = (std::numeric_limits<std::size_t>::max)();
+    std::chrono::nanoseconds time = (std::chrono::nanoseconds::max)();
 };
 
 /// What a run did, or would do. Bytes are those of pages, headers included, as page_pool counts them.
@@ -76,7 +76,7 @@ public:
     /// The first `leading` sequences say which pages change; the others follow where they share them.
     requantizer(std::remove_pointer_t<cache_pointer>& cache, std::span<Sequence* const> sequences,
                 const requantize_request& request,
-                std::size_t leading = std::numeric_limits<std::size_t>::max())
+                std::size_t leading = (std::numeric_limits<std::size_t>::max)())
         : sequences_(sequences),
           leading_(smaller(leading, sequences.size())),
           request_(request),
@@ -116,7 +116,7 @@ public:
         for_each_job([&](const job& j) {
             const std::size_t done = report_.pages + batch.size();
             const bool stop =
-                done > 0 && (done >= limit.pages || (limit.time != std::chrono::nanoseconds::max() &&
+                done > 0 && (done >= limit.pages || (limit.time != (std::chrono::nanoseconds::max)() &&
                                                      std::chrono::steady_clock::now() - start >= limit.time));
             if (stop) {
                 ++report_.pages_left;

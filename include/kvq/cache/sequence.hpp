@@ -57,7 +57,7 @@ public:
         check_input(v, "v", shape().dim(tensor::value));
         detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
         detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        detail::expect(k.tokens <= std::numeric_limits<int>::max() - track.tokens - page_tokens(),
+        detail::expect(k.tokens <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
                        "a sequence of ", track.tokens, " tokens cannot take ", k.tokens, " more");
         if (k.tokens == 0) return;
         auto keys = stage<tensor::key>(layer, k.tokens);

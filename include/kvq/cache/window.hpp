@@ -1,4 +1,7 @@
 // Reading and writing tokens in window pages (16 or 32 bit).
+//
+// A window page is a block of full<Window> per kv head (pack/value_layout.hpp). Contract: a token is rounded to Window once, when
+// it is written; copies are exact. Nothing here looks at reference counts: who writes holds the page's only reference.
 #pragma once
 
 #include "../core/float_environment.hpp"

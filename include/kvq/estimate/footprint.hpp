@@ -69,8 +69,8 @@ void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
 template <class Cache>
 footprint_report footprint(const Cache& cache, int tokens, int sequences = 1, const attention_use& use = {}) {
     detail::expect(tokens >= 0, "a footprint needs at least 0 tokens, got ", tokens);
-    detail::expect(tokens <= std::numeric_limits<int>::max() - cache.options().page_tokens, "a footprint of ",
-                   tokens, " tokens: no sequence takes that many");
+    detail::expect(tokens <= (std::numeric_limits<int>::max)() - cache.options().page_tokens,
+                   "a footprint of ", tokens, " tokens: no sequence takes that many");
     detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
     const cache_shape& shape = cache.shape();
     footprint_report f;

@@ -77,7 +77,8 @@ public:
     sequence<Cache> finish(int tokens) {
         for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
             const int came = check(layer, 0, received_[2 * layer]).tokens;
-            detail::expect(came == tokens, who(layer, 0), ": ", came, " tokens were received, not ", tokens);
+            detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
+                           " tokens were received, not ", tokens);
         }
         return finish();
     }
@@ -117,10 +118,6 @@ private:
         int committed = 0;
     };
 
-    static std::string who(std::size_t layer, std::size_t role) {
-        return "layer " + std::to_string(layer) + (role == 0 ? " (keys)" : " (values)");
-    }
-
     template <tensor Role>
     void accept_as(const page_message& m) {
         const cache_shape& shape = cache_.shape();
@@ -135,22 +132,24 @@ private:
         const int offset = m.first_token - g.sinks;
         detail::expect(m.tokens == (sink ? g.sinks : g.page_tokens) &&
                            (sink ? m.first_token == 0 : offset >= 0 && offset % g.page_tokens == 0),
-                       who(layer, role), ": a page of ", m.tokens, " tokens at ", m.first_token,
-                       " does not belong to a cache with ", g.sinks, " sinks and ", g.page_tokens,
-                       " tokens per page");
+                       detail::layer_text(layer, Role), ": a page of ", m.tokens, " tokens at ",
+                       m.first_token, " does not belong to a cache with ", g.sinks, " sinks and ",
+                       g.page_tokens, " tokens per page");
         const int format = detail::find_format(cache_.template table<Role>(), m.scheme);
         if (format < 0)
-            detail::raise_unknown_format(cache_.template table<Role>(), m.scheme, who(layer, role) + " is");
+            detail::raise_unknown_format(cache_.template table<Role>(), m.scheme,
+                                         detail::layer_text(layer, Role) + " is");
         detail::expect(format == 0 || (m.kind == page_kind::page && m.committed && m.used == m.tokens),
-                       who(layer, role), ": the page at ", m.first_token, " is coded before its time");
+                       detail::layer_text(layer, Role), ": the page at ", m.first_token,
+                       " is coded before its time");
         const std::size_t bytes = cache_.template page_bytes<Role>(format, m.tokens);
-        detail::expect(bytes == m.data.size(), who(layer, role), ": a page of ", m.scheme.name, " has ",
-                       m.data.size(), " bytes, here it would have ", bytes);
+        detail::expect(bytes == m.data.size(), detail::layer_text(layer, Role), ": a page of ", m.scheme.name,
+                       " has ", m.data.size(), " bytes, here it would have ", bytes);
         const int position = sink ? 0 : offset / g.page_tokens;
         auto& list = received_[2 * layer + role];
         for (const received& r : list)
-            detail::expect(r.kind != m.kind || r.position != position, who(layer, role), ": the page at ",
-                           m.first_token, " came twice");
+            detail::expect(r.kind != m.kind || r.position != position, detail::layer_text(layer, Role),
+                           ": the page at ", m.first_token, " came twice");
         page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
         std::memcpy(p->data(), m.data.data(), bytes);
         p->not_finite = m.not_finite;
@@ -163,7 +162,7 @@ private:
             return a.kind != b.kind ? a.kind < b.kind : a.position < b.position;
         });
         const page_geometry g = cache_.geometry();
-        const std::string me = who(layer, role);
+        const std::string me = detail::layer_text(layer, static_cast<tensor>(role));
         extent found;
         int pages = 0, originals_end = -1, expected = 0;
         for (const received& r : list) {

@@ -100,7 +100,7 @@ inline page_message check_page_header(const page_wire_header& h, const char* res
            h.header_checksum);
     expect(h.role <= 1 && h.kind <= 2 && h.flags <= 3 && h.layer_tokens >= 0 && h.layer >= 0 &&
                h.first_token >= 0 && h.tokens >= 1 && h.used >= 0 && h.used <= h.tokens && h.kv_heads >= 1 &&
-               h.dim >= 1 && h.first_token <= std::numeric_limits<int>::max() - h.tokens,
+               h.dim >= 1 && h.first_token <= (std::numeric_limits<int>::max)() - h.tokens,
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",
            h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim);
     page_message m;

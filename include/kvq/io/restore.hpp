@@ -113,19 +113,15 @@ private:
             formats_[static_cast<int>(Role)].push_back(find_format(cache_.template table<Role>(), id));
     }
 
-    template <tensor Role>
-    static std::string who(int layer) {
-        return "layer " + std::to_string(layer) + (Role == tensor::key ? " (keys)" : " (values)");
-    }
-
     /// The tensors that hold this table's pages are the next ones of the file, and this cache can use them.
     template <tensor Role>
     void expect_tensors(int layer) {
         const saved_table& table = saved<Role>(layer);
         const auto& formats = cache_.template table<Role>();
         if (!options_.convert && mapped<Role>(static_cast<std::size_t>(table.target)) < 0)
-            raise_unknown_format(formats, identity<Role>(static_cast<std::size_t>(table.target)),
-                                 who<Role>(layer) + " of the saved sequence is to be");
+            raise_unknown_format(
+                formats, identity<Role>(static_cast<std::size_t>(table.target)),
+                layer_text(static_cast<std::size_t>(layer), Role) + " of the saved sequence is to be");
         const page_geometry& g = index_.description().geometry;
         const auto heads = static_cast<std::uint64_t>(cache_.shape().kv_heads);
         const auto expect_pages = [&](const std::string& name, std::size_t count, std::uint32_t format,
@@ -167,8 +163,9 @@ private:
         else if (format == 0 && id == identity_of(full<float>{}))
             f(full<float>{});
         else
-            raise_unknown_format(cache_.template table<Role>(), id,
-                                 who<Role>(layer) + " of the saved sequence is");
+            raise_unknown_format(
+                cache_.template table<Role>(), id,
+                layer_text(static_cast<std::size_t>(layer), Role) + " of the saved sequence is");
     }
 
     // ---- pages ----
@@ -178,7 +175,8 @@ private:
         source_.restart();
         source_.read(p.data(), p.bytes, "a page");
         expect(source_.checksum() == row.checksum, "the saved sequence is damaged: page ", row.position,
-               " of ", who<Role>(layer), " has checksum ", source_.checksum(), ", not ", row.checksum);
+               " of ", layer_text(static_cast<std::size_t>(layer), Role), " has checksum ",
+               source_.checksum(), ", not ", row.checksum);
         p.not_finite = row.not_finite;
     }
     template <tensor Role>

@@ -55,7 +55,7 @@ inline std::uint64_t safetensors_bytes(const safetensors_tensor& t) {
     std::uint64_t bytes = safetensors_element_bytes(t.dtype);
     expect(bytes > 0, "tensor ", t.name, " has the unknown dtype ", t.dtype);
     for (const std::uint64_t size : t.shape) {
-        expect(size == 0 || bytes <= std::numeric_limits<std::uint64_t>::max() / size, "tensor ", t.name,
+        expect(size == 0 || bytes <= (std::numeric_limits<std::uint64_t>::max)() / size, "tensor ", t.name,
                " has more elements than there are numbers");
         bytes *= size;
     }

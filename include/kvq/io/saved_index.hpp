@@ -140,8 +140,8 @@ private:
 
     void check_counts(int l, const saved_layer& layer) const {
         const page_geometry& g = description_.geometry;
-        expect(layer.tokens >= 0 && layer.tokens <= std::numeric_limits<int>::max() - g.page_tokens, "layer ",
-               l, " of the saved sequence has ", layer.tokens, " tokens");
+        expect(layer.tokens >= 0 && layer.tokens <= (std::numeric_limits<int>::max)() - g.page_tokens,
+               "layer ", l, " of the saved sequence has ", layer.tokens, " tokens");
         expect(layer.committed >= g.committed(layer.tokens) && layer.committed <= g.pages(layer.tokens) &&
                    (layer.committed == 0 || g.first_token(layer.committed) <= layer.tokens),
                "layer ", l, " of the saved sequence has ", layer.committed, " coded pages, which ",
@@ -150,7 +150,7 @@ private:
 
     void check_table(int l, std::size_t r, const saved_layer& layer, const saved_table& table) const {
         const page_geometry& g = description_.geometry;
-        const std::string who = "layer " + std::to_string(l) + (r == 0 ? " (keys)" : " (values)");
+        const std::string who = layer_text(static_cast<std::size_t>(l), static_cast<tensor>(r));
         const auto formats = static_cast<std::uint32_t>(description_.schemes[r].size());
         const bool has_sink = g.sinks > 0 && layer.tokens > 0;
         expect(table.sinks.size() == (has_sink ? 1 : 0), who, " of the saved sequence has ",

@@ -101,7 +101,7 @@ public:
         const page_geometry& g = d.geometry;
         expect(g.sinks >= 0 && g.recent >= 0 && d.rollback >= 0 && g.page_tokens >= 1 &&
                    g.page_tokens <= 65536 && g.sinks <= most_sinks &&
-                   g.recent <= std::numeric_limits<int>::max() - g.sinks,
+                   g.recent <= (std::numeric_limits<int>::max)() - g.sinks,
                "a saved sequence has impossible options: ", g.sinks, " sinks, ", g.recent, " recent, ",
                g.page_tokens, " page_tokens, ", d.rollback, " rollback");
         for (const tensor role : {tensor::key, tensor::value}) {

@@ -47,6 +47,11 @@ inline std::string fingerprint_text(const std::optional<std::uint64_t>& fingerpr
     return text;
 }
 
+/// What a message is about: "layer 3 (keys)".
+inline std::string layer_text(std::size_t layer, tensor role) {
+    return "layer " + std::to_string(layer) + (role == tensor::key ? " (keys)" : " (values)");
+}
+
 /// Index of the scheme in a table, or -1. Several of one identity: the first.
 template <class Table>
 int find_format(const Table& table, const scheme_identity& id) {

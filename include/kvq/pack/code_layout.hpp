@@ -58,10 +58,10 @@ struct code_layout {
     tile_layout tiles;
 
     KVQ_HD constexpr code_layout(grouped_axis row_axis, grouped_axis col_axis) noexcept
-        : cols(col_axis), tiles{row_axis, planes::vectors(col_axis.slots() / 4)} {}
+        : cols(col_axis), tiles{row_axis, planes::vectors(col_axis.padded_size() / 4)} {}
 
     KVQ_HD constexpr const grouped_axis& rows() const noexcept { return tiles.rows; }
-    KVQ_HD constexpr int quads() const noexcept { return cols.slots() / 4; }
+    KVQ_HD constexpr int quads() const noexcept { return cols.padded_size() / 4; }
     KVQ_HD constexpr std::size_t bytes() const noexcept { return tiles.words() * 4; }
 };
 

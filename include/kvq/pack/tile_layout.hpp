@@ -38,7 +38,9 @@ struct grouped_axis {
     KVQ_HD constexpr int group_slots(int g) const noexcept { return detail::round_up(group_size(g), 4); }
     /// First slot of group g.
     KVQ_HD constexpr int group_begin(int g) const noexcept { return g * stride; }
-    KVQ_HD constexpr int slots() const noexcept { return group_begin(count - 1) + group_slots(count - 1); }
+    KVQ_HD constexpr int padded_size() const noexcept {
+        return group_begin(count - 1) + group_slots(count - 1);
+    }
     KVQ_HD constexpr int slot(int index) const noexcept {
         if (count == 1) return index;
         return group_begin(index / group) + index % group;
@@ -57,7 +59,7 @@ struct tile_layout {
     int words_per_row = 0;
 
     KVQ_HD constexpr std::size_t words() const noexcept {
-        return static_cast<std::size_t>(rows.slots()) * static_cast<std::size_t>(words_per_row);
+        return static_cast<std::size_t>(rows.padded_size()) * static_cast<std::size_t>(words_per_row);
     }
 
     /// Index of the word `vector` of `row`. O(1).

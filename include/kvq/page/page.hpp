@@ -65,7 +65,7 @@ private:
 /// Allocates pages from a memory resource within a byte budget and counts what is in use.
 class page_pool {
 public:
-    static constexpr std::size_t no_budget = std::numeric_limits<std::size_t>::max();
+    static constexpr std::size_t no_budget = (std::numeric_limits<std::size_t>::max)();
 
     explicit page_pool(std::pmr::memory_resource* memory, std::size_t budget = no_budget) noexcept
         : memory_(memory), budget_(budget) {}

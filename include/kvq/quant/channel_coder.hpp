@@ -38,7 +38,7 @@ inline std::uint32_t bound_magnitudes(float* values, std::size_t n) noexcept {
 /// y: [tokens][stride], replaced by codes. top(c): largest code of channel c; 0 keeps its mean alone.
 template <class Parameters, class Encoder, class Top>
 void code_channels(const Encoder& encoder, block_id id, float* y, int tokens, int channels, int stride,
-                   Top top, std::byte* parameters, int groups, int slots, int group) {
+                   Top top, std::byte* parameters, int groups, int slot_count, int group) {
     float line[most_coded], codes[most_coded], biases[most_coded], scales[most_coded];
     const auto gather = [&](int c) {
         int n = 0;
@@ -55,10 +55,10 @@ void code_channels(const Encoder& encoder, block_id id, float* y, int tokens, in
         biases[c] = r.first;
         scales[c] = r.last;
     }
-    Parameters::store_biases(parameters, groups, slots, group, biases, channels, Encoder::rounding);
+    Parameters::store_biases(parameters, groups, slot_count, group, biases, channels, Encoder::rounding);
     for (int c = 0; c < channels; ++c)
         scales[c] = top(c) > 0 ? (scales[c] - biases[c]) / static_cast<float>(top(c)) : 0.0f;
-    Parameters::store_scales(parameters, groups, slots, group, scales, channels, Encoder::rounding);
+    Parameters::store_scales(parameters, groups, slot_count, group, scales, channels, Encoder::rounding);
 
     for (int c = 0; c < channels; ++c) codes[c] = scales[c] > 0.0f ? 1.0f / scales[c] : 0.0f;
     double errors[most_coded] = {};
@@ -87,7 +87,7 @@ void code_channels(const Encoder& encoder, block_id id, float* y, int tokens, in
         if (finite[c] > 0)
             biases[c] = static_cast<float>(static_cast<double>(biases[c]) + errors[c] / finite[c]);
     if constexpr (Encoder::corrects_mean)
-        Parameters::store_biases(parameters, groups, slots, group, biases, channels,
+        Parameters::store_biases(parameters, groups, slot_count, group, biases, channels,
                                  parameter_rounding::nearest);
 }
 

@@ -26,15 +26,6 @@ KVQ_HD P round_nearest(float x) noexcept {
     return P(larger(-max_finite<P>, smaller(x, max_finite<P>)));
 }
 
-/// What a backend does to load parameters, for code that has none.
-struct plain_loads {
-    template <class P>
-    static void load_floats(const std::byte* from, int n, float* out) {
-        for (int i = 0; i < n; ++i)
-            out[i] = static_cast<float>(load_as<P>(from + sizeof(P) * static_cast<std::size_t>(i)));
-    }
-};
-
 }  // namespace detail
 
 template <class Params>
@@ -42,71 +33,68 @@ struct channel_parameters;
 
 template <class P>
 struct channel_parameters<params<P>> {
-    static std::string name() {
-        if constexpr (float_format<P>)
-            return float_name<P>;
-        else
-            return "p" + std::to_string(8 * sizeof(P));
-    }
-    KVQ_HD static constexpr std::size_t bytes(int groups, int slots) noexcept {
-        return 2 * sizeof(P) * static_cast<std::size_t>(groups * slots);
+    static std::string name() { return detail::parameter_name<P>(); }
+    KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
+        return 2 * sizeof(P) * static_cast<std::size_t>(groups * slot_count);
     }
     struct nothing {};
     KVQ_HD static nothing scale_line(float) noexcept { return {}; }
     KVQ_HD static nothing bias_line(float, float) noexcept { return {}; }
     KVQ_HD static void store_line(std::byte*, int, int, int, nothing) noexcept {}
-    KVQ_HD static float store_scale(std::byte* at, int, int slots, int group, int slot, float scale, nothing,
-                                    parameter_rounding rounding) noexcept {
+    KVQ_HD static float store_scale(std::byte* at, int, int slot_count, int group, int slot, float scale,
+                                    nothing, parameter_rounding rounding) noexcept {
         const float wanted = scale > 0.0f ? detail::larger(scale, 1.17549435e-38f) : 0.0f;
         const P p = rounding == parameter_rounding::outside ? detail::round_up_to<P>(wanted)
                                                             : detail::round_nearest<P>(wanted);
-        detail::store_as(at + sizeof(P) * static_cast<std::size_t>(group * slots + slot), p);
+        detail::store_as(at + sizeof(P) * static_cast<std::size_t>(group * slot_count + slot), p);
         return static_cast<float>(p);
     }
-    KVQ_HD static float store_bias(std::byte* at, int groups, int slots, int group, int slot, float bias,
+    KVQ_HD static float store_bias(std::byte* at, int groups, int slot_count, int group, int slot, float bias,
                                    nothing, parameter_rounding rounding) noexcept {
         const float wanted = bias + 0.0f;
         const P p = rounding == parameter_rounding::outside ? detail::round_down<P>(wanted)
                                                             : detail::round_nearest<P>(wanted);
-        detail::store_as(at + sizeof(P) * static_cast<std::size_t>((groups + group) * slots + slot), p);
+        detail::store_as(at + sizeof(P) * static_cast<std::size_t>((groups + group) * slot_count + slot), p);
         return static_cast<float>(p);
     }
-    static void store_scales(std::byte* at, int groups, int slots, int group, float* scales, int n,
+    static void store_scales(std::byte* at, int groups, int slot_count, int group, float* scales, int n,
                              parameter_rounding rounding) noexcept {
         for (int i = 0; i < n; ++i)
-            scales[i] = store_scale(at, groups, slots, group, i, scales[i], {}, rounding);
+            scales[i] = store_scale(at, groups, slot_count, group, i, scales[i], {}, rounding);
     }
-    static void store_biases(std::byte* at, int groups, int slots, int group, float* biases, int n,
+    static void store_biases(std::byte* at, int groups, int slot_count, int group, float* biases, int n,
                              parameter_rounding rounding) noexcept {
         for (int i = 0; i < n; ++i)
-            biases[i] = store_bias(at, groups, slots, group, i, biases[i], {}, rounding);
+            biases[i] = store_bias(at, groups, slot_count, group, i, biases[i], {}, rounding);
     }
     /// Scale and bias of one channel slot.
-    KVQ_HD static float scale(const std::byte* at, int, int slots, int group, int slot) noexcept {
+    KVQ_HD static float scale(const std::byte* at, int, int slot_count, int group, int slot) noexcept {
         return static_cast<float>(
-            detail::load_as<P>(at + sizeof(P) * static_cast<std::size_t>(group * slots + slot)));
+            detail::load_as<P>(at + sizeof(P) * static_cast<std::size_t>(group * slot_count + slot)));
     }
-    KVQ_HD static float bias(const std::byte* at, int groups, int slots, int group, int slot) noexcept {
-        return scale(at, groups, slots, groups + group, slot);
-    }
-    template <class Backend>
-    static void load_scales(const std::byte* at, int, int slots, int group, int first, int n, float* out) {
-        Backend::template load_floats<P>(at + sizeof(P) * static_cast<std::size_t>(group * slots + first), n,
-                                         out);
+    KVQ_HD static float bias(const std::byte* at, int groups, int slot_count, int group, int slot) noexcept {
+        return scale(at, groups, slot_count, groups + group, slot);
     }
     template <class Backend>
-    static void load_biases(const std::byte* at, int groups, int slots, int group, int first, int n,
+    static void load_scales(const std::byte* at, int, int slot_count, int group, int first, int n,
                             float* out) {
         Backend::template load_floats<P>(
-            at + sizeof(P) * static_cast<std::size_t>((groups + group) * slots + first), n, out);
+            at + sizeof(P) * static_cast<std::size_t>(group * slot_count + first), n, out);
+    }
+    template <class Backend>
+    static void load_biases(const std::byte* at, int groups, int slot_count, int group, int first, int n,
+                            float* out) {
+        Backend::template load_floats<P>(
+            at + sizeof(P) * static_cast<std::size_t>((groups + group) * slot_count + first), n, out);
     }
 };
 
 template <>
 struct channel_parameters<coded> {
     static std::string name() { return coded::name; }
-    KVQ_HD static constexpr std::size_t bytes(int groups, int slots) noexcept {
-        return static_cast<std::size_t>(2 * groups * slots) + shared_bytes * static_cast<std::size_t>(groups);
+    KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
+        return static_cast<std::size_t>(2 * groups * slot_count) +
+               shared_bytes * static_cast<std::size_t>(groups);
     }
     /// For the largest scale.
     KVQ_HD static bfloat16 scale_line(float largest) noexcept {
@@ -115,36 +103,37 @@ struct channel_parameters<coded> {
     KVQ_HD static detail::bias_line bias_line(float lo, float hi) noexcept {
         return detail::bias_line::through(lo, hi);
     }
-    KVQ_HD static void store_line(std::byte* at, int groups, int slots, int group, bfloat16 unit) noexcept {
-        detail::store_as(shared(at, groups, slots, group), unit);
+    KVQ_HD static void store_line(std::byte* at, int groups, int slot_count, int group,
+                                  bfloat16 unit) noexcept {
+        detail::store_as(shared(at, groups, slot_count, group), unit);
     }
-    KVQ_HD static void store_line(std::byte* at, int groups, int slots, int group,
+    KVQ_HD static void store_line(std::byte* at, int groups, int slot_count, int group,
                                   const detail::bias_line& line) noexcept {
-        detail::store_as(shared(at, groups, slots, group) + 2, line.first);
-        detail::store_as(shared(at, groups, slots, group) + 4, line.step);
+        detail::store_as(shared(at, groups, slot_count, group) + 2, line.first);
+        detail::store_as(shared(at, groups, slot_count, group) + 4, line.step);
     }
-    KVQ_HD static float store_scale(std::byte* at, int, int slots, int group, int slot, float scale,
+    KVQ_HD static float store_scale(std::byte* at, int, int slot_count, int group, int slot, float scale,
                                     bfloat16 unit, parameter_rounding rounding) noexcept {
         const unsigned code = detail::scale_float::code(scale, static_cast<float>(unit), rounding);
-        at[group * slots + slot] = static_cast<std::byte>(code);
+        at[group * slot_count + slot] = static_cast<std::byte>(code);
         return static_cast<float>(unit) * detail::scale_float::value(code);
     }
-    KVQ_HD static float store_bias(std::byte* at, int groups, int slots, int group, int slot, float bias,
+    KVQ_HD static float store_bias(std::byte* at, int groups, int slot_count, int group, int slot, float bias,
                                    const detail::bias_line& line, parameter_rounding rounding) noexcept {
         const unsigned code = line.code(bias, rounding);
-        at[(groups + group) * slots + slot] = static_cast<std::byte>(code);
+        at[(groups + group) * slot_count + slot] = static_cast<std::byte>(code);
         return line.at(code);
     }
-    static void store_scales(std::byte* at, int groups, int slots, int group, float* scales, int n,
+    static void store_scales(std::byte* at, int groups, int slot_count, int group, float* scales, int n,
                              parameter_rounding rounding) noexcept {
         float largest = 0.0f;
         for (int i = 0; i < n; ++i) largest = detail::larger(largest, scales[i]);
         const bfloat16 unit = scale_line(largest);
-        store_line(at, groups, slots, group, unit);
+        store_line(at, groups, slot_count, group, unit);
         for (int i = 0; i < n; ++i)
-            scales[i] = store_scale(at, groups, slots, group, i, scales[i], unit, rounding);
+            scales[i] = store_scale(at, groups, slot_count, group, i, scales[i], unit, rounding);
     }
-    static void store_biases(std::byte* at, int groups, int slots, int group, float* biases, int n,
+    static void store_biases(std::byte* at, int groups, int slot_count, int group, float* biases, int n,
                              parameter_rounding rounding) noexcept {
         float lo = n > 0 ? biases[0] : 0.0f, hi = lo;
         for (int i = 1; i < n; ++i) {
@@ -152,40 +141,40 @@ struct channel_parameters<coded> {
             hi = detail::larger(hi, biases[i]);
         }
         const auto line = bias_line(lo, hi);
-        store_line(at, groups, slots, group, line);
+        store_line(at, groups, slot_count, group, line);
         for (int i = 0; i < n; ++i)
-            biases[i] = store_bias(at, groups, slots, group, i, biases[i], line, rounding);
+            biases[i] = store_bias(at, groups, slot_count, group, i, biases[i], line, rounding);
     }
     /// Numbers that all channels of a group share.
     static constexpr std::size_t shared_bytes = 6;
     template <class Byte>
-    KVQ_HD static Byte* shared(Byte* at, int groups, int slots, int group) noexcept {
-        return at + 2 * groups * slots + static_cast<int>(shared_bytes) * group;
+    KVQ_HD static Byte* shared(Byte* at, int groups, int slot_count, int group) noexcept {
+        return at + 2 * groups * slot_count + static_cast<int>(shared_bytes) * group;
     }
     /// Scale and bias of one channel slot.
-    KVQ_HD static float scale(const std::byte* at, int groups, int slots, int group, int slot) noexcept {
-        return static_cast<float>(detail::load_as<bfloat16>(shared(at, groups, slots, group))) *
-               detail::scale_float::value(static_cast<unsigned>(at[group * slots + slot]));
+    KVQ_HD static float scale(const std::byte* at, int groups, int slot_count, int group, int slot) noexcept {
+        return static_cast<float>(detail::load_as<bfloat16>(shared(at, groups, slot_count, group))) *
+               detail::scale_float::value(static_cast<unsigned>(at[group * slot_count + slot]));
     }
-    KVQ_HD static float bias(const std::byte* at, int groups, int slots, int group, int slot) noexcept {
-        const std::byte* const line = shared(at, groups, slots, group) + 2;
+    KVQ_HD static float bias(const std::byte* at, int groups, int slot_count, int group, int slot) noexcept {
+        const std::byte* const line = shared(at, groups, slot_count, group) + 2;
         return detail::bias_line{detail::load_as<bfloat16>(line), detail::load_as<bfloat16>(line + 2)}.at(
-            static_cast<unsigned>(at[(groups + group) * slots + slot]));
+            static_cast<unsigned>(at[(groups + group) * slot_count + slot]));
     }
     template <class Backend>
-    static void load_scales(const std::byte* at, int groups, int slots, int group, int first, int n,
+    static void load_scales(const std::byte* at, int groups, int slot_count, int group, int first, int n,
                             float* out) {
-        const float unit = detail::load_as<bfloat16>(shared(at, groups, slots, group));
-        const std::byte* const codes = at + group * slots + first;
+        const float unit = detail::load_as<bfloat16>(shared(at, groups, slot_count, group));
+        const std::byte* const codes = at + group * slot_count + first;
         for (int i = 0; i < n; ++i)
             out[i] = unit * detail::scale_float::value(static_cast<unsigned>(codes[i]));
     }
     template <class Backend>
-    static void load_biases(const std::byte* at, int groups, int slots, int group, int first, int n,
+    static void load_biases(const std::byte* at, int groups, int slot_count, int group, int first, int n,
                             float* out) {
-        const detail::bias_line line{detail::load_as<bfloat16>(shared(at, groups, slots, group) + 2),
-                                     detail::load_as<bfloat16>(shared(at, groups, slots, group) + 4)};
-        const std::byte* const codes = at + (groups + group) * slots + first;
+        const detail::bias_line line{detail::load_as<bfloat16>(shared(at, groups, slot_count, group) + 2),
+                                     detail::load_as<bfloat16>(shared(at, groups, slot_count, group) + 4)};
+        const std::byte* const codes = at + (groups + group) * slot_count + first;
         const float begin = line.first, step = line.step;
         for (int i = 0; i < n; ++i) out[i] = begin + step * static_cast<float>(static_cast<int>(codes[i]));
     }
@@ -202,11 +191,19 @@ struct no_factors {
 template <class Params>
 struct token_factors;
 
+/// What schemes take as factors: no_factors or token_factors<...>.
+template <class F>
+concept factors_of_tokens = requires {
+    { F::present } -> std::convertible_to<bool>;
+};
+
 template <>
 struct token_factors<coded> {
     static constexpr bool present = true;
     static std::string name() { return "-dual"; }
-    KVQ_HD static constexpr std::size_t bytes(int slots) noexcept { return static_cast<std::size_t>(slots); }
+    KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
+        return static_cast<std::size_t>(slot_count);
+    }
     KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
         for (int i = 0; i < n; ++i) {
             const unsigned code = detail::factor_float::code(factors[i], 1.0f, parameter_rounding::nearest);
@@ -227,8 +224,8 @@ template <class P>
 struct token_factors<params<P>> {
     static constexpr bool present = true;
     static std::string name() { return "-dual-" + channel_parameters<params<P>>::name(); }
-    KVQ_HD static constexpr std::size_t bytes(int slots) noexcept {
-        return sizeof(P) * static_cast<std::size_t>(slots);
+    KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
+        return sizeof(P) * static_cast<std::size_t>(slot_count);
     }
     KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
         for (int i = 0; i < n; ++i) {
@@ -244,6 +241,13 @@ struct token_factors<params<P>> {
     static void load(const std::byte* at, int n, float* out) {
         Backend::template load_floats<P>(at, n, out);
     }
+};
+
+template <class Params>
+struct channel_parameters : channel_parameters<coded> {
+    static_assert(
+        std::is_void_v<Params>,
+        "kvq::channel_grid, kvq::mixed_width: parameters are `coded` or params<P>, such as params<float16>");
 };
 
 }  // namespace kvq::inline v0_1

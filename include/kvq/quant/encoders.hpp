@@ -32,6 +32,13 @@ struct grid_range {
 
 namespace detail {
 
+/// What schemes take as an encoder; it also has the constants that quant/channel_coder.hpp reads.
+template <class E>
+concept grid_encoder = requires(const E e, const float* x, int n, float* codes) {
+    { e.fit(x, n, n, codes) } -> std::same_as<grid_range>;
+    { E::name() } -> std::convertible_to<std::string>;
+};
+
 inline grid_range range_of(const float* x, int n) noexcept {
     grid_range r;
     for (int i = 0; i < n; ++i) {

@@ -46,43 +46,9 @@ public:
                 if (statistics.queries(layer, head) == 0) continue;
                 const int number = layer * heads_ + head;
                 const auto block = static_cast<std::size_t>(number);
-                const auto channel = [&](std::size_t place) {
-                    return plan ? static_cast<int>(plan->blocks[block].order[place])
-                                : static_cast<int>(place);
-                };
-                // Correlations r of n independent queries have a variance of (1 - r^2)^2 / n.
-                double chance = 0.0, size = 0.0;
-                for (int i = 0; i < dim_; ++i)
-                    for (int j = 0; j < i; ++j) {
-                        const double power = detail::rounded_product(statistics.query_power(layer, head, i),
-                                                                     statistics.query_power(layer, head, j));
-                        const double product = statistics.query_product(layer, head, i, j);
-                        if (power == 0.0) continue;
-                        const double r2 = detail::rounded_product(product, product) / power;
-                        size += r2;
-                        chance += detail::rounded_product(1.0 - r2, 1.0 - r2);
-                    }
-                chance *= alike / statistics.queries(layer, head);
-                const double keep = size > chance ? 1.0 - chance / size : 0.0;
-                double mean = 0.0;
-                for (int c = 0; c < dim_; ++c) mean += statistics.query_power(layer, head, c) / dim_;
-                if (mean == 0.0) continue;
-                for (std::size_t i = 0; i < n; ++i)
-                    for (std::size_t j = 0; j < n; ++j)
-                        r[i * n + j] = detail::rounded_product(
-                                           i == j ? 1.0 : keep,
-                                           statistics.query_product(layer, head, channel(i), channel(j))) +
-                                       (i == j ? detail::rounded_product(damping, mean) : 0.0);
-                // Cholesky from the last place: H = R^T R needs R upper triangular, so rows are found from the first.
-                for (std::size_t i = 0; i < n; ++i) {
-                    for (std::size_t k = 0; k < i; ++k)
-                        for (std::size_t j = i; j < n; ++j)
-                            r[i * n + j] -= detail::rounded_product(r[k * n + i], r[k * n + j]);
-                    detail::expect(r[i * n + i] > 0.0, "products of queries of layer ", layer, ", head ",
-                                   head, " are not positive: more damping than ", damping, " is needed");
-                    const double root = std::sqrt(r[i * n + i]);
-                    for (std::size_t j = i; j < n; ++j) r[i * n + j] /= root;
-                }
+                if (!fill_damped(statistics, plan, {layer, head}, block, damping, r)) continue;
+                detail::expect(factorize(r, n), "products of queries of layer ", layer, ", head ", head,
+                               " are not positive: more damping than ", damping, " is needed");
                 for (std::size_t i = 0; i < n; ++i)
                     for (std::size_t j = i + 1; j < n; ++j)
                         coefficients_[(block * n + j) * n + i] =
@@ -114,6 +80,57 @@ public:
 private:
     /// Queries of neighbouring tokens and of heads that share keys resemble each other: so many count as one.
     static constexpr double alike = 4.0;
+
+    /// Which part of the correlations of a head is more than chance. Those r of n independent queries have a variance of
+    /// (1 - r^2)^2 / n.
+    double kept_correlation(const calibration& statistics, const block_id& id) const {
+        double chance = 0.0, size = 0.0;
+        for (int i = 0; i < dim_; ++i)
+            for (int j = 0; j < i; ++j) {
+                const double power = detail::rounded_product(statistics.query_power(id.layer, id.head, i),
+                                                             statistics.query_power(id.layer, id.head, j));
+                const double product = statistics.query_product(id.layer, id.head, i, j);
+                if (power == 0.0) continue;
+                const double r2 = detail::rounded_product(product, product) / power;
+                size += r2;
+                chance += detail::rounded_product(1.0 - r2, 1.0 - r2);
+            }
+        chance *= alike / statistics.queries(id.layer, id.head);
+        return size > chance ? 1.0 - chance / size : 0.0;
+    }
+
+    /// H of a head, by places; false where all queries are zero.
+    bool fill_damped(const calibration& statistics, const width_plan* plan, const block_id& id,
+                     std::size_t block, double damping, std::vector<double>& h) const {
+        const double keep = kept_correlation(statistics, id);
+        double mean = 0.0;
+        for (int c = 0; c < dim_; ++c) mean += statistics.query_power(id.layer, id.head, c) / dim_;
+        if (mean == 0.0) return false;
+        const auto channel = [&](std::size_t place) {
+            return plan ? static_cast<int>(plan->blocks[block].order[place]) : static_cast<int>(place);
+        };
+        const auto n = static_cast<std::size_t>(dim_);
+        for (std::size_t i = 0; i < n; ++i)
+            for (std::size_t j = 0; j < n; ++j)
+                h[i * n + j] = detail::rounded_product(
+                                   i == j ? 1.0 : keep,
+                                   statistics.query_product(id.layer, id.head, channel(i), channel(j))) +
+                               (i == j ? detail::rounded_product(damping, mean) : 0.0);
+        return true;
+    }
+
+    /// Cholesky: replaces the upper triangle of H = R^T R by R, row after row; false if H is not positive.
+    static bool factorize(std::vector<double>& r, std::size_t n) {
+        for (std::size_t i = 0; i < n; ++i) {
+            for (std::size_t k = 0; k < i; ++k)
+                for (std::size_t j = i; j < n; ++j)
+                    r[i * n + j] -= detail::rounded_product(r[k * n + i], r[k * n + j]);
+            if (!(r[i * n + i] > 0.0)) return false;
+            const double root = std::sqrt(r[i * n + i]);
+            for (std::size_t j = i; j < n; ++j) r[i * n + j] /= root;
+        }
+        return true;
+    }
 
     int heads_, dim_;
     std::vector<float> coefficients_;

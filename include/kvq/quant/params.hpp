@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <string>
 #include <type_traits>
 
 #include "../core/float_formats.hpp"
@@ -23,10 +24,44 @@ concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_cons
 /// Scales and biases are stored as `P`: float16, bfloat16, float, or a type of your own.
 template <class P>
 struct params {
+    using type = P;
     static_assert(
         parameter_type<P>,
         "kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float");
-    using type = P;
 };
 
+namespace detail {
+
+/// How P is called in the names of schemes.
+template <class P>
+std::string parameter_name() {
+    if constexpr (float_format<P>)
+        return float_name<P>;
+    else
+        return "p" + std::to_string(8 * sizeof(P));
+}
+
+/// How a backend without vectors loads parameters, and code that has no backend.
+struct plain_loads {
+    template <class P>
+    static void load_floats(const std::byte* from, int n, float* out) {
+        for (int i = 0; i < n; ++i)
+            out[i] = static_cast<float>(load_as<P>(from + sizeof(P) * static_cast<std::size_t>(i)));
+    }
+};
+
+/// The P of params<P>, for schemes that take nothing else.
+template <class Params>
+struct parameter_of {
+    static_assert(std::is_void_v<Params>,
+                  "kvq::scheme: the type of parameters is written params<float16>, not float16");
+    using type = float16;
+};
+template <class Params>
+requires requires { typename Params::type; }
+struct parameter_of<Params> {
+    using type = typename Params::type;
+};
+
+}  // namespace detail
 }  // namespace kvq::inline v0_1

@@ -41,6 +41,18 @@ struct normal_levels<4> {
                                        1.256231197f,  1.618046386f,  2.069017227f,  2.732589571f};
 };
 
+namespace detail {
+template <int B>
+constexpr int bits_with_a_table() {
+    static_assert(
+        B >= 2 && B <= 4,
+        "kvq::normal_levels<B>: there are tables for codes of 2, 3 and 4 bits (turboquant<2> to <4>)");
+    return 4;
+}
+}  // namespace detail
+template <int B>
+struct normal_levels : normal_levels<detail::bits_with_a_table<B>()> {};
+
 /// NormalFloat: quantiles of the normal, scaled to [-1, 1], zero among them.
 /// Source: QLoRA, arXiv 2305.14314, appendix E.
 struct nf4_levels {

@@ -131,7 +131,7 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
     std::vector<double> below(static_cast<std::size_t>(quads) + 1, 0.0);  // importance of the first quads
     for (int q = 0; q < quads; ++q) {
         double sum = 0.0;
-        for (int c = 4 * q; c < std::min(4 * q + 4, channels); ++c)
+        for (int c = 4 * q; c < detail::smaller(4 * q + 4, channels); ++c)
             sum += importance[result.order[static_cast<std::size_t>(c)]];
         below[static_cast<std::size_t>(q) + 1] = below[static_cast<std::size_t>(q)] + sum;
     }

@@ -9,7 +9,7 @@
 namespace kvq::inline v0_1 {
 
 /// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, ...
-template <int Bits, granularity Granularity = per_token<64>, class Params = params<float16>>
+template <int Bits, class Granularity = per_token<64>, class Params = params<float16>>
 using affine = scheme<bits<Bits>, asymmetric, Granularity, Params>;
 
 static_assert(foldable<affine<4>>);

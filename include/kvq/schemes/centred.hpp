@@ -80,7 +80,7 @@ struct centred : Inner {
             at = (Inner::fold(tensor::key).col_bias ? at : 0.0f) + mean(s, block, c);
         }
         if constexpr (!Inner::fold(tensor::key).col_bias)
-            for (int i = s.dim; i < cols.slots(); ++i) bias[i] = 0.0f;
+            for (int i = s.dim; i < cols.padded_size(); ++i) bias[i] = 0.0f;
     }
 
 private:

@@ -45,29 +45,21 @@ public:
     std::uint32_t encode(const block_shape& s, block_id, const float* values, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto layout = base::codes(s);
-        const bool rows = detail::on_rows<Granularity>(s.role);
-        const grouped_axis lines = rows ? layout.rows() : layout.cols;
-        const grouped_axis cut = rows ? layout.cols : layout.rows();
         std::uint32_t not_finite = 0;
-        std::vector<float> finite(static_cast<std::size_t>(cut.group));
-        for (int line = 0; line < lines.size; ++line)
-            for (int g = 0; g < cut.groups(); ++g) {
-                const auto at = [&](int i) {
-                    const int row = rows ? line : g * cut.group + i, col = rows ? g * cut.group + i : line;
-                    return values[s.role == tensor::key ? row * s.dim + col : col * s.dim + row];
-                };
-                const int n = cut.group_size(g);
-                int count = 0;
-                for (int i = 0; i < n; ++i)
-                    if (detail::is_finite(at(i))) finite[static_cast<std::size_t>(count++)] = at(i);
-                not_finite += static_cast<std::uint32_t>(n - count);
-                const fitted scale = Codebook::fit(finite.data(), count);
-                base::store_parameters(s, block, g, lines.slot(line),
-                                       {stored(scale.stored), parameter(0.0f)});
-                for (int i = 0; i < n; ++i)
-                    pack_code(layout, block, rows ? line : g * cut.group + i, rows ? g * cut.group + i : line,
-                              static_cast<unsigned>(Codebook::code(at(i), scale.working)));
-            }
+        std::vector<float> finite;
+        finite.reserve(static_cast<std::size_t>(detail::larger(s.tokens, s.dim)));
+        base::each_group(s, [&](const typename base::number_group& g) {
+            finite.clear();
+            for (int i = 0; i < g.size; ++i)
+                if (const float x = values[g.index(s, i)]; detail::is_finite(x)) finite.push_back(x);
+            const auto count = static_cast<int>(finite.size());
+            not_finite += static_cast<std::uint32_t>(g.size - count);
+            const fitted scale = Codebook::fit(finite.data(), count);
+            base::store_parameters(s, block, g.number, g.slot, {stored(scale.stored), parameter(0.0f)});
+            for (int i = 0; i < g.size; ++i)
+                pack_code(layout, block, g.row(i), g.col(i),
+                          static_cast<unsigned>(Codebook::code(values[g.index(s, i)], scale.working)));
+        });
         return not_finite;
     }
 

@@ -38,6 +38,13 @@ struct channel_grid {
     using encoder_type = Encoder;
     using parameters = channel_parameters<Params>;
     using factors = Factors;
+    static_assert(detail::grid_encoder<Encoder>,
+                  "kvq::channel_grid<bits, group, encoder, parameters, factors>: the third argument must be "
+                  "an encoder, "
+                  "such as min_max");
+    static_assert(factors_of_tokens<Factors>,
+                  "kvq::channel_grid<bits, group, encoder, parameters, factors>: factors are no_factors, "
+                  "token_factors<coded> or token_factors<params<P>>");
     static constexpr int code_bits = bits<Bits>::value;
     static constexpr int zero_code = 0;
     static constexpr int top = (1 << Bits) - 1;
@@ -63,7 +70,8 @@ struct channel_grid {
         if (s.tokens > detail::most_coded || s.dim > detail::most_coded)
             detail::expect(false, "channel_grid codes blocks of up to ", detail::most_coded,
                            " tokens and channels, got ", s.tokens, " x ", s.dim);
-        return detail::round_up(factor_offset(s) + Factors::bytes(token_axis(s).slots()), std::size_t{16});
+        return detail::round_up(factor_offset(s) + Factors::bytes(token_axis(s).padded_size()),
+                                std::size_t{16});
     }
 
     std::uint32_t encode(const block_shape& s, block_id id, float* values, std::byte* block) const {
@@ -85,7 +93,7 @@ struct channel_grid {
         for (int g = 0; g < tokens.groups(); ++g)
             detail::code_channels<parameters>(
                 encoder, statistics_of, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
-                [](int) { return top; }, block + parameter_offset(s), tokens.groups(), slots(s), g);
+                [](int) { return top; }, block + parameter_offset(s), tokens.groups(), channel_slots(s), g);
         const auto layout = codes(s);
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c) {
@@ -103,7 +111,7 @@ struct channel_grid {
         const grouped_axis tokens = token_axis(s);
         float scales[detail::most_coded], biases[detail::most_coded], token_factor[detail::most_slots];
         if constexpr (Factors::present)
-            Factors::template load<detail::plain_loads>(block + factor_offset(s), tokens.slots(),
+            Factors::template load<detail::plain_loads>(block + factor_offset(s), tokens.padded_size(),
                                                         token_factor);
         for (int g = 0; g < tokens.groups(); ++g) {
             load<detail::plain_loads>(s, block, g, scales, biases);
@@ -128,9 +136,9 @@ struct channel_grid {
         const std::byte* const at = block + parameter_offset(s);
         const auto code =
             static_cast<int>(unpack_code(codes(s), block, key ? token : channel, key ? channel : token));
-        const float y =
-            detail::affine_value(code, parameters::scale(at, tokens.groups(), slots(s), group, channel),
-                                 parameters::bias(at, tokens.groups(), slots(s), group, channel));
+        const float y = detail::affine_value(
+            code, parameters::scale(at, tokens.groups(), channel_slots(s), group, channel),
+            parameters::bias(at, tokens.groups(), channel_slots(s), group, channel));
         if constexpr (Factors::present)
             return detail::rounded_product(y, Factors::factor(block + factor_offset(s), tokens.slot(token)));
         else
@@ -149,7 +157,7 @@ struct channel_grid {
         if (s.role == tensor::value)
             load<Backend>(s, block, col_group, scale, bias);
         else if constexpr (Factors::present)
-            Factors::template load<Backend>(block + factor_offset(s), token_axis(s).slots(), scale);
+            Factors::template load<Backend>(block + factor_offset(s), token_axis(s).padded_size(), scale);
     }
     template <class Backend>
     void col_parameters(const block_shape& s, block_id, const std::byte* block, int row_group, float* scale,
@@ -157,14 +165,14 @@ struct channel_grid {
         if (s.role == tensor::key)
             load<Backend>(s, block, row_group, scale, bias);
         else if constexpr (Factors::present)
-            Factors::template load<Backend>(block + factor_offset(s), token_axis(s).slots(), scale);
+            Factors::template load<Backend>(block + factor_offset(s), token_axis(s).padded_size(), scale);
     }
 
     /// Scales and biases of one group of tokens, for every channel slot.
     template <class Backend>
     void load(const block_shape& s, const std::byte* block, int group, float* scales, float* biases) const {
         const std::byte* const at = block + parameter_offset(s);
-        const int groups = token_axis(s).groups(), n = slots(s);
+        const int groups = token_axis(s).groups(), n = channel_slots(s);
         parameters::template load_scales<Backend>(at, groups, n, group, 0, n, scales);
         parameters::template load_biases<Backend>(at, groups, n, group, 0, n, biases);
     }
@@ -183,13 +191,15 @@ struct channel_grid {
         return detail::round_up(codes(s).bytes(), std::size_t{16});
     }
     KVQ_HD static constexpr std::size_t factor_offset(const block_shape& s) noexcept {
-        return parameter_offset(s) + parameters::bytes(token_axis(s).groups(), slots(s));
+        return parameter_offset(s) + parameters::bytes(token_axis(s).groups(), channel_slots(s));
     }
     KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
         return s.role == tensor::key ? detail::row_axis<per_channel<Group>>(s)
                                      : detail::col_axis<per_channel<Group>>(s);
     }
-    KVQ_HD static constexpr int slots(const block_shape& s) noexcept { return detail::round_up(s.dim, 4); }
+    KVQ_HD static constexpr int channel_slots(const block_shape& s) noexcept {
+        return detail::round_up(s.dim, 4);
+    }
 
     [[no_unique_address]] Encoder encoder{};
 };

@@ -41,7 +41,7 @@ struct variance_normalized {
     static constexpr fold_use fold(tensor) noexcept { return {true, false, true, true}; }
 
     constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
-        return bias_offset(s) + section(codes(s).cols.slots());
+        return bias_offset(s) + section(codes(s).cols.padded_size());
     }
 
     std::uint32_t encode(const block_shape& s, const block_id&, const float* values, std::byte* block) const {
@@ -95,13 +95,13 @@ struct variance_normalized {
     template <class Backend>
     void row_parameters(const block_shape& s, const block_id&, const std::byte* block, int, float* scale,
                         float*) const {
-        Backend::template load_floats<float16>(block + row_offset(s), codes(s).rows().slots(), scale);
+        Backend::template load_floats<float16>(block + row_offset(s), codes(s).rows().padded_size(), scale);
     }
     template <class Backend>
     void col_parameters(const block_shape& s, const block_id&, const std::byte* block, int, float* scale,
                         float* bias) const {
-        Backend::template load_floats<float16>(block + scale_offset(s), codes(s).cols.slots(), scale);
-        Backend::template load_floats<float16>(block + bias_offset(s), codes(s).cols.slots(), bias);
+        Backend::template load_floats<float16>(block + scale_offset(s), codes(s).cols.padded_size(), scale);
+        Backend::template load_floats<float16>(block + bias_offset(s), codes(s).cols.padded_size(), bias);
     }
 
 private:
@@ -169,17 +169,17 @@ private:
     static float load(const std::byte* section, int slot) noexcept {
         return detail::load_as<float16>(section + 2 * static_cast<std::size_t>(slot));
     }
-    static constexpr std::size_t section(int slots) noexcept {
-        return detail::round_up(2 * static_cast<std::size_t>(slots), std::size_t{16});
+    static constexpr std::size_t section(int slot_count) noexcept {
+        return detail::round_up(2 * static_cast<std::size_t>(slot_count), std::size_t{16});
     }
     constexpr std::size_t row_offset(const block_shape& s) const noexcept {
         return detail::round_up(codes(s).bytes(), std::size_t{16});
     }
     constexpr std::size_t scale_offset(const block_shape& s) const noexcept {
-        return row_offset(s) + section(codes(s).rows().slots());
+        return row_offset(s) + section(codes(s).rows().padded_size());
     }
     constexpr std::size_t bias_offset(const block_shape& s) const noexcept {
-        return scale_offset(s) + section(codes(s).cols.slots());
+        return scale_offset(s) + section(codes(s).cols.padded_size());
     }
 };
 

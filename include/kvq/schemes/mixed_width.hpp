@@ -50,8 +50,8 @@ struct width_columns {
     static constexpr int code_bits = 8;
     static constexpr int zero_code = 0;
 
-    std::size_t parameters = 0;  ///< offset in the block
-    int groups = 0, slots = 0;   ///< of the parameters
+    std::size_t parameters = 0;      ///< offset in the block
+    int groups = 0, slot_count = 0;  ///< of the parameters
     int quads[Widths::count] = {};
 
     constexpr code_layout<8> codes(const block_shape& s) const noexcept {
@@ -61,8 +61,8 @@ struct width_columns {
     template <class Backend>
     void load(const std::byte* block, int row_group, float* scale, float* bias) const {
         const std::byte* const at = block + parameters;
-        Parameters::template load_scales<Backend>(at, groups, slots, row_group, 0, slots, scale);
-        Parameters::template load_biases<Backend>(at, groups, slots, row_group, 0, slots, bias);
+        Parameters::template load_scales<Backend>(at, groups, slot_count, row_group, 0, slot_count, scale);
+        Parameters::template load_biases<Backend>(at, groups, slot_count, row_group, 0, slot_count, bias);
     }
     template <class Backend>
     void col_parameters(const block_shape&, block_id, const std::byte* block, int row_group, float* scale,
@@ -89,6 +89,10 @@ struct mixed_width {
     using params_type = Params;
     using encoder_type = Encoder;
     static constexpr int group = Group;
+    static_assert(detail::grid_encoder<Encoder>,
+                  "kvq::mixed_width<widths, eighths, group, encoder, parameters>: the fourth argument must "
+                  "be an encoder, "
+                  "such as min_max");
     static_assert(AverageEighths >= 8 * Widths::values[Widths::count - 1] &&
                       AverageEighths <= 8 * Widths::values[0],
                   "kvq::mixed_width: the average lies between the narrowest and the widest channel");
@@ -143,8 +147,9 @@ struct mixed_width {
         if (s.tokens > detail::most_coded || s.dim > detail::most_coded)
             detail::expect(false, "mixed_width codes blocks of up to ", detail::most_coded,
                            " tokens and channels, got ", s.tokens, " x ", s.dim);
-        return detail::round_up(parameter_offset(s) + parameters::bytes(token_axis(s).groups(), slots(s)),
-                                std::size_t{16});
+        return detail::round_up(
+            parameter_offset(s) + parameters::bytes(token_axis(s).groups(), channel_slots(s)),
+            std::size_t{16});
     }
 
     std::uint32_t encode(const block_shape& s, block_id id, float* values, std::byte* block) const {
@@ -160,7 +165,7 @@ struct mixed_width {
             detail::code_channels<parameters>(
                 encoder, id, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
                 [&](int c) { return static_cast<int>(top[c]); }, block + parameter_offset(s), tokens.groups(),
-                slots(s), g);
+                channel_slots(s), g);
         for_each_segment(s, id, [&]<int Bits>(const code_segment& segment) {
             if constexpr (Bits > 0) {
                 const auto layout = segment_layout<Bits>(s, segment);
@@ -237,7 +242,7 @@ struct mixed_width {
     /// Parameters of all places.
     detail::width_columns<Widths, Group, parameters> columns(const block_shape& s, block_id id) const {
         detail::width_columns<Widths, Group, parameters> all{
-            parameter_offset(s), token_axis(s).groups(), slots(s), {}};
+            parameter_offset(s), token_axis(s).groups(), channel_slots(s), {}};
         segment_quads(s, id, all.quads);
         return all;
     }
@@ -251,11 +256,13 @@ struct mixed_width {
     KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
         return detail::row_axis<per_channel<Group>>(s);
     }
-    KVQ_HD static constexpr int slots(const block_shape& s) noexcept { return detail::round_up(s.dim, 4); }
+    KVQ_HD static constexpr int channel_slots(const block_shape& s) noexcept {
+        return detail::round_up(s.dim, 4);
+    }
     KVQ_HD static constexpr std::size_t parameter_offset(const block_shape& s) noexcept {
-        return detail::round_up(
-            static_cast<std::size_t>(token_axis(s).slots()) * static_cast<std::size_t>(row_words(s.dim)) * 4,
-            std::size_t{16});
+        return detail::round_up(static_cast<std::size_t>(token_axis(s).padded_size()) *
+                                    static_cast<std::size_t>(row_words(s.dim)) * 4,
+                                std::size_t{16});
     }
     /// Words of a row of codes: the average width, but room for the narrower of the two widths around it.
     KVQ_HD static constexpr int row_words(int dim) noexcept {
@@ -293,7 +300,7 @@ struct mixed_width {
             at = segment<Width - 1>(s, quads);
             at.first += 4 * quads.of[Width - 1];
             at.offset +=
-                4 * static_cast<std::size_t>(token_axis(s).slots()) *
+                4 * static_cast<std::size_t>(token_axis(s).padded_size()) *
                 static_cast<std::size_t>(detail::code_words(Widths::values[Width - 1], quads.of[Width - 1]));
         }
         at.columns = detail::larger(0, detail::smaller(4 * quads.of[Width], s.dim - at.first));
@@ -303,7 +310,7 @@ struct mixed_width {
     KVQ_HD static float value(const block_shape& s, const width_quads& quads, const std::byte* block,
                               int token, int place) noexcept {
         const grouped_axis tokens = token_axis(s);
-        const int row_group = token / tokens.group, n = slots(s), groups = tokens.groups();
+        const int row_group = token / tokens.group, n = channel_slots(s), groups = tokens.groups();
         const std::byte* const at = block + parameter_offset(s);
         return detail::affine_value(code<0>(s, quads, block, token, place),
                                     parameters::scale(at, groups, n, row_group, place),

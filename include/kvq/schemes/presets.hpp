@@ -16,7 +16,7 @@
 // of channel widths for mix4, low3 and low2, and error feedback for all of them if the statistics hold products. Without statistics
 // they have even widths and no feedback.
 // Measured errors: docs/schemes.md. Use as a pair: cache<std4, std4, simd<>>;
-// cache<low2, low2, simd<>>(shape, options, table(low2::keys(statistics))).
+// cache<low2, low2, simd<>>(shape, options, low2::keys(statistics)).
 #pragma once
 
 #include "affine.hpp"

@@ -17,12 +17,25 @@
 
 namespace kvq::inline v0_1 {
 
-template <class Bits, class Levels, granularity Granularity, class Params = params<float16>>
+namespace detail {
+template <class Bits, class Levels, class Granularity>
+concept scheme_arguments = granularity<Granularity> && requires {
+    { Bits::value } -> std::convertible_to<int>;
+    { Levels::has_bias } -> std::convertible_to<bool>;
+    { Levels::min_bits } -> std::convertible_to<int>;
+};
+}  // namespace detail
+
+template <class Bits, class Levels, class Granularity, class Params = params<float16>>
 struct scheme {
     using attends_as = scheme;
+    static_assert(
+        detail::scheme_arguments<Bits, Levels, Granularity>,
+        "kvq::scheme<bits<B>, levels, granularity, params<P>>: in this order, levels such as asymmetric, "
+        "the granularity per_token<G> or per_channel<G>");
     using levels = Levels;
     using granularity_type = Granularity;
-    using parameter = typename Params::type;
+    using parameter = typename detail::parameter_of<Params>::type;
     static constexpr int code_bits = Bits::value;
     static_assert(code_bits < 1 || code_bits >= Levels::min_bits,
                   "kvq::scheme: symmetric levels need at least 2 bits");
@@ -30,7 +43,7 @@ struct scheme {
 
     std::string name() const {
         return std::string(Levels::name) + std::to_string(code_bits) + "-" + Granularity::name() + "-" +
-               parameter_name();
+               detail::parameter_name<parameter>();
     }
 
     /// Codes of a block of shape `s`; they start at its first byte.
@@ -45,36 +58,29 @@ struct scheme {
     std::uint32_t encode(const block_shape& s, block_id, const float* values, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto layout = codes(s);
-        const bool rows = detail::on_rows<Granularity>(s.role);
-        const grouped_axis lines = rows ? layout.rows() : layout.cols;
-        const grouped_axis cut = rows ? layout.cols : layout.rows();
         std::uint32_t not_finite = 0;
-        for (int line = 0; line < lines.size; ++line)
-            for (int g = 0; g < cut.groups(); ++g) {
-                const auto at = [&](int i) {
-                    return values[index(s, rows ? line : g * cut.group + i, rows ? g * cut.group + i : line)];
-                };
-                const int n = cut.group_size(g);
-                float lo = 0.0f, hi = 0.0f;
-                bool any = false;
-                for (int i = 0; i < n; ++i) {
-                    const float x = at(i);
-                    if (!detail::is_finite(x)) {
-                        ++not_finite;
-                        continue;
-                    }
-                    lo = any ? detail::smaller(lo, x) : x;
-                    hi = any ? detail::larger(hi, x) : x;
-                    any = true;
+        each_group(s, [&](const number_group& g) {
+            float lo = 0.0f, hi = 0.0f;
+            bool any = false;
+            for (int i = 0; i < g.size; ++i) {
+                const float x = values[g.index(s, i)];
+                if (!detail::is_finite(x)) {
+                    ++not_finite;
+                    continue;
                 }
-                const auto stored = Levels::template fit<code_bits, parameter>(lo, hi);
-                store_parameters(s, block, g, lines.slot(line), stored);
-                const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
-                const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-                for (int i = 0; i < n; ++i)
-                    pack_code(layout, block, rows ? line : g * cut.group + i, rows ? g * cut.group + i : line,
-                              static_cast<unsigned>(Levels::template code<code_bits>(at(i), bias, inverse)));
+                lo = any ? detail::smaller(lo, x) : x;
+                hi = any ? detail::larger(hi, x) : x;
+                any = true;
             }
+            const auto stored = Levels::template fit<code_bits, parameter>(lo, hi);
+            store_parameters(s, block, g.number, g.slot, stored);
+            const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
+            const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+            for (int i = 0; i < g.size; ++i)
+                pack_code(layout, block, g.row(i), g.col(i),
+                          static_cast<unsigned>(
+                              Levels::template code<code_bits>(values[g.index(s, i)], bias, inverse)));
+        });
         return not_finite;
     }
 
@@ -110,7 +116,30 @@ struct scheme {
         load_section<Backend>(s, block, row_group, scale, bias);
     }
 
-    // Sections of the block, for encoders.
+    // Groups and sections of the block, for encoders.
+
+    /// Numbers that share parameters: a piece of a row or of a column.
+    struct number_group {
+        bool on_row;
+        int line, first, size;  // row (column), and the piece of it
+        int number, slot;       // where its parameters lie
+
+        int row(int i) const noexcept { return on_row ? line : first + i; }
+        int col(int i) const noexcept { return on_row ? first + i : line; }
+        /// Of member i among the values of the block.
+        int index(const block_shape& s, int i) const noexcept { return scheme::index(s, row(i), col(i)); }
+    };
+    /// Calls f(number_group) for every group, line by line.
+    template <class F>
+    void each_group(const block_shape& s, F&& f) const {
+        const auto layout = codes(s);
+        const bool rows = detail::on_rows<Granularity>(s.role);
+        const grouped_axis lines = rows ? layout.rows() : layout.cols;
+        const grouped_axis cut = rows ? layout.cols : layout.rows();
+        for (int line = 0; line < lines.size; ++line)
+            for (int g = 0; g < cut.groups(); ++g)
+                f(number_group{rows, line, g * cut.group, cut.group_size(g), g, lines.slot(line)});
+    }
 
     KVQ_HD constexpr std::size_t scale_offset(const block_shape& s) const noexcept {
         return detail::round_up(codes(s).bytes(), std::size_t{16});
@@ -118,14 +147,15 @@ struct scheme {
     KVQ_HD constexpr std::size_t section_bytes(const block_shape& s) const noexcept {
         const auto layout = codes(s);
         const bool rows = detail::on_rows<Granularity>(s.role);
-        const int count = rows ? layout.cols.groups() * layout.rows().slots()
-                               : layout.rows().groups() * layout.cols.slots();
+        const int count = rows ? layout.cols.groups() * layout.rows().padded_size()
+                               : layout.rows().groups() * layout.cols.padded_size();
         return detail::round_up(static_cast<std::size_t>(count) * sizeof(parameter), std::size_t{16});
     }
     KVQ_HD constexpr std::size_t parameter_offset(const block_shape& s, int group, int slot) const noexcept {
         const auto layout = codes(s);
-        const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
-        return scale_offset(s) + static_cast<std::size_t>(group * slots + slot) * sizeof(parameter);
+        const int slot_count =
+            detail::on_rows<Granularity>(s.role) ? layout.rows().padded_size() : layout.cols.padded_size();
+        return scale_offset(s) + static_cast<std::size_t>(group * slot_count + slot) * sizeof(parameter);
     }
     KVQ_HD void store_parameters(const block_shape& s, std::byte* block, int group, int slot,
                                  const stored_parameters<parameter>& stored) const noexcept {
@@ -135,13 +165,6 @@ struct scheme {
     }
 
 private:
-    static std::string parameter_name() {
-        if constexpr (float_format<parameter>)
-            return float_name<parameter>;
-        else
-            return "p" + std::to_string(8 * sizeof(parameter));
-    }
-
     static constexpr int index(const block_shape& s, int row, int col) noexcept {
         return s.role == tensor::key ? row * s.dim + col : col * s.dim + row;
     }
@@ -159,11 +182,12 @@ private:
     void load_section(const block_shape& s, const std::byte* block, int group, float* scale,
                       float* bias) const {
         const auto layout = codes(s);
-        const int slots = detail::on_rows<Granularity>(s.role) ? layout.rows().slots() : layout.cols.slots();
+        const int slot_count =
+            detail::on_rows<Granularity>(s.role) ? layout.rows().padded_size() : layout.cols.padded_size();
         const std::byte* at = block + parameter_offset(s, group, 0);
-        Backend::template load_floats<parameter>(at, slots, scale);
+        Backend::template load_floats<parameter>(at, slot_count, scale);
         if constexpr (Levels::has_bias)
-            Backend::template load_floats<parameter>(at + section_bytes(s), slots, bias);
+            Backend::template load_floats<parameter>(at + section_bytes(s), slot_count, bias);
     }
 };
 

@@ -75,10 +75,10 @@ struct attention_memory {
     static constexpr int output_stride = Format::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
     static constexpr int output_part = rows * output_stride;                               // floats
     struct size {
-        int warps, slots;
+        int warps, slot_count;
         int parts;  // that add up to the output
         constexpr int warp_bytes() const {
-            return slots * slot_bytes + weight_bytes + scratch_bytes + notes_bytes;
+            return slot_count * slot_bytes + weight_bytes + scratch_bytes + notes_bytes;
         }
         constexpr int output_bytes() const { return round_up(parts * output_part * 4, 128); }
         constexpr int bytes() const {
@@ -94,14 +94,14 @@ struct attention_memory {
     /// units per warp are under way instead of three where memory is short, and warps take turns with the output.
     static constexpr size chosen = [] {
         for (const int warps : {many_pay ? 12 : 8, 8, 4})
-            for (const int slots : {3, 2})
+            for (const int slot_count : {3, 2})
                 for (const int parts : {4, 2})
                     if (!(Rows4 == 4 && parts == 4) &&
-                        size{warps, slots, parts}.bytes() <= shared_memory_budget<Format>)
-                        return size{warps, slots, parts};
+                        size{warps, slot_count, parts}.bytes() <= shared_memory_budget<Format>)
+                        return size{warps, slot_count, parts};
         return size{4, 2, 2};
     }();
-    static constexpr int warps = chosen.warps, slots = chosen.slots, output_parts = chosen.parts;
+    static constexpr int warps = chosen.warps, slot_count = chosen.slot_count, output_parts = chosen.parts;
     static constexpr int threads = warps * warp_size;
     static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
                          bytes = chosen.bytes();
@@ -380,7 +380,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
 
     std::byte* const warp_memory = shared + warp * memory::warp_bytes;
     const std::uint32_t ring = shared_address(warp_memory);
-    const std::uint32_t weights = ring + memory::slots * memory::slot_bytes;
+    const std::uint32_t weights = ring + memory::slot_count * memory::slot_bytes;
     const std::uint32_t scratch = weights + memory::weight_bytes;
     std::byte* const block_memory = shared + memory::warps * memory::warp_bytes;
     float* const query = reinterpret_cast<float*>(block_memory);
@@ -427,7 +427,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     unit_feed<memory, Format, T> feed(a, walk, warp, &notes->feeder, entry, first_page);
     walk.park(&notes->reader);
     // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
-    constexpr bool turns = memory::slots % 2 == 1;
+    constexpr bool turns = memory::slot_count % 2 == 1;
     constexpr std::integral_constant<tensor, turns ? tensor::value : tensor::key> after_keys;
     constexpr std::integral_constant<tensor, turns ? tensor::key : tensor::value> after_values;
     if (a.early) {  // the warp's first two chunks may hold tokens that are just being written
@@ -439,7 +439,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     query_rows<memory, Format, T> query_part;
     if (!a.early) query_part.fetch(a, walk.item);
 #pragma unroll
-    for (int i = 0; i < memory::slots; ++i)
+    for (int i = 0; i < memory::slot_count; ++i)
         if (i % 2 == 0)
             feed.template issue<tensor::key>(ring, i, warp, id.lane);
         else
@@ -456,10 +456,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     const auto next_unit = [&](auto role) {
         __syncwarp();
         feed.template issue<decltype(role)::value>(ring, slot, warp, id.lane);
-        slot = slot + 1 == memory::slots ? 0 : slot + 1;
+        slot = slot + 1 == memory::slot_count ? 0 : slot + 1;
     };
     const auto wait_unit = [&] {
-        copy_wait<memory::slots - 1>();
+        copy_wait<memory::slot_count - 1>();
         __syncwarp();
         std::uint32_t at = ring + static_cast<std::uint32_t>(slot * memory::slot_bytes);
         if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;

@@ -104,7 +104,7 @@ struct word_traits<channel_grid<Bits, Group, Encoder, Params, Factors>> : code_w
     }
     KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
         return grid::parameter_offset(s) +
-               static_cast<std::size_t>(grid::token_axis(s).groups() * grid::slots(s) *
+               static_cast<std::size_t>(grid::token_axis(s).groups() * grid::channel_slots(s) *
                                         parameter_width<parameter>);
     }
 };

@@ -43,7 +43,7 @@ __device__ __forceinline__ void write_code_words(const code_layout<Bits>& layout
         std::uint32_t word = 0;
         if (real) {
             const std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
-            for (int q = 0; q < per_word && slot + 4 * q < layout.cols.slots(); ++q)
+            for (int q = 0; q < per_word && slot + 4 * q < layout.cols.padded_size(); ++q)
                 word |= ((quad(row, slot + 4 * q) >> planes::shift(plane)) & mask) << (width * q);
         }
         reinterpret_cast<std::uint32_t*>(to)[w] = word;
@@ -63,7 +63,7 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
         constexpr int per_word = value_layout<T>::values_per_word;
         const int words = static_cast<int>(layout.tiles.words());
         const int padded = static_cast<int>(S{}.block_bytes(s) / 4);
-        const int rows = s.rows(), cols = s.cols(), row_slots = layout.tiles.rows.slots();
+        const int rows = s.rows(), cols = s.cols(), row_slots = layout.tiles.rows.padded_size();
         for (int w = thread; w < padded; w += Threads) {
             std::uint32_t word = 0;
             if (w < words) {

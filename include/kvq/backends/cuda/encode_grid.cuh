@@ -21,7 +21,7 @@ class grid_encoder {
     using encoder = typename memory::encoder;
     using parameters = typename S::parameters;
     using line_type = std::remove_cvref_t<decltype(parameters::bias_line(0.0f, 0.0f))>;
-    static constexpr int dim = memory::dim, groups = memory::groups, slots = memory::slots;
+    static constexpr int dim = memory::dim, groups = memory::groups, slot_count = memory::slot_count;
     static constexpr int place_slots = kvq::detail::round_up(dim, 4);  // of the parameters
 
 public:
@@ -50,20 +50,20 @@ public:
         bool dirty = false;  // are there NaN or infinities where numbers lie in memory?
         if constexpr (has_factors<S>) {
             dirty = fit_factors();
-            if (memory::whole && !dirty) divide(0, dim, slots);
+            if (memory::whole && !dirty) divide(0, dim, slot_count);
         }
         for (int first = 0; first < dim; first += memory::fit_channels) {
             const int count = smaller(memory::fit_channels, dim - first);
             if (!(has_factors<S> && memory::whole) || dirty) {
-                dirty = read<false>(first, count, 0, slots, !has_factors<S>);
-                if constexpr (has_factors<S>) divide(first, count, slots);
+                dirty = read<false>(first, count, 0, slot_count, !has_factors<S>);
+                if constexpr (has_factors<S>) divide(first, count, slot_count);
             }
             fit(first, count, dirty);
         }
         store_biases(encoder::rounding);
         store_scales();
-        for (int first = 0; first < slots; first += memory::code_slots) {
-            const int count = smaller(memory::code_slots, slots - first);
+        for (int first = 0; first < slot_count; first += memory::code_slots) {
+            const int count = smaller(memory::code_slots, slot_count - first);
             if (!memory::whole || dirty) {
                 read<false>(0, dim, first, count, false);
                 if constexpr (has_factors<S>) divide(0, dim, count, first);
@@ -103,7 +103,7 @@ private:
     /// Tokens as groups and slots.
     static __device__ __forceinline__ constexpr grouped_axis axis() { return S::token_axis(shape()); }
     static __device__ __forceinline__ bool holds_token(int slot) {
-        return slots == memory::tokens || axis().index(slot) >= 0;
+        return slot_count == memory::tokens || axis().index(slot) >= 0;
     }
     __device__ __forceinline__ int top(int place) const {
         if constexpr (is_mixed<S>)
@@ -163,7 +163,7 @@ private:
         float* const to = numbers();
         const int stride = numbers_stride(count);
         __syncthreads();
-        if constexpr (slots != memory::tokens) {  // factors need zeros where there is no token
+        if constexpr (slot_count != memory::tokens) {  // factors need zeros where there is no token
             for (int i = thread(); i < places * stride; i += Threads) to[i] = 0.0f;
             __syncthreads();
         }
@@ -208,17 +208,18 @@ private:
 
     /// Returns whether any number is not finite.
     __device__ __forceinline__ bool fit_factors() {
-        for (int t = thread(); t < slots; t += Threads) factors_.inverse[t] = holds_token(t) ? 1.0f : 0.0f;
+        for (int t = thread(); t < slot_count; t += Threads)
+            factors_.inverse[t] = holds_token(t) ? 1.0f : 0.0f;
         bool dirty = false;
         constexpr int iterations = 8;
         for (int i = 0; i < iterations; ++i) {
             for (int first = 0; first < dim; first += memory::fit_channels) {
                 const int count = smaller(memory::fit_channels, dim - first);
-                if (!memory::whole || i == 0) dirty |= read<true>(first, count, 0, slots, i == 0);
-                add_squares<Threads, slots>(factors_, numbers(), numbers_stride(slots), first, count,
-                                            memory::tokens);
+                if (!memory::whole || i == 0) dirty |= read<true>(first, count, 0, slot_count, i == 0);
+                add_squares<Threads, slot_count>(factors_, numbers(), numbers_stride(slot_count), first,
+                                                 count, memory::tokens);
             }
-            scale_factors<Threads, slots>(factors_, dim, holds_token, [&](int slot, float factor) {
+            scale_factors<Threads, slot_count>(factors_, dim, holds_token, [&](int slot, float factor) {
                 if (i == iterations - 1 && holds_token(slot))
                     S::factors::store(block_ + S::factor_offset(shape()), slot, &factor, 1);
                 return factor;
@@ -235,7 +236,7 @@ private:
     __device__ __forceinline__ line_place line_at(int i, int first, int count) const {
         const int group = groups == 1 ? 0 : i / count, c = i - group * count;
         return {first + c, group, group * dim + first + c,
-                numbers() + c * numbers_stride(slots) + axis().group_begin(group)};
+                numbers() + c * numbers_stride(slot_count) + axis().group_begin(group)};
     }
 
     /// Grids of `count` places from `first` on, into biases (first value) and scales (last value).

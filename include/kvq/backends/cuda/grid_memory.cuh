@@ -40,17 +40,17 @@ struct grid_memory {
     static constexpr block_shape shape = shape_of<Role, Format>;
     static constexpr int tokens = shape.tokens, dim = shape.dim;
     static constexpr int group = S::token_axis(shape).group, groups = S::token_axis(shape).groups();
-    static constexpr int slots = S::token_axis(shape).slots();
+    static constexpr int slot_count = S::token_axis(shape).padded_size();
     static constexpr int lines = groups * dim;
     static constexpr bool has_sums = may_search<encoder> || encoder::corrects_mean;
 
     // Offsets; doubles first, what is read 16 bytes at a time on multiples of 16.
     static constexpr int sums = 0;
     static constexpr int inverse_factors = sums + (has_sums ? round_up(8 * lines, 16) : 0);
-    static constexpr int weights = inverse_factors + (has_factors<S> ? 4 * slots : 0);
+    static constexpr int weights = inverse_factors + (has_factors<S> ? 4 * slot_count : 0);
     static constexpr int parts = weights + (has_factors<S> ? round_up(4 * dim, 16) : 0);
-    static constexpr int factors = parts + (has_factors<S> ? 64 * slots : 0);
-    static constexpr int biases = factors + (has_factors<S> ? 4 * slots : 0);
+    static constexpr int factors = parts + (has_factors<S> ? 64 * slot_count : 0);
+    static constexpr int biases = factors + (has_factors<S> ? 4 * slot_count : 0);
     static constexpr int scales = biases + 4 * lines;
     static constexpr int inverses = scales + 4 * lines;
     static constexpr int members = inverses + 4 * lines;
@@ -58,7 +58,7 @@ struct grid_memory {
     static constexpr int numbers = round_up(tops + (is_mixed<S> ? dim : 0), 16);
 
     static constexpr int budget = shared_memory_budget<Format>;
-    static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slots); }
+    static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slot_count); }
     static constexpr int code_bytes(int some) {
         return 4 * dim * numbers_stride(some) +
                (feedback ? dim * numbers_stride(some) + 2 * 8 * feedback_channels * dim : 0);
@@ -70,8 +70,8 @@ struct grid_memory {
         return n;
     }();
     static constexpr int code_slots = [] {
-        if (numbers + code_bytes(slots) <= budget) return slots;
-        int n = slots / 32 * 32;
+        if (numbers + code_bytes(slot_count) <= budget) return slot_count;
+        int n = slot_count / 32 * 32;
         while (n > 0 && numbers + code_bytes(n) > budget) n -= 32;
         return n;
     }();
@@ -79,7 +79,7 @@ struct grid_memory {
         fit_channels > 0 && code_slots > 0,
         "kvq::cuda: blocks of so many groups of tokens are too large for the device's shared memory");
     /// Is everything in shared memory at once?
-    static constexpr bool whole = fit_channels == dim && code_slots == slots;
+    static constexpr bool whole = fit_channels == dim && code_slots == slot_count;
     static constexpr int bytes = numbers + larger(fit_bytes(fit_channels), code_bytes(code_slots));
 
     // Behind the numbers while there is feedback.

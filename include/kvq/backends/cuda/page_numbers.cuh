@@ -12,7 +12,9 @@
 
 namespace kvq::inline v0_1::cuda::detail {
 
-KVQ_HD constexpr int numbers_stride(int slots) noexcept { return kvq::detail::round_up(slots, 8) + 4; }
+KVQ_HD constexpr int numbers_stride(int slot_count) noexcept {
+    return kvq::detail::round_up(slot_count, 8) + 4;
+}
 
 /// Calls put(channel, token, x, n) with the first n of an array x of numbers: those of consecutive tokens of a channel.
 template <int Threads, tensor Role, class Format, class Put>
@@ -26,14 +28,15 @@ __device__ __forceinline__ void visit_page(const cache_ref<Format>& cache, int p
         using T = typename S::value_type;
         constexpr int per_word = value_layout<T>::values_per_word;
         constexpr int per_row = value_layout<T>(s).tiles.words_per_row;
-        constexpr int slots = value_layout<T>(s).tiles.rows.slots(), height = tile_layout::tile_rows;
+        constexpr int slot_count = value_layout<T>(s).tiles.rows.padded_size(),
+                      height = tile_layout::tile_rows;
         constexpr int words = Role == tensor::value && per_row % 2 == 0 ? 2 : 1, count = words * per_word;
         const auto* const from = reinterpret_cast<const std::uint32_t*>(
             static_cast<const std::byte*>(cache.template block<Role>(page, head)));
 #pragma unroll 4
-        for (int i = thread; i < slots * per_row / words; i += Threads) {
+        for (int i = thread; i < slot_count * per_row / words; i += Threads) {
             const int tile = i / (height * per_row / words), in_tile = i - tile * (height * per_row / words);
-            const int rows = slots % height == 0 ? height : smaller(height, slots - tile * height);
+            const int rows = slot_count % height == 0 ? height : smaller(height, slot_count - tile * height);
             const int vector = in_tile / rows * words, row = in_tile % rows;
             const std::uint32_t* const at = from + tile * height * per_row + vector * rows + row;
             float x[count];
@@ -48,7 +51,7 @@ __device__ __forceinline__ void visit_page(const cache_ref<Format>& cache, int p
                 }
             }
             const int r = tile * height + row, col = vector * per_word;
-            if (slots != s.rows() && r >= s.rows()) continue;
+            if (slot_count != s.rows() && r >= s.rows()) continue;
             if constexpr (Role == tensor::key) {
 #pragma unroll
                 for (int k = 0; k < count; ++k) {

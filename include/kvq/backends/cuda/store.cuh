@@ -45,7 +45,7 @@ __device__ __forceinline__ void fetch_tile(const token_view<const T>& x, int fir
 /// one by one, of which each warp has at most one.
 template <class Format, class T, tensor Role, bool Few>
 __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, const token_view<const T>& x,
-                                             const long long* slots, unsigned* not_finite, int part,
+                                             const long long* mapping, unsigned* not_finite, int part,
                                              int parts, std::byte* shared) {
     using S = scheme_of<Role, Format>;
     constexpr int dim = dim_of<Role, Format>;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
     const int head = static_cast<int>(blockIdx.y);
     const int begin = static_cast<int>(blockIdx.x) / parts * 32;
     const auto slot_of = [&](int token) {
-        return token >= 0 && token < x.tokens ? static_cast<int>(larger(slots[token], -1LL)) : -1;
+        return token >= 0 && token < x.tokens ? static_cast<int>(larger(mapping[token], -1LL)) : -1;
     };
     auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
     // Numbers are fetched before it is known where they go. Many tokens are mostly whole tiles, few mostly are not.
@@ -151,7 +151,7 @@ inline constexpr int few_parts = 32 / store_warps;  // one warp per token
 template <class Format, class T, bool Few>
 __global__ void __launch_bounds__(store_threads, Few ? 4 : 8)
     store_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<const T> k,
-                 token_view<const T> v, const long long* slots, unsigned* not_finite) {
+                 token_view<const T> v, const long long* mapping, unsigned* not_finite) {
     __shared__ __align__(16) std::byte shared[larger(sizeof(store_memory<tensor::key, Format, T>),
                                                      sizeof(store_memory<tensor::value, Format, T>))];
     launch_dependents();
@@ -159,18 +159,18 @@ __global__ void __launch_bounds__(store_threads, Few ? 4 : 8)
     constexpr int parts = Few ? few_parts : 1;
     const int part = static_cast<int>(blockIdx.x) % parts;
     if (blockIdx.z == 0)
-        store_tokens<Format, T, tensor::key, Few>(cache, k, slots, not_finite, part, parts, shared);
+        store_tokens<Format, T, tensor::key, Few>(cache, k, mapping, not_finite, part, parts, shared);
     else
-        store_tokens<Format, T, tensor::value, Few>(cache, v, slots, not_finite, part, parts, shared);
+        store_tokens<Format, T, tensor::value, Few>(cache, v, mapping, not_finite, part, parts, shared);
 }
 
 }  // namespace detail
 
-/// Stores token i of k and v at slots[i] (device memory); negative slots skip. k: [n][kv_heads][head_dim], v likewise with
+/// Stores token i of k and v at mapping[i] (device memory); negative slots skip. k: [n][kv_heads][head_dim], v likewise with
 /// value_dim; any strides, channels contiguous. not_finite, if given, adds up NaN and infinities.
 template <class Format, class T>
 status store(const cache_ref<Format>& cache, const token_view<const T>& k, const token_view<const T>& v,
-             const long long* slots, unsigned* not_finite, cudaStream_t stream) noexcept {
+             const long long* mapping, unsigned* not_finite, cudaStream_t stream) noexcept {
     static_assert(
         detail::word_traits<typename Format::keys>::token_parameters &&
             detail::word_traits<typename Format::values>::token_parameters,
@@ -185,8 +185,8 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
                                  Format::value_dim);
     if (k.tokens < 0) return detail::bad_value("k has %d tokens", k.tokens);
     if (k.tokens == 0) return {};
-    if (k.data == nullptr || v.data == nullptr || slots == nullptr)
-        return detail::bad_value("k, v or slots is a null pointer");
+    if (k.data == nullptr || v.data == nullptr || mapping == nullptr)
+        return detail::bad_value("k, v or mapping is a null pointer");
     // Few tokens are usually one per sequence: then more blocks share the tokens that do not make tiles. Of many, a block takes
     // several heads, so that it loads while it computes.
     const bool few = k.tokens <= 512;
@@ -199,7 +199,7 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
     return detail::launch(
         "launching store", few ? detail::overlap::no : detail::overlap::yes,
         few ? detail::store_kernel<Format, T, true> : detail::store_kernel<Format, T, false>, grid,
-        detail::store_threads, 0, stream, cache, k, v, slots, not_finite);
+        detail::store_threads, 0, stream, cache, k, v, mapping, not_finite);
 }
 
 }  // namespace kvq::inline v0_1::cuda

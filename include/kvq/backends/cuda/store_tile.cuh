@@ -206,8 +206,8 @@ __device__ __forceinline__ unsigned store_numbers(const cache_ref<Format>& cache
                         ++not_finite;
                         continue;
                     }
-                    low = min(low, ordered_bits(x));
-                    high = max(high, ordered_bits(x));
+                    low = smaller(low, ordered_bits(x));
+                    high = larger(high, ordered_bits(x));
                 }
                 low = __reduce_min_sync(~0u, low);
                 high = __reduce_max_sync(~0u, high);

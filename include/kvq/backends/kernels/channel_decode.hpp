@@ -67,18 +67,7 @@ private:
         if constexpr (has_factors)
             if (g == 0)
                 Scheme::factors::template load<Backend>(from_ + scheme_.factor_offset(shape_),
-                                                        tokens_.slots(), factor_);
-    }
-
-    template <class T>
-    static KVQ_INLINE void store(T* to, floats x, int n) {
-        if (n >= width) {
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
-        } else {
-            T all[width];
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
-            for (int i = 0; i < n; ++i) to[i] = all[i];
-        }
+                                                        tokens_.padded_size(), factor_);
     }
 
     /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.
@@ -128,7 +117,7 @@ private:
             const auto put = [&](int t, ints code) KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
                 if constexpr (has_factors) x = Lanes::multiply(x, Lanes::splat_float(factor_[t]));
-                store(out + t * stride + c, x, n);
+                store_some<Lanes>(out + t * stride + c, x, n);
             };
             if (n == width)
                 each_column<false>(layout, from_, c, n, first, end, put);
@@ -158,7 +147,7 @@ private:
                         i < channels ? Lanes::load(columns + place_[c + i] * 4 * width) : Lanes::splat(0);
                 Lanes::transpose(square);
                 for (int i = 0; i < n; ++i)
-                    store(out + (row + i) * stride + c, Lanes::as_floats(square[i]), channels);
+                    store_some<Lanes>(out + (row + i) * stride + c, Lanes::as_floats(square[i]), channels);
             }
             part += n;
         }

@@ -80,8 +80,8 @@ private:
         const int n = shape_.tokens * shape_.dim;
         for (int i = 0; i < n; i += width)
             most_of =
-                Lanes::max(most_of, Lanes::abs(i + width <= n ? Lanes::load_floats(values_ + i)
-                                                              : Lanes::load_floats(values_ + i, n - i)));
+                Lanes::larger(most_of, Lanes::abs(i + width <= n ? Lanes::load_floats(values_ + i)
+                                                                 : Lanes::load_floats(values_ + i, n - i)));
         return all_finite<Lanes>(values_, shape_.values()) && Lanes::largest(most_of) <= 0x1p100f;
     }
 
@@ -129,11 +129,11 @@ private:
             }
         }
         std::byte* const at = to_ + scheme_.parameter_offset(shape_);
-        const int groups = tokens_.groups(), slots = scheme_.slots(shape_);
-        parameters::store_biases(at, groups, slots, g, bias_, dim, encoder::rounding);
+        const int groups = tokens_.groups(), slot_count = scheme_.channel_slots(shape_);
+        parameters::store_biases(at, groups, slot_count, g, bias_, dim, encoder::rounding);
         for (int c = 0; c < dim; ++c)
             scale_[c] = top_[c] > 0 ? (scale_[c] - bias_[c]) / static_cast<float>(top_[c]) : 0.0f;
-        parameters::store_scales(at, groups, slots, g, scale_, dim, encoder::rounding);
+        parameters::store_scales(at, groups, slot_count, g, scale_, dim, encoder::rounding);
         for (int c = 0; c < dim; ++c) inverse_[c] = scale_[c] > 0.0f ? 1.0f / scale_[c] : 0.0f;
     }
 
@@ -183,7 +183,8 @@ private:
                 bias_[c] =
                     static_cast<float>(static_cast<double>(bias_[c]) + errors[c] / tokens_.group_size(g));
             parameters::store_biases(to_ + scheme_.parameter_offset(shape_), tokens_.groups(),
-                                     scheme_.slots(shape_), g, bias_, dim, parameter_rounding::nearest);
+                                     scheme_.channel_slots(shape_), g, bias_, dim,
+                                     parameter_rounding::nearest);
         }
     }
 

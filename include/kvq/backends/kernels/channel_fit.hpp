@@ -89,8 +89,8 @@ private:
     grids range_of() const {
         floats lo = x(0), hi = lo;
         for (int t = 1; t < tokens_; ++t) {
-            lo = Lanes::min(lo, x(t));
-            hi = Lanes::max(hi, x(t));
+            lo = Lanes::smaller(lo, x(t));
+            hi = Lanes::larger(hi, x(t));
         }
         grids r;
         const floats zero = Lanes::splat_float(0.0f);  // makes -0 +0

@@ -23,6 +23,18 @@ KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
         return Lanes::load(from);
 }
 
+/// The first n floats of a vector, or all of them, each rounded once to T.
+template <class Lanes, class T>
+KVQ_INLINE void store_some(T* to, typename Lanes::floats x, int n) {
+    if (n >= Lanes::width) {
+        Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
+    } else {
+        T all[Lanes::width];
+        Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
+        for (int i = 0; i < n; ++i) to[i] = all[i];
+    }
+}
+
 /// The codes of one quad, as bytes, from the vectors of all planes of a step.
 template <class Lanes, int Bits, int Quad, bool Partial, int Plane = 0>
 KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
@@ -105,9 +117,9 @@ struct code_part {
     std::ptrdiff_t vector_bytes;
     std::ptrdiff_t ahead;  ///< distance to what should be fetched meanwhile
     int steps;
-    int quads;  ///< from the first step to the end of the row: a step that reaches
-                ///< beyond is cut short
-    int slots;  ///< rows that may be loaded into one vector
+    int quads;       ///< from the first step to the end of the row: a step that reaches
+                     ///< beyond is cut short
+    int slot_count;  ///< rows that may be loaded into one vector
     const std::uint32_t* x;
 };
 
@@ -146,14 +158,14 @@ KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queri
     for (int s = 0; s < whole; ++s) {
         fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
         add_quads<Form, Lanes, Bits, Vectors, Queries, Partial>(sums, planes, part.vector_bytes,
-                                                                P::quads_per_step, x, part.slots, all{});
+                                                                P::quads_per_step, x, part.slot_count, all{});
         for (int p = 0; p < P::count; ++p)
             planes[p] += (P::quads_per_step / P::quads_per_word(p)) * part.vector_bytes;
         x += P::quads_per_step * Queries * 2;
     }
     if (whole < part.steps)
         add_quads<Form, Lanes, Bits, Vectors, Queries, Partial>(
-            sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slots, all{});
+            sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slot_count, all{});
 }
 
 /// Where the sums of a part go, and what turns them into floats.
@@ -234,7 +246,7 @@ struct code_plan {
           codes(scheme.codes(shape)),
           fold(codes, use.columns(), n),
           parameters(codes.bytes()),
-          line(codes.rows().slots() + 16),
+          line(codes.rows().padded_size() + 16),
           parameter_bytes(
               detail::round_up(static_cast<std::size_t>((use.row_scale ? 1 : 0) + (use.row_bias ? 1 : 0)) *
                                    static_cast<std::size_t>(codes.cols.groups()) *
@@ -318,8 +330,8 @@ private:
         const std::byte* const begin = block_ + 4 * static_cast<std::size_t>(at.slot) *
                                                     static_cast<std::size_t>(codes_.tiles.words_per_row);
         for (int part = 0; part < at.height;) {
-            const int slots = at.height - part;
-            const bool several = slots >= Lanes::row_vectors * Lanes::width;
+            const int slot_count = at.height - part;
+            const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
             const std::uint32_t* group_x = x;
             for (int g = 0; g < codes_.cols.groups(); ++g) {
                 const int from = layout_.first_step(g), steps = layout_.last_step(g) - from;
@@ -331,8 +343,8 @@ private:
                                 from * (planes::quads_per_step / planes::quads_per_word(p))) *
                                    vector_bytes;
                 const code_part what{
-                    first, vector_bytes, ahead, steps, codes_.quads() - from * planes::quads_per_step,
-                    slots, group_x};
+                    first,      vector_bytes, ahead, steps, codes_.quads() - from * planes::quads_per_step,
+                    slot_count, group_x};
                 const std::ptrdiff_t line = g * line_ + at.slot + part;
                 const code_target to{
                     y + at.first_query * y_stride + at.row + part,

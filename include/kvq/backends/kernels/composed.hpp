@@ -19,18 +19,18 @@ concept composed_scheme = is_composed<S>;
 /// Where a block's parameters lie: scheme::parameter_offset and section_bytes, asked once per block.
 struct parameter_sections {
     std::size_t first, bytes;
-    int slots, size;
+    int slot_count, size;
 
     template <composed_scheme S>
     parameter_sections(const S& scheme, const block_shape& shape, const code_layout<S::code_bits>& codes)
         : first(scheme.scale_offset(shape)),
           bytes(scheme.section_bytes(shape)),
-          slots(detail::on_rows<typename S::granularity_type>(shape.role) ? codes.rows().slots()
-                                                                          : codes.cols.slots()),
+          slot_count(detail::on_rows<typename S::granularity_type>(shape.role) ? codes.rows().padded_size()
+                                                                               : codes.cols.padded_size()),
           size(sizeof(typename S::parameter)) {}
 
     KVQ_INLINE std::size_t offset(int group, int slot) const {
-        return first + static_cast<std::size_t>((group * slots + slot) * size);
+        return first + static_cast<std::size_t>((group * slot_count + slot) * size);
     }
 };
 

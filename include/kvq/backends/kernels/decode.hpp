@@ -30,7 +30,7 @@ public:
             each_part([&](const part& p) { turned_part(p, out, stride); });
         else
             each_value([&](const part& p, int token, floats x)
-                           KVQ_INLINE_LAMBDA { store_some(out + token * stride + p.row, x, p.rows); });
+                           KVQ_INLINE_LAMBDA { store_some<Lanes>(out + token * stride + p.row, x, p.rows); });
         return true;
     }
 
@@ -79,12 +79,12 @@ private:
 
     /// Some rows of one tile that fit a vector.
     struct part {
-        int group;   // row group
-        int row;     // first row
-        int rows;    // of the matrix
-        int slot;    // of the first row
-        int height;  // slots of the tile
-        int slots;   // from here to the end of the tile
+        int group;       // row group
+        int row;         // first row
+        int rows;        // of the matrix
+        int slot;        // of the first row
+        int height;      // slots of the tile
+        int slot_count;  // from here to the end of the tile
     };
 
     template <class F>
@@ -94,9 +94,9 @@ private:
     template <class F>
     KVQ_INLINE void each_part_of(int g, F&& f) const {
         const grouped_axis& rows = codes_.rows();
-        const int slots = rows.group_slots(g), size = rows.group_size(g);
-        for (int tile = 0; tile < slots; tile += tile_layout::tile_rows) {
-            const int height = detail::smaller(tile_layout::tile_rows, slots - tile);
+        const int slot_count = rows.group_slots(g), size = rows.group_size(g);
+        for (int tile = 0; tile < slot_count; tile += tile_layout::tile_rows) {
+            const int height = detail::smaller(tile_layout::tile_rows, slot_count - tile);
             for (int in = 0; in < height && tile + in < size; in += Lanes::width)
                 f(part{g, g * rows.group + tile + in, detail::smaller(Lanes::width, size - tile - in),
                        rows.group_begin(g) + tile + in, height, height - in});
@@ -109,17 +109,6 @@ private:
         else
             Lanes::store(to, words, n);
     }
-    template <class T>
-    static KVQ_INLINE void store_some(T* to, floats x, int n) {
-        if (n == Lanes::width) {
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
-        } else {
-            T all[Lanes::width];
-            Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
-            for (int i = 0; i < n; ++i) to[i] = all[i];
-        }
-    }
-
     static KVQ_INLINE floats value(ints code, floats scale, floats bias) {
         if constexpr (levels::has_bias) {
             return Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias);
@@ -166,12 +155,12 @@ private:
                     ((Cut && s * planes::quads_per_step + Q >= count
                           ? void()
                           : void(quads[s * planes::quads_per_step + Q] =
-                                     step_quad<Q, Partial>(plane, s, vector_bytes, p.slots))),
+                                     step_quad<Q, Partial>(plane, s, vector_bytes, p.slot_count))),
                      ...);
                 }
             (std::make_integer_sequence<int, planes::quads_per_step>{});
         };
-        const bool partial = p.slots < Lanes::width;
+        const bool partial = p.slot_count < Lanes::width;
         if (count == chunk_quads && !partial)
             load.template operator()<false, false>();
         else if (!partial)
@@ -233,18 +222,18 @@ private:
                 const int now = cols.groups() == 1 ? 0 : col / cols.group;
                 if (now != group) {
                     group = now;
-                    load_parameters(group, p.slot, detail::smaller(p.slots, Lanes::width), scale, bias);
+                    load_parameters(group, p.slot, detail::smaller(p.slot_count, Lanes::width), scale, bias);
                     row_scale = Lanes::load_floats(scale);
                     if constexpr (levels::has_bias) row_bias = Lanes::load_floats(bias);
                 }
                 const ints words = quads[quad];
-                const auto emit = [&](int k, ints code) KVQ_INLINE_LAMBDA {
+                const auto put = [&](int k, ints code) KVQ_INLINE_LAMBDA {
                     if (col + k < cols.size) f(p, col + k, value(code, row_scale, row_bias));
                 };
-                emit(0, code_of<0>(words));
-                emit(1, code_of<1>(words));
-                emit(2, code_of<2>(words));
-                emit(3, code_of<3>(words));
+                put(0, code_of<0>(words));
+                put(1, code_of<1>(words));
+                put(2, code_of<2>(words));
+                put(3, code_of<3>(words));
             }
         }
     }
@@ -281,7 +270,8 @@ private:
                                                      std::integer_sequence<int, Q...>) {
             const auto quad = [&]<int Quad>(std::integral_constant<int, Quad>) KVQ_INLINE_LAMBDA {
                 if (Cut && 4 * Quad >= left) return;
-                const ints words = quad_codes<Lanes, bits, Quad, Partial>(plane, p.height * 4, 0, p.slots);
+                const ints words =
+                    quad_codes<Lanes, bits, Quad, Partial>(plane, p.height * 4, 0, p.slot_count);
                 f(p, col + 4 * Quad, of[4 * Quad](code_of<0>(words)));
                 if (!Cut || 4 * Quad + 1 < left)
                     f(p, col + 4 * Quad + 1, of[4 * Quad + 1](code_of<1>(words)));
@@ -293,14 +283,14 @@ private:
             (quad(std::integral_constant<int, Q>{}), ...);
         };
         using all = std::make_integer_sequence<int, planes::quads_per_step>;
-        if (p.slots < Lanes::width)
+        if (p.slot_count < Lanes::width)
             run(std::true_type{}, all{});
         else
             run(std::false_type{}, all{});
     }
     /// Each plane's vector of the step that quad `first` begins.
     KVQ_INLINE void first_vectors(const part& p, int first, const std::byte** plane) const {
-        const int in_tile = p.height - p.slots;
+        const int in_tile = p.height - p.slot_count;
         const std::byte* const begin = from_ + 4 * (static_cast<std::size_t>(p.slot - in_tile) *
                                                         static_cast<std::size_t>(codes_.tiles.words_per_row) +
                                                     static_cast<std::size_t>(in_tile));
@@ -339,7 +329,8 @@ private:
                     const int now = cols.groups() == 1 ? 0 : (4 * first + from) / cols.group;
                     if (now != group) {
                         group = now;
-                        load_parameters(group, p.slot, detail::smaller(p.slots, Lanes::width), scale, bias);
+                        load_parameters(group, p.slot, detail::smaller(p.slot_count, Lanes::width), scale,
+                                        bias);
                     }
                     if (cols.groups() > 1) to = detail::smaller(size, (group + 1) * cols.group - 4 * first);
                 }
@@ -354,8 +345,8 @@ private:
                                                                 of(c, Lanes::load_bytes(codes + c)));
                         } else {
                             for (int c = from; c < to; c += Lanes::width)
-                                store_some(row + c, of(c, Lanes::load_bytes(codes + c)),
-                                           detail::smaller(Lanes::width, to - c));
+                                store_some<Lanes>(row + c, of(c, Lanes::load_bytes(codes + c)),
+                                                  detail::smaller(Lanes::width, to - c));
                         }
                     };
                     if (rows_have)

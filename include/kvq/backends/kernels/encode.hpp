@@ -93,11 +93,6 @@ private:
     void each_strip(int group, F&& f) const {
         const grouped_axis& rows = codes_.rows();
         const int first = group * rows.group, size = rows.group_size(group);
-        const auto step = [](const tile_layout& tiles, int row) {
-            return tiles.words_per_row > 1
-                       ? 4 * static_cast<std::ptrdiff_t>(tiles.word(row, 1) - tiles.word(row, 0))
-                       : 0;
-        };
         for (int part = 0; part < size;) {
             const int row = first + part;
             const int n = detail::smaller(
@@ -105,10 +100,12 @@ private:
                 detail::smaller(size - part, tile_layout::tile_rows - row % tile_layout::tile_rows));
             const std::byte* const from = from_ + 4 * window_.tiles.word(row, 0);
             std::byte* const to = to_ + 4 * codes_.tiles.word(row, 0);
+            const std::ptrdiff_t from_step = window_.tiles.vector_bytes(row),
+                                 to_step = codes_.tiles.vector_bytes(row);
             if (n == Lanes::width)
-                f(strip<true>{from, step(window_.tiles, row), to, step(codes_.tiles, row), row, n});
+                f(strip<true>{from, from_step, to, to_step, row, n});
             else
-                f(strip<false>{from, step(window_.tiles, row), to, step(codes_.tiles, row), row, n});
+                f(strip<false>{from, from_step, to, to_step, row, n});
             part += n;
         }
     }
@@ -151,8 +148,8 @@ private:
                 words = Lanes::in_register(words);
                 seen = Lanes::bit_or(seen, special::marks(words));
                 const floats x = Lanes::as_floats(words);
-                lo[i] = Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[i]), x));
-                hi[i] = Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[i]), x));
+                lo[i] = Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo[i]), x));
+                hi[i] = Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi[i]), x));
             }
         }
         /// Words of the least and of the largest values.
@@ -160,13 +157,13 @@ private:
             if constexpr (per_word == 2)
                 return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1]));
             else
-                return Lanes::as_ints(Lanes::min(Lanes::as_floats(lo[0]), Lanes::as_floats(lo[1])));
+                return Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo[0]), Lanes::as_floats(lo[1])));
         }
         KVQ_INLINE ints most() const {
             if constexpr (per_word == 2)
                 return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1]));
             else
-                return Lanes::as_ints(Lanes::max(Lanes::as_floats(hi[0]), Lanes::as_floats(hi[1])));
+                return Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi[0]), Lanes::as_floats(hi[1])));
         }
         KVQ_INLINE ints met() const {
             if constexpr (per_word == 2)
@@ -282,8 +279,8 @@ private:
         const extremes found = range_of(at, begin, begin + codes_.cols.group_size(g));
         floats lo = half<0>(found.least()), hi = half<0>(found.most());
         if constexpr (per_word == 2) {
-            lo = Lanes::min(lo, half<1>(found.least()));
-            hi = Lanes::max(hi, half<1>(found.most()));
+            lo = Lanes::smaller(lo, half<1>(found.least()));
+            hi = Lanes::larger(hi, half<1>(found.most()));
         }
         const fit f(lo, hi);
         f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)), sections_.bytes, at.n);
@@ -310,7 +307,7 @@ private:
     void code_odd_rows(const strip<Whole>& at) {
         const grouped_axis& cols = codes_.cols;
         floats bias = Lanes::splat_float(0.0f), inverse = bias;
-        for (int s = 0; step_columns * s < cols.slots(); ++s) {
+        for (int s = 0; step_columns * s < cols.padded_size(); ++s) {
             ints words[step_quads];
             for (int q = 0; q < step_quads; ++q) {
                 ints code[4];

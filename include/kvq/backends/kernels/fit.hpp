@@ -42,16 +42,16 @@ public:
                 stored_bias_ = rounded<false>(bounded(lo), bias);
                 range = Lanes::subtract(hi, bias);
             } else {
-                range = Lanes::max(Lanes::subtract(Lanes::splat_float(0.0f), lo), hi);
+                range = Lanes::larger(Lanes::subtract(Lanes::splat_float(0.0f), lo), hi);
             }
             const floats wanted = Lanes::divide(range, Lanes::splat_float(steps));
             if constexpr (!always_fits) {
                 most_ = wanted;
                 if constexpr (Levels::has_bias)
-                    most_ = Lanes::max(most_, Lanes::subtract(Lanes::splat_float(0.0f), lo));
+                    most_ = Lanes::larger(most_, Lanes::subtract(Lanes::splat_float(0.0f), lo));
             }
             floats scale;
-            const floats least = Lanes::max(wanted, Lanes::splat_float(1.17549435e-38f));
+            const floats least = Lanes::larger(wanted, Lanes::splat_float(1.17549435e-38f));
             stored_scale_ = rounded<true>(Lanes::keep_above(bounded(least), range, 0.0f), scale);
             inverse = Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), scale), scale, 0.0f);
         } else {
@@ -107,8 +107,8 @@ public:
             v = Lanes::subtract(x, bias);
         v = Lanes::multiply(v, inverse);
         if constexpr (Clamp)
-            v = Lanes::min(Lanes::max(v, Lanes::splat_float(Levels::has_bias ? 0.0f : -steps)),
-                           Lanes::splat_float(steps));
+            v = Lanes::smaller(Lanes::larger(v, Lanes::splat_float(Levels::has_bias ? 0.0f : -steps)),
+                               Lanes::splat_float(steps));
         return Lanes::round(v);
     }
     static KVQ_INLINE ints code_of(ints level) {
@@ -134,7 +134,7 @@ private:
             return x;
     }
     static KVQ_INLINE floats bounded(floats x) {
-        return Lanes::min(Lanes::max(x, Lanes::splat_float(-limit)), Lanes::splat_float(limit));
+        return Lanes::smaller(Lanes::larger(x, Lanes::splat_float(-limit)), Lanes::splat_float(limit));
     }
     /// Rounded down or up to the stored type: its bits, and what they stand for.
     template <bool Up>

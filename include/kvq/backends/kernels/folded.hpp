@@ -66,7 +66,7 @@ struct fold_layout {
         for (int g = 0; g < cols.groups(); ++g) steps += last_step(g) - first_step(g);
         set_words = steps * step * 2;
         // A step has up to 8 quads, and vectors run over the last one.
-        scratch_floats = detail::round_up(static_cast<std::size_t>(cols.slots()), std::size_t{16}) + 32;
+        scratch_floats = detail::round_up(static_cast<std::size_t>(cols.padded_size()), std::size_t{16}) + 32;
         const std::size_t each = static_cast<std::size_t>(sets) * static_cast<std::size_t>(n);
         scalars_offset = scratch_rows * scratch_floats * sizeof(float);
         words_offset = scalars_offset +
@@ -146,7 +146,7 @@ private:
                 if (use.col_bias) dot[i] = Lanes::multiply_add(v, b, dot[i]);
                 if (use.col_scale) v = Lanes::multiply(v, f);
                 Lanes::store_floats(scratch + i * scratch_stride + before + c, v);
-                largest[i] = Lanes::max(largest[i], Lanes::abs(v));
+                largest[i] = Lanes::larger(largest[i], Lanes::abs(v));
                 sum[i] = Lanes::add(sum[i], v);
             }
         }

@@ -200,10 +200,10 @@ struct plain_lanes {
         return map_doubles([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
     }
 
-    static KVQ_INLINE floats max(floats a, floats b) {
+    static KVQ_INLINE floats larger(floats a, floats b) {
         return map_floats([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
     }
-    static KVQ_INLINE floats min(floats a, floats b) {
+    static KVQ_INLINE floats smaller(floats a, floats b) {
         return map_floats([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
     }
     /// `a` limited to [0, top]; NaN becomes 0.

@@ -80,8 +80,8 @@ private:
 
     void run_tile(int slot, int height, const std::uint32_t* x, int queries, code_target to) const {
         for (int part = 0; part < height;) {
-            const int slots = height - part;
-            const bool several = slots >= Lanes::row_vectors * Lanes::width;
+            const int slot_count = height - part;
+            const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
             // Rows come in fours: registers of four are never cut.
             if (several)
                 with_queries<Lanes::row_vectors, false>(slot, height, part, x, queries, to);

@@ -21,7 +21,7 @@ KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
     if constexpr (scales) {
         f = Lanes::distance_to_whole(x);
     } else {
-        const auto bounded = Lanes::max(x, Lanes::splat_float(-126.0f));
+        const auto bounded = Lanes::larger(x, Lanes::splat_float(-126.0f));
         whole = Lanes::round(bounded);
         f = Lanes::subtract(bounded, Lanes::to_floats(whole));
     }
@@ -51,7 +51,7 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
     for (; i + Lanes::width <= n; i += Lanes::width) {
         KVQ_UNROLL
         for (int r = 0; r < Rows; ++r)
-            shift[r] = Lanes::max(shift[r], Lanes::load_floats(scores + r * stride + i));
+            shift[r] = Lanes::larger(shift[r], Lanes::load_floats(scores + r * stride + i));
     }
     float top[Rows];
     KVQ_UNROLL

@@ -125,8 +125,8 @@ private:
                 lo = Lanes::min_halves(lo, x.lo);
                 hi = Lanes::max_halves(hi, x.hi);
             } else {
-                lo = Lanes::as_ints(Lanes::min(Lanes::as_floats(lo), Lanes::as_floats(x.lo)));
-                hi = Lanes::as_ints(Lanes::max(Lanes::as_floats(hi), Lanes::as_floats(x.hi)));
+                lo = Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo), Lanes::as_floats(x.lo)));
+                hi = Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi), Lanes::as_floats(x.hi)));
             }
         }
     };
@@ -139,7 +139,7 @@ private:
         f.store(to_ + sections_.offset(group, slot), sections_.bytes, width);
         Lanes::store_floats(bias, f.bias);
         Lanes::store_floats(inverse, f.inverse);
-        most_ = Lanes::max(most_, f.most());
+        most_ = Lanes::larger(most_, f.most());
     }
 
     /// Groups of channels [begin, end) of `width` tokens from t on.

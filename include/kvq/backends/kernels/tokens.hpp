@@ -63,7 +63,7 @@ private:
         for (int t = at_; t < end;) {
             const int in_tile = t % tile_layout::tile_rows;
             const int height =
-                detail::smaller(tile_layout::tile_rows, layout_.tiles.rows.slots() - (t - in_tile));
+                detail::smaller(tile_layout::tile_rows, layout_.tiles.rows.padded_size() - (t - in_tile));
             if (end - t >= width && height - in_tile >= width) {
                 for (int c = 0; c < whole; c += square_columns) square(t, c, height);
                 for (int i = 0; i < width; ++i) row(t + i, whole, height);
@@ -194,7 +194,7 @@ bool read_tokens(const block_shape& shape, const std::byte* block, T* out, std::
     // Bytes from one word of a row to the next: the height of its tile.
     const auto step = [&](int row) {
         const int first = row / tile_layout::tile_rows * tile_layout::tile_rows;
-        return 4 * detail::smaller(tile_layout::tile_rows, layout.tiles.rows.slots() - first);
+        return 4 * detail::smaller(tile_layout::tile_rows, layout.tiles.rows.padded_size() - first);
     };
     if (shape.role == tensor::key) {
         if (shape.tokens % width != 0 || shape.dim % square_columns != 0) return false;

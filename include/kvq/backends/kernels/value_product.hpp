@@ -98,11 +98,11 @@ void value_product(const block_shape& shape, const std::byte* block, const float
     constexpr int per_word = value_layout<T>::values_per_word;
     constexpr int vector_rows = Lanes::width / per_word;
     constexpr int vectors = Lanes::value_vectors;
-    const int slots = layout.tiles.rows.slots();
+    const int slot_count = layout.tiles.rows.padded_size();
     for (int first = 0; first < n;) {
         const int block_n = next_query_block(n - first);
         for (int tile = 0; tile < rows; tile += tile_layout::tile_rows) {
-            const int height = detail::smaller(tile_layout::tile_rows, slots - tile);
+            const int height = detail::smaller(tile_layout::tile_rows, slot_count - tile);
             const std::byte* const begin = block + 4 * static_cast<std::size_t>(tile) *
                                                        static_cast<std::size_t>(layout.tiles.words_per_row);
             for (int part = 0; part < height && tile + part < rows;) {

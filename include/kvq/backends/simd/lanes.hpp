@@ -74,8 +74,8 @@ struct simd_lanes : arch::register_ops<Arch> {
     static KVQ_INLINE doubles add(doubles a, doubles b) { return a + b; }
     static KVQ_INLINE doubles multiply(doubles a, doubles b) { return a * b; }
     static KVQ_INLINE doubles multiply_add(doubles a, doubles b, doubles c) { return xsimd::fma(a, b, c); }
-    static KVQ_INLINE floats max(floats a, floats b) { return xsimd::max(a, b); }
-    static KVQ_INLINE floats min(floats a, floats b) { return xsimd::min(a, b); }
+    static KVQ_INLINE floats larger(floats a, floats b) { return (xsimd::max)(a, b); }
+    static KVQ_INLINE floats smaller(floats a, floats b) { return (xsimd::min)(a, b); }
     static KVQ_INLINE floats abs(floats a) { return xsimd::abs(a); }
     /// Bit patterns of floats rounded down or up to float16 or bfloat16; the floats are finite and in range.
     template <class T, bool Up>
@@ -127,7 +127,7 @@ struct simd_lanes : arch::register_ops<Arch> {
     /// Lane i: the smallest (largest) lane of vector i.
     template <bool Smallest>
     static KVQ_INLINE floats extreme_of_each(const ints* v) {
-        return merge_lanes(v, [](floats a, floats b) { return Smallest ? min(a, b) : max(a, b); });
+        return merge_lanes(v, [](floats a, floats b) { return Smallest ? smaller(a, b) : larger(a, b); });
     }
     static KVQ_INLINE floats keep_above(floats a, floats test, float limit) {
         return xsimd::select(test > floats(limit), a, floats(0.0f));

@@ -1,4 +1,6 @@
 // NEON on AArch64, with and without the dot product extension: 4 lanes.
+//
+// What every operation does: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
 #pragma once
 
 #include <arm_neon.h>

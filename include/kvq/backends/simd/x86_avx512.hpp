@@ -1,4 +1,7 @@
 // AVX-512 (F, BW, DQ, VL), with and without VNNI: 16 lanes.
+//
+// What every operation does: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
+// Loads and stores of some lanes are masked; lanes that are not loaded are zero.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,6 @@
 // SSE2 and SSE4.1: 4 lanes. float16 is widened with integer arithmetic, exactly as core/float_formats.hpp does.
+//
+// What every operation does: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
 #pragma once
 
 #include <emmintrin.h>

@@ -1,0 +1,10 @@
+// expect: kvq::cache: a scheme needs `void decode(block_shape, block_id, const std::byte* block, float* values) const`
+// SPDX-License-Identifier: MIT
+#include <kvq/kvq.hpp>
+
+struct lacks_decode {
+    std::string name() const { return "lacks"; }
+    std::size_t block_bytes(const kvq::block_shape&) const { return 16; }
+    std::uint32_t encode(const kvq::block_shape&, kvq::block_id, float*, std::byte*) const { return 0; }
+};
+kvq::cache<lacks_decode> cache({.layers = 1, .kv_heads = 1, .head_dim = 8});
