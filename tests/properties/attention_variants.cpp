@@ -133,6 +133,80 @@ TEST_CASE_TEMPLATE("the result does not depend on the executor or the number of 
         });
 }
 
+TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on decoded keys, whatever the variant", C,
+                   test::kivi_cache, test::mixed_cache) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const int tokens : {40, 300, 5000})
+        with_sequence<C>(random, tokens, [&](const auto& cache, const auto& sequence, int layer) {
+            const int rows = 3, group = 4 / cache.shape().kv_heads;
+            const auto q = test::random_tensor(random, rows, 4, 48);
+            const auto k = test::decoded(sequence, cache.shape(), layer, kvq::tensor::key);
+            test::tensor<float> expected(rows, 4, 40), out(rows, 4, 40);
+            std::vector<float> lse(static_cast<std::size_t>(rows * 4));
+            const auto check = [&](const auto& variant, int window, double cap) {
+                sequence.attend(layer, q.view(), expected.view(), variant);
+                std::fill(lse.begin(), lse.end(), 77.0f);
+                sequence.attend(layer, q.view(), kvq::output_view(out.view()).with_lse(lse.data()), variant);
+                CHECK(out.values() == expected.values());
+                for (int t = 0; t < rows; ++t)
+                    for (int h = 0; h < 4; ++h) {
+                        const int last = tokens - rows + t;
+                        double sum = 0;
+                        for (int key = std::max(0, last - window + 1); key <= last; ++key) {
+                            double score = 0;
+                            for (int c = 0; c < 48; ++c)
+                                score += static_cast<double>(q.view().at(t, h)[c]) *
+                                         static_cast<double>(k.view().at(key, h / group)[c]);
+                            score /= std::sqrt(48.0);
+                            sum += std::exp(cap > 0 ? cap * std::tanh(score / cap) : score);
+                        }
+                        const float got = lse[static_cast<std::size_t>(t * 4 + h)];
+                        if (window == 0)
+                            CHECK(got == -std::numeric_limits<float>::infinity());
+                        else
+                            CHECK(std::fabs(static_cast<double>(got) - std::log(sum)) <= 1e-3);
+                    }
+            };
+            check(kvq::causal{}, tokens, 0);
+            check(kvq::softcap{3.0f}, tokens, 3);
+            check(kvq::sliding_window{25}, 25, 0);
+            check(kvq::sliding_window{0}, 0, 0);
+        });
+}
+
+TEST_CASE("outputs over parts of the keys and their log-sum-exp make the output over all") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    using cache_type = kvq::cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float>;
+    const kvq::cache_shape shape{1, 2, 32};
+    for (int round = 0; round < 20; ++round) {
+        cache_type cache(shape, {.page_tokens = 32});
+        const int first = random.between(1, 200), n = first + random.between(1, 200);
+        const test::stream s(random, shape, n);
+        auto whole = cache.new_sequence(), left = cache.new_sequence(), right = cache.new_sequence();
+        whole.append(0, s.k.slice(0, n), s.v.slice(0, n));
+        left.append(0, s.k.slice(0, first), s.v.slice(0, first));
+        right.append(0, s.k.slice(first, n - first), s.v.slice(first, n - first));
+        const auto q = test::random_tensor(random, 1, 4, 32);
+        test::tensor<float> expected(1, 4, 32), a(1, 4, 32), b(1, 4, 32);
+        float lse_a[4], lse_b[4], lse[4];
+        whole.attend(0, q.view(), kvq::output_view(expected.view()).with_lse(lse));
+        left.attend(0, q.view(), kvq::output_view(a.view()).with_lse(lse_a));
+        right.attend(0, q.view(), kvq::output_view(b.view()).with_lse(lse_b));
+        for (int h = 0; h < 4; ++h) {
+            float* const out = a.view().at(0, h);
+            auto merged = kvq::softmax_state::from_output(out, lse_a[h]);
+            merged.merge(kvq::softmax_state::from_output(b.view().at(0, h), lse_b[h]), 32);
+            CHECK(std::fabs(merged.log_sum_exp() - lse[h]) <= 1e-5f);
+            merged.finish(out, 32);
+            for (int c = 0; c < 32; ++c) CHECK(std::fabs(out[c] - expected.view().at(0, h)[c]) <= 1e-5f);
+        }
+    }
+}
+
 TEST_CASE("an executor may run tasks in any order") {
     static_assert(kvq::executor<backwards> && kvq::executor<kvq::serial_executor> &&
                   kvq::executor<kvq::thread_executor>);

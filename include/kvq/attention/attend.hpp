@@ -210,7 +210,7 @@ public:
     }
 
 private:
-    static constexpr float log2e = 1.44269504f;
+    static constexpr float log2e = softmax_state::log2e;
 
     /// The query rows of a task, and what multiplies them with blocks.
     struct row_block {
@@ -230,6 +230,7 @@ private:
     int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
     int q_pos(int row) const noexcept { return pages.tokens - plan.query_tokens + row / plan.group; }
     void finish(const softmax_state& row_state, int head, int row) const noexcept {
+        if (float* const lse = out.lse(row / plan.group, q_head(head, row))) *lse = row_state.log_sum_exp();
         row_state.finish(row_state.output, plan.value_dim);
         out.store(row / plan.group, q_head(head, row), row_state.output);
     }

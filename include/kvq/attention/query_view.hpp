@@ -81,11 +81,24 @@ public:
     requires(sizeof...(Shape) >= 3) output_view(T* rows, Shape... shape)
     noexcept : output_view(token_view<T>(rows, shape...)) {}
 
+    /// With a place for the natural log of each row's softmax sum, [tokens][q_heads]: -infinity where no key was seen. Outputs over
+    /// different keys are merged by it (attention/softmax_state.hpp).
+    output_view with_lse(float* lse) const noexcept {
+        output_view v = *this;
+        v.lse_ = lse;
+        return v;
+    }
+
     /// The channels of one token and head = from, rounded.
     void store(int token, int head, const float* from) const noexcept { store_(from, at(token, head), dim); }
+    /// Where the log-sum-exp of one token and head goes, or null.
+    float* lse(int token, int head) const noexcept {
+        return lse_ ? lse_ + static_cast<std::ptrdiff_t>(token) * heads + head : nullptr;
+    }
 
 private:
     void (*store_)(const float* from, void* to, int n);
+    float* lse_ = nullptr;
 };
 
 }  // namespace kvq::inline v0_1

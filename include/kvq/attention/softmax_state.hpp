@@ -3,7 +3,8 @@
 //   merge(a, b):  m = max(a.m, b.m),  sum = a.sum 2^(a.m - m) + b.sum 2^(b.m - m),  output likewise
 //
 // Scores are in powers of two (log2 e is folded into the query). An empty state has max = -infinity. Merging is associative
-// and commutative up to float rounding; kvq always merges in token order.
+// and commutative up to float rounding; kvq always merges in token order. A finished output with its log-sum-exp is a state as
+// well, from_output(): so results over parts of the keys (another device, a shared prefix) are merged.
 #pragma once
 
 #include <cmath>
@@ -18,6 +19,13 @@ struct softmax_state {
     float sum = 0.0f;
     float* output = nullptr;  ///< [dim], not yet divided by sum; owned by the caller
 
+    static constexpr float log2e = 1.44269504f;
+
+    /// The state of an output that was divided already; lse as log_sum_exp() gives it.
+    static softmax_state from_output(float* output, float lse) noexcept {
+        return {lse * log2e, std::isinf(lse) && lse < 0 ? 0.0f : 1.0f, output};
+    }
+
     /// Adds what `other` saw.
     void merge(const softmax_state& other, int dim) noexcept {
         if (other.sum == 0.0f && std::isinf(other.max)) return;
@@ -27,6 +35,11 @@ struct softmax_state {
         for (int d = 0; d < dim; ++d) output[d] = output[d] * mine + other.output[d] * theirs;
         sum = sum * mine + other.sum * theirs;
         max = top;
+    }
+
+    /// Natural log of the sum of e^score: -infinity if no key was seen, NaN if sum is.
+    float log_sum_exp() const noexcept {
+        return sum == 0.0f ? -std::numeric_limits<float>::infinity() : (max + std::log2(sum)) / log2e;
     }
 
     /// Writes output / sum; zeros if no key was seen, NaN if sum is.
