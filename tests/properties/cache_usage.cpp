@@ -164,3 +164,71 @@ TEST_CASE("sequences of one cache share its budget") {
     append(second, 1, s, 0, 8);
     CHECK(cache.bytes_in_use() == 2 * page);
 }
+
+TEST_CASE_TEMPLATE(
+    "append_bytes(): with so many left an append goes through, of one layer with one byte less it does not",
+    C, KVQ_TEST_FEW_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    int refused = 0;
+    for (int round = 0; round < 40; ++round) {
+        INFO("round ", round);
+        const auto history = static_cast<std::uint64_t>(random.between(1, 1 << 30));
+        const bool one_layer = random.one_in(2);
+        const auto shape = test::random_cache_shape(random, one_layer ? 1 : C::key_table::size);
+        auto options = test::random_options(random);
+        options.layers = test::rotate_formats<C>(shape.layers, random.between(0, 3));
+        const test::stream s(random, shape, 300);
+        const int added = random.between(1, 60);
+        // The same sequences again, in a cache with room for `spare` bytes more; returns what the last append was said to need.
+        const auto replay = [&](std::size_t budget, std::size_t& in_use, bool& went_through) {
+            options.byte_budget = budget;
+            auto cache = test::make_cache<C>(shape, options);
+            test::generator steps(history);
+            auto sequence = cache.new_sequence(), other = cache.new_sequence();
+            for (int step = 0; step < 6; ++step) {
+                const int held = sequence.tokens();
+                const int what = steps.between(0, 3);
+                if (what == 0)
+                    sequence.trim(steps.between(0, held));
+                else if (what == 1)
+                    other = sequence.fork();
+                else
+                    append(sequence, shape.layers, s, held, steps.between(0, std::min(70, 240 - held)));
+            }
+            in_use = cache.bytes_in_use();
+            const std::size_t needed = sequence.append_bytes(added);
+            REQUIRE(sequence.append_bytes(0) == 0);
+            went_through = true;
+            try {
+                append(sequence, shape.layers, s, sequence.tokens(), added);
+            } catch (const kvq::out_of_memory&) {
+                went_through = false;
+            }
+            return needed;
+        };
+        std::size_t in_use = 0;
+        bool went_through = false;
+        const std::size_t needed = replay(kvq::page_pool::no_budget, in_use, went_through), before = in_use;
+        REQUIRE(went_through);
+        std::size_t again = 0;
+        try {
+            again = replay(before + needed, in_use, went_through);
+        } catch (const kvq::out_of_memory&) {
+            continue;  // the history alone took more for a moment
+        }
+        REQUIRE(again == needed);
+        REQUIRE(in_use == before);
+        CHECK(went_through);
+        if (!one_layer || needed == 0) continue;
+        try {
+            replay(before + needed - 1, in_use, went_through);
+        } catch (const kvq::out_of_memory&) {
+            continue;
+        }
+        CHECK(!went_through);
+        ++refused;
+    }
+    CHECK(refused > 3);
+}

@@ -57,8 +57,7 @@ public:
         check_input(v, "v", shape().dim(tensor::value));
         detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
         detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        detail::expect(k.tokens <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
-                       "a sequence of ", track.tokens, " tokens cannot take ", k.tokens, " more");
+        check_added(track, k.tokens);
         if (k.tokens == 0) return;
         auto keys = stage<tensor::key>(layer, k.tokens);
         auto values = stage<tensor::value>(layer, k.tokens);
@@ -122,6 +121,17 @@ public:
             plans.push_back(plan_trim(tracks_[layer], static_cast<int>(layer), n));
         for (std::size_t layer = 0; layer < tracks_.size(); ++layer)
             apply_trim(tracks_[layer], n, plans[layer]);
+    }
+
+    /// Bytes that appending n tokens to every layer takes from the pool at most: while so many are left of `byte_budget`, it cannot
+    /// run out of it. (It frees pages as well, which is not counted.) O(layers), and the pages that are added.
+    std::size_t append_bytes(int n) const {
+        std::size_t bytes = 0;
+        for (const detail::layer_track& track : tracks_) {
+            check_added(track, n);
+            if (n > 0) bytes += needed_bytes<tensor::key>(track, n) + needed_bytes<tensor::value>(track, n);
+        }
+        return bytes;
     }
 
     /// A sequence with the same tokens that shares every page.
@@ -223,6 +233,10 @@ private:
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
     }
+    void check_added(const detail::layer_track& track, int n) const {
+        detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
+                       "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
+    }
     template <class T>
     void check_input(const token_view<T>& x, const char* name, int dim) const {
         detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
@@ -281,35 +295,56 @@ private:
     /// Is the original of page i kept when the sequence holds n tokens?
     bool keeps_original(int i, int n) const noexcept { return geometry().commit_at(i) > n - rollback(); }
 
-    template <tensor Role>
-    staged_pages stage(int layer, int added) {
-        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        detail::page_table& table = track[Role];
+    /// Pages that an append needs before it frees any.
+    struct page_needs {
+        bool sink, last, temporary;
+        int fresh, coded;
+    };
+    page_needs needs(const detail::layer_track& track, tensor role, int added) const {
+        const detail::page_table& table = track[role];
         const page_geometry g = geometry();
         const int before = track.tokens, after = before + added;
         const int pages_before = g.pages(before), pages_after = g.pages(after);
         const int committed = detail::larger(track.committed, g.committed(after));
-        const int target = table.target;
-
-        staged_pages staged(memory());
-        if (before < g.sinks) {
-            if (!table.sink || table.sink.shared()) staged.sink = new_page<Role>(0, g.sinks);
-        }
         const bool writes_last = pages_before > 0 && before < g.first_token(pages_before);
-        if (writes_last && table.pages.back().shared()) staged.last = new_page<Role>(0, page_tokens());
-        for (int i = pages_before; i < pages_after; ++i) {
-            if (target == 0 || i >= committed || keeps_original(i, after))
-                staged.fresh.push_back(new_page<Role>(0, page_tokens()));
-            else if (!staged.temporary)
-                staged.temporary = new_page<Role>(0, page_tokens());
-        }
-        if (target != 0) {
-            staged.coded.reserve(static_cast<std::size_t>(committed - track.committed));
-            for (int i = track.committed; i < committed; ++i)
-                staged.coded.push_back(new_page<Role>(target, page_tokens()));
-        }
-        table.pages.reserve(detail::table_capacity(static_cast<std::size_t>(pages_after)));
-        if (target != 0) table.originals.reserve(detail::originals_capacity(rollback(), page_tokens()));
+        page_needs n{before < g.sinks && (!table.sink || table.sink.shared()),
+                     writes_last && table.pages.back().shared(), false, pages_after - pages_before, 0};
+        if (table.target == 0) return n;
+        for (int i = pages_before; i < detail::smaller(pages_after, committed); ++i)
+            if (!keeps_original(i, after)) {
+                n.temporary = true;
+                --n.fresh;
+            }
+        n.coded = committed - track.committed;
+        return n;
+    }
+    template <tensor Role>
+    std::size_t needed_bytes(const detail::layer_track& track, int added) const {
+        const page_needs n = needs(track, Role, added);
+        const auto bytes = [&](int format, int tokens) {
+            return page_pool::allocation(cache_->template page_bytes<Role>(format, tokens));
+        };
+        return (n.sink ? bytes(0, geometry().sinks) : 0) +
+               static_cast<std::size_t>(n.last + n.temporary + n.fresh) * bytes(0, page_tokens()) +
+               static_cast<std::size_t>(n.coded) * bytes(track[Role].target, page_tokens());
+    }
+
+    template <tensor Role>
+    staged_pages stage(int layer, int added) {
+        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::page_table& table = track[Role];
+        const page_needs n = needs(track, Role, added);
+        staged_pages staged(memory());
+        if (n.sink) staged.sink = new_page<Role>(0, geometry().sinks);
+        if (n.last) staged.last = new_page<Role>(0, page_tokens());
+        if (n.temporary) staged.temporary = new_page<Role>(0, page_tokens());
+        staged.fresh.reserve(static_cast<std::size_t>(n.fresh));
+        for (int i = 0; i < n.fresh; ++i) staged.fresh.push_back(new_page<Role>(0, page_tokens()));
+        staged.coded.reserve(static_cast<std::size_t>(n.coded));
+        for (int i = 0; i < n.coded; ++i) staged.coded.push_back(new_page<Role>(table.target, page_tokens()));
+        table.pages.reserve(
+            detail::table_capacity(static_cast<std::size_t>(geometry().pages(track.tokens + added))));
+        if (table.target != 0) table.originals.reserve(detail::originals_capacity(rollback(), page_tokens()));
         return staged;
     }
 
