@@ -146,11 +146,11 @@ TEST_CASE("what the format does not allow is refused with a sentence") {
     refused(tensor(R"("dtype":"U8","shape":[true],"data_offsets":[0,2])"), "boolean");
     refused(tensor(R"("dtype":"U8","shape":[2])"), "nothing else");
     refused(tensor(R"("dtype":"U8","shape":[2],"data_offsets":[0,2],"more":"text")"), "text");
-    refused(tensor(R"("dtype":"U8","shape":[2],"shape":[2],"data_offsets":[0,2])"), "twice");
+    refused(tensor(R"("dtype":"U8","shape":[2],"shape":[2],"data_offsets":[0,2])"), "is duplicated");
     refused(
         file_of(
             R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}})"),
-        "twice");
+        "is duplicated");
     refused(
         file_of(
             R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})"),
@@ -162,15 +162,15 @@ TEST_CASE("what the format does not allow is refused with a sentence") {
     refused(tensor(R"("dtype":"U8","shape":[2],"data_offsets":[8,10])"), "the one before ends at 0");
     refused(file_of(R"({"__metadata__":{"a":1}})"), "a number");
     refused(file_of(R"({"__metadata__":{"a":["x"]}})"), "a list");
-    refused(file_of(R"({"__metadata__":{"a":"x","a":"y"}})"), "twice");
-    refused(file_of(R"({"__metadata__":{},"__metadata__":{}})"), "twice");
+    refused(file_of(R"({"__metadata__":{"a":"x","a":"y"}})"), "is duplicated");
+    refused(file_of(R"({"__metadata__":{},"__metadata__":{}})"), "is duplicated");
     refused(file_of(R"({"__metadata__":"x"})"), "text");
     refused(file_of(R"({"a":[1]})"), "a list");
     refused(file_of(R"({"a":7})"), "a number");
-    refused(file_of("{} {}"), "no JSON");
-    refused(file_of("{}\n}"), "no JSON");
-    refused(file_of("{\"a\xff\":{}}"), "no JSON");
-    refused(file_of(std::string("{\"a\":\0}", 7)), "no JSON");
+    refused(file_of("{} {}"), "not JSON");
+    refused(file_of("{}\n}"), "not JSON");
+    refused(file_of("{\"a\xff\":{}}"), "not JSON");
+    refused(file_of(std::string("{\"a\":\0}", 7)), "not JSON");
     refused(file_of(nested(1)), "a list");
     refused(file_of(nested(1'000'000)), "a list");
     std::string objects = "{";

@@ -1,9 +1,10 @@
 // Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, decode (one token) and prefill (many).
 //
 // Walk: for every kv head and every block of up to 16 query rows (query tokens x query heads of the group), pages are
-// visited in token order. Per page: scores from the key block, online softmax, weights into the value block. Nothing is
-// decoded to memory. Keys are cut into chunks of about 2048 tokens; each chunk gives a softmax state, and states are
-// merged in token order: on one thread or on many, alone or in a batch, the result is the same bit for bit.
+// visited in token order. Per page: scores from the key block, online softmax, weights into the value block. Only blocks whose
+// codes cannot be folded are decoded, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
+// chunk gives a softmax state, and states are merged in token order: on one thread or on many, alone or in a batch, the result
+// is the same bit for bit.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the decoded values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a

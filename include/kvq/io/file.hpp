@@ -1,7 +1,7 @@
 // save(sequence, path) and restore(cache, path).
 //
 // The file is written beside its place and renamed when it is complete, so that whoever looks finds the old file or the new
-// one, never half of one. Restoring refuses a file that goes on behind its last tensor.
+// one, never half of one. Restoring refuses a file that has data after its last tensor.
 #pragma once
 
 #include <cerrno>
@@ -74,7 +74,7 @@ sequence<Cache> restore(Cache& cache, const std::string& path, const restore_opt
     const auto read = [&](void* to, std::size_t bytes) { return file.read(to, bytes); };
     sequence<Cache> s = restore(cache, read, options);
     char more = 0;
-    detail::expect(file.read(&more, 1) == 0, path, " goes on behind the saved sequence");
+    detail::expect(file.read(&more, 1) == 0, path, " has data after the saved sequence");
     return s;
 }
 

@@ -187,7 +187,7 @@ private:
                            (found.committed == 0 || g.first_token(found.committed) <= found.tokens) &&
                            originals_end <= found.committed,
                        me, " was received with ", found.tokens, " tokens and ", found.committed,
-                       " committed pages, which does not happen");
+                       " committed pages, which is inconsistent");
         detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
                        " tokens were received, of ", expected);
         return found;

@@ -104,7 +104,7 @@ public:
     }
     bool string(string_t& text) override {
         if (depth_ == 2 && in_metadata_ && !numbers_)
-            expect(header_.metadata.emplace(key_, text).second, "metadata ", key_, " stands there twice");
+            expect(header_.metadata.emplace(key_, text).second, "metadata ", key_, " is duplicated");
         else if (depth_ == 2 && key_ == "dtype" && !numbers_)
             tensor().dtype = text;
         else
@@ -125,9 +125,9 @@ public:
     bool key(string_t& name) override {
         key_ = name;
         if (depth_ == 1)
-            expect(names_.emplace(name, true).second, "tensor ", name, " stands there twice");
+            expect(names_.emplace(name, true).second, "tensor ", name, " is duplicated");
         else
-            expect(seen_.emplace(name, true).second, name, " stands there twice");
+            expect(seen_.emplace(name, true).second, name, " is duplicated");
         return true;
     }
     bool end_object() override {
@@ -158,7 +158,7 @@ public:
         return true;
     }
     bool parse_error(std::size_t position, const std::string&, const nlohmann::json::exception&) override {
-        expect(false, "the header of a safetensors file is no JSON at its byte ", position);
+        expect(false, "the header of a safetensors file is not JSON at its byte ", position);
         return false;
     }
 
@@ -202,7 +202,7 @@ inline std::string write_safetensors_header(safetensors_header& header) {
     std::uint64_t offset = 0;
     for (safetensors_tensor& t : header.tensors) {
         detail::expect(detail::is_utf8(t.name) && !json.contains(t.name), "tensor ", t.name,
-                       " has a name that stands there twice or is not UTF-8");
+                       " has a name that is duplicated or not UTF-8");
         t.begin = offset;
         t.end = offset += detail::safetensors_bytes(t);
         json[t.name] = {{"dtype", t.dtype}, {"shape", t.shape}, {"data_offsets", {t.begin, t.end}}};

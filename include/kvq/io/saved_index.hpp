@@ -33,7 +33,7 @@ public:
         const auto& metadata = header_.metadata;
         const auto format = metadata.find("format");
         expect(format != metadata.end() && format->second == saved_format_name,
-               "this safetensors file is no saved sequence of kvq: its format is ",
+               "this safetensors file is not a saved sequence of kvq: its format is ",
                format == metadata.end() ? "not given" : format->second.c_str());
         const int version = saved_description::parse<int>(
             "format_version", saved_description::text(metadata, "format_version"), 10);

@@ -126,7 +126,7 @@ public:
     /// Raises kvq::error where the bytes are not what save() wrote.
     static calibration load(std::span<const std::byte> bytes) {
         detail::expect(bytes.size() >= header && std::memcmp(bytes.data(), magic, 8) == 0, "these ",
-                       bytes.size(), " bytes are no calibration");
+                       bytes.size(), " bytes are not a calibration");
         std::int32_t sizes[5];
         std::memcpy(sizes, bytes.data() + 8, sizeof sizes);
         for (int i = 0; i < 4; ++i)
