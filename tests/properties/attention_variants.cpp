@@ -133,6 +133,92 @@ TEST_CASE_TEMPLATE("the result does not depend on the executor or the number of 
         });
 }
 
+TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any number of threads", C,
+                   test::kivi_cache, test::mixed_cache, test::rotated_cache) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 6; ++round) {
+        const kvq::cache_shape shape{2, 2, 48, 40};
+        auto options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{16, 32, 33});
+        options.layers = test::rotate_formats<C>(shape.layers, random.between(0, 3));
+        auto cache = test::make_cache<C>(shape, options);
+        const int count = random.between(0, 7), layer = random.between(0, 1);
+        std::vector<typename C::sequence_type> sequences;
+        std::vector<test::tensor<float>> q, expected, out;
+        std::vector<std::vector<float>> lse;
+        for (int i = 0; i < count; ++i) {
+            if (i > 0 && random.one_in(4)) {
+                sequences.push_back(sequences.back().fork());
+            } else {
+                // Some are cut into chunks that are tasks of their own.
+                const int tokens = random.one_in(3) ? random.between(2100, 6500) : random.between(1, 300);
+                const test::stream s(random, shape, tokens);
+                sequences.push_back(cache.new_sequence());
+                sequences.back().append(layer, s.k.slice(0, tokens), s.v.slice(0, tokens));
+            }
+            const int heads = 2 * random.between(1, 4);
+            const int rows =
+                std::min(sequences.back().tokens(layer), random.one_in(5) ? 0 : random.between(1, 12));
+            q.push_back(test::random_tensor(random, rows, heads, 48));
+            expected.emplace_back(rows, heads, 40);
+            out.emplace_back(rows, heads, 40);
+            lse.emplace_back(static_cast<std::size_t>(rows * heads), 77.0f);
+        }
+        const auto check = [&](const auto& variant, auto&& executor) {
+            std::vector<typename C::attention_request> batch;
+            for (std::size_t i = 0; i < sequences.size(); ++i) {
+                sequences[i].attend(layer, q[i].view(),
+                                    kvq::output_view(expected[i].view()).with_lse(lse[i].data()), variant);
+                std::fill(out[i].values().begin(), out[i].values().end(), -1.0f);
+                batch.push_back({&sequences[i], q[i].view(), out[i].view()});
+            }
+            kvq::workspace space;
+            cache.attend(layer, batch, variant, executor, space);
+            for (std::size_t i = 0; i < sequences.size(); ++i) CHECK(out[i].values() == expected[i].values());
+            for (std::size_t i = 0; i < sequences.size(); ++i) {
+                const auto wanted = lse[i];
+                std::fill(lse[i].begin(), lse[i].end(), 77.0f);
+                batch[i].out = kvq::output_view(out[i].view()).with_lse(lse[i].data());
+                cache.attend(layer, std::span(batch).subspan(i, 1), variant, executor, space);
+                CHECK(lse[i] == wanted);
+            }
+        };
+        for (int threads = 1; threads <= 4; ++threads) check(kvq::causal{}, kvq::thread_executor(threads));
+        check(kvq::sliding_window{100}, backwards{});
+        check(kvq::softcap{5.0f}, kvq::serial_executor{});
+    }
+}
+
+TEST_CASE("a batch with a part that does not fit is refused before anything is written") {
+    test::generator random(test::seed());
+    using cache_type = kvq::cache<kvq::int8>;
+    const kvq::cache_shape shape{1, 1, 32};
+    cache_type cache(shape), other(shape);
+    const test::stream s(random, shape, 20);
+    auto mine = cache.new_sequence(), theirs = other.new_sequence();
+    mine.append(0, s.k.view(), s.v.view());
+    theirs.append(0, s.k.view(), s.v.view());
+    const auto q = test::random_tensor(random, 1, 4, 32);
+    std::vector<float> out(2 * 128, -1.0f);
+    const auto to = [&](int i) { return kvq::output_view(out.data() + 128 * i, 1, 4, 32); };
+    kvq::workspace space;
+    const auto refused = [&](const cache_type::attention_request& second, const char* words) {
+        const std::vector<cache_type::attention_request> batch{{&mine, q.view(), to(0)}, second};
+        CHECK_THROWS_WITH_AS(cache.attend(0, batch, kvq::causal{}, kvq::serial_executor{}, space),
+                             doctest::Contains(words), kvq::error);
+        CHECK(out == std::vector<float>(2 * 128, -1.0f));
+    };
+    refused({&theirs, q.view(), to(1)}, "sequence 1 of the batch is not one of this cache");
+    refused({nullptr, q.view(), to(1)}, "sequence 1 of the batch");
+    refused({&mine, q.view(), kvq::output_view(out.data(), 1, 4, 16)}, "out is 1 x 4 x 16");
+    const auto empty = cache.new_sequence();
+    refused({&empty, q.view(), to(1)}, "holds 0");
+    const auto moved = std::move(mine);
+    refused({&mine, q.view(), to(1)}, "0 layers");
+}
+
 TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on decoded keys, whatever the variant", C,
                    test::kivi_cache, test::mixed_cache) {
     const auto seed = test::seed();

@@ -408,6 +408,113 @@ private:
     }
 };
 
+/// What one sequence of a batch attends with: its pages, its queries, its outputs.
+struct attention_item {
+    layer_pages pages;
+    query_view q;
+    output_view out;
+};
+
+/// The attention of several sequences as one list of tasks. Items: attention_item operator()(int) const.
+template <class Backend, class Keys, class Values, class Items>
+class attention_batch {
+public:
+    attention_batch(const Keys& keys, const Values& values, const cache_shape& shape,
+                    const page_geometry& geometry, const Items& items, int count)
+        : keys_(keys), values_(values), shape_(shape), geometry_(geometry), items_(items), count_(count) {
+        int most_rows = 0;
+        for (int i = 0; i < count; ++i) {
+            const attention_plan plan = plan_of(items(i));
+            tasks_ += plan.tasks();
+            partial_bytes_ += plan.partial_bytes();
+            if (plan.rows() <= most_rows && i > 0) continue;
+            most_rows = plan.rows();
+            largest_ = plan;
+        }
+        place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64});
+        if (count > 0) scratch_bytes_ = scratch(keys_, values_, largest_, geometry_, nullptr).bytes;
+    }
+
+    int workers(int threads) const noexcept { return larger(1, smaller(threads, tasks_)); }
+    std::size_t bytes(int threads) const noexcept {
+        return place_bytes_ + partial_bytes_ + static_cast<std::size_t>(workers(threads)) * scratch_bytes_;
+    }
+
+    /// memory: bytes(threads) of it, aligned to 64.
+    template <class Variant, class Executor>
+    void run(int layer, const Variant& variant, Executor& ex, int threads, std::byte* memory) const {
+        if (tasks_ == 0) return;
+        auto* const places = reinterpret_cast<place*>(memory);
+        std::byte* partials = memory + place_bytes_;
+        for (int i = 0, task = 0; i < count_; ++i) {
+            const attention_plan plan = plan_of(items_(i));
+            new (places + i) place{task, reinterpret_cast<float*>(partials)};
+            task += plan.tasks();
+            partials += plan.partial_bytes();
+        }
+        const auto job = [&](int i) {
+            const attention_item item = items_(i);
+            return attention<Backend, Keys, Values, Variant>{keys_,      values_,       variant,
+                                                             item.pages, plan_of(item), layer,
+                                                             item.q,     item.out,      places[i].partials};
+        };
+        std::byte* const scratch_memory = partials;
+        std::atomic<int> next{0};
+        ex.parallel_for(workers(threads), [&](int worker) {
+            const scratch mine(keys_, values_, largest_, geometry_,
+                               scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
+            int i = 0;
+            for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
+                while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
+                job(i).run(task - places[i].first_task, mine);
+            }
+        });
+        const auto merge = [&](int i) {
+            const auto mine = job(i);
+            if (!mine.plan.split()) return;
+            for (int head = 0; head < mine.plan.kv_heads; ++head)
+                for (int row = 0; row < mine.plan.rows(); ++row) mine.merge(head, row);
+        };
+        if (count_ == 1) return merge(0);
+        if (partial_bytes_ == 0) return;
+        next = 0;
+        ex.parallel_for(larger(1, smaller(threads, count_)), [&](int) {
+            for (int i = next.fetch_add(1); i < count_; i = next.fetch_add(1)) merge(i);
+        });
+    }
+
+private:
+    using scratch = attention_scratch<Backend, Keys, Values>;
+    /// Where an item's tasks begin, and its partial states.
+    struct place {
+        int first_task;
+        float* partials;
+    };
+
+    attention_plan plan_of(const attention_item& item) const noexcept {
+        return {shape_, geometry_, item.pages.entries(), item.q.heads, item.q.tokens};
+    }
+
+    const Keys& keys_;
+    const Values& values_;
+    const cache_shape& shape_;
+    page_geometry geometry_;
+    const Items& items_;
+    int count_;
+    int tasks_ = 0;
+    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1};
+    std::size_t place_bytes_ = 0, partial_bytes_ = 0, scratch_bytes_ = 0;
+};
+
+/// For one sequence.
+template <class Backend, class Keys, class Values, class F>
+auto with_one_item(const Keys& keys, const Values& values, const cache_shape& shape,
+                   const attention_item& item, F&& f) {
+    const auto items = [&](int) -> const attention_item& { return item; };
+    return f(attention_batch<Backend, Keys, Values, decltype(items)>(keys, values, shape, item.pages.geometry,
+                                                                     items, 1));
+}
+
 }  // namespace detail
 
 /// Bytes of workspace that one attention call needs.
@@ -418,10 +525,9 @@ std::size_t attention_workspace_bytes(const Keys& keys, const Values& values, co
     layer_pages pages;
     pages.geometry = geometry;
     pages.tokens = tokens;
-    const detail::attention_plan plan(shape, geometry, pages.entries(), q_heads, query_tokens);
-    const detail::attention_scratch<Backend, Keys, Values> scratch(keys, values, plan, geometry, nullptr);
-    const int workers = detail::larger(1, detail::smaller(threads, plan.tasks()));
-    return plan.partial_bytes() + static_cast<std::size_t>(workers) * scratch.bytes;
+    const token_view<float> rows(nullptr, query_tokens, q_heads, shape.dim(tensor::key));
+    return detail::with_one_item<Backend>(keys, values, shape, {pages, rows, rows},
+                                          [&](const auto& batch) { return batch.bytes(threads); });
 }
 
 /// out = softmax(q K^T) V for the last q.tokens tokens of `pages`. Arguments must be valid (sequence::attend checks them);
@@ -430,29 +536,10 @@ template <class Backend, class Keys, class Values, class Variant, executor Execu
 void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer,
             const layer_pages& pages, const query_view& q, const output_view& out, const Variant& variant,
             Executor& ex, int threads, std::byte* memory) {
-    static_assert(detail::attention_variant<Variant>,
-                  "kvq::attend: a variant has scale(int), logit(float, int, int, int) or first_key(int), all "
-                  "const; use "
-                  "kvq::causal for none of them");
-    static_assert(detail::hooks_are_const<Variant>,
-                  "kvq::attend: scale, logit and first_key of a variant must be const");
-    const detail::attention_plan plan(shape, pages.geometry, pages.entries(), q.heads, q.tokens);
-    if (plan.tasks() == 0) return;
-    const detail::attention<Backend, Keys, Values, Variant> job{
-        keys, values, variant, pages, plan, layer, q, out, reinterpret_cast<float*>(memory)};
-    std::byte* const scratch_memory = memory + plan.partial_bytes();
-    const int workers = detail::larger(1, detail::smaller(threads, plan.tasks()));
-    std::atomic<int> next{0};
-    ex.parallel_for(workers, [&](int worker) {
-        using scratch = detail::attention_scratch<Backend, Keys, Values>;
-        const std::size_t bytes = scratch(keys, values, plan, pages.geometry, nullptr).bytes;
-        const scratch mine(keys, values, plan, pages.geometry,
-                           scratch_memory + static_cast<std::size_t>(worker) * bytes);
-        for (int task = next.fetch_add(1); task < plan.tasks(); task = next.fetch_add(1)) job.run(task, mine);
+    detail::expect_variant<Variant>();
+    detail::with_one_item<Backend>(keys, values, shape, {pages, q, out}, [&](const auto& batch) {
+        batch.run(layer, variant, ex, threads, memory);
     });
-    if (!plan.split()) return;
-    for (int head = 0; head < plan.kv_heads; ++head)
-        for (int row = 0; row < plan.rows(); ++row) job.merge(head, row);
 }
 
 }  // namespace kvq::inline v0_1

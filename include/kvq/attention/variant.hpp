@@ -68,6 +68,15 @@ concept hooks_are_const = (scaling<V> || !requires(V & v) { v.scale(1); }) &&
                           (changing_logits<V> || !requires(V & v) { v.logit(0.0f, 0, 0, 0); }) &&
                           (limiting_keys<V> || !requires(V & v) { v.first_key(0); });
 
+template <class V>
+constexpr void expect_variant() {
+    static_assert(attention_variant<V>,
+                  "kvq::attend: a variant has scale(int), logit(float, int, int, int) or first_key(int), all "
+                  "const; use "
+                  "kvq::causal for none of them");
+    static_assert(hooks_are_const<V>, "kvq::attend: scale, logit and first_key of a variant must be const");
+}
+
 }  // namespace detail
 
 /// Several variants as one.

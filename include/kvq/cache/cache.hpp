@@ -119,6 +119,37 @@ public:
                                                   q_tokens, threads);
     }
 
+    /// One sequence's part of a batch: attention for its last q.tokens tokens, as sequence::attend says.
+    struct attention_request {
+        const sequence_type* sequence;
+        query_view q;
+        output_view out;
+    };
+    /// Attention of one layer for many sequences at once, whatever their lengths and numbers of queries: one list of tasks for all
+    /// threads instead of a start and an end per sequence. Outputs are those of sequence::attend, bit for bit. Takes its scratch
+    /// from `space`. Raises kvq::error before anything is written.
+    template <class Variant, class Executor>
+    void attend(int layer, std::span<const attention_request> batch, const Variant& variant, Executor&& ex,
+                workspace& space) const {
+        detail::expect_variant<Variant>();
+        long long rows = 0;
+        for (const attention_request& r : batch) {
+            detail::expect(r.sequence != nullptr && r.sequence->cache_ == this, "sequence ",
+                           &r - batch.data(), " of the batch is not one of this cache");
+            r.sequence->check_attention(layer, r.q, r.out);
+            rows += static_cast<long long>(r.q.tokens) * r.q.heads;
+        }
+        detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
+        const auto items = [&](int i) {
+            const attention_request& r = batch[static_cast<std::size_t>(i)];
+            return detail::attention_item{r.sequence->pages(layer), r.q, r.out};
+        };
+        const int threads = static_cast<int>(ex.concurrency());
+        const detail::attention_batch<Backend, key_table, value_table, decltype(items)> all(
+            keys_, values_, shape_, geometry(), items, static_cast<int>(batch.size()));
+        all.run(layer, variant, ex, threads, space.reserve(all.bytes(threads)));
+    }
+
     /// Dry run of requantize() on `threads` threads: what it will do with the whole request. Nothing changes. O(pages).
     requantize_report plan_requantize(const sequence_type& s, const requantize_request& request,
                                       int threads = 1) const {

@@ -89,24 +89,11 @@ public:
     template <class Variant, class Executor>
     void attend(int layer, const query_view& q, const output_view& out, const Variant& variant,
                 Executor&& executor, workspace& space) const {
-        check_layer(layer);
-        const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
-                       " heads, not a multiple of the ", shape().kv_heads, " kv heads");
-        detail::expect(q.dim == shape().dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
-                       shape().dim(tensor::key));
-        detail::expect(
-            out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
-            "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
-            q.heads, " x ", shape().dim(tensor::value));
-        detail::expect(q.tokens >= 0 && q.tokens <= track.tokens, "q has ", q.tokens, " tokens but layer ",
-                       layer, " holds ", track.tokens);
+        check_attention(layer, q, out);
         if (q.tokens == 0) return;
-        detail::expect(q.data != nullptr, "q has no data for ", q.tokens, " tokens");
-        detail::expect(out.data != nullptr, "out has no data for ", out.tokens, " tokens");
         const int threads = static_cast<int>(executor.concurrency());
         std::byte* const scratch =
-            space.reserve(cache_->attention_workspace(track.tokens, q.heads, q.tokens, threads));
+            space.reserve(cache_->attention_workspace(tokens(layer), q.heads, q.tokens, threads));
         kvq::attend<backend>(cache_->keys(), cache_->values(), shape(), layer, pages(layer), q, out, variant,
                              executor, threads, scratch);
     }
@@ -232,6 +219,21 @@ private:
         const auto layers = static_cast<int>(tracks_.size());  // none after a move
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
+    }
+    void check_attention(int layer, const query_view& q, const output_view& out) const {
+        const int held = tokens(layer);
+        detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
+                       " heads, not a multiple of the ", shape().kv_heads, " kv heads");
+        detail::expect(q.dim == shape().dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
+                       shape().dim(tensor::key));
+        detail::expect(
+            out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
+            "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
+            q.heads, " x ", shape().dim(tensor::value));
+        detail::expect(q.tokens >= 0 && q.tokens <= held, "q has ", q.tokens, " tokens but layer ", layer,
+                       " holds ", held);
+        detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
+        detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
     }
     void check_added(const detail::layer_track& track, int n) const {
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
