@@ -88,9 +88,9 @@ public:
     }
 
 private:
-    /// Tokens [first, last) of the first `leading` sequences to tier `index`.
+    /// Tokens [first, last) to tier `index`.
     template <class Executor>
-    void lower(std::size_t leading, std::size_t index, int first, int last, Executor& ex) {
+    void lower(std::size_t index, int first, int last, const requantize_extent& extent, Executor& ex) {
         if (first >= last) return;
         requantize_request request;
         request.key = policy_.tiers[index].format.key;
@@ -101,7 +101,7 @@ private:
         request.last_token = last;
         request.only_smaller = true;
         const requantize_report r =
-            requantizer<sequence_type>(cache_, std::span<sequence_type* const>(sequences_), request, leading)
+            requantizer<sequence_type>(cache_, std::span<sequence_type* const>(sequences_), request, extent)
                 .run({}, ex, space_);
         report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
         report_.bytes_after = r.bytes_after;
@@ -112,22 +112,29 @@ private:
     /// Narrowest first, so that no page is coded twice.
     template <class Executor>
     void by_age(Executor& ex) {
-        for (std::size_t index = policy_.tiers.size(); index-- > 0;)
-            for (std::size_t s = 0; s < sequences_.size(); ++s) {
-                std::swap(sequences_.front(), sequences_[s]);
-                lower(1, index, 0, sequences_.front()->tokens() - policy_.tiers[index].age, ex);
+        std::vector<int> last(sequences_.size());
+        for (std::size_t index = policy_.tiers.size(); index-- > 0;) {
+            int longest = 0;
+            for (std::size_t s = 0; s < last.size(); ++s) {
+                last[s] = sequences_[s]->tokens() - policy_.tiers[index].age;
+                longest = larger(longest, last[s]);
             }
+            lower(index, 0, longest, {.last_tokens = last}, ex);
+        }
     }
 
+    /// Pages that would not be freed are left alone: the pool would only grow.
     template <class Executor>
     void by_budget(Executor& ex) {
         const page_geometry g = cache_.geometry();
-        int pages = 0;
-        for (const sequence_type* s : sequences_) pages = larger(pages, g.committed(s->tokens()));
+        int pages = 0;  // more than the tokens say, where a trim went far back
+        for (const sequence_type* s : sequences_)
+            for (const layer_track& track : sequence_access::tracks(*s))
+                pages = larger(pages, track.committed);
         for (std::size_t index = 1; index < policy_.tiers.size(); ++index)
             for (int i = 0; i < pages; ++i) {
                 if (report_.bytes_after <= policy_.byte_budget) return;
-                lower(sequences_.size(), index, i == 0 ? 0 : g.first_token(i), g.first_token(i + 1), ex);
+                lower(index, i == 0 ? 0 : g.first_token(i), g.first_token(i + 1), {.only_freed = true}, ex);
             }
     }
 
