@@ -264,10 +264,13 @@ private:
     /// Fills found_ with those who hold page i and have it in another format, holders of the same page side by side, in
     /// the order of the sequences.
     bool find_holders(int i, int format, std::size_t bytes) {
+        constexpr int ahead = 8;
         found_.clear();
         bool one_page = true;
         for (std::size_t s = 0; s < rows_.size(); ++s) {
             if (i >= rows_[s].committed) continue;
+            // Where nothing is to do, all of the time goes into waiting for pages.
+            if (i + ahead < rows_[s].committed) prefetch(rows_[s].pages[i + ahead].get());
             const page* const p = rows_[s].pages[i].get();
             if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
             const std::size_t first = found_.empty() ? s : found_.front().sequence;
