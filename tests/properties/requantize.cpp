@@ -333,7 +333,7 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     const auto before = test::contents(f.cache, sequence);
     const auto refuse = [&](kvq::requantize_request r, const char* what) {
         CHECK_THROWS_WITH_AS(f.cache.requantize(sequence, r), what, kvq::error);
-        CHECK_THROWS_WITH_AS(f.cache.plan_requantize(sequence, r), what, kvq::error);
+        CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(sequence, r), what, kvq::error);
         CHECK(test::contents(f.cache, sequence) == before);
     };
     kvq::requantize_request r;
@@ -348,7 +348,7 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     r = {};
     r.first_token = 9, r.last_token = 8;
     refuse(r, "kvq: tokens 9 to 8 are not a range");
-    CHECK_THROWS_WITH_AS(f.cache.plan_requantize(sequence, {}, 0),
+    CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(sequence, {}, 0),
                          "kvq: requantizing needs at least 1 thread, got 0", kvq::error);
     test::generator other_random(1);
     fixture other(other_random);
@@ -360,7 +360,7 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     const char* const what = "kvq: sequence 1 of the request is sequence 0 again";
     kvq::workspace space;
     CHECK_THROWS_WITH_AS(f.cache.requantize(twice, {}, {}, kvq::serial_executor{}, space), what, kvq::error);
-    CHECK_THROWS_WITH_AS(f.cache.plan_requantize(looked_at_twice, {}), what, kvq::error);
+    CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(looked_at_twice, {}), what, kvq::error);
     CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span<ladder_cache::sequence_type* const>(twice), {}),
                          what, kvq::error);
 }

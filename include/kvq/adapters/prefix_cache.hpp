@@ -125,14 +125,14 @@ public:
         if (options.format) {
             // The check of a request is that of an empty sequence.
             const sequence_type nothing = cache.new_sequence();
-            cache.plan_requantize(nothing, request());
+            (void)cache.plan_requantize(nothing, request());
         }
     }
     prefix_cache(const prefix_cache&) = delete;
     prefix_cache& operator=(const prefix_cache&) = delete;
 
     /// What fetch would find. Counts nothing and makes no entry younger. Allocates nothing.
-    lookup_result lookup(token_ids tokens) const {
+    [[nodiscard]] lookup_result lookup(token_ids tokens) const {
         const std::lock_guard lock(mutex_);
         return find(tokens).result;
     }
@@ -262,16 +262,16 @@ public:
         return report;
     }
 
-    std::size_t entries() const {
+    [[nodiscard]] std::size_t entries() const {
         const std::lock_guard lock(mutex_);
         return tree_.size();
     }
     /// Bytes of the pages that entries hold, each counted once.
-    std::size_t bytes() const {
+    [[nodiscard]] std::size_t bytes() const {
         const std::lock_guard lock(mutex_);
         return held_.bytes();
     }
-    prefix_cache_statistics statistics() const {
+    [[nodiscard]] prefix_cache_statistics statistics() const {
         const std::lock_guard lock(mutex_);
         return statistics_;
     }

@@ -75,7 +75,7 @@ public:
 
     /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is empty then.
     /// Only so is the loss of all pages of a layer noticed.
-    sequence<Cache> finish(int tokens) {
+    [[nodiscard]] sequence<Cache> finish(int tokens) {
         for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
             const int came = check(layer, 0, received_[2 * layer]).tokens;
             detail::expect(came == tokens, who(layer, 0), ": ", came, " tokens were received, not ", tokens);
@@ -83,7 +83,7 @@ public:
         return finish();
     }
     /// The same for layers of whatever length their messages say.
-    sequence<Cache> finish() {
+    [[nodiscard]] sequence<Cache> finish() {
         sequence<Cache> s = cache_.new_sequence();
         auto& tracks = detail::sequence_access::tracks(s);
         for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
