@@ -138,8 +138,7 @@ public:
             }
             batch.push_back(j);
             batch.back().first_holder = holders_.size();
-            for (std::size_t i = 0; i < j.holders; ++i)
-                holders_.push_back(found_[j.first_holder + i].sequence);
+            for (std::size_t i = 0; i < j.holders; ++i) holders_.push_back(found_[j.first_holder + i].index);
             if (batch.size() == workers) convert(batch, ex);
         });
         if (!batch.empty()) convert(batch, ex);
@@ -164,7 +163,7 @@ private:
     /// A sequence that holds a page which has to change, and the first that does.
     struct holder {
         const page* held;
-        std::size_t first, sequence;
+        std::size_t first, index;  // of sequences
     };
 
     static auto& track_of(Sequence& s, int layer) {
@@ -237,7 +236,7 @@ private:
                         bool wanted_here = false;
                         for (next = at; next < found_.size() && found_[next].first == found_[at].first;
                              ++next)
-                            wanted_here = wanted_here || i < rows_[found_[next].sequence].last;
+                            wanted_here = wanted_here || i < rows_[found_[next].index].last;
                         const job j{layer, role, i, format, at, next - at};
                         if (wanted_here && (!extent_.only_freed || frees(j))) f(j);
                     }
@@ -273,20 +272,20 @@ private:
             if (i + ahead < rows_[s].committed) prefetch(rows_[s].pages[i + ahead].get());
             const page* const p = rows_[s].pages[i].get();
             if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
-            const std::size_t first = found_.empty() ? s : found_.front().sequence;
+            const std::size_t first = found_.empty() ? s : found_.front().index;
             one_page = one_page && (found_.empty() || found_.front().held == p);
             found_.push_back({p, first, s});
         }
         if (one_page) return !found_.empty();
         std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
-            return a.held != b.held ? std::less<>{}(a.held, b.held) : a.sequence < b.sequence;
+            return a.held != b.held ? std::less<>{}(a.held, b.held) : a.index < b.index;
         });
         for (std::size_t k = 0; k < found_.size(); ++k)
             found_[k].first =
-                k > 0 && found_[k].held == found_[k - 1].held ? found_[k - 1].first : found_[k].sequence;
+                k > 0 && found_[k].held == found_[k - 1].held ? found_[k - 1].first : found_[k].index;
         // Addresses decide nothing.
         std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
-            return a.first != b.first ? a.first < b.first : a.sequence < b.sequence;
+            return a.first != b.first ? a.first < b.first : a.index < b.index;
         });
         return true;
     }
@@ -296,7 +295,7 @@ private:
         const page& p = *found_[j.first_holder].held;
         if (p.references.load(std::memory_order_acquire) > j.holders) return false;
         for (std::size_t i = 0; i < j.holders; ++i)
-            if (keeps(track_of(*sequences_[found_[j.first_holder + i].sequence], j.layer), j.role, j.page, p))
+            if (keeps(track_of(*sequences_[found_[j.first_holder + i].index], j.layer), j.role, j.page, p))
                 return false;
         return true;
     }
