@@ -94,11 +94,11 @@ int main() {
 
     explain([] {
         kvq::cache<eight_bit> cache(shape, options);
-        kvq::restore(cache, path, {.model = "another-model"});
+        (void)kvq::restore(cache, path, {.model = "another-model"});
     });
     explain([] {
         kvq::cache<four_bit> cache(shape, options);
-        kvq::restore(cache, path);
+        (void)kvq::restore(cache, path);
     });
 
     // A cache that codes with 4 bits and also knows the file's formats takes the pages as they are, or makes them its own.

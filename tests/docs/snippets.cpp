@@ -105,13 +105,15 @@ void ring(cache_type& cache, int layer, tokens_in k, tokens_in v, tokens_in q, t
     ring.trim(n);
 }
 
-void prefix(kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::int8>>& cache, numbers prompt,
-            numbers all_tokens) {
+using few_formats = kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::int8>>;
+void prefix(few_formats& cache, numbers prompt, numbers all_tokens,
+            std::span<kvq::sequence<few_formats>* const> live, const kvq::step_down_policy& policy) {
     kvq::prefix_cache store(
         cache, {.byte_limit = std::size_t{8} << 30, .format = kvq::layer_format{.key = 1, .value = 1}});
 
     auto [match, reused, sequence] = store.fetch(prompt);
     store.store(all_tokens, sequence);
+    store.step_down(live, policy);
 }
 
 }  // namespace adapters

@@ -175,8 +175,10 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
                          doctest::Contains("entry 1 of the table is block 3, not one of 3"), kvq::error);
     CHECK_THROWS_WITH_AS(gather({0, -1}, 5), doctest::Contains("block -1"), kvq::error);
     CHECK_THROWS_AS(gather({0}, -1), kvq::error);
-    CHECK_THROWS_WITH_AS(gather({0}, std::numeric_limits<int>::max()),
-                         doctest::Contains("2147483647 tokens lie in 536870912 blocks"), kvq::error);
+    constexpr int most = std::numeric_limits<int>::max();
+    CHECK_THROWS_WITH_AS(
+        gather({0}, most),
+        doctest::Contains("2147483647 tokens lie in 536870912 blocks of 4 but the table has 1"), kvq::error);
     gather({2, -1, 99}, 0);  // entries that no token needs are not read
     CHECK(test::contents(cache, s, true) == held);
     CHECK(cache.bytes_in_use() == bytes);
@@ -239,4 +241,55 @@ TEST_CASE("when memory runs out in the middle of the blocks, the sequence is as 
     }
     CHECK(failures > 10);
     CHECK(s.tokens(1) == 29);
+}
+
+TEST_CASE(
+    "what one layer takes from blocks costs no more than its own append, however long the other layers are") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 40; ++round) {
+        const kvq::cache_shape shape{.layers = random.between(1, 6),
+                                     .kv_heads = random.between(1, 3),
+                                     .head_dim = random.between(1, 20)};
+        test::counting_resource memory;
+        auto options = test::random_options(random);
+        options.memory = &memory;
+        kvq::cache<kvq::int8> cache(shape, options);
+        const int block_tokens = random.pick(std::vector<int>{1, 3, 16}), blocks = 8;
+        using memory_type = engine_memory<float>;
+        memory_type engine(
+            blocks, block_tokens, shape.kv_heads, shape.head_dim,
+            random.one_in(2) ? test::order::nhd : test::order::hnd,
+            random.one_in(2) ? memory_type::placing::apart : memory_type::placing::side_by_side);
+        for (float& x : engine.data) x = random.normal();
+        const int held = random.between(1, 200), tokens = random.between(1, blocks * block_tokens);
+        const test::stream s(random, shape, held);
+        auto gathered = cache.new_sequence(), direct = cache.new_sequence();
+        test::append(gathered, shape.layers, s, 0, held);
+        test::append(direct, shape.layers, s, 0, held);
+        // In order, the blocks are read where they lie.
+        auto table = shuffled_blocks(random, blocks);
+        if (random.one_in(2)) std::iota(table.begin(), table.end(), 0);
+        const int layer = random.between(0, shape.layers - 1);
+        test::tensor<float> k(tokens, shape.kv_heads, shape.head_dim),
+            v(tokens, shape.kv_heads, shape.head_dim);
+        for (int t = 0; t < tokens; ++t)
+            for (int h = 0; h < shape.kv_heads; ++h) {
+                const auto block = static_cast<int>(table[static_cast<std::size_t>(t / block_tokens)]);
+                const auto copy = [&](const paged_view<float>& from, auto& to) {
+                    std::copy_n(from.block(block, block_tokens).at(t % block_tokens, h), shape.head_dim,
+                                to.view().at(t, h));
+                };
+                copy(engine.keys, k);
+                copy(engine.values, v);
+            }
+        memory.arm(test::counting_resource::never);
+        direct.append(layer, k.view(), v.view());
+        const int own = memory.allocations();
+        memory.arm(test::counting_resource::never);
+        kvq::append_from_blocks(gathered, layer, engine.keys, engine.values, std::span(table), tokens);
+        CHECK(memory.allocations() <= own + 2);
+        REQUIRE(test::contents(cache, gathered) == test::contents(cache, direct));
+    }
 }

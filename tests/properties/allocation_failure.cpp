@@ -96,7 +96,7 @@ TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was whe
                     fail_everywhere(
                         memory, [&] { attention_bits(cache, sequence); }, unchanged);
                     fail_everywhere(
-                        memory, [&] { cache.new_sequence(); }, unchanged);
+                        memory, [&] { (void)cache.new_sequence(); }, unchanged);
                     fail_everywhere(
                         memory, [&] { test::decoded(sequence, shape, 0, kvq::tensor::key); }, unchanged);
                 }

@@ -444,6 +444,137 @@ TEST_CASE("an entry can be stored while the pool has no room for its coded pages
     CHECK(cache.bytes_in_use() == 0);
 }
 
+TEST_CASE("entries and live sequences step down together as any sequences that share pages do") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    // Large enough that 8 bits are fewer bytes.
+    const kvq::cache_shape wide{.layers = 2, .kv_heads = 1, .head_dim = 16};
+    const test::stream words(random, wide, vocabulary);
+    int shrunk = 0, shared = 0;
+    for (int round = 0; round < 40; ++round) {
+        INFO("round ", round);
+        auto options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{4, 8, 16});
+        test_cache cache(wide, options), mirror(wide, options);
+        kvq::prefix_cache<test_cache> store(cache);
+        std::vector<sequence_type> live, mirrored, mirrored_entries;
+        std::vector<key> live_keys, entries;
+        const auto grow = [&](sequence_type& a, sequence_type& b, key& ids, int n) {
+            for (; n > 0; --n) {
+                ids.push_back(random.between(0, vocabulary - 1));
+                append(a, wide.layers, words, ids.back(), 1);
+                append(b, wide.layers, words, ids.back(), 1);
+            }
+        };
+        for (int i = random.between(1, 5); i > 0; --i) {
+            key ids;
+            if (live.empty() || random.one_in(3)) {
+                live.push_back(cache.new_sequence());
+                mirrored.push_back(mirror.new_sequence());
+            } else {
+                const auto from =
+                    static_cast<std::size_t>(random.between(0, static_cast<int>(live.size()) - 1));
+                live.push_back(live[from].fork());
+                mirrored.push_back(mirrored[from].fork());
+                ids = live_keys[from];
+            }
+            grow(live.back(), mirrored.back(), ids, random.between(1, 80));
+            live_keys.push_back(ids);
+            if (random.one_in(3)) continue;
+            key part = ids;
+            if (random.one_in(3))
+                part.resize(static_cast<std::size_t>(random.between(1, static_cast<int>(ids.size()))));
+            // Prefixes of entries would be replaced.
+            if (store.lookup(part).match == prefix_match::exact) continue;
+            const std::size_t replaced = store.statistics().replaced;
+            REQUIRE(store.store(part, live.back()) == store_outcome::stored);
+            if (store.statistics().replaced > replaced)
+                for (std::size_t e = entries.size(); e-- > 0;)
+                    if (entries[e].size() < part.size() &&
+                        std::equal(entries[e].begin(), entries[e].end(), part.begin())) {
+                        entries.erase(entries.begin() + static_cast<std::ptrdiff_t>(e));
+                        mirrored_entries.erase(mirrored_entries.begin() + static_cast<std::ptrdiff_t>(e));
+                    }
+            entries.push_back(part);
+            mirrored_entries.push_back(mirrored.back().fork());
+            mirrored_entries.back().trim(static_cast<int>(part.size()));
+        }
+        REQUIRE(cache.bytes_in_use() == mirror.bytes_in_use());
+        // Some of the live sequences may be somebody else's.
+        std::vector<sequence_type*> given, all;
+        for (std::size_t i = 0; i < live.size(); ++i)
+            if (!random.one_in(4)) {
+                given.push_back(&live[i]);
+                all.push_back(&mirrored[i]);
+            }
+        for (sequence_type& e : mirrored_entries) all.push_back(&e);
+        kvq::step_down_policy policy;
+        policy.tiers = {{0, {0, 0}}, {random.one_in(2) ? 1 << 20 : random.between(0, 60), {1, 1}}};
+        if (random.one_in(2))
+            policy.byte_budget =
+                cache.bytes_in_use() / 100 * static_cast<std::size_t>(random.between(1, 100));
+        const std::size_t before = cache.bytes_in_use();
+        const auto report = store.step_down(given, policy);
+        const auto expected = kvq::step_down(mirror, std::span<sequence_type* const>(all), policy);
+        CHECK(report.bytes_before == before);
+        CHECK(report.bytes_after == cache.bytes_in_use());
+        CHECK(report.bytes_after == expected.bytes_after);
+        CHECK(report.bytes_peak == expected.bytes_peak);
+        CHECK(report.fits == expected.fits);
+        CHECK(report.steps.size() == expected.steps.size());
+        shrunk += report.bytes_after < before;
+        for (std::size_t i = 0; i < live.size(); ++i)
+            REQUIRE(contents(cache, live[i]) == contents(mirror, mirrored[i]));
+        for (std::size_t e = 0; e < entries.size(); ++e) {
+            const auto got = store.fetch(entries[e]);
+            REQUIRE(got.match == prefix_match::exact);
+            REQUIRE(contents(cache, got.sequence) == contents(mirror, mirrored_entries[e]));
+            for (const sequence_type& one : live)
+                shared += got.sequence.tokens() > 0 && one.tokens() > 0 &&
+                          got.sequence.pages(0).entries() > 1 &&
+                          one.pages(0).at(0).keys == got.sequence.pages(0).at(0).keys;
+        }
+        live.clear();
+        mirrored.clear();
+        CHECK(store.bytes() == cache.bytes_in_use());
+        CHECK(store.bytes() == mirror.bytes_in_use());
+        store.clear();
+        CHECK(store.bytes() == 0);
+        CHECK(cache.bytes_in_use() == 0);
+    }
+    CHECK(shrunk > 5);
+    CHECK(shared > 5);
+}
+
+TEST_CASE("stepping down that ends half way leaves the bytes of the store right") {
+    test::generator random(test::seed());
+    const kvq::cache_shape wide{.layers = 2, .kv_heads = 1, .head_dim = 16};
+    const test::stream words(random, wide, vocabulary);
+    test::counting_resource memory;
+    test_cache cache(wide, {.page_tokens = 8, .rollback = 0, .memory = &memory});
+    kvq::prefix_cache<test_cache> store(cache);
+    auto s = cache.new_sequence();
+    append(s, wide.layers, words, 0, 100);
+    key ids;
+    for (int i = 0; i < 100; ++i) ids.push_back(i);
+    REQUIRE(store.store(ids, s) == store_outcome::stored);
+    s = cache.new_sequence();
+    const kvq::step_down_policy policy{.tiers = {{0, {1, 1}}}};
+    int failures = 0;
+    for (bool done = false; !done; ++failures) {
+        memory.arm(failures);
+        try {
+            done = store.step_down({}, policy).steps.empty();
+        } catch (const std::bad_alloc&) {
+        }
+        memory.arm(test::counting_resource::never);
+        REQUIRE(store.bytes() == cache.bytes_in_use());
+        REQUIRE(store.entries() == 1);
+    }
+    CHECK(failures > 5);
+}
+
 TEST_CASE("memory that runs out anywhere leaves the store, its entries and the sequence as they were") {
     test::generator random(test::seed());
     const test::stream words(random, shape, vocabulary);
@@ -581,6 +712,47 @@ TEST_CASE("threads: everybody gets what was asked for, and every byte is account
     CHECK(store.bytes() == cache.bytes_in_use());
     CHECK(store.statistics().hits() > 0);
     CHECK(store.statistics().hits() + store.statistics().misses() == 600);
+    store.clear();
+    CHECK(cache.bytes_in_use() == 0);
+}
+
+TEST_CASE("threads: entries step down while others fetch and store") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    const kvq::cache_shape wide{.layers = 2, .kv_heads = 1, .head_dim = 16};
+    test::generator setup(seed);
+    const test::stream words(setup, wide, vocabulary);
+    test_cache cache(wide, {.sinks = 1, .recent = 3, .page_tokens = 4});
+    kvq::prefix_cache<test_cache> store(cache, {.max_entries = 10, .min_prefix_tokens = 2});
+    std::vector<std::thread> threads;
+    std::atomic<int> wrong{0}, stepped{0};
+    for (int thread = 0; thread < 4; ++thread)
+        threads.emplace_back([&, thread] {
+            test::generator random(seed + static_cast<std::uint64_t>(thread));
+            for (int step = 0; step < 100; ++step) {
+                key request;
+                const int family = random.between(0, 3);
+                for (int n = random.between(1, 40), i = 0; i < n; ++i)
+                    request.push_back(i < 12 ? family : random.between(0, 3));
+                auto got = store.fetch(request);
+                const auto before = contents(cache, got.sequence);
+                sequence_type* const mine = &got.sequence;
+                if (random.one_in(5)) {
+                    const std::span<sequence_type* const> live(&mine, random.one_in(2) ? 1 : 0);
+                    kvq::step_down_policy policy;
+                    policy.tiers = {{0, {0, 0}}, {random.between(0, 20), {1, 1}}};
+                    if (random.one_in(2)) policy.byte_budget = cache.bytes_in_use() / 2;
+                    stepped += !store.step_down(live, policy).steps.empty();
+                    if (live.empty() && contents(cache, got.sequence) != before) ++wrong;
+                }
+                append(got.sequence, wide.layers, words, 0, static_cast<int>(request.size()) - got.tokens);
+                store.store(request, got.sequence);
+            }
+        });
+    for (std::thread& t : threads) t.join();
+    CHECK(wrong == 0);
+    CHECK(stepped > 0);
+    CHECK(store.bytes() == cache.bytes_in_use());
     store.clear();
     CHECK(cache.bytes_in_use() == 0);
 }

@@ -90,14 +90,17 @@ TEST_CASE("the dry run says byte for byte what then happens, shared pages and th
             CHECK(tables - other <=
                   chosen.size() * static_cast<std::size_t>(2 * f.layers) * sizeof(kvq::page_ref) *
                       kvq::detail::originals_capacity(options.rollback, options.page_tokens));
-            // Measured by the memory resource: pages, the scratch, and the list of one job per thread.
+            // Measured by the memory resource: pages, the scratch, and the lists of one job per thread and of those who
+            // hold its page.
+            const std::size_t lists = 64 * static_cast<std::size_t>(threads) +
+                                      chosen.size() * (48 + 8 * static_cast<std::size_t>(threads));
             CHECK(f.memory.peak() >= done.bytes_peak + other);
-            CHECK(f.memory.peak() <=
-                  done.bytes_peak + tables + done.workspace + 64 * static_cast<std::size_t>(threads));
+            CHECK(f.memory.peak() <= done.bytes_peak + tables + done.workspace + lists);
             const int page_tokens = f.cache.options().page_tokens;
             const std::size_t widest = std::max(f.cache.page_bytes<kvq::tensor::key>(0, page_tokens),
                                                 f.cache.page_bytes<kvq::tensor::value>(0, page_tokens));
-            if (request.only_smaller && chosen.size() == held.size())
+            // Pages are not freed that are kept as originals, or that a fork still has in its window.
+            if (request.only_smaller && held.size() == 1 && options.rollback == 0)
                 CHECK(done.bytes_peak <=
                       done.bytes_before + static_cast<std::size_t>(threads) * (64 + widest));
             CHECK(f.cache.plan_requantize(const_chosen, request, threads).pages == 0);
@@ -391,7 +394,7 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     const auto before = test::contents(f.cache, sequence);
     const auto refuse = [&](kvq::requantize_request r, const char* what) {
         CHECK_THROWS_WITH_AS(f.cache.requantize(sequence, r), what, kvq::error);
-        CHECK_THROWS_WITH_AS(f.cache.plan_requantize(sequence, r), what, kvq::error);
+        CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(sequence, r), what, kvq::error);
         CHECK(test::contents(f.cache, sequence) == before);
     };
     kvq::requantize_request r;
@@ -417,7 +420,7 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
         CHECK_THROWS_WITH_AS(f.cache.requantize(moved, r),
                              "kvq: a sequence that was moved from has no layers", kvq::error);
     }
-    CHECK_THROWS_WITH_AS(f.cache.plan_requantize(sequence, {}, 0),
+    CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(sequence, {}, 0),
                          "kvq: requantizing needs at least 1 thread, got 0", kvq::error);
     test::generator other_random(1);
     fixture other(other_random);
@@ -429,7 +432,7 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     const char* const what = "kvq: sequence 1 of the request is sequence 0 again";
     kvq::workspace space;
     CHECK_THROWS_WITH_AS(f.cache.requantize(twice, {}, {}, kvq::serial_executor{}, space), what, kvq::error);
-    CHECK_THROWS_WITH_AS(f.cache.plan_requantize(looked_at_twice, {}), what, kvq::error);
+    CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(looked_at_twice, {}), what, kvq::error);
     CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span<ladder_cache::sequence_type* const>(twice), {}),
                          what, kvq::error);
 }

@@ -97,23 +97,134 @@ TEST_CASE("under a budget, the oldest page of the widest tier goes first, no fur
         CHECK(report.fits == (report.bytes_after <= policy.byte_budget));
         const kvq::page_geometry g = cache.geometry();
         const auto pages = sequence.pages(0);
+        // Coding a page that a trim within `rollback` would need again frees nothing.
+        int movable = g.committed(tokens);
+        while (movable > 0 && g.commit_at(movable - 1) > tokens - options.rollback) --movable;
         int last = 4;
-        for (int i = 0; i < g.committed(tokens); ++i) {
+        for (int i = 0; i < movable; ++i) {
             CHECK(pages.keys[i]->format <= last);  // older pages are never wider
             CHECK(pages.keys[i]->format == pages.values[i]->format);
             last = pages.keys[i]->format;
         }
-        if (g.committed(tokens) > 0) {
+        if (movable > 0) {
             CHECK(tier_of(pages.keys[0]->format) - tier_of(last) <= 1);  // tier by tier
             if (!report.fits) CHECK(last == 4);
         }
-        for (int i = g.committed(tokens); i < g.pages(tokens); ++i) CHECK(pages.keys[i]->format == 0);
+        for (int i = movable; i < g.pages(tokens); ++i) CHECK(pages.keys[i]->format == 0);
         // One step less would not have been enough.
         if (report.steps.size() > 1)
             CHECK(report.steps[report.steps.size() - 2].bytes_after > policy.byte_budget);
         if (report.steps.empty() && report.fits) CHECK(full <= policy.byte_budget);
         if (!report.steps.empty()) CHECK(report.steps.back().bytes_after == report.bytes_after);
     }
+}
+
+TEST_CASE(
+    "under a budget nothing is converted that somebody else holds, and everything else is, as far as "
+    "needed") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    int left_alone = 0, did_not_fit = 0, fitted = 0;
+    for (int round = 0; round < 100; ++round) {
+        INFO("round ", round);
+        const int layers = random.between(1, 3);
+        const kvq::cache_shape shape{layers, random.between(1, 2), 32, 0};
+        auto options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{8, 16, 32});
+        for (int i = 0; i < layers; ++i)
+            options.layers.push_back({random.between(0, 1), random.between(0, 1)});
+        ladder_cache cache(shape, options);
+        const test::stream s(random, shape, 500);
+        // A family of forks, trimmed anywhere and continued, and a stranger.
+        std::vector<ladder_sequence> all;
+        all.push_back(cache.new_sequence());
+        test::append(all[0], layers, s, 0, random.between(50, 400));
+        for (int i = random.between(0, 4); i > 0; --i) {
+            all.push_back(
+                all[static_cast<std::size_t>(random.between(0, static_cast<int>(all.size()) - 1))].fork());
+            ladder_sequence& fork = all.back();
+            if (random.one_in(2)) fork.trim(random.between(0, fork.tokens()));
+            if (random.one_in(2)) test::append(fork, layers, s, 400, random.between(0, 100));
+        }
+        all.push_back(cache.new_sequence());
+        test::append(all.back(), layers, s, 100, random.between(0, 200));
+        std::vector<ladder_sequence*> given;
+        std::vector<const ladder_sequence*> given_const, others;
+        for (ladder_sequence& one : all)
+            if (given.empty() || random.one_in(2))
+                given.push_back(&one);
+            else
+                others.push_back(&one);
+        given_const.assign(given.begin(), given.end());
+        std::vector<std::vector<test::held_page>> untouched;
+        for (const auto* one : others) untouched.push_back(test::contents(cache, *one));
+
+        kvq::step_down_policy policy;
+        for (int f = 0; f < test::ladder_formats; ++f) policy.tiers.push_back({1 << 20, {f, f}});
+        policy.first_layers_kept = random.between(0, layers - 1);
+        const std::size_t before = cache.bytes_in_use();
+        policy.byte_budget =
+            random.one_in(4) ? 1 : before / 100 * static_cast<std::size_t>(random.between(5, 100));
+        const auto report = kvq::step_down(cache, std::span<ladder_sequence* const>(given), policy);
+        CHECK(report.bytes_before == before);
+        CHECK(report.bytes_after == cache.bytes_in_use());
+        CHECK(report.fits == (report.bytes_after <= policy.byte_budget));
+        std::size_t now = before;
+        for (const kvq::step_down_step& step : report.steps) {
+            CHECK(step.bytes_after < now);
+            now = step.bytes_after;
+        }
+        CHECK(now == report.bytes_after);
+        CHECK(report.bytes_peak <= before + kvq::page_pool::allocation(
+                                                cache.page_bytes<kvq::tensor::key>(0, options.page_tokens)));
+        for (std::size_t i = 0; i < others.size(); ++i)
+            REQUIRE(test::contents(cache, *others[i]) == untouched[i]);
+        // Nothing is left that would free a byte.
+        (report.fits ? fitted : did_not_fit) += 1;
+        if (report.fits) continue;
+        kvq::requantize_request rest{.key = 3, .value = 3, .first_layer = policy.first_layers_kept};
+        rest.only_smaller = true;
+        const auto planned = cache.plan_requantize(given_const, rest);
+        CHECK(planned.bytes_freed == 0);
+        left_alone += planned.pages > 0;
+    }
+    CHECK(left_alone > 0);
+    CHECK(did_not_fit > 0);
+    CHECK(fitted > 0);
+}
+
+TEST_CASE("after a deep trim, a page that is coded already takes part") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    int beyond = 0;
+    for (int round = 0; round < 40; ++round) {
+        auto options = test::random_options(random);
+        options.page_tokens = 16;
+        options.rollback = random.pick(std::vector<int>{0, 8});
+        options.recent = random.between(0, 100);
+        options.layers = {{1, 1}, {1, 1}};
+        ladder_cache cache({2, 1, 32, 0}, options);
+        const test::stream s(random, cache.shape(), 400);
+        auto sequence = cache.new_sequence();
+        test::append(sequence, 2, s, 0, 400);
+        const int tokens = random.between(100, 400);
+        sequence.trim(tokens);
+        kvq::step_down_policy policy;
+        policy.tiers = {{0, {1, 1}}, {1 << 20, {3, 3}}};
+        policy.byte_budget = 1;
+        const auto report = kvq::step_down(cache, sequence, policy);
+        CHECK_FALSE(report.fits);
+        CHECK(report.bytes_after == cache.bytes_in_use());
+        const auto pages = sequence.pages(1);
+        for (int i = 0; i < cache.geometry().pages(tokens); ++i) {
+            CHECK(pages.keys[i]->format != 2);
+            beyond += i >= cache.geometry().committed(tokens) && pages.keys[i]->format == 4;
+        }
+        CHECK(cache.plan_requantize(sequence, {.key = 3, .value = 3}).bytes_freed == 0);
+    }
+    CHECK(beyond > 0);
 }
 
 TEST_CASE("drafted tokens leave no trace when the policy runs on what was accepted") {

@@ -46,6 +46,10 @@ public:
             held_.erase(at);
         });
     }
+    void clear() noexcept {
+        held_.clear();
+        bytes_ = 0;
+    }
     std::size_t bytes() const noexcept { return bytes_; }
 
 private:

@@ -84,34 +84,55 @@ void check_paged_pair(const paged_view<T>& keys, const paged_view<T>& values, co
            values.block_tokens);
 }
 
+/// Copies the tokens to memory where they lie one after the other.
+template <class T>
+token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std::int32_t> table, int tokens,
+                                  std::pmr::vector<std::remove_const_t<T>>& memory) {
+    const std::size_t per_token = static_cast<std::size_t>(from.heads) * static_cast<std::size_t>(from.dim);
+    memory.resize(static_cast<std::size_t>(tokens) * per_token);
+    auto* to = memory.data();
+    for (int t = 0; t < tokens; ++t) {
+        const token_view<T> block =
+            from.block(table[static_cast<std::size_t>(t / from.block_tokens)], from.block_tokens);
+        for (int h = 0; h < from.heads; ++h, to += from.dim)
+            std::copy_n(block.at(t % from.block_tokens, h), from.dim, to);
+    }
+    return token_view<const T>(memory.data(), tokens, from.heads, from.dim);
+}
+
 }  // namespace detail
 
-/// Appends `tokens` tokens, which lie in the blocks of `table` one after the other, to a layer of a sequence.
-/// O(tokens); holds a fork of the sequence meanwhile, which costs a copy of its last page. Raises kvq::error when
-/// shapes do not fit or the table is too short or names a block that is not there; table entries that no token needs
-/// are not read.
+/// Appends `tokens` tokens, which lie in the blocks of `table` one after the other, to a layer of a sequence, as one
+/// append. O(tokens): blocks that follow one another in memory are read where they are, others are gathered first, in memory
+/// of the cache's resource. Raises kvq::error when shapes do not fit or the table is too short or names a block that is
+/// not there; table entries that no token needs are not read.
 template <class Cache, class T>
 void append_from_blocks(sequence<Cache>& s, int layer, const paged_view<T>& keys, const paged_view<T>& values,
                         std::span<const std::int32_t> table, int tokens) {
     detail::check_paged_pair(keys, values, s);
     const int per_block = keys.block_tokens;
     detail::expect(tokens >= 0, "cannot gather ", tokens, " tokens");
-    (void)s.tokens(layer);  // checks it, also where there is nothing to append
-    const int used = tokens / per_block + (tokens % per_block != 0);
-    detail::expect(static_cast<std::size_t>(used) <= table.size(), tokens, " tokens lie in ", used,
+    // In 64 bits: rounding up may leave those of an int.
+    const std::int64_t used = (std::int64_t{tokens} + per_block - 1) / per_block;
+    (void)s.tokens(layer);  // checks it, before anything is gathered
+    detail::expect(used <= static_cast<std::int64_t>(table.size()), tokens, " tokens lie in ", used,
                    " blocks of ", per_block, " but the table has ", table.size());
-    for (int i = 0; i < used; ++i) {
-        const std::int32_t block = table[static_cast<std::size_t>(i)];
-        detail::expect(block >= 0 && block < keys.blocks, "entry ", i, " of the table is block ", block,
-                       ", not one of ", keys.blocks);
+    bool neighbours = true;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(used); ++i) {
+        detail::expect(table[i] >= 0 && table[i] < keys.blocks, "entry ", i, " of the table is block ",
+                       table[i], ", not one of ", keys.blocks);
+        neighbours = neighbours && (i == 0 || table[i] == table[i - 1] + 1);
     }
-    sequence<Cache> longer = s.fork();
-    for (int i = 0; i < used; ++i) {
-        const std::int32_t block = table[static_cast<std::size_t>(i)];
-        const int n = detail::smaller(per_block, tokens - i * per_block);
-        longer.append(layer, keys.block(block, n), values.block(block, n));
-    }
-    s = std::move(longer);
+    std::pmr::memory_resource* const memory = detail::sequence_access::cache(s).pool().memory();
+    std::pmr::vector<std::remove_const_t<T>> key_memory(memory), value_memory(memory);
+    const auto in_order = [&](const paged_view<T>& from, auto& gathered) -> token_view<const T> {
+        if (used == 0) return {nullptr, 0, from.heads, from.dim};
+        if (used == 1 || (neighbours && from.block_stride == per_block * from.token_stride))
+            return from.block(table[0], tokens);
+        return detail::gather_blocks(from, table, tokens, gathered);
+    };
+    const token_view<const T> k = in_order(keys, key_memory), v = in_order(values, value_memory);
+    s.append(layer, k, v);
 }
 
 /// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 leaves a token out.

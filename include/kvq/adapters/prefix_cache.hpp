@@ -22,7 +22,7 @@
 // page per layer and tensor where a trim cuts a coded page; store O(n + p) plus the coding of pages and one comparison
 // with those of the nearest entry; an eviction O(p).
 // Thread safety: all members may be called from any thread. Forking, trimming, coding and freeing happen outside the
-// lock.
+// lock; only step_down, which changes entries where they are, lets the others wait.
 #pragma once
 
 #include <array>
@@ -33,8 +33,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 
 #include "../cache/cache.hpp"
+#include "../cache/step_down.hpp"
 #include "page_counts.hpp"
 #include "radix_tree.hpp"
 
@@ -123,14 +125,14 @@ public:
         if (options.format) {
             // The check of a request is that of an empty sequence.
             const sequence_type nothing = cache.new_sequence();
-            cache.plan_requantize(nothing, request());
+            (void)cache.plan_requantize(nothing, request());
         }
     }
     prefix_cache(const prefix_cache&) = delete;
     prefix_cache& operator=(const prefix_cache&) = delete;
 
     /// What fetch would find. Counts nothing and makes no entry younger. Allocates nothing.
-    lookup_result lookup(token_ids tokens) const {
+    [[nodiscard]] lookup_result lookup(token_ids tokens) const {
         const std::lock_guard lock(mutex_);
         return find(tokens).result;
     }
@@ -150,7 +152,7 @@ public:
                 held = f.node->value->sequence;
             }
         }
-        sequence_type sequence = held ? held->fork() : cache_->new_sequence();
+        sequence_type sequence = held ? fork(*held) : cache_->new_sequence();
         if (sequence.tokens() > result.tokens) sequence.trim(result.tokens);
         const std::lock_guard lock(mutex_);
         ++statistics_.fetches[static_cast<std::size_t>(result.match)];
@@ -182,7 +184,10 @@ public:
         kept->trim(static_cast<int>(tokens.size()));
         if (options_.format && static_cast<int>(tokens.size()) >= options_.min_quantize_tokens)
             quantize(*kept);
-        if (nearest) share(*kept, *nearest, common);
+        if (nearest) {
+            const std::shared_lock reading(changing_);
+            share(*kept, *nearest, common);
+        }
         auto pages = detail::page_counts::of(*kept);
         const std::size_t bytes = detail::page_counts::bytes_of(pages);
 
@@ -235,16 +240,38 @@ public:
         return before - held_.bytes();
     }
 
-    std::size_t entries() const {
+    /// kvq::step_down for all entries and the live sequences together: pages that they share stay shared, and under a
+    /// budget those move that nobody else holds. Other members wait meanwhile; live sequences are the caller's, as in any other
+    /// call that changes them. Raises what kvq::step_down raises; steps done until then stay. O(pages) of all of them.
+    template <class Executor = serial_executor>
+    step_down_report step_down(std::span<sequence_type* const> live, const step_down_policy& policy,
+                               Executor&& executor = {}) {
+        step_down_report report;
+        {
+            std::list<entry> dropped;
+            const std::lock_guard lock(mutex_);
+            const std::lock_guard alone(changing_);
+            std::vector<sequence_type*> all(live.begin(), live.end());
+            for (const entry& e : entries_) all.push_back(e.sequence.get());
+            recounting pages{*this, dropped};
+            report = kvq::step_down(*cache_, std::span<sequence_type* const>(all), policy, executor);
+            pages.needed = !report.steps.empty();
+        }
+        report.bytes_after = cache_->pool().bytes_in_use();
+        report.fits = report.bytes_after <= policy.byte_budget;
+        return report;
+    }
+
+    [[nodiscard]] std::size_t entries() const {
         const std::lock_guard lock(mutex_);
         return tree_.size();
     }
     /// Bytes of the pages that entries hold, each counted once.
-    std::size_t bytes() const {
+    [[nodiscard]] std::size_t bytes() const {
         const std::lock_guard lock(mutex_);
         return held_.bytes();
     }
-    prefix_cache_statistics statistics() const {
+    [[nodiscard]] prefix_cache_statistics statistics() const {
         const std::lock_guard lock(mutex_);
         return statistics_;
     }
@@ -259,8 +286,17 @@ private:
     using position = typename std::list<entry>::iterator;
     using tree = radix_tree<position>;
     struct entry {
-        std::shared_ptr<const sequence_type> sequence;
+        std::shared_ptr<sequence_type> sequence;
         typename tree::node* node = nullptr;
+    };
+    /// Entries that have other pages now are counted anew, also where stepping down came to an end half way.
+    struct recounting {
+        prefix_cache& store;
+        std::list<entry>& dropped;
+        bool needed = true;
+        ~recounting() {
+            if (needed) store.recount(dropped);
+        }
     };
     struct found {
         lookup_result result;
@@ -320,6 +356,38 @@ private:
             }
     }
 
+    sequence_type fork(const sequence_type& s) const {
+        const std::shared_lock reading(changing_);
+        return s.fork();
+    }
+
+    /// An entry for whose count there is no memory is evicted.
+    void recount(std::list<entry>& dropped) noexcept {
+        held_.clear();
+        for (position e = entries_.begin(); e != entries_.end();) {
+            const position at = e++;
+            if (count(*at->sequence)) continue;
+            ++statistics_.evictions;
+            tree_.erase(at->node);
+            dropped.splice(dropped.begin(), entries_, at);
+        }
+        while (held_.bytes() > options_.byte_limit) evict(dropped);
+    }
+    bool count(const sequence_type& s) noexcept {
+#if KVQ_EXCEPTIONS
+        try {
+#endif
+            auto pages = detail::page_counts::of(s);
+            held_.reserve(pages.size());
+            held_.add(s, pages);
+            return true;
+#if KVQ_EXCEPTIONS
+        } catch (const std::bad_alloc&) {
+            return false;
+        }
+#endif
+    }
+
     void drop(position e, std::list<entry>& dropped) noexcept {
         held_.remove(*e->sequence);
         tree_.erase(e->node);
@@ -333,6 +401,8 @@ private:
     Cache* cache_;
     prefix_cache_options options_;
     mutable std::mutex mutex_;
+    mutable std::shared_mutex
+        changing_;              // shared: reads an entry outside of mutex_; alone: changes entries, in mutex_
     std::list<entry> entries_;  // the one used last comes first
     tree tree_;
     detail::page_counts held_;

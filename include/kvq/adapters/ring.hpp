@@ -79,12 +79,12 @@ public:
     }
 
     /// Tokens appended so far, those dropped included.
-    int tokens(int layer) const { return dropped_ + sequence_.tokens(layer); }
-    int tokens() const noexcept { return dropped_ + sequence_.tokens(); }
+    [[nodiscard]] int tokens(int layer) const { return dropped_ + sequence_.tokens(layer); }
+    [[nodiscard]] int tokens() const noexcept { return dropped_ + sequence_.tokens(); }
     /// Position of the first token that is still held.
-    int first_token() const noexcept { return dropped_; }
+    [[nodiscard]] int first_token() const noexcept { return dropped_; }
     /// What is held, as a sequence that begins at first_token(): to look at, decode, measure.
-    const sequence_type& held() const noexcept { return sequence_; }
+    [[nodiscard]] const sequence_type& held() const noexcept { return sequence_; }
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V.
     template <float_format T>
     void decode(int layer, tensor role, int first, const token_view<T>& out) const {

@@ -69,7 +69,7 @@ public:
     cache(const cache&) = delete;
     cache& operator=(const cache&) = delete;
 
-    sequence_type new_sequence() { return sequence_type(*this); }
+    [[nodiscard]] sequence_type new_sequence() { return sequence_type(*this); }
 
     const cache_shape& shape() const noexcept { return shape_; }
     const cache_options& options() const noexcept { return options_; }
@@ -89,7 +89,7 @@ public:
     }
 
     /// Bytes of all pages of all sequences, each counted once.
-    std::size_t bytes_in_use() const noexcept { return pool_.bytes_in_use(); }
+    [[nodiscard]] std::size_t bytes_in_use() const noexcept { return pool_.bytes_in_use(); }
 
     /// Format index that a layer's pages are coded to; 0 if they stay in the window format.
     template <tensor Role>
@@ -101,15 +101,16 @@ public:
 
     /// Bytes of data of a page of `tokens` tokens in the given format.
     template <tensor Role>
-    std::size_t page_bytes(int format, int tokens) const {
+    [[nodiscard]] std::size_t page_bytes(int format, int tokens) const {
         return table<Role>().block_bytes(format, {Role, tokens, shape_.dim(Role)}) *
                static_cast<std::size_t>(shape_.kv_heads);
     }
 
     /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
-    std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1, int threads = 1) const {
+    [[nodiscard]] std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1,
+                                                  int threads = 1) const {
         detail::expect(tokens >= 0 && q_tokens >= 0 &&
-                           (q_heads < 1 || q_tokens <= std::numeric_limits<int>::max() / q_heads),
+                           (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
                        "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens,
                        " tokens");
         detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a workspace for ", q_heads,
@@ -151,13 +152,14 @@ public:
     }
 
     /// Dry run of requantize() on `threads` threads: what it will do with the whole request. Nothing changes. O(pages).
-    requantize_report plan_requantize(const sequence_type& s, const requantize_request& request,
-                                      int threads = 1) const {
+    [[nodiscard]] requantize_report plan_requantize(const sequence_type& s, const requantize_request& request,
+                                                    int threads = 1) const {
         const sequence_type* const one = &s;
         return plan_requantize(std::span(&one, 1), request, threads);
     }
-    requantize_report plan_requantize(std::span<const sequence_type* const> sequences,
-                                      const requantize_request& request, int threads = 1) const {
+    [[nodiscard]] requantize_report plan_requantize(std::span<const sequence_type* const> sequences,
+                                                    const requantize_request& request,
+                                                    int threads = 1) const {
         detail::expect(threads >= 1, "requantizing needs at least 1 thread, got ", threads);
         detail::expect_distinct(sequences);
         const detail::planned_threads executor{threads};

@@ -7,12 +7,15 @@
 // Only pages that lie behind the recent window change; sinks, recent tokens and the page being filled stay 16 bit. There is no
 // state besides the pages themselves: a page that already has the wanted format needs no work, so the same request can be
 // made again until `pages_left` is 0. A page that several of the given sequences share is converted once and stays shared.
-// Peak: the old pages and one new page per thread. The dry run counts what the run then does, byte for byte, as long as
-// nobody else takes or drops references to these pages meanwhile.
+// Peak: the old pages and one new page per thread, and the new ones of pages that stay (as originals, or because somebody else
+// holds them). The dry run counts what the run then does, byte for byte, as long as nobody else takes or drops references to
+// these pages meanwhile.
 // Error: cache/convert.hpp. Originals kept for exact rollback stay what they are: 16-bit values.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
+#include <functional>
 #include <span>
 
 #include "convert.hpp"
@@ -65,6 +68,14 @@ struct planned_threads {
     int concurrency() const noexcept { return threads; }
 };
 
+/// What stepping down asks for besides a request.
+struct requantize_extent {
+    /// One per sequence instead of the request's: pages behind it change only where another sequence that holds them says so.
+    std::span<const int> last_tokens{};
+    /// Leave pages that would not be freed: somebody else holds them, or they would be kept as originals.
+    bool only_freed = false;
+};
+
 /// Sequence: const for a dry run.
 template <class Sequence>
 class requantizer {
@@ -73,14 +84,15 @@ public:
     using cache_type = std::remove_reference_t<decltype(sequence_access::cache(std::declval<Sequence&>()))>;
     using cache_pointer = std::conditional_t<dry, const cache_type*, cache_type*>;
 
-    /// The first `leading` sequences say which pages change; the others follow where they share them.
     requantizer(std::remove_pointer_t<cache_pointer>& cache, std::span<Sequence* const> sequences,
-                const requantize_request& request,
-                std::size_t leading = (std::numeric_limits<std::size_t>::max)())
+                const requantize_request& request, const requantize_extent& extent = {})
         : sequences_(sequences),
-          leading_(smaller(leading, sequences.size())),
           request_(request),
-          cache_(&cache) {
+          extent_(extent),
+          cache_(&cache),
+          rows_(cache.pool().memory()),
+          found_(cache.pool().memory()),
+          holders_(cache.pool().memory()) {
         for (const Sequence* s : sequences)
             expect(&sequence_access::cache(*s) == cache_, "a sequence belongs to another cache");
         const auto check = [](const char* name, int format, int size) {
@@ -110,6 +122,9 @@ public:
         if constexpr (!dry) scratch_ = reinterpret_cast<float*>(space.reserve(report_.workspace));
         std::pmr::vector<job> batch(cache_->pool().memory());
         batch.reserve(workers);
+        rows_.resize(sequences_.size());
+        found_.reserve(sequences_.size());
+        holders_.reserve(workers * sequences_.size());
         reserve_originals();
         set_targets();
 
@@ -123,6 +138,8 @@ public:
                 return;
             }
             batch.push_back(j);
+            batch.back().first_holder = holders_.size();
+            for (std::size_t i = 0; i < j.holders; ++i) holders_.push_back(found_[j.first_holder + i].index);
             if (batch.size() == workers) convert(batch, ex);
         });
         if (!batch.empty()) convert(batch, ex);
@@ -131,12 +148,23 @@ public:
 
 private:
     struct job {
-        std::size_t sequence;
         int layer;
         tensor role;
         int page;
         int format;
+        std::size_t first_holder, holders;  // of found_, in a batch of holders_
         page_ref fresh{};
+    };
+    /// The pages of one sequence in one layer and tensor.
+    struct row {
+        const page_ref* pages;
+        int committed;
+        int last;  // before it, the sequence says that pages change
+    };
+    /// A sequence that holds a page which has to change, and the first that does.
+    struct holder {
+        const page* held;
+        std::size_t first, index;  // of sequences
     };
 
     static auto& track_of(Sequence& s, int layer) {
@@ -149,17 +177,26 @@ private:
             return request_.key < 0 ? -1 : cache_->template table<tensor::key>().index_of(request_.key);
         return request_.value < 0 ? -1 : cache_->template table<tensor::value>().index_of(request_.value);
     }
-    std::size_t data_bytes(const job& j) const {
+    std::size_t data_bytes(tensor role, int format) const {
         const int tokens = cache_->options().page_tokens;
-        return j.role == tensor::key ? cache_->template page_bytes<tensor::key>(j.format, tokens)
-                                     : cache_->template page_bytes<tensor::value>(j.format, tokens);
+        return role == tensor::key ? cache_->template page_bytes<tensor::key>(format, tokens)
+                                   : cache_->template page_bytes<tensor::value>(format, tokens);
+    }
+    /// Is there a format whose pages have more than so many bytes?
+    bool some_larger(tensor role, std::size_t bytes) const {
+        const int formats = role == tensor::key ? cache_type::key_table::size : cache_type::value_table::size;
+        for (int format = 0; format < formats; ++format)
+            if (data_bytes(role, format) > bytes) return true;
+        return false;
     }
 
-    /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as an original.
+    /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as an original. (One that a deep trim has
+    /// left in the window, since the other tensor's page was coded, never comes back.)
     bool becomes_original(const layer_track& track, tensor role, int page, int format) const {
-        return format == 0 &&
-               cache_->geometry().commit_at(page) > track.tokens - cache_->options().rollback &&
-               !track[role].has_original(page) && track[role].can_keep_original(page);
+        const int commit_at = cache_->geometry().commit_at(page);
+        return format == 0 && commit_at <= track.tokens &&
+               commit_at > track.tokens - cache_->options().rollback && !track[role].has_original(page) &&
+               track[role].can_keep_original(page);
     }
     /// Before anything changes: afterwards nothing may fail.
     void reserve_originals() {
@@ -176,53 +213,101 @@ private:
     void set_targets() {
         if constexpr (!dry)
             if (request_.new_pages)
-                for (Sequence* s : sequences_.first(leading_))
+                for (Sequence* s : sequences_)
                     for (int layer = request_.first_layer; layer < last_layer(); ++layer)
                         for (const tensor role : {tensor::key, tensor::value})
                             if (wanted(role) >= 0) track_of(*s, layer)[role].target = wanted(role);
     }
 
-    /// Calls f for every page that has to change; one that sequences share counts for the first of them.
+    /// Calls f for every page that has to change, once for all sequences that hold it there, oldest pages of a layer first.
     template <class F>
-    void for_each_job(F&& f) const {
+    void for_each_job(F&& f) {
         const page_geometry g = cache_->geometry();
         const int skipped = larger(0, request_.first_token - g.sinks);
         const int first = skipped / g.page_tokens + (skipped % g.page_tokens != 0);
-        for (std::size_t index = 0; index < leading_; ++index)
-            for (int layer = request_.first_layer; layer < last_layer(); ++layer) {
-                auto& track = track_of(*sequences_[index], layer);
-                int last = track.committed;
-                if (request_.last_token != requantize_request::all)
-                    last = smaller(last, larger(0, request_.last_token - g.sinks) / g.page_tokens);
-                for (const tensor role : {tensor::key, tensor::value}) {
-                    const int format = wanted(role);
-                    for (int i = first; i < last && format >= 0; ++i) {
-                        const page& p = *track[role].pages[static_cast<std::size_t>(i)];
-                        const job j{index, layer, role, i, format};
-                        if (p.format == format || holder_before(j, p)) continue;
-                        if (request_.only_smaller && data_bytes(j) >= p.bytes) continue;
-                        f(j);
+        for (int layer = request_.first_layer; layer < last_layer(); ++layer)
+            for (const tensor role : {tensor::key, tensor::value}) {
+                const int format = wanted(role);
+                if (format < 0) continue;
+                const std::size_t bytes = data_bytes(role, format);
+                if (request_.only_smaller && !some_larger(role, bytes)) continue;
+                const int last = find_rows(layer, role);
+                for (int i = first; i < last; ++i) {
+                    if (!find_holders(i, format, bytes)) continue;
+                    for (std::size_t at = 0, next; at < found_.size(); at = next) {
+                        bool wanted_here = false;
+                        for (next = at; next < found_.size() && found_[next].first == found_[at].first;
+                             ++next)
+                            wanted_here = wanted_here || i < rows_[found_[next].index].last;
+                        const job j{layer, role, i, format, at, next - at};
+                        if (wanted_here && (!extent_.only_freed || frees(j))) f(j);
                     }
                 }
             }
     }
 
-    /// Does this sequence hold page p where j does, behind its window?
-    bool holds(std::size_t index, const job& j, const page& p) const {
-        const auto& track = track_of(*sequences_[index], j.layer);
-        return j.page < track.committed && track[j.role].pages[static_cast<std::size_t>(j.page)].get() == &p;
+    /// Looks at one layer and tensor. Returns where the last page ends that some sequence wants to change.
+    int find_rows(int layer, tensor role) {
+        const page_geometry g = cache_->geometry();
+        int end = 0;
+        for (std::size_t s = 0; s < sequences_.size(); ++s) {
+            const auto& track = track_of(*sequences_[s], layer);
+            const int token = extent_.last_tokens.empty() ? request_.last_token : extent_.last_tokens[s];
+            int last = track.committed;
+            if (token != requantize_request::all)
+                last = smaller(last, larger(0, token - g.sinks) / g.page_tokens);
+            rows_[s] = {track[role].pages.data(), track.committed, last};
+            end = larger(end, last);
+        }
+        return end;
     }
-    bool holder_before(const job& j, const page& p) const {
-        for (std::size_t index = 0; index < j.sequence; ++index)
-            if (holds(index, j, p)) return true;
-        return false;
+
+    /// Fills found_ with those who hold page i and have it in another format, holders of the same page side by side, in
+    /// the order of the sequences.
+    bool find_holders(int i, int format, std::size_t bytes) {
+        constexpr int ahead = 8;
+        found_.clear();
+        bool one_page = true;
+        for (std::size_t s = 0; s < rows_.size(); ++s) {
+            if (i >= rows_[s].committed) continue;
+            // Where nothing is to do, all of the time goes into waiting for pages.
+            if (i + ahead < rows_[s].committed) prefetch(rows_[s].pages[i + ahead].get());
+            const page* const p = rows_[s].pages[i].get();
+            if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
+            const std::size_t first = found_.empty() ? s : found_.front().index;
+            one_page = one_page && (found_.empty() || found_.front().held == p);
+            found_.push_back({p, first, s});
+        }
+        if (one_page) return !found_.empty();
+        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
+            return a.held != b.held ? std::less<>{}(a.held, b.held) : a.index < b.index;
+        });
+        for (std::size_t k = 0; k < found_.size(); ++k)
+            found_[k].first =
+                k > 0 && found_[k].held == found_[k - 1].held ? found_[k - 1].first : found_[k].index;
+        // Addresses decide nothing.
+        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
+            return a.first != b.first ? a.first < b.first : a.index < b.index;
+        });
+        return true;
+    }
+
+    /// Is the page of a job, as it was found, gone once all of its holders have the new one?
+    bool frees(const job& j) const {
+        const page& p = *found_[j.first_holder].held;
+        if (p.references.load(std::memory_order_acquire) > j.holders) return false;
+        for (std::size_t i = 0; i < j.holders; ++i)
+            if (becomes_original(track_of(*sequences_[found_[j.first_holder + i].index], j.layer), j.role,
+                                 j.page, p.format))
+                return false;
+        return true;
     }
 
     template <class Executor>
     void convert(std::pmr::vector<job>& batch, Executor& ex) {
         std::size_t added = 0;
         for (job& j : batch) {
-            const std::size_t bytes = data_bytes(j);
+            const std::size_t bytes = data_bytes(j.role, j.format);
             if constexpr (!dry)
                 j.fresh = cache_->pool().allocate(bytes, j.format, cache_->options().page_tokens);
             added += page_pool::allocation(bytes);
@@ -244,18 +329,19 @@ private:
         for (job& j : batch) replace(j);
         report_.pages += batch.size();
         batch.clear();
+        holders_.clear();
     }
 
     auto& old_page(const job& j) const {
-        return track_of(*sequences_[j.sequence], j.layer)[j.role].pages[static_cast<std::size_t>(j.page)];
+        const std::size_t sequence = holders_[j.first_holder];
+        return track_of(*sequences_[sequence], j.layer)[j.role].pages[static_cast<std::size_t>(j.page)];
     }
 
     void replace(job& j) {
         const page_ref old = old_page(j);
         std::uint32_t holders = 0;
-        for (std::size_t index = j.sequence; index < sequences_.size(); ++index) {
-            if (!holds(index, j, *old)) continue;
-            auto& track = track_of(*sequences_[index], j.layer);
+        for (std::size_t i = 0; i < j.holders; ++i) {
+            auto& track = track_of(*sequences_[holders_[j.first_holder + i]], j.layer);
             const bool original = becomes_original(track, j.role, j.page, old->format);
             holders += !original;
             if constexpr (!dry) {
@@ -273,9 +359,12 @@ private:
     }
 
     std::span<Sequence* const> sequences_;
-    std::size_t leading_;
     requantize_request request_;
+    requantize_extent extent_;
     cache_pointer cache_;
+    std::pmr::vector<row> rows_;
+    std::pmr::vector<holder> found_;
+    std::pmr::vector<std::size_t> holders_;  // of the batch
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;

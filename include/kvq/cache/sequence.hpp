@@ -122,15 +122,15 @@ public:
     }
 
     /// A sequence with the same tokens that shares every page.
-    sequence fork() const { return sequence(*this, 0); }
+    [[nodiscard]] sequence fork() const { return sequence(*this, 0); }
 
     /// Tokens of one layer.
-    int tokens(int layer) const {
+    [[nodiscard]] int tokens(int layer) const {
         check_layer(layer);
         return tracks_[static_cast<std::size_t>(layer)].tokens;
     }
     /// Tokens of the longest layer.
-    int tokens() const noexcept {
+    [[nodiscard]] int tokens() const noexcept {
         int n = 0;
         for (const detail::layer_track& track : tracks_) n = detail::larger(n, track.tokens);
         return n;
@@ -152,7 +152,7 @@ public:
                             : decode_tokens<tensor::value>(layer, first, out);
     }
 
-    usage_report usage() const {
+    [[nodiscard]] usage_report usage() const {
         usage_report u;
         u.workspace = scratch_.capacity() * sizeof(float);
         u.bookkeeping = tracks_.capacity() * sizeof(detail::layer_track);
@@ -180,7 +180,7 @@ public:
     }
 
     /// The pages of one layer, as attention walks them. Valid until the sequence changes.
-    layer_pages pages(int layer) const {
+    [[nodiscard]] layer_pages pages(int layer) const {
         check_layer(layer);
         const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
         const detail::page_table &k = track[tensor::key], &v = track[tensor::value];

@@ -7,8 +7,9 @@
 //   step_down(cache, sequence, policy);                                     // between decode steps
 //
 // By age: a page takes the format of the last tier whose age all its tokens have reached, in any sequence that holds it. By budget: while the pool holds more
-// than `byte_budget` bytes, the oldest page of the widest tier goes one tier down. Pages only ever shrink; sinks, recent
-// tokens and the page being filled are never touched. The result depends on the pages and on the number of tokens, not on time or
+// than `byte_budget` bytes, the oldest page of the widest tier goes one tier down; a page that would not be freed stays as it
+// is, because somebody outside of the given sequences holds it too or because it would be kept as an original. Pages only
+// ever shrink; sinks, recent tokens and the page being filled are never touched. The result depends on the pages, on who holds them and on the number of tokens, not on time or
 // threads. It is a call and not a part of append(): call it after drafted tokens were accepted or trimmed, and
 // speculation leaves no trace.
 // What it does is requantizing (cache/requantize.hpp): same dry run, same peak, same error.
@@ -32,7 +33,7 @@ struct step_down_policy {
     int first_layers_kept = 0, last_layers_kept = 0;
 };
 
-/// One step that was done: pages that cover tokens [first_token, last_token) went to tier `tier`.
+/// One step that was done, for all sequences: pages that cover tokens [first_token, last_token) went to tier `tier`.
 struct step_down_step {
     int tier = 0;
     int first_token = 0, last_token = 0;
@@ -43,7 +44,8 @@ struct step_down_step {
 struct step_down_report {
     std::vector<step_down_step> steps;
     std::size_t bytes_before = 0, bytes_after = 0, bytes_peak = 0;  ///< in the pool
-    bool fits = true;  ///< false: every page is in the last tier and the budget is still exceeded
+    /// False: the budget is still exceeded, though every page that would be freed is in the last tier.
+    bool fits = true;
 };
 
 namespace detail {
@@ -88,9 +90,9 @@ public:
     }
 
 private:
-    /// Tokens [first, last) of the first `leading` sequences to tier `index`.
+    /// Tokens [first, last) to tier `index`.
     template <class Executor>
-    void lower(std::size_t leading, std::size_t index, int first, int last, Executor& ex) {
+    void lower(std::size_t index, int first, int last, const requantize_extent& extent, Executor& ex) {
         if (first >= last) return;
         requantize_request request;
         request.key = policy_.tiers[index].format.key;
@@ -101,7 +103,7 @@ private:
         request.last_token = last;
         request.only_smaller = true;
         const requantize_report r =
-            requantizer<sequence_type>(cache_, std::span<sequence_type* const>(sequences_), request, leading)
+            requantizer<sequence_type>(cache_, std::span<sequence_type* const>(sequences_), request, extent)
                 .run({}, ex, space_);
         report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
         report_.bytes_after = r.bytes_after;
@@ -112,22 +114,29 @@ private:
     /// Narrowest first, so that no page is coded twice.
     template <class Executor>
     void by_age(Executor& ex) {
-        for (std::size_t index = policy_.tiers.size(); index-- > 0;)
-            for (std::size_t s = 0; s < sequences_.size(); ++s) {
-                std::swap(sequences_.front(), sequences_[s]);
-                lower(1, index, 0, sequences_.front()->tokens() - policy_.tiers[index].age, ex);
+        std::vector<int> last(sequences_.size());
+        for (std::size_t index = policy_.tiers.size(); index-- > 0;) {
+            int longest = 0;
+            for (std::size_t s = 0; s < last.size(); ++s) {
+                last[s] = sequences_[s]->tokens() - policy_.tiers[index].age;
+                longest = larger(longest, last[s]);
             }
+            lower(index, 0, longest, {.last_tokens = last}, ex);
+        }
     }
 
+    /// Pages that would not be freed are left alone: the pool would only grow.
     template <class Executor>
     void by_budget(Executor& ex) {
         const page_geometry g = cache_.geometry();
-        int pages = 0;
-        for (const sequence_type* s : sequences_) pages = larger(pages, g.committed(s->tokens()));
+        int pages = 0;  // more than the tokens say, where a trim went far back
+        for (const sequence_type* s : sequences_)
+            for (const layer_track& track : sequence_access::tracks(*s))
+                pages = larger(pages, track.committed);
         for (std::size_t index = 1; index < policy_.tiers.size(); ++index)
             for (int i = 0; i < pages; ++i) {
                 if (report_.bytes_after <= policy_.byte_budget) return;
-                lower(sequences_.size(), index, i == 0 ? 0 : g.first_token(i), g.first_token(i + 1), ex);
+                lower(index, i == 0 ? 0 : g.first_token(i), g.first_token(i + 1), {.only_freed = true}, ex);
             }
     }
 
@@ -140,7 +149,8 @@ private:
 
 }  // namespace detail
 
-/// Applies the policy to sequences of one cache; pages that they share stay shared. Raises kvq::error for an impossible policy
+/// Applies the policy to sequences of one cache; pages that they share stay shared. O(pages) of all sequences and tiers, plus
+/// the coding. Raises kvq::error for an impossible policy
 /// before anything changes, kvq::out_of_memory when the pool has no room for one more page per thread (keep the policy's
 /// budget that far below the pool's); steps done until then stay.
 template <class Cache, class Executor = serial_executor>

@@ -23,7 +23,7 @@ struct usage_row {
 /// One row per layer, tensor and format that occurs, in this order. Their codes and parameters add up to
 /// usage_report::coded + window. O(pages).
 template <class Cache>
-std::vector<usage_row> usage_rows(const sequence<Cache>& s) {
+[[nodiscard]] std::vector<usage_row> usage_rows(const sequence<Cache>& s) {
     const Cache& cache = detail::sequence_access::cache(s);
     const cache_shape& shape = cache.shape();
     std::vector<usage_row> rows;

@@ -13,8 +13,8 @@ namespace kvq::inline v0_1 {
 /// Bytes of coded K and V per token over all layers and kv heads: what a long context costs per token.
 /// (Page headers, 16-bit window and unfinished pages: estimate/footprint.hpp.)
 template <key_scheme Keys, value_scheme Values>
-constexpr double bytes_per_token(const cache_shape& shape, int page_tokens, const Keys& keys = {},
-                                 const Values& values = {}) {
+[[nodiscard]] constexpr double bytes_per_token(const cache_shape& shape, int page_tokens,
+                                               const Keys& keys = {}, const Values& values = {}) {
     const std::size_t block = keys.block_bytes({tensor::key, page_tokens, shape.dim(tensor::key)}) +
                               values.block_bytes({tensor::value, page_tokens, shape.dim(tensor::value)});
     return static_cast<double>(block) * shape.kv_heads * shape.layers / page_tokens;
@@ -22,7 +22,7 @@ constexpr double bytes_per_token(const cache_shape& shape, int page_tokens, cons
 
 /// Bits per number of one tensor, parameters included.
 template <kv_scheme Scheme>
-constexpr double bits_per_value(const block_shape& shape, const Scheme& scheme = {}) {
+[[nodiscard]] constexpr double bits_per_value(const block_shape& shape, const Scheme& scheme = {}) {
     return 8.0 * static_cast<double>(scheme.block_bytes(shape)) / static_cast<double>(shape.values());
 }
 

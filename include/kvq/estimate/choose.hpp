@@ -69,8 +69,8 @@ double preset_bits(const cache_shape& shape, int context = 0,
 }
 
 /// The preset of least divergence within `budget` bits per number. statistics: will keys be made from statistics?
-inline preset_choice choose(double budget, const cache_shape& shape, bool statistics = false, int context = 0,
-                            const cache_options& options = preset_options()) {
+[[nodiscard]] inline preset_choice choose(double budget, const cache_shape& shape, bool statistics = false,
+                                          int context = 0, const cache_options& options = preset_options()) {
     detail::check_shape(shape);
     preset_choice best;
     for_each_preset([&]<class P>(P) {
@@ -87,8 +87,9 @@ inline preset_choice choose(double budget, const cache_shape& shape, bool statis
 }
 
 /// The same for a budget of bytes per token, over all layers and heads.
-inline preset_choice choose_bytes(double bytes_per_token, const cache_shape& shape, bool statistics = false,
-                                  int context = 0, const cache_options& options = preset_options()) {
+[[nodiscard]] inline preset_choice choose_bytes(double bytes_per_token, const cache_shape& shape,
+                                                bool statistics = false, int context = 0,
+                                                const cache_options& options = preset_options()) {
     detail::check_shape(shape);
     const double numbers = static_cast<double>(shape.layers) * shape.kv_heads *
                            (shape.dim(tensor::key) + shape.dim(tensor::value));

@@ -67,7 +67,8 @@ void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
 
 /// Bytes for `sequences` sequences of `tokens` tokens each. O(layers).
 template <class Cache>
-footprint_report footprint(const Cache& cache, int tokens, int sequences = 1, const attention_use& use = {}) {
+[[nodiscard]] footprint_report footprint(const Cache& cache, int tokens, int sequences = 1,
+                                         const attention_use& use = {}) {
     detail::expect(tokens >= 0, "a footprint needs at least 0 tokens, got ", tokens);
     detail::expect(tokens <= (std::numeric_limits<int>::max)() - cache.options().page_tokens,
                    "a footprint of ", tokens, " tokens: no sequence takes that many");
@@ -95,8 +96,8 @@ footprint_report footprint(const Cache& cache, int tokens, int sequences = 1, co
 /// empty cache does. As `transient` is an upper bound, decoding token by token may come some pages further.
 /// O(page_tokens * log(result)) footprints.
 template <class Cache>
-int longest_context(const Cache& cache, std::size_t budget, int sequences = 1,
-                    const attention_use& use = {}) {
+[[nodiscard]] int longest_context(const Cache& cache, std::size_t budget, int sequences = 1,
+                                  const attention_use& use = {}) {
     const auto fits = [&](int n) {
         // Bytes fall when a page is coded, so the last page's worth of lengths decides.
         for (int m = detail::larger(0, n - cache.options().page_tokens); m <= n; ++m) {

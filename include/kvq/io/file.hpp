@@ -69,7 +69,8 @@ void save(const sequence<Cache>& s, const std::string& path, const save_options&
 
 /// A new sequence of the cache from a file.
 template <class Cache>
-sequence<Cache> restore(Cache& cache, const std::string& path, const restore_options& options = {}) {
+[[nodiscard]] sequence<Cache> restore(Cache& cache, const std::string& path,
+                                      const restore_options& options = {}) {
     detail::open_file file(path, "rb");
     const auto read = [&](void* to, std::size_t bytes) { return file.read(to, bytes); };
     sequence<Cache> s = restore(cache, read, options);

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <map>
 
 #include "../cache/sequence.hpp"
 #include "clean_page.hpp"
@@ -74,7 +75,7 @@ public:
 
     /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is empty then.
     /// Only so is the loss of all pages of a layer noticed.
-    sequence<Cache> finish(int tokens) {
+    [[nodiscard]] sequence<Cache> finish(int tokens) {
         for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
             const int came = check(layer, 0, received_[2 * layer]).tokens;
             detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
@@ -83,7 +84,7 @@ public:
         return finish();
     }
     /// The same for layers of whatever length their messages say.
-    sequence<Cache> finish() {
+    [[nodiscard]] sequence<Cache> finish() {
         sequence<Cache> s = cache_.new_sequence();
         auto& tracks = detail::sequence_access::tracks(s);
         for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
@@ -106,13 +107,13 @@ public:
 
 private:
     struct received {
-        page_kind kind;
-        int position;
         int used;
         int layer_tokens;
         bool committed;
         page_ref page;
     };
+    /// In the order of (kind, position).
+    using received_pages = std::map<std::pair<page_kind, int>, received>;
     struct extent {
         int tokens = 0;
         int committed = 0;
@@ -146,37 +147,34 @@ private:
         detail::expect(bytes == m.data.size(), detail::layer_text(layer, Role), ": a page of ", m.scheme.name,
                        " has ", m.data.size(), " bytes, here it would have ", bytes);
         const int position = sink ? 0 : offset / g.page_tokens;
-        auto& list = received_[2 * layer + role];
-        for (const received& r : list)
-            detail::expect(r.kind != m.kind || r.position != position, detail::layer_text(layer, Role),
-                           ": the page at ", m.first_token, " came twice");
+        received_pages& list = received_[2 * layer + role];
+        detail::expect(list.count({m.kind, position}) == 0, detail::layer_text(layer, Role), ": the page at ",
+                       m.first_token, " came twice");
         page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
         std::memcpy(p->data(), m.data.data(), bytes);
         p->not_finite = m.not_finite;
-        list.push_back({m.kind, position, m.used, m.layer_tokens, m.committed, std::move(p)});
+        list.insert({{m.kind, position}, {m.used, m.layer_tokens, m.committed, std::move(p)}});
     }
 
-    /// Sorts the pages and checks that they are a sequence without holes.
-    extent check(std::size_t layer, std::size_t role, std::vector<received>& list) const {
-        std::sort(list.begin(), list.end(), [](const received& a, const received& b) {
-            return a.kind != b.kind ? a.kind < b.kind : a.position < b.position;
-        });
+    /// Checks that the pages are a sequence without holes.
+    extent check(std::size_t layer, std::size_t role, const received_pages& list) const {
         const page_geometry g = cache_.geometry();
         const std::string me = detail::layer_text(layer, static_cast<tensor>(role));
         extent found;
         int pages = 0, originals_end = -1, expected = 0;
-        for (const received& r : list) {
+        for (const auto& [where, r] : list) {
+            const auto [kind, position] = where;
             expected = detail::larger(expected, r.layer_tokens);
-            if (r.kind == page_kind::sink) {
+            if (kind == page_kind::sink) {
                 found.tokens = r.used;
-            } else if (r.kind == page_kind::original) {
-                detail::expect(r.committed && (originals_end < 0 || r.position == originals_end), me,
-                               ": originals with a gap before page ", r.position);
-                originals_end = r.position + 1;
+            } else if (kind == page_kind::original) {
+                detail::expect(r.committed && (originals_end < 0 || position == originals_end), me,
+                               ": originals with a gap before page ", position);
+                originals_end = position + 1;
             } else {
-                detail::expect(r.position == pages && r.used > 0 && found.tokens == g.first_token(pages), me,
-                               ": the page before token ", g.first_token(r.position), " is missing");
-                detail::expect(!r.committed || found.committed == pages, me, ": page ", r.position,
+                detail::expect(position == pages && r.used > 0 && found.tokens == g.first_token(pages), me,
+                               ": the page before token ", g.first_token(position), " is missing");
+                detail::expect(!r.committed || found.committed == pages, me, ": page ", position,
                                " is committed, but not the one before");
                 found.committed += r.committed;
                 found.tokens += r.used;
@@ -193,28 +191,29 @@ private:
         return found;
     }
 
-    void fill(detail::page_table& table, const std::vector<received>& list, int tokens) const {
+    void fill(detail::page_table& table, const received_pages& list, int tokens) const {
         const page_geometry g = cache_.geometry();
         const int rollback = cache_.options().rollback;
         if (tokens == 0) return;
         table.pages.reserve(detail::table_capacity(static_cast<std::size_t>(g.pages(tokens))));
         const auto originals = static_cast<std::size_t>(std::count_if(
-            list.begin(), list.end(), [](const received& r) { return r.kind == page_kind::original; }));
+            list.begin(), list.end(), [](const auto& r) { return r.first.first == page_kind::original; }));
         const std::size_t usual = table.target == 0 ? 0 : detail::originals_capacity(rollback, g.page_tokens);
         table.originals.reserve(detail::larger(usual, originals));
-        for (const received& r : list) {
-            if (r.kind == page_kind::sink)
+        for (const auto& [where, r] : list) {
+            const auto [kind, position] = where;
+            if (kind == page_kind::sink)
                 table.sink = r.page;
-            else if (r.kind == page_kind::page)
+            else if (kind == page_kind::page)
                 table.pages.push_back(r.page);
-            else if (g.commit_at(r.position) > tokens - rollback)
-                table.keep_original(r.position, r.page);
+            else if (g.commit_at(position) > tokens - rollback)
+                table.keep_original(position, r.page);
         }
         table.join_originals();
     }
 
     Cache& cache_;
-    std::vector<std::vector<received>> received_;  // [layer][K, V]
+    std::vector<received_pages> received_;  // [layer][K, V]
 };
 
 }  // namespace kvq::inline v0_1

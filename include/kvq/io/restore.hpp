@@ -322,7 +322,7 @@ private:
 /// Reads a saved sequence from a source: a callable read(void*, std::size_t) -> std::size_t, which is asked for exactly the
 /// bytes of the file. Raises kvq::error when it is damaged, cut short, something else, or does not fit this cache.
 template <class Cache, byte_source Source>
-sequence<Cache> restore(Cache& cache, Source&& read, const restore_options& options = {}) {
+[[nodiscard]] sequence<Cache> restore(Cache& cache, Source&& read, const restore_options& options = {}) {
     return detail::sequence_reader<Cache, std::remove_reference_t<Source>>(cache, read, options).run();
 }
 
