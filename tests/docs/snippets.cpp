@@ -42,7 +42,7 @@ void preset(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
     statistics.add_keys(layer, k);
     statistics.add_queries(layer, q);
     using low2_cache = kvq::cache<kvq::low2, kvq::low2, kvq::simd<>>;
-    low2_cache cache(shape, kvq::preset_options(), low2_cache::key_table(kvq::low2::keys(statistics)));
+    low2_cache cache(shape, kvq::preset_options(), kvq::low2::keys(statistics));
 }
 
 }  // namespace readme
@@ -103,6 +103,22 @@ void ring(cache_type& cache, int layer, tokens_in k, tokens_in v, tokens_in q, t
     ring.append(layer, k, v);
     ring.attend(layer, q, out);
     ring.trim(n);
+}
+
+struct request {
+    sequence_type sequence;
+    tokens_in q;
+    tokens_out out;
+};
+std::vector<std::size_t> continuous(cache_type& cache, int layer, int tokens, std::span<request> running,
+                                    kvq::workspace& workspace, int threads) {
+    std::vector<cache_type::attention_request> batch;
+    for (request& r : running) batch.push_back({&r.sequence, r.q, r.out});
+    cache.attend(layer, batch, kvq::causal{}, kvq::thread_executor(threads), workspace);
+
+    std::vector<std::size_t> wanted;
+    for (request& r : running) wanted.push_back(r.sequence.append_bytes(tokens));
+    return wanted;
 }
 
 using few_formats = kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::int8>>;
