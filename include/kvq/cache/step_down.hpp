@@ -6,12 +6,13 @@
 //                           .byte_budget = std::size_t{1} << 30};
 //   step_down(cache, sequence, policy);                                     // between decode steps
 //
-// By age: a page takes the format of the last tier whose age all its tokens have reached, in any sequence that holds it. By budget: while the pool holds more
-// than `byte_budget` bytes, the oldest page of the widest tier goes one tier down; a page that would not be freed stays as it
-// is, because somebody outside of the given sequences holds it too or because it would be kept as an original. Pages only
-// ever shrink; sinks, recent tokens and the page being filled are never touched. The result depends on the pages, on who holds them and on the number of tokens, not on time or
-// threads. It is a call and not a part of append(): call it after drafted tokens were accepted or trimmed, and
-// speculation leaves no trace.
+// By age: a page takes the format of the last tier whose age all its tokens have reached, in any sequence that holds it.
+// By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one tier down; a
+// page that would not be freed stays as it is, because somebody outside of the given sequences holds it too or because it
+// would be kept as an original.
+// Pages only ever shrink; sinks, recent tokens and the page being filled are never touched. The result depends on the
+// pages, on who holds them and on the number of tokens, not on time or threads. It is a call and not a part of append():
+// call it after drafted tokens were accepted or trimmed, and speculation leaves no trace.
 // What it does is requantizing (cache/requantize.hpp): same dry run, same peak, same error.
 #pragma once
 
@@ -150,9 +151,8 @@ private:
 }  // namespace detail
 
 /// Applies the policy to sequences of one cache; pages that they share stay shared. O(pages) of all sequences and tiers, plus
-/// the coding. Raises kvq::error for an impossible policy
-/// before anything changes, kvq::out_of_memory when the pool has no room for one more page per thread (keep the policy's
-/// budget that far below the pool's); steps done until then stay.
+/// the coding. Raises kvq::error for an impossible policy before anything changes, kvq::out_of_memory when the pool has no
+/// room for one more page per thread (keep the policy's budget that far below the pool's); steps done until then stay.
 template <class Cache, class Executor = serial_executor>
 step_down_report step_down(Cache& cache, std::span<typename Cache::sequence_type* const> sequences,
                            const step_down_policy& policy, Executor&& executor = {}) {
