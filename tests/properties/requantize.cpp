@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <array>
+#include <atomic>
 
 #include "support/attention_error.hpp"
 #include "support/ladder.hpp"
@@ -383,6 +384,57 @@ TEST_CASE("no room for one more page: what was converted stays, the rest is as i
     for (std::size_t i = 0; i < before.size(); ++i) CHECK(std::fabs(before[i] - after[i]) < 0.05f);
     sequence.trim(48);
     CHECK(cache.requantize(sequence, to_eight).pages_left == 0);
+}
+
+namespace {
+
+/// Runs out of memory in one of its calls.
+struct failing : kvq::affine<4> {
+    using base = kvq::affine<4>;
+    static inline std::atomic<int> calls_left{1 << 30};
+    std::string name() const { return "failing"; }
+    std::uint32_t encode(const kvq::block_shape& s, kvq::block_id id, const float* values,
+                         std::byte* block) const {
+        if (calls_left.fetch_sub(1) == 0) throw std::bad_alloc();
+        return base::encode(s, id, values, block);
+    }
+};
+
+}  // namespace
+
+TEST_CASE(
+    "a scheme that runs out of memory on some thread: pages are old or new, and the request can be made "
+    "again") {
+    test::generator random(test::seed());
+    using cache_type = kvq::cache<kvq::formats<kvq::int8, failing>>;
+    const kvq::cache_shape shape{2, 2, 32};
+    for (int at = 0; at < 40; at += 3) {
+        cache_type cache(shape, {.recent = 16, .page_tokens = 16});
+        const test::stream s(random, shape, 100);
+        auto sequence = cache.new_sequence(), wanted = cache.new_sequence();
+        test::append(sequence, shape.layers, s, 0, 100);
+        test::append(wanted, shape.layers, s, 0, 100);
+        const kvq::requantize_request request{.key = 1, .value = 1};
+        failing::calls_left = 1 << 30;
+        cache.requantize(wanted, request);
+        const auto untouched = sequence.fork();
+        const auto before = test::contents(cache, untouched);
+        kvq::workspace space;
+        cache_type::sequence_type* const one = &sequence;
+        const std::span all(&one, 1);
+        failing::calls_left = at;
+        bool failed = false;
+        try {
+            cache.requantize(all, request, {}, kvq::thread_executor(3), space);
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
+        CHECK(failed);
+        CHECK(test::contents(cache, untouched) == before);
+        failing::calls_left = 1 << 30;
+        CHECK(cache.requantize(all, request, {}, kvq::thread_executor(3), space).pages_left == 0);
+        CHECK(test::contents(cache, sequence) == test::contents(cache, wanted));
+    }
 }
 
 TEST_CASE("impossible requests are refused with their numbers, before anything changes") {

@@ -98,7 +98,9 @@ public:
                              executor, threads, scratch);
     }
 
-    /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are).
+    /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are). Where it cuts a coded page,
+    /// the tokens that stay need a window page: kvq::out_of_memory if there is none, and nothing has changed then. Trims to
+    /// boundaries of pages and within `rollback` need none.
     void trim(int n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
                        tokens());
