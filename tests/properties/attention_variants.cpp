@@ -138,7 +138,7 @@ TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any numb
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 6; ++round) {
+    for (int round = 0; round < 4; ++round) {
         const kvq::cache_shape shape{2, 2, 48, 40};
         auto options = test::random_options(random);
         options.page_tokens = random.pick(std::vector<int>{16, 32, 33});
@@ -153,14 +153,14 @@ TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any numb
                 sequences.push_back(sequences.back().fork());
             } else {
                 // Some are cut into chunks that are tasks of their own.
-                const int tokens = random.one_in(3) ? random.between(2100, 6500) : random.between(1, 300);
+                const int tokens = random.one_in(3) ? random.between(2100, 4500) : random.between(1, 300);
                 const test::stream s(random, shape, tokens);
                 sequences.push_back(cache.new_sequence());
                 sequences.back().append(layer, s.k.slice(0, tokens), s.v.slice(0, tokens));
             }
             const int heads = 2 * random.between(1, 4);
             const int rows =
-                std::min(sequences.back().tokens(layer), random.one_in(5) ? 0 : random.between(1, 12));
+                std::min(sequences.back().tokens(layer), random.one_in(5) ? 0 : random.between(1, 6));
             q.push_back(test::random_tensor(random, rows, heads, 48));
             expected.emplace_back(rows, heads, 40);
             out.emplace_back(rows, heads, 40);
@@ -185,7 +185,7 @@ TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any numb
                 CHECK(lse[i] == wanted);
             }
         };
-        for (int threads = 1; threads <= 4; ++threads) check(kvq::causal{}, kvq::thread_executor(threads));
+        for (const int threads : {1, 3}) check(kvq::causal{}, kvq::thread_executor(threads));
         check(kvq::sliding_window{100}, backwards{});
         check(kvq::softcap{5.0f}, kvq::serial_executor{});
     }
@@ -224,7 +224,7 @@ TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on decoded keys, whatever th
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (const int tokens : {40, 300, 5000})
+    for (const int tokens : {40, 2300})
         with_sequence<C>(random, tokens, [&](const auto& cache, const auto& sequence, int layer) {
             const int rows = 3, group = 4 / cache.shape().kv_heads;
             const auto q = test::random_tensor(random, rows, 4, 48);
