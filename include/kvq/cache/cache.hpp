@@ -141,6 +141,7 @@ public:
             rows += static_cast<long long>(r.q.tokens) * r.q.heads;
         }
         detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
+        if (rows == 0) return;
         const auto items = [&](int i) {
             const attention_request& r = batch[static_cast<std::size_t>(i)];
             return detail::attention_item{r.sequence->pages(layer), r.q, r.out};

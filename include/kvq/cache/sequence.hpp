@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <span>
 
 #include "../attention/attend.hpp"
 #include "../attention/workspace.hpp"
@@ -89,13 +90,8 @@ public:
     template <class Variant, class Executor>
     void attend(int layer, const query_view& q, const output_view& out, const Variant& variant,
                 Executor&& executor, workspace& space) const {
-        check_attention(layer, q, out);
-        if (q.tokens == 0) return;
-        const int threads = static_cast<int>(executor.concurrency());
-        std::byte* const scratch =
-            space.reserve(cache_->attention_workspace(tokens(layer), q.heads, q.tokens, threads));
-        kvq::attend<backend>(cache_->keys(), cache_->values(), shape(), layer, pages(layer), q, out, variant,
-                             executor, threads, scratch);
+        const typename Cache::attention_request one{this, q, out};
+        cache_->attend(layer, std::span(&one, 1), variant, executor, space);
     }
 
     /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are). Where it cuts a coded page,
