@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Compiles every header of the library alone.
+"""Compiles every header of the library alone, and all of them together.
 
-check.py <include folder> [--without simd|eigen|io]... <compiler> [flags...]
+check.py <include folder> [--without simd|eigen|io]... [--together] <compiler> [flags...]
 
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
 (poison.hpp). Headers that need xsimd, Eigen or nlohmann-json are left out with --without, and go unpoisoned.
+--together leaves this out: what a header forgets to include, a second compiler misses as well.
 With nvcc: everything that must be usable from device code in one translation unit, since nvcc is slow to start;
 then every *.cuh by itself.
 With all of them: every header in one translation unit, behind the standard library and macros that it cannot take
@@ -46,12 +47,14 @@ WHOLE_PROCESSOR = {"x86_64": ["-march=x86-64-v4", "-mavx512vnni"]}
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 
 
-def compile_alone(compiler, flags, include, header, poisoned):
-    command = [compiler, "-std=c++20", "-fsyntax-only", *WARNINGS, *flags, "-I", str(include)]
+def warnings_of(compiler):
     if "clang" in os.path.basename(compiler):
-        command += ["-ferror-limit=3", "-Wno-sign-conversion"]  # the latter as in CMakeLists.txt
-    else:
-        command += ["-fmax-errors=3"]
+        return [*WARNINGS, "-ferror-limit=3", "-Wno-sign-conversion"]  # the latter as in CMakeLists.txt
+    return [*WARNINGS, "-fmax-errors=3"]
+
+
+def compile_alone(compiler, flags, include, header, poisoned):
+    command = [compiler, "-std=c++20", "-fsyntax-only", *warnings_of(compiler), *flags, "-I", str(include)]
     if poisoned:
         command += ["-include", str(HERE / "poison.hpp")]
     command += ["-include", f"kvq/{header}", "-include", f"kvq/{header}", "-x", "c++", os.devnull]
@@ -62,7 +65,8 @@ def compile_device(compiler, flags, include, headers, folder):
     source = pathlib.Path(folder) / (headers[0].replace("/", "_") + ".cu")
     source.write_text("".join(f"#include <kvq/{header}>\n" for header in headers))
     command = [compiler, "-std=c++20", "-Werror", "all-warnings", *flags, "-I", str(include)]
-    command += ["-c", "-o", str(source) + ".o", str(source)]
+    # The device's side of it; the host's is in the poisoned source.
+    command += ["-ptx", "-o", str(source) + ".ptx", str(source)]
     return ", ".join(headers), subprocess.run(command, capture_output=True, text=True)
 
 
@@ -80,13 +84,14 @@ def write_poisoned(include, headers, folder, suffix):
 
 def compile_poisoned(compiler, flags, include, headers, folder):
     source = write_poisoned(include, headers, folder, "cpp")
-    command = [compiler, "-std=c++20", "-fsyntax-only", *flags, "-I", str(include), str(source)]
+    command = [compiler, "-std=c++20", "-fsyntax-only", *warnings_of(compiler), *flags, "-I", str(include), str(source)]
     return "poisoned", subprocess.run(command, capture_output=True, text=True)
 
 
 def compile_poisoned_device(compiler, flags, include, headers, folder):
     source = write_poisoned(include, headers, folder, "cu")
-    command = [compiler, "-std=c++20", *flags, "-I", str(include), "-c", "-o", f"{source}.o", str(source)]
+    command = [compiler, "-std=c++20", "-Werror", "all-warnings", *flags, "-I", str(include)]
+    command += ["-c", "-o", f"{source}.o", str(source)]
     return "poisoned", subprocess.run(command, capture_output=True, text=True)
 
 
@@ -97,7 +102,8 @@ def main():
     while arguments[0] == "--without":
         left_out.extend(THIRD_PARTY[arguments[1]])
         del arguments[:2]
-    compiler, *flags = arguments
+    together_only = arguments[0] == "--together"
+    compiler, *flags = arguments[together_only:]
 
     root = include / "kvq"
     headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.hpp"))
@@ -116,6 +122,8 @@ def main():
                 processor, extra = INSTRUCTION_SETS.get(header.removesuffix(".hpp"), (machine, []))
                 if processor == machine and not header.startswith(tuple(left_out)):
                     together.append(header)
+                    if together_only:
+                        continue
                     poisoned = not header.startswith(sum(THIRD_PARTY.values(), ()))
                     jobs.append(pool.submit(compile_alone, compiler, [*flags, *extra], include, header, poisoned))
             extra = WHOLE_PROCESSOR.get(machine, [])

@@ -169,6 +169,19 @@ std::vector<std::uint32_t> attention_bits(const Cache& cache, const typename Cac
     return bits;
 }
 
+// Attention takes long to compile: for the caches above it is in attention_bits.cpp.
+#define KVQ_TEST_ATTENTION_BITS(Cache) \
+    template std::vector<std::uint32_t> attention_bits(const Cache&, const Cache::sequence_type&, int)
+extern KVQ_TEST_ATTENTION_BITS(kivi_cache);
+extern KVQ_TEST_ATTENTION_BITS(mixed_cache);
+extern KVQ_TEST_ATTENTION_BITS(custom_cache);
+#if !defined(KVQ_TEST_FEWER_SCHEMES)
+extern KVQ_TEST_ATTENTION_BITS(int8_cache);
+extern KVQ_TEST_ATTENTION_BITS(product_cache);
+extern KVQ_TEST_ATTENTION_BITS(rotated_cache);
+extern KVQ_TEST_ATTENTION_BITS(plain_cache);
+#endif
+
 /// x^ of all tokens of one layer.
 template <class Sequence>
 tensor<float> decoded(const Sequence& sequence, const kvq::cache_shape& shape, int layer, kvq::tensor role) {

@@ -367,13 +367,10 @@ private:
 
     template <int Vectors, bool Partial>
     static void multiply(int queries, const code_part& what, const code_target& to) {
-        constexpr int zero = Scheme::zero_code;
-        if (queries == 4)
-            multiply_part<form_of<Lanes, Backend>, Lanes, bits, zero, Vectors, 4, Partial>(what, to);
-        else if (queries == 2)
-            multiply_part<form_of<Lanes, Backend>, Lanes, bits, zero, Vectors, 2, Partial>(what, to);
-        else
-            multiply_part<form_of<Lanes, Backend>, Lanes, bits, zero, Vectors, 1, Partial>(what, to);
+        with_queries(queries, [&](auto n) {
+            multiply_part<form_of<Lanes, Backend>, Lanes, bits, Scheme::zero_code, Vectors,
+                          decltype(n)::value, Partial>(what, to);
+        });
     }
 
     const code_layout<bits>& codes_;

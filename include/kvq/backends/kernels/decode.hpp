@@ -253,40 +253,37 @@ private:
                 for (int k = 0; k < step_columns; ++k)
                     if (col + k < cols)
                         of[k] = values_of(scale[col - 4 * first + k], bias + (col - 4 * first + k));
-                if (col + step_columns <= cols)
-                    each_part_of(group, [&](const part& p) { step_of<false>(p, col, of, f); });
-                else
-                    each_part_of(group, [&](const part& p) { step_of<true>(p, col, of, f); });
+                each_part_of(group, [&](const part& p) {
+                    if (col + step_columns <= cols && p.slot_count >= Lanes::width)
+                        step_of<true>(p, col, of, f);
+                    else
+                        step_of<false>(p, col, of, f);
+                });
             }
         }
     }
-    /// The columns of one step; Cut: some of them do not exist.
-    template <bool Cut, class F>
+    /// The columns of one step. Whole: all of them exist, and rows fill a vector.
+    template <bool Whole, class F>
     KVQ_INLINE void step_of(const part& p, int col, const values_of* of, F& f) const {
+        constexpr bool partial = !Whole && Lanes::width > 4;  // rows come in fours
         const std::byte* plane[planes::count];
         first_vectors(p, col / 4, plane);
-        const int left = codes_.cols.size - col;
-        const auto run = [&]<bool Partial, int... Q>(std::bool_constant<Partial>,
-                                                     std::integer_sequence<int, Q...>) {
+        const int left = codes_.cols.size - col, rows = detail::smaller(p.slot_count, Lanes::width);
+        const auto run = [&]<int... Q>(std::integer_sequence<int, Q...>) {
             const auto quad = [&]<int Quad>(std::integral_constant<int, Quad>) KVQ_INLINE_LAMBDA {
-                if (Cut && 4 * Quad >= left) return;
-                const ints words =
-                    quad_codes<Lanes, bits, Quad, Partial>(plane, p.height * 4, 0, p.slot_count);
+                if (!Whole && 4 * Quad >= left) return;
+                const ints words = quad_codes<Lanes, bits, Quad, partial>(plane, p.height * 4, 0, rows);
                 f(p, col + 4 * Quad, of[4 * Quad](code_of<0>(words)));
-                if (!Cut || 4 * Quad + 1 < left)
+                if (Whole || 4 * Quad + 1 < left)
                     f(p, col + 4 * Quad + 1, of[4 * Quad + 1](code_of<1>(words)));
-                if (!Cut || 4 * Quad + 2 < left)
+                if (Whole || 4 * Quad + 2 < left)
                     f(p, col + 4 * Quad + 2, of[4 * Quad + 2](code_of<2>(words)));
-                if (!Cut || 4 * Quad + 3 < left)
+                if (Whole || 4 * Quad + 3 < left)
                     f(p, col + 4 * Quad + 3, of[4 * Quad + 3](code_of<3>(words)));
             };
             (quad(std::integral_constant<int, Q>{}), ...);
         };
-        using all = std::make_integer_sequence<int, planes::quads_per_step>;
-        if (p.slot_count < Lanes::width)
-            run(std::true_type{}, all{});
-        else
-            run(std::false_type{}, all{});
+        run(std::make_integer_sequence<int, planes::quads_per_step>{});
     }
     /// Each plane's vector of the step that quad `first` begins.
     KVQ_INLINE void first_vectors(const part& p, int first, const std::byte** plane) const {

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "../../schemes/concepts.hpp"
 
@@ -25,6 +26,16 @@ inline constexpr int query_block = 4;
 
 /// Splits n queries into blocks of 4, 2 and 1.
 constexpr int next_query_block(int remaining) noexcept { return remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1; }
+/// f(std::integral_constant<int, queries>{}) for what next_query_block has said.
+template <class F>
+KVQ_INLINE void with_queries(int queries, F&& f) {
+    if (queries == 4)
+        f(std::integral_constant<int, 4>{});
+    else if (queries == 2)
+        f(std::integral_constant<int, 2>{});
+    else
+        f(std::integral_constant<int, 1>{});
+}
 
 /// How numbers of a folded vector are held: a signed byte, two of them, a signed 16-bit word.
 enum class vector_form { byte, two_bytes, word };

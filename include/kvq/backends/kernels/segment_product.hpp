@@ -83,26 +83,18 @@ private:
             const int slot_count = height - part;
             const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
             // Rows come in fours: registers of four are never cut.
-            if (several)
-                with_queries<Lanes::row_vectors, false>(slot, height, part, x, queries, to);
-            else
-                with_queries<1, (Lanes::width > 4)>(slot, height, part, x, queries, to);
+            with_queries(queries, [&](auto n) {
+                constexpr int q = decltype(n)::value;
+                if (several)
+                    multiply<Lanes::row_vectors, q, false>(slot, height, part, x, to, every_width{});
+                else
+                    multiply<1, q, (Lanes::width > 4)>(slot, height, part, x, to, every_width{});
+            });
             const int done = several ? Lanes::row_vectors * Lanes::width : Lanes::width;
             part += done;
             to.y += done;
             to.rows -= done;
         }
-    }
-
-    template <int Vectors, bool Partial>
-    void with_queries(int slot, int height, int part, const std::uint32_t* x, int queries,
-                      const code_target& to) const {
-        if (queries == 4)
-            multiply<Vectors, 4, Partial>(slot, height, part, x, to, every_width{});
-        else if (queries == 2)
-            multiply<Vectors, 2, Partial>(slot, height, part, x, to, every_width{});
-        else
-            multiply<Vectors, 1, Partial>(slot, height, part, x, to, every_width{});
     }
 
     template <int Vectors, int Queries, bool Partial, int... Width>

@@ -131,18 +131,12 @@ void value_product(const block_shape& shape, const std::byte* block, const float
                             out = add ? out + lane_y[i][r] : lane_y[i][r];
                         }
                 };
-                const auto with_queries = [&](auto v) {
-                    if (block_n == 4)
-                        run(v, std::integral_constant<int, 4>{});
-                    else if (block_n == 2)
-                        run(v, std::integral_constant<int, 2>{});
+                with_queries(block_n, [&](auto q) {
+                    if (several)
+                        run(std::integral_constant<int, vectors>{}, q);
                     else
-                        run(v, std::integral_constant<int, 1>{});
-                };
-                if (several)
-                    with_queries(std::integral_constant<int, vectors>{});
-                else
-                    with_queries(std::integral_constant<int, 1>{});
+                        run(std::integral_constant<int, 1>{}, q);
+                });
                 part += several ? vectors * vector_rows : vector_rows;
             }
         }
