@@ -412,6 +412,8 @@ TEST_CASE("what does not fit is refused, and nothing changes") {
     CHECK_THROWS_AS(buffers.trim(4), kvq::error);
     CHECK_THROWS_AS(buffers.view().keys(2), kvq::error);
     CHECK(buffers.tokens() == 3);
+    CHECK_THROWS_WITH_AS(kvq::contiguous_cache<float>({.batch = 40000, .heads = 65536, .head_dim = 32}),
+                         doctest::Contains("40000 rows x 65536 heads"), kvq::error);
 
     kvq::contiguous_quantized<float> small({.batch = 2, .heads = 2, .head_dim = 64},
                                            {.bits = 4, .group = 64});

@@ -170,4 +170,7 @@ TEST_CASE("what was overwritten is named; options are checked") {
     uneven.append(1, words.k.slice(0, 3), words.v.slice(0, 3));
     CHECK_THROWS_WITH_AS(ring(std::move(uneven), {.window = 4}),
                          doctest::Contains("layer 1 holds 3 tokens but layer 0 0"), kvq::error);
+    const ring moved = std::move(r);
+    CHECK_THROWS_WITH_AS(r.append(0, words.k.slice(0, 1), words.v.slice(0, 1)),
+                         doctest::Contains("moved from"), kvq::error);
 }

@@ -34,6 +34,8 @@ inline void check_contiguous(const contiguous_shape& s) {
     expect(s.batch >= 1, "a batch has at least 1 row, got ", s.batch);
     expect(s.step >= 1, "buffers grow by at least 1 token, got ", s.step);
     check_shape({1, s.heads, s.head_dim, s.value_dim});
+    expect(s.batch <= (std::numeric_limits<int>::max)() / s.heads, "buffers of ", s.batch, " rows x ",
+           s.heads, " heads are too many");
 }
 
 /// [rows][capacity][width] elements of which [rows][tokens][width] are in use.

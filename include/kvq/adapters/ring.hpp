@@ -107,7 +107,7 @@ private:
     }
 
     /// Pages that no query sees in any layer, from the next token on or after a trim by `slack`.
-    int droppable() const noexcept {
+    int droppable() const {
         int shortest = (std::numeric_limits<int>::max)();
         for (const detail::layer_track& track : detail::sequence_access::tracks(sequence_))
             shortest = detail::smaller(shortest, track.tokens);

@@ -41,14 +41,26 @@ KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #endif
 }
 
-/// The same in a form that compilers turn into vectors: through double, where the product is exact.
-KVQ_HD KVQ_INLINE float rounded_product_wide(float a, float b) noexcept {
-#if defined(__CUDA_ARCH__)
-    return __fmul_rn(a, b);
-#else
-    return static_cast<float>(static_cast<double>(a) * static_cast<double>(b));
+/// The same for loops that compilers turn into vectors: between a product and what follows stands a zero that they cannot know.
+/// (Through double will not do: GCC sees that a product of floats is the same and fuses that.)
+class rounded_products {
+public:
+    KVQ_HD KVQ_INLINE rounded_products() noexcept {
+#if !defined(__CUDA_ARCH__)
+        __asm__("" : "+r"(zero_));
 #endif
-}
+    }
+    KVQ_HD KVQ_INLINE float operator()(float a, float b) const noexcept {
+#if defined(__CUDA_ARCH__)
+        return __fmul_rn(a, b);
+#else
+        return bit_cast<float>(bit_cast<std::uint32_t>(a * b) ^ zero_);
+#endif
+    }
+
+private:
+    std::uint32_t zero_ = 0;
+};
 
 /// a / b rounded to nearest, also where a compiler of CUDA was told to divide fast (--use_fast_math).
 KVQ_HD KVQ_INLINE constexpr float rounded_quotient(float a, float b) noexcept {

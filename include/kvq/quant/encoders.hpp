@@ -69,6 +69,7 @@ struct interleaved_sum {
 /// A grid as numbers are coded on it while it is fitted; codes are floats.
 struct grid_steps {
     float first, scale, inverse, last_code;
+    rounded_products product;
 
     KVQ_HD grid_steps(const grid_range& r, int top) noexcept
         : first(r.first),
@@ -76,7 +77,7 @@ struct grid_steps {
           inverse(scale > 0.0f ? rounded_quotient(1.0f, scale) : 0.0f),
           last_code(static_cast<float>(top)) {}
     KVQ_HD KVQ_INLINE float code(float x) const noexcept {
-        const float position = (x - first) * inverse;
+        const float position = product(x - first, inverse);
 #if defined(__CUDA_ARCH__)
         const float bounded = fminf(fmaxf(position, 0.0f), last_code);
 #else
@@ -86,7 +87,7 @@ struct grid_steps {
         return (bounded + 0x1p23f) - 0x1p23f;
     }
     KVQ_HD KVQ_INLINE float error(float x, float code) const noexcept {
-        return x - (first + rounded_product_wide(scale, code));
+        return x - (first + product(scale, code));
     }
 };
 
