@@ -187,7 +187,8 @@ TEST_CASE_TEMPLATE("MLX rows: words, scales and biases are the formula's, for ev
                             for (int b = 0; b < bits; ++b)
                                 code |= bit_of(words.data(), (g * group + i) * bits + b) << b;
                             REQUIRE(code == f.codes[static_cast<std::size_t>(i)]);
-                            const T product(static_cast<float>(scales[at]) * static_cast<float>(code));
+                            const T product(kvq::detail::rounded_product(static_cast<float>(scales[at]),
+                                                                         static_cast<float>(code)));
                             const float sum = static_cast<float>(product) + static_cast<float>(biases[at]);
                             REQUIRE(static_cast<float>(back[static_cast<std::size_t>(g * group + i)]) ==
                                     static_cast<float>(T(sum)));

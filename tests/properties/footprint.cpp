@@ -61,10 +61,11 @@ TEST_CASE_TEMPLATE("a decoding cache never holds more than footprint() and its t
         auto sequence = cache.new_sequence();
         for (int n = 1; n <= 200; ++n) {
             memory.reset_peak();
+            const std::size_t before = memory.bytes();  // layers that wait for their token hold what they did
             append(sequence, shape.layers, s, n - 1, 1);
             const auto f = kvq::footprint(cache, n);
             REQUIRE(memory.bytes() == f.total);
-            REQUIRE(memory.peak() <= f.total + f.transient);
+            REQUIRE(memory.peak() <= std::max(before, f.total) + f.transient);
         }
     }
 }

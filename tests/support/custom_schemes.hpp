@@ -178,10 +178,11 @@ struct product_scheme {
         const bool key = s.role == kvq::tensor::key;
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c)
-                values[t * s.dim + c] = factor(s, block, t) *
-                                        (scale(s, block, c) * static_cast<float>(kvq::unpack_code(
-                                                                  layout, block, key ? t : c, key ? c : t)) +
-                                         bias(s, block, c));
+                values[t * s.dim + c] =
+                    factor(s, block, t) *
+                    kvq::detail::affine_value(
+                        static_cast<int>(kvq::unpack_code(layout, block, key ? t : c, key ? c : t)),
+                        scale(s, block, c), bias(s, block, c));
     }
 
     template <class Backend>

@@ -25,7 +25,8 @@ struct footprint_report {
     std::size_t workspace = 0;    ///< scratch for coding
     std::size_t attention = 0;    ///< workspace of one attention call
     std::size_t total = 0;        ///< the sum of the above
-    std::size_t transient = 0;    ///< upper bound of what an append adds for a moment
+    std::size_t transient =
+        0;  ///< upper bound of what an append adds for a moment to what is held before or after it
 };
 
 namespace detail {
@@ -60,7 +61,10 @@ void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
                                  : smaller(static_cast<std::size_t>(ceil_div(g.recent, g.page_tokens) + 2) +
                                                originals_capacity(cache.options().rollback, g.page_tokens),
                                            pages + 1);
-    f.transient = larger(f.transient, held * page_pool::allocation(window_page));
+    // A table that grows, and the lists of new pages.
+    const std::size_t references = table_capacity(pages) / 2 + pages + committed;
+    f.transient =
+        larger(f.transient, held * page_pool::allocation(window_page) + references * sizeof(page_ref));
 }
 
 }  // namespace detail
