@@ -25,8 +25,8 @@ struct footprint_report {
     std::size_t workspace = 0;    ///< scratch for coding
     std::size_t attention = 0;    ///< workspace of one attention call
     std::size_t total = 0;        ///< the sum of the above
-    std::size_t transient =
-        0;  ///< upper bound of what an append adds for a moment to what is held before or after it
+    /// Upper bound of what an append adds for a moment to what is held before or after it.
+    std::size_t transient = 0;
 };
 
 namespace detail {
