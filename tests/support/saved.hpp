@@ -64,7 +64,24 @@ inline bool contains(const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;
 }
 
-/// Everything that can be seen of two sequences.
+/// Bytes of originals that differ from the page in their place. A page may be its original again without being the same
+/// object: coded and, without loss, back to 16 bit. Restored, they are one.
+template <class Cache>
+std::size_t rollback_of(const kvq::sequence<Cache>& sequence) {
+    std::size_t bytes = 0;
+    for (const auto& track : kvq::detail::sequence_access::tracks(sequence))
+        for (const auto& table : track.tables) {
+            auto i = static_cast<std::size_t>(table.originals_end) - table.originals.size();
+            for (const auto& original : table.originals) {
+                const kvq::page& p = *table.pages[i++];
+                if (p.format != original->format || std::memcmp(p.data(), original->data(), p.bytes) != 0)
+                    bytes += original->bytes;
+            }
+        }
+    return bytes;
+}
+
+/// Everything that can be seen of two sequences, `b` restored from `a` and then changed as `a` was.
 template <class Cache>
 void require_same(const Cache& cache, const kvq::sequence<Cache>& a, const Cache& other,
                   const kvq::sequence<Cache>& b) {
@@ -75,7 +92,8 @@ void require_same(const Cache& cache, const kvq::sequence<Cache>& a, const Cache
     REQUIRE(a.usage().not_finite == b.usage().not_finite);
     REQUIRE(a.usage().coded == b.usage().coded);
     REQUIRE(a.usage().window == b.usage().window);
-    REQUIRE(a.usage().rollback == b.usage().rollback);
+    REQUIRE(rollback_of(a) == rollback_of(b));
+    REQUIRE(b.usage().rollback <= a.usage().rollback);
 }
 
 }  // namespace test
