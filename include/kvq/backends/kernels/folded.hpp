@@ -48,7 +48,7 @@ inline constexpr vector_form form_of = Backend::pieces == 1   ? vector_form::byt
 /// What remains of a vector besides its pieces, per (set, column group, query).
 struct fold_scalars {
     float step;
-    float sum;              // of x', where rows have biases
+    float sum;              // of x'
     float bias_dot;         // of x with col_bias
     std::int32_t high_sum;  // of the bytes, or of the words
     std::int32_t low_sum;
@@ -158,7 +158,7 @@ private:
                 if (use.col_scale) v = Lanes::multiply(v, f);
                 Lanes::store_floats(scratch + i * scratch_stride + before + c, v);
                 largest[i] = Lanes::larger(largest[i], Lanes::abs(v));
-                if (use.row_bias) sum[i] = Lanes::add(sum[i], v);
+                sum[i] = Lanes::add(sum[i], v);
             }
         }
         constexpr float top_code = (1 << Bits) - 1;
@@ -174,8 +174,7 @@ private:
             const float top = Lanes::largest(largest[i]);
             // Vectors this small are zero next to anything float can hold.
             inverse[i] = top > 1e-33f ? range / top : 0.0f;
-            s[i] = {top > 1e-33f ? top / range : 0.0f, use.row_bias ? Lanes::sum(sum[i]) : 0.0f,
-                    use.col_bias ? Lanes::sum(dot[i]) : 0.0f, 0, 0};
+            s[i] = {top > 1e-33f ? top / range : 0.0f, Lanes::sum(sum[i]), Lanes::sum(dot[i]), 0, 0};
         }
     }
 
