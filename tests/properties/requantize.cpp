@@ -97,9 +97,14 @@ TEST_CASE("the dry run says byte for byte what then happens, shared pages and th
                                       chosen.size() * (48 + 8 * static_cast<std::size_t>(threads));
             CHECK(f.memory.peak() >= done.bytes_peak + other);
             CHECK(f.memory.peak() <= done.bytes_peak + tables + done.workspace + lists);
-            const int page_tokens = f.cache.options().page_tokens;
-            const std::size_t widest = std::max(f.cache.page_bytes<kvq::tensor::key>(0, page_tokens),
-                                                f.cache.page_bytes<kvq::tensor::value>(0, page_tokens));
+            // One new page per thread.
+            const auto bytes_of = [&](const auto& table, int listed) {
+                const kvq::block_shape block{table.role, options.page_tokens, f.shape.dim(table.role)};
+                const auto heads = static_cast<std::size_t>(f.shape.kv_heads);
+                return listed < 0 ? 0 : heads * table.block_bytes(table.index_of(listed), block);
+            };
+            const std::size_t widest =
+                std::max(bytes_of(f.cache.keys(), request.key), bytes_of(f.cache.values(), request.value));
             // Pages are not freed that are kept as originals, or that a fork still has in its window.
             if (request.only_smaller && held.size() == 1 && options.rollback == 0)
                 CHECK(done.bytes_peak <=
