@@ -61,8 +61,9 @@ TEST_CASE_TEMPLATE("from scheme to scheme through a block of floats: the bytes o
     const kvq::affine<4, kvq::per_token<32>> to;
     const kvq::affine<2, kvq::per_channel<32>> other;
     int fast = 0;
-    for (int round = 0; round < 80; ++round) {
-        const auto shape = test::random_shape(random);
+    for (int round = 0; round < 80 || fast == 0; ++round) {
+        REQUIRE(round < 2000);
+        const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
         const auto block = test::encoded(from, shape, some_block(random, shape, true));
         std::vector<float> values(shape.values());
@@ -78,7 +79,6 @@ TEST_CASE_TEMPLATE("from scheme to scheme through a block of floats: the bytes o
         check(to);
         check(other);
     }
-    CHECK(fast > 0);
 }
 
 TEST_CASE_TEMPLATE("tokens become the same window bytes", T, float, kvq::float16, kvq::bfloat16) {
