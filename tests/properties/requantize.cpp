@@ -98,13 +98,13 @@ TEST_CASE("the dry run says byte for byte what then happens, shared pages and th
             CHECK(f.memory.peak() >= done.bytes_peak + other);
             CHECK(f.memory.peak() <= done.bytes_peak + tables + done.workspace + lists);
             // One new page per thread.
-            const auto bytes_of = [&](const auto& table, int listed) {
-                const kvq::block_shape block{table.role, options.page_tokens, f.shape.dim(table.role)};
-                const auto heads = static_cast<std::size_t>(f.shape.kv_heads);
-                return listed < 0 ? 0 : heads * table.block_bytes(table.index_of(listed), block);
-            };
-            const std::size_t widest =
-                std::max(bytes_of(f.cache.keys(), request.key), bytes_of(f.cache.values(), request.value));
+            std::size_t widest = 0;
+            if (request.key >= 0)
+                widest = f.cache.page_bytes<kvq::tensor::key>(f.cache.keys().index_of(request.key),
+                                                              options.page_tokens);
+            if (request.value >= 0)
+                widest = std::max(widest, f.cache.page_bytes<kvq::tensor::value>(
+                                              f.cache.values().index_of(request.value), options.page_tokens));
             // Pages are not freed that are kept as originals, or that a fork still has in its window.
             if (request.only_smaller && held.size() == 1 && options.rollback == 0)
                 CHECK(done.bytes_peak <=

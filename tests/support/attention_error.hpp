@@ -10,8 +10,8 @@
 namespace test {
 
 struct attention_error {
-    /// |out - reference| / |reference|, Euclidean norms over the whole output: the relative error of a result. 0 where the output has
-    /// fewer than 16 independent numbers, which may all but cancel: then only the size of the terms says something.
+    /// |out - reference| / |reference|, Euclidean norms over the whole output: the relative error of a result. 0 where a token's
+    /// output has fewer than 32 numbers, which may all but cancel: then only the size of the terms says something.
     double relative = 0;
     /// The largest of one query's output: |out - reference| / |sum_k p_k |v_k||. What rounding explains, whatever cancels.
     double of_terms = 0;
@@ -56,8 +56,7 @@ attention_error measure_attention(const Cache& cache, const typename Cache::sequ
             if (!(std::sqrt(row_difference) <= worst.of_terms * std::sqrt(row_size)))
                 worst.of_terms = std::sqrt(row_difference / row_size);
         }
-    // Query heads of a group average the same values.
-    const bool telling = shape.kv_heads * value_dim >= 16 || std::isnan(difference);
+    const bool telling = qv.heads * value_dim >= 32 || std::isnan(difference);
     worst.relative = telling && !(difference <= 0) ? std::sqrt(difference / norm) : 0;
     return worst;
 }

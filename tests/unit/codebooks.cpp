@@ -81,7 +81,7 @@ void check_formula(const Formula& formula, double slack) {
             }
         }
     }
-    CHECK(skipped < 640);  // of 12800
+    CHECK(skipped < 256);  // of 12800
 }
 
 double first_largest(const std::vector<double>& x) {
