@@ -3,12 +3,15 @@
 // (against double precision on the decoded values) and of the scheme (the same against the 16-bit values; random data is a
 // hard case, since attention then averages noise). Where CMake finds ggml, its flash attention runs on the same tensors.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <kvq/attention/reference.hpp>
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/presets.hpp>
+#include <memory>
 #include <nlohmann/json.hpp>
 
 #include "support.hpp"
@@ -27,8 +30,16 @@ struct shape {
 
 struct row {
     std::string scheme;
-    double bits, ns, bytes, roofline, rel_error;
-    std::vector<double> exact;  // attention over the decoded values
+    double bits, bytes;
+    double ns = 0.0, roofline = 0.0, rel_error = 0.0;
+    std::vector<double> exact{};  // attention over the decoded values
+};
+
+/// A scheme with its cache filled. Calls of all schemes are timed in turns.
+struct candidate {
+    row result;
+    std::function<void()> call;
+    std::function<void(row&)> judge;  // fills in exact and rel_error
 };
 
 double relative_error(const std::vector<double>& exact, const auto& approximate) {
@@ -87,90 +98,116 @@ Keys make_keys(const shape& s) {
 }
 
 template <class Keys, class Values, class Backend>
-row measure(const char* name, const shape& s) {
-    using cache_type = kvq::cache<Keys, Values, Backend>;
-    bench::huge_page_resource huge;
-    // One piece for the pages of any format; what is not touched costs nothing.
-    std::pmr::monotonic_buffer_resource memory(
-        static_cast<std::size_t>(s.tokens) * static_cast<std::size_t>(s.kv_heads * s.head_dim) * 6 +
-            (64u << 20),
-        &huge);
-    kvq::cache_options options;
-    options.page_tokens = s.page_tokens;
-    options.memory = &memory;
-    cache_type cache({1, s.kv_heads, s.head_dim}, options,
-                     typename cache_type::key_table(make_keys<Keys>(s)));
-    auto sequence = cache.new_sequence();
-    const auto values = static_cast<std::size_t>(s.kv_heads * s.head_dim);
-    for_random_tokens(s, [&](int, int n, const std::vector<float>& k, const std::vector<float>& v) {
-        sequence.append(0, kvq::token_view(k.data(), n, s.kv_heads, s.head_dim),
-                        kvq::token_view(v.data(), n, s.kv_heads, s.head_dim));
-    });
-    const auto q = random_query(s);
-    std::vector<float> out(q.size());
-    const kvq::token_view<const float> query(q.data(), s.q_tokens, s.q_heads, s.head_dim);
-    const kvq::token_view<float> output(out.data(), s.q_tokens, s.q_heads, s.head_dim);
-    const bench::pool threads = bench::make_pool(s.threads);
-    const kvq::serial_executor serial;
-    kvq::workspace space;
-    const double ns = bench::median_ns(name, s.threads, [&] {
-        s.threads == 1 ? sequence.attend(0, query, output, kvq::causal{}, serial, space)
-                       : sequence.attend(0, query, output, kvq::causal{}, threads, space);
-        benchmark::DoNotOptimize(out.data());
-    });
+class filled_cache {
+public:
+    explicit filled_cache(const shape& s)
+        : shape_(s),
+          memory_(static_cast<std::size_t>(s.tokens) * values() * 6 + (64u << 20), &huge_),
+          cache_({1, s.kv_heads, s.head_dim}, options(s), typename cache_type::key_table(make_keys<Keys>(s))),
+          sequence_(cache_.new_sequence()),
+          q_(random_query(s)),
+          out_(q_.size()),
+          threads_(bench::make_pool(s.threads)) {
+        for_random_tokens(s, [&](int, int n, const std::vector<float>& k, const std::vector<float>& v) {
+            sequence_.append(0, kvq::token_view(k.data(), n, s.kv_heads, s.head_dim),
+                             kvq::token_view(v.data(), n, s.kv_heads, s.head_dim));
+        });
+    }
 
-    std::vector<float> k(static_cast<std::size_t>(s.tokens) * values), v(k.size());
-    sequence.decode(0, kvq::tensor::key, 0, kvq::token_view(k.data(), s.tokens, s.kv_heads, s.head_dim));
-    sequence.decode(0, kvq::tensor::value, 0, kvq::token_view(v.data(), s.tokens, s.kv_heads, s.head_dim));
-    std::vector<double> exact = exact_attention(s, k, v, q);
-    const kvq::usage_report u = sequence.usage();
-    const auto bytes = static_cast<double>(u.coded + u.window - u.slack);
-    return {name,
-            8.0 * bytes / (2.0 * s.tokens * static_cast<double>(values)),
-            ns,
-            bytes,
-            bytes / ns / bench::read_bandwidth(static_cast<std::size_t>(bytes), s.threads),
-            relative_error(exact, out),
-            std::move(exact)};
+    void attend() {
+        const shape& s = shape_;
+        const kvq::token_view<const float> query(q_.data(), s.q_tokens, s.q_heads, s.head_dim);
+        const kvq::token_view<float> output(out_.data(), s.q_tokens, s.q_heads, s.head_dim);
+        s.threads == 1 ? sequence_.attend(0, query, output, kvq::causal{}, kvq::serial_executor{}, space_)
+                       : sequence_.attend(0, query, output, kvq::causal{}, threads_, space_);
+        benchmark::DoNotOptimize(out_.data());
+    }
+    double bytes() const {
+        const kvq::usage_report u = sequence_.usage();
+        return static_cast<double>(u.coded + u.window - u.slack);
+    }
+    void judge(row& r) {
+        attend();
+        const shape& s = shape_;
+        std::vector<float> k(static_cast<std::size_t>(s.tokens) * values()), v(k.size());
+        sequence_.decode(0, kvq::tensor::key, 0, kvq::token_view(k.data(), s.tokens, s.kv_heads, s.head_dim));
+        sequence_.decode(0, kvq::tensor::value, 0,
+                         kvq::token_view(v.data(), s.tokens, s.kv_heads, s.head_dim));
+        r.exact = exact_attention(s, k, v, q_);
+        r.rel_error = relative_error(r.exact, out_);
+    }
+
+private:
+    using cache_type = kvq::cache<Keys, Values, Backend>;
+
+    std::size_t values() const { return static_cast<std::size_t>(shape_.kv_heads * shape_.head_dim); }
+    kvq::cache_options options(const shape& s) {
+        kvq::cache_options o;
+        o.page_tokens = s.page_tokens;
+        o.memory = &memory_;
+        return o;
+    }
+
+    shape shape_;
+    bench::huge_page_resource huge_;
+    // One piece for the pages of any format; what is not touched costs nothing.
+    std::pmr::monotonic_buffer_resource memory_;
+    cache_type cache_;
+    typename cache_type::sequence_type sequence_;
+    std::vector<float> q_, out_;
+    bench::pool threads_;
+    kvq::workspace space_;
+};
+
+template <class Keys, class Values, class Backend>
+candidate prepare(const char* name, const shape& s) {
+    const auto cache = std::make_shared<filled_cache<Keys, Values, Backend>>(s);
+    const double bytes = cache->bytes();
+    return {{name, 8.0 * bytes / (2.0 * s.tokens * s.kv_heads * s.head_dim), bytes},
+            [cache] { cache->attend(); },
+            [cache](row& r) { cache->judge(r); }};
 }
 
 #if defined(KVQ_BENCH_GGML)
 /// The same tensors in a cache of ggml's type; head after head, which is what its kernel reads fastest.
 template <ggml_type Type>
-row measure_ggml(const char* name, const shape& s) {
+candidate prepare_ggml(const char* name, const shape& s) {
     const auto values = static_cast<std::size_t>(s.tokens * s.kv_heads * s.head_dim);
-    std::vector<float> k(values), v(values);
-    for_random_tokens(
-        s, [&](int first, int n, const std::vector<float>& part_k, const std::vector<float>& part_v) {
-            const auto at = static_cast<std::ptrdiff_t>(first * s.kv_heads * s.head_dim);
-            std::copy_n(part_k.begin(), n * s.kv_heads * s.head_dim, k.begin() + at);
-            std::copy_n(part_v.begin(), n * s.kv_heads * s.head_dim, v.begin() + at);
-        });
-    const auto q = random_query(s);
-    bench::ggml_attention attention(Type, s.q_tokens, s.q_heads, s.kv_heads, s.head_dim, s.tokens, s.threads);
-    attention.fill(q, k, v);  // and gives back what its types made of them
-    const double ns = bench::median_ns(name, s.threads, [&] { attention.run(); });
-    std::vector<double> exact = exact_attention(s, k, v, q);
-    const auto bytes = static_cast<double>(attention.cache_bytes());
-    return {name,
-            8.0 * bytes / (2.0 * static_cast<double>(values)),
-            ns,
-            bytes,
-            bytes / ns / bench::read_bandwidth(static_cast<std::size_t>(bytes), s.threads),
-            relative_error(exact, attention.output()),
-            std::move(exact)};
+    const auto attention = std::make_shared<bench::ggml_attention>(Type, s.q_tokens, s.q_heads, s.kv_heads,
+                                                                   s.head_dim, s.tokens, s.threads);
+    const auto fill = [attention, s, values] {
+        std::vector<float> k(values), v(values);
+        for_random_tokens(
+            s, [&](int first, int n, const std::vector<float>& part_k, const std::vector<float>& part_v) {
+                const auto at = static_cast<std::ptrdiff_t>(first * s.kv_heads * s.head_dim);
+                std::copy_n(part_k.begin(), n * s.kv_heads * s.head_dim, k.begin() + at);
+                std::copy_n(part_v.begin(), n * s.kv_heads * s.head_dim, v.begin() + at);
+            });
+        const auto q = random_query(s);
+        attention->fill(q, k, v);  // and gives back what its types made of them
+        return exact_attention(s, k, v, q);
+    };
+    fill();
+    const auto bytes = static_cast<double>(attention->cache_bytes());
+    return {{name, 8.0 * bytes / (2.0 * static_cast<double>(values)), bytes},
+            [attention] { attention->run(); },
+            [attention, fill](row& r) {
+                r.exact = fill();
+                attention->run();
+                r.rel_error = relative_error(r.exact, attention->output());
+            }};
 }
 #endif
 
-using rows = std::vector<std::pair<const char*, row (*)(const char*, const shape&)>>;
+using schemes = std::vector<std::pair<const char*, candidate (*)(const char*, const shape&)>>;
 
 template <class Scheme, class Backend = kvq::simd<>>
-void add(rows& list, const char* name) {
-    list.emplace_back(name, &measure<Scheme, Scheme, Backend>);
+void add(schemes& list, const char* name) {
+    list.emplace_back(name, &prepare<Scheme, Scheme, Backend>);
 }
 template <class Pair, class Backend = kvq::simd<>>
-void add_pair(rows& list, const char* name) {
-    list.emplace_back(name, &measure<typename Pair::keys, typename Pair::values, Backend>);
+void add_pair(schemes& list, const char* name) {
+    list.emplace_back(name, &prepare<typename Pair::keys, typename Pair::values, Backend>);
 }
 
 }  // namespace
@@ -179,7 +216,9 @@ int main(int argc, char** argv) {
     CLI::App app("Decode attention over packed pages");
     shape s;
     std::vector<int> tokens{4096, 16384, 65536};
-    std::string only;
+    std::vector<std::string> only;
+    std::string baseline = "fp16";
+    int repetitions = 7;
     bool json = false;
     app.add_option("--tokens", tokens, "context lengths");
     app.add_option("--q-heads", s.q_heads);
@@ -192,12 +231,16 @@ int main(int argc, char** argv) {
     app.add_option("--outliers", s.outliers,
                    "three channels of the keys are so many times as large as the others");
     app.add_option("--query-scale", s.query_scale, "times the standard normal query");
-    app.add_option("--scheme", only,
-                   "only schemes whose name contains this (fp16 always runs: it is the baseline)");
+    app.add_option("--scheme", only, "only schemes whose names contain one of these")->delimiter(',');
+    app.add_option("--baseline", baseline, "the scheme that ratios of times are taken to")
+        ->capture_default_str();
+    app.add_option("--repetitions", repetitions, "of every timing, of which the median counts")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
     app.add_flag("--json", json, "one JSON object a line");
     CLI11_PARSE(app, argc, argv);
 
-    rows list;
+    schemes list;
     add<kvq::full<kvq::float16>>(list, "fp16");
     add<kvq::int8>(list, "int8");
     add<kvq::affine<4, kvq::per_token<64>>>(list, "affine-4-g64");
@@ -215,28 +258,53 @@ int main(int argc, char** argv) {
     add_pair<kvq::kivi<4, 128>, one_piece>(list, "kivi-4-g128/1");
     add<kvq::int8, one_piece>(list, "int8/1");
 #if defined(KVQ_BENCH_GGML)
-    list.emplace_back("ggml f16", &measure_ggml<GGML_TYPE_F16>);
+    list.emplace_back("ggml f16", &prepare_ggml<GGML_TYPE_F16>);
     if (s.head_dim % ggml_blck_size(GGML_TYPE_Q4_0) == 0) {  // both have blocks of 32 channels
-        list.emplace_back("ggml q8_0", &measure_ggml<GGML_TYPE_Q8_0>);
-        list.emplace_back("ggml q4_0", &measure_ggml<GGML_TYPE_Q4_0>);
+        list.emplace_back("ggml q8_0", &prepare_ggml<GGML_TYPE_Q8_0>);
+        list.emplace_back("ggml q4_0", &prepare_ggml<GGML_TYPE_Q4_0>);
     }
 #endif
+
+    if (std::none_of(list.begin(), list.end(), [&](const auto& one) { return one.first == baseline; })) {
+        std::fprintf(stderr, "no scheme is called %s\n", baseline.c_str());
+        return 1;
+    }
+    // The 16-bit values are what errors of schemes are measured by.
+    std::erase_if(list, [&](const auto& one) {
+        const std::string name = one.first;
+        return name != "fp16" && name != baseline && !only.empty() &&
+               std::none_of(only.begin(), only.end(),
+                            [&](const std::string& part) { return name.find(part) != std::string::npos; });
+    });
 
     if (!json)
         std::printf(
             "%s, q/kv heads %d/%d, head_dim %d, %d query token(s), pages of %d, %d thread(s)\n"
-            "%-14s %8s %6s %12s %10s %9s %9s %8s %8s %8s\n",
+            "%-14s %8s %6s %12s %10s %9s %9s %*s %8s %8s\n",
             kvq::simd<>::name(), s.q_heads, s.kv_heads, s.head_dim, s.q_tokens, s.page_tokens, s.threads,
-            "scheme", "tokens", "bits", "bytes/token", "us", "GB/s", "roofline", "vs fp16", "kernel",
-            "scheme");
+            "scheme", "tokens", "bits", "bytes/token", "us", "GB/s", "roofline",
+            static_cast<int>(std::max<std::size_t>(8, baseline.size() + 4)), ("vs " + baseline).c_str(),
+            "kernel", "scheme");
     for (const int n : tokens) {
         s.tokens = n;
-        row baseline{};
-        for (const auto& [name, run] : list) {
-            if (!baseline.exact.empty() && std::string(name).find(only) == std::string::npos) continue;
-            const row r = run(name, s);
-            if (baseline.exact.empty()) baseline = r;
-            const double speed = baseline.ns / r.ns, scheme_error = relative_error(baseline.exact, r.exact);
+        std::vector<candidate> candidates;
+        std::vector<std::function<void()>> calls;
+        for (const auto& [name, prepare_one] : list) {
+            candidates.push_back(prepare_one(name, s));
+            calls.push_back(candidates.back().call);
+        }
+        const std::vector<double> ns = bench::median_ns(calls, s.threads, repetitions);
+        double baseline_ns = 0.0;
+        std::vector<double> values;  // what the 16-bit cache attends to
+        for (std::size_t i = 0; i < candidates.size(); ++i)
+            if (candidates[i].result.scheme == baseline) baseline_ns = ns[i];
+        for (std::size_t i = 0; i < candidates.size(); ++i) {
+            row& r = candidates[i].result;
+            r.ns = ns[i];
+            r.roofline = r.bytes / r.ns / bench::read_bandwidth(static_cast<std::size_t>(r.bytes), s.threads);
+            candidates[i].judge(r);
+            if (r.scheme == "fp16") values = r.exact;
+            const double speed = baseline_ns / r.ns, scheme_error = relative_error(values, r.exact);
             if (json) {
                 const nlohmann::json line{{"scheme", r.scheme},
                                           {"q_heads", s.q_heads},
@@ -249,16 +317,20 @@ int main(int argc, char** argv) {
                                           {"bytes", r.bytes},
                                           {"bits", r.bits},
                                           {"roofline", r.roofline},
-                                          {"vs_fp16", speed},
+                                          {"vs_" + baseline, speed},
                                           {"rel_error", r.rel_error},
                                           {"scheme_error", scheme_error}};
                 std::printf("%s\n", line.dump().c_str());
             } else {
-                std::printf("%-14s %8d %6.2f %12.0f %10.1f %9.2f %8.0f%% %7.2fx %8.0e %8.0e\n",
+                std::printf("%-14s %8d %6.2f %12.0f %10.1f %9.2f %8.0f%% %*.2fx %8.0e %8.0e\n",
                             r.scheme.c_str(), n, r.bits, r.bytes / n, r.ns * 1e-3, r.bytes / r.ns,
-                            r.roofline * 100.0, speed, r.rel_error, scheme_error);
+                            r.roofline * 100.0,
+                            static_cast<int>(std::max<std::size_t>(7, baseline.size() + 3)), speed,
+                            r.rel_error, scheme_error);
             }
             std::fflush(stdout);
+            candidates[i] = {};
+            calls[i] = {};
         }
     }
 }

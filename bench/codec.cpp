@@ -50,7 +50,6 @@ public:
     /// Median time of f(block) over all blocks.
     double time(const std::function<void(int)>& f) const {
         return bench::median_ns(
-            name, threads,
             [&] {
                 if (threads == 1)
                     for (int i = 0; i < blocks; ++i) f(i);
@@ -59,7 +58,7 @@ public:
                         for (int i = blocks * t / threads; i < blocks * (t + 1) / threads; ++i) f(i);
                     });
             },
-            0.02);
+            threads, 0.02);
     }
     double read_ns(std::size_t block_bytes) const {
         return time([&](int i) {

@@ -98,14 +98,13 @@ row measure(const char* mode, const settings& s) {
     std::vector<float> y(q.size());
     kvq::workspace space;
     const double attend_ns = bench::median_ns(
-        mode, 1,
         [&] {
             sequence.attend(0, kvq::token_view<const float>(q.data(), 1, q_heads, s.head_dim),
                             kvq::token_view<float>(y.data(), 1, q_heads, s.head_dim), kvq::causal{},
                             kvq::serial_executor{}, space);
             benchmark::DoNotOptimize(y.data());
         },
-        0.02);
+        1, 0.02);
     const double append_ns = median(page) * 1e6;
     r.append_us = append_ns * s.layers * 1e-3;
     r.append_share = append_ns / attend_ns;

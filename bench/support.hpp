@@ -11,6 +11,7 @@
 #include <kvq/attention/executor.hpp>
 #include <memory_resource>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -52,34 +53,49 @@ using pool = kvq::thread_executor;
 inline pool make_pool(int threads) { return pool(threads); }
 #endif
 
-/// Median nanoseconds of one call, by Google Benchmark: of CPU time on one thread (what else the machine does then counts
-/// less), of real time on several.
-inline double median_ns(const std::string& name, int threads, const std::function<void()>& work,
-                        double seconds = 0.05) {
+/// Median nanoseconds of one call of each, by Google Benchmark: of CPU time on one thread (what else the machine does then
+/// counts less), of real time on several. Repetitions of all are mixed at random, so that a machine whose speed changes does not
+/// change ratios.
+inline std::vector<double> median_ns(const std::vector<std::function<void()>>& works, int threads,
+                                     int repetitions = 7, double seconds = 0.05) {
     struct quiet : benchmark::BenchmarkReporter {
         bool cpu_time;
-        double median = 0.0;
-        explicit quiet(bool cpu) : cpu_time(cpu) {}
+        std::vector<double> median;
         bool ReportContext(const Context&) override { return true; }
         void ReportRuns(const std::vector<Run>& runs) override {
             for (const Run& run : runs)
                 if (run.aggregate_name == "median")
-                    median = cpu_time ? run.GetAdjustedCPUTime() : run.GetAdjustedRealTime();
+                    median[std::stoul(run.run_name.function_name)] =
+                        cpu_time ? run.GetAdjustedCPUTime() : run.GetAdjustedRealTime();
         }
     };
+    static const bool mixed = [] {
+        std::string program = "bench", option = "--benchmark_enable_random_interleaving=true";
+        char* arguments[] = {program.data(), option.data()};
+        int count = 2;
+        benchmark::Initialize(&count, arguments);
+        return count == 1;
+    }();
+    if (!mixed) throw std::runtime_error("Google Benchmark does not know how to mix repetitions");
     benchmark::ClearRegisteredBenchmarks();
-    benchmark::RegisterBenchmark(name.c_str(),
-                                 [&](benchmark::State& state) {
-                                     for (auto _ : state) work();
-                                 })
-        ->UseRealTime()
-        ->Repetitions(7)
-        ->ReportAggregatesOnly(true)
-        ->MinTime(seconds)
-        ->Unit(benchmark::kNanosecond);
-    quiet reporter(threads == 1);
+    for (std::size_t i = 0; i < works.size(); ++i)
+        benchmark::RegisterBenchmark(std::to_string(i).c_str(),
+                                     [&works, i](benchmark::State& state) {
+                                         for (auto _ : state) works[i]();
+                                     })
+            ->UseRealTime()
+            ->Repetitions(repetitions)
+            ->ReportAggregatesOnly(true)
+            ->MinTime(seconds)
+            ->Unit(benchmark::kNanosecond);
+    quiet reporter;
+    reporter.cpu_time = threads == 1;
+    reporter.median.resize(works.size());
     benchmark::RunSpecifiedBenchmarks(&reporter);
     return reporter.median;
+}
+inline double median_ns(const std::function<void()>& work, int threads, double seconds = 0.05) {
+    return median_ns(std::vector{work}, threads, 7, seconds).front();
 }
 
 /// Bytes per nanosecond (GB/s) that a plain read of `bytes` reaches on `threads` threads.
@@ -88,7 +104,7 @@ inline double read_bandwidth(std::size_t bytes, int threads) {
     std::pmr::vector<std::uint64_t> data(bytes / 8 + 64, 1, &memory);
     const pool executor = make_pool(threads);
     std::vector<std::uint64_t> sums(static_cast<std::size_t>(threads) * 8);
-    const double ns = median_ns("read", threads, [&] {
+    const auto read = [&] {
         executor.parallel_for(threads, [&](int t) {
             const std::size_t part = data.size() / static_cast<std::size_t>(threads);
             const std::uint64_t* const p = data.data() + part * static_cast<std::size_t>(t);
@@ -100,8 +116,8 @@ inline double read_bandwidth(std::size_t bytes, int threads) {
                 sums[static_cast<std::size_t>(t) * 8 + lane] = sum[lane];
         });
         benchmark::DoNotOptimize(sums.data());
-    });
-    return static_cast<double>(bytes) / ns;
+    };
+    return static_cast<double>(bytes) / median_ns(read, threads);
 }
 
 }  // namespace bench

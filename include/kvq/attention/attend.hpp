@@ -107,13 +107,13 @@ struct attention_scratch {
         rotated = c.floats(transforming_count(values) * rows * value_dim + 16);
         keys.for_each([&]<class S>(const S& s, int i) {
             const block_shape shape{tensor::key, g.page_tokens, plan.dim};
-            const kernels::block_product<Backend, S> product(s, shape, static_cast<int>(rows));
+            const kernels::block_product<Backend, S> product(s, shape, block_id{}, static_cast<int>(rows));
             key_space[i] = c.take(product.workspace_bytes());
         });
         std::size_t most = 0;
         values.for_each([&]<class S>(const S& s, int) {
             const block_shape shape{tensor::value, g.page_tokens, plan.value_dim};
-            const kernels::block_product<Backend, S> product(s, shape, static_cast<int>(rows));
+            const kernels::block_product<Backend, S> product(s, shape, block_id{}, static_cast<int>(rows));
             most = larger(most, product.workspace_bytes());
         });
         value_space = c.take(most);
@@ -135,10 +135,11 @@ struct attention_scratch {
     }
 };
 
-/// Products of n vectors with blocks of every format of a table.
+/// Products of n vectors with one head's blocks of every format of a table.
 template <class Backend, class Table>
-auto make_products(const Table& table, const block_shape& shape, int n) {
-    return table.map([&]<class S>(const S& s) { return kernels::block_product<Backend, S>(s, shape, n); });
+auto make_products(const Table& table, const block_shape& shape, block_id id, int n) {
+    return table.map(
+        [&]<class S>(const S& s) { return kernels::block_product<Backend, S>(s, shape, id, n); });
 }
 
 /// Attention of one layer, ready to run its tasks.
@@ -172,8 +173,10 @@ public:
             first,
             n,
             bad,
-            make_products<Backend>(keys, {tensor::key, pages.geometry.page_tokens, plan.dim}, n),
-            make_products<Backend>(values, {tensor::value, pages.geometry.page_tokens, plan.value_dim}, n)};
+            make_products<Backend>(keys, {tensor::key, pages.geometry.page_tokens, plan.dim}, {layer, head},
+                                   n),
+            make_products<Backend>(values, {tensor::value, pages.geometry.page_tokens, plan.value_dim},
+                                   {layer, head}, n)};
         bool folded[Keys::size] = {};
         float max[attention_rows], sum[attention_rows];
         if (plan.split()) {
@@ -217,8 +220,8 @@ private:
     struct row_block {
         int head, first, n;
         unsigned bad;  // bit i: row i is not finite
-        decltype(make_products<Backend>(std::declval<const Keys&>(), {}, 0)) key_products;
-        decltype(make_products<Backend>(std::declval<const Values&>(), {}, 0)) value_products;
+        decltype(make_products<Backend>(std::declval<const Keys&>(), {}, {}, 0)) key_products;
+        decltype(make_products<Backend>(std::declval<const Values&>(), {}, {}, 0)) value_products;
     };
 
     float* partial(int head, int row, int chunk) const noexcept {

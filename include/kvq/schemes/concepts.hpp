@@ -100,14 +100,14 @@ struct code_segment {
 ///
 ///   width_list                       widths<...>: the widths of codes, 0 for none
 ///   for_each_segment(shape, id, f)   f.operator()<Bits>(code_segment) for every width in use, in the order of columns
-///   columns(shape, id)               has codes, fold and col_parameters of a foldable scheme of 8 bits with all columns. Its scales
-///                                    are for codes shifted left by how much narrower they are than the widest; 0 without codes
+///   columns(shape)                   has codes, fold and col_parameters of a foldable scheme of 8 bits with all columns, and
+///                                    where parameters begin in a block
 ///
-/// Columns are those that transform_query leaves. Row groups are those of columns(shape, id).codes(shape).
+/// Columns are those that transform_query leaves. Row groups are those of columns(shape).codes(shape).
 template <class S>
-concept segmented = detail::read_by_attention<S> && requires(const S s, block_shape shape, block_id id) {
+concept segmented = detail::read_by_attention<S> && requires(const S s, block_shape shape) {
     { S::width_list::count } -> std::convertible_to<int>;
-    s.columns(shape, id).codes(shape);
+    s.columns(shape).codes(shape);
 };
 
 /// A scheme with codes that transforms vectors before coding them: its codes are those of T x. (Blocks of other schemes are

@@ -43,16 +43,11 @@ struct widths {
 
 namespace detail {
 
-/// The columns of a block of mixed widths as one matrix: what folding a vector needs to know. Scales are those of codes that are
-/// shifted left until their width is the widest one's, so that a fixed-point step weighs the same in every column.
-template <class Widths, int Group, class Parameters>
+/// The columns of a block of mixed widths as one matrix.
+template <int Group, class Parameters>
 struct width_columns {
-    static constexpr int code_bits = 8;
-    static constexpr int zero_code = 0;
-
     std::size_t parameters = 0;      ///< offset in the block
     int groups = 0, slot_count = 0;  ///< of the parameters
-    int quads[Widths::count] = {};
 
     constexpr code_layout<8> codes(const block_shape& s) const noexcept {
         return {row_axis<per_channel<Group>>(s), {s.dim, s.dim}};
@@ -68,12 +63,6 @@ struct width_columns {
     void col_parameters(const block_shape&, block_id, const std::byte* block, int row_group, float* scale,
                         float* bias) const {
         load<Backend>(block, row_group, scale, bias);
-        int place = 4 * quads[0];
-        for (int w = 1; w < Widths::count; ++w) {
-            const int bits = Widths::values[w];
-            const float unit = bits == 0 ? 0.0f : 1.0f / static_cast<float>(1 << (Widths::values[0] - bits));
-            for (const int end = place + 4 * quads[w]; place < end; ++place) scale[place] *= unit;
-        }
     }
 };
 
@@ -182,7 +171,7 @@ struct mixed_width {
         const grouped_axis tokens = token_axis(s);
         float scales[detail::most_coded], biases[detail::most_coded];
         for (int g = 0; g < tokens.groups(); ++g) {
-            columns(s, id).template load<detail::plain_loads>(block, g, scales, biases);
+            columns(s).template load<detail::plain_loads>(block, g, scales, biases);
             const int begin = g * tokens.group, end = begin + tokens.group_size(g);
             for_each_segment(s, id, [&]<int Bits>(const code_segment& segment) {
                 for (int t = begin; t < end; ++t)
@@ -240,11 +229,8 @@ struct mixed_width {
         visit_segments<0>(s, quads, f);
     }
     /// Parameters of all places.
-    detail::width_columns<Widths, Group, parameters> columns(const block_shape& s, block_id id) const {
-        detail::width_columns<Widths, Group, parameters> all{
-            parameter_offset(s), token_axis(s).groups(), channel_slots(s), {}};
-        segment_quads(s, id, all.quads);
-        return all;
+    static constexpr detail::width_columns<Group, parameters> columns(const block_shape& s) noexcept {
+        return {parameter_offset(s), token_axis(s).groups(), channel_slots(s)};
     }
     /// Codes of a segment: tokens as rows, its own columns.
     template <int Bits>

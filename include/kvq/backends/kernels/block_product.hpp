@@ -25,16 +25,16 @@ struct float_plan {
 };
 
 template <class Scheme>
-auto plan_products(const Scheme& scheme, const block_shape& shape, int n) {
+auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, int n) {
     if constexpr (foldable<Scheme>)
         return code_plan<Scheme>(scheme, shape, n);
     else if constexpr (segmented<Scheme>)
-        return segment_plan<Scheme>(scheme, shape, n);
+        return segment_plan<Scheme>(scheme, shape, id, n);
     else
         return float_plan{full_precision<Scheme> ? 0 : shape.values()};
 }
 
-/// Products of `n` vectors with blocks of `scheme`, which must outlive it.
+/// Products of `n` vectors with one head's blocks of `scheme`, which must outlive it.
 template <class Backend, class Scheme>
 class block_product {
 public:
@@ -42,9 +42,9 @@ public:
     using lanes = typename Backend::lanes;
 
     /// shape: of every coded block. (Blocks of values need not be full: theirs is an argument of the calls.)
-    block_product(const Scheme& scheme, const block_shape& shape, int n)
+    block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
         : scheme_(scheme),
-          plan_(plan_products(scheme, shape, n)),
+          plan_(plan_products(scheme, shape, id, n)),
           n_(n),
           block_bytes_(scheme.block_bytes(shape)) {}
 
@@ -53,7 +53,7 @@ public:
         if constexpr (foldable<Scheme>)
             return !Scheme::fold(role).columns();
         else
-            return !segmented<Scheme>;
+            return true;
     }
 
     /// From one head's block to the next.
@@ -70,6 +70,8 @@ public:
         if constexpr (foldable<Scheme>)
             fold<lanes, Backend>(scheme_, plan_.fold, shape, id, block, x, x_stride,
                                  workspace + plan_.parameter_bytes);
+        else if constexpr (segmented<Scheme>)
+            plan_.write_units(workspace);
     }
 
     /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a coded
@@ -88,8 +90,8 @@ public:
             code_product<lanes, Backend, Scheme>(scheme_, plan_, shape, id, block, workspace)
                 .run(y, y_stride, add, ahead);
         } else if constexpr (segmented<Scheme>) {
-            segment_product<lanes, Backend, Scheme>::run(scheme_, plan_, shape, id, block, x, x_stride, y,
-                                                         y_stride, add, ahead, workspace);
+            segment_product<lanes, Backend, Scheme>::run(plan_, shape, id, block, x, x_stride, y, y_stride,
+                                                         add, ahead, workspace);
         } else {
             float* const values = reinterpret_cast<float*>(workspace);
             scheme_.decode(shape, id, block, values);
@@ -107,7 +109,7 @@ public:
 
 private:
     const Scheme& scheme_;
-    decltype(plan_products(std::declval<const Scheme&>(), block_shape{}, 0)) plan_;
+    decltype(plan_products(std::declval<const Scheme&>(), block_shape{}, block_id{}, 0)) plan_;
     int n_;
     std::size_t block_bytes_;
 };

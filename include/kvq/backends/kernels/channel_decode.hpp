@@ -61,7 +61,7 @@ private:
 
     void load_parameters(int g) {
         if constexpr (mixed)
-            scheme_.columns(shape_, id_).template load<Backend>(from_, g, scale_, bias_);
+            scheme_.columns(shape_).template load<Backend>(from_, g, scale_, bias_);
         else
             scheme_.template load<Backend>(shape_, from_, g, scale_, bias_);
         if constexpr (has_factors)

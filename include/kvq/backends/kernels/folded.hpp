@@ -131,12 +131,20 @@ struct group_fold {
     /// x: the group's first columns, vectors x_stride apart. Words of vector i start at out + 2 i, scalars at s + i.
     template <int Queries>
     void run(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out, fold_scalars* s) const {
+        // A copy that no store can reach: else every loop would read its pointers and counts again.
+        group_fold(*this).template run_own<Queries>(x, x_stride, out, s);
+    }
+
+private:
+    template <int Queries>
+    KVQ_INLINE void run_own(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out,
+                            fold_scalars* s) const {
         float inverse[Queries];
         // Decided once: branches between the columns would cost a twentieth of attention.
         const bool whole = size % Lanes::width == 0;
-        if (whole && use.col_scale && use.col_bias)
+        if (whole && use.col_scale && use.col_bias && !use.row_bias)
             scale_columns<Queries, true, true, true>(x, x_stride, s, inverse);
-        else if (whole && use.col_scale)
+        else if (whole && use.col_scale && !use.col_bias)
             scale_columns<Queries, true, true, false>(x, x_stride, s, inverse);
         else if (whole && !use.columns())
             scale_columns<Queries, true, false, false>(x, x_stride, s, inverse);
@@ -145,16 +153,16 @@ struct group_fold {
         write_pieces<Queries>(out, inverse, s);
     }
 
-private:
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
 
-    /// x' with zeros around it, and what it takes to bring it to the range of the pieces. Whole: all vectors are full, and Scale
-    /// and Bias are what `use` says.
+    /// x' with zeros around it, and what it takes to bring it to the range of the pieces. Whole: all vectors are full, Scale
+    /// and Bias are what `use` says, and rows have biases, which take the sum of x', only where columns have none.
     template <int Queries, bool Whole, bool Scale, bool Bias>
     KVQ_INLINE void scale_columns(const float* x, std::ptrdiff_t x_stride, fold_scalars* s,
                                   float* inverse) const {
         const bool scales = Scale && (Whole || use.col_scale), biases = Bias && (Whole || use.col_bias);
+        constexpr bool sums = !(Whole && Bias);
         const auto load = [&](const float* from, int c) {
             if constexpr (Whole)
                 return Lanes::load_floats(from + c);
@@ -175,7 +183,7 @@ private:
                 if (scales) v = Lanes::multiply(v, f);
                 Lanes::store_floats(scratch + i * scratch_stride + before + c, v);
                 largest[i] = Lanes::larger(largest[i], Lanes::abs(v));
-                sum[i] = Lanes::add(sum[i], v);
+                if constexpr (sums) sum[i] = Lanes::add(sum[i], v);
             }
         }
         constexpr float top_code = (1 << Bits) - 1;
@@ -191,7 +199,8 @@ private:
             const float top = Lanes::largest(largest[i]);
             // Vectors this small are zero next to anything float can hold.
             inverse[i] = top > 1e-33f ? range / top : 0.0f;
-            s[i] = {top > 1e-33f ? top / range : 0.0f, Lanes::sum(sum[i]), Lanes::sum(dot[i]), 0, 0};
+            s[i] = {top > 1e-33f ? top * (1.0f / range) : 0.0f, sums ? Lanes::sum(sum[i]) : 0.0f,
+                    Lanes::sum(dot[i]), 0, 0};
         }
     }
 

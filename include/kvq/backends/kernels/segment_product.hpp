@@ -2,44 +2,99 @@
 // same integer sums. The narrowest comes first; before a wider one follows, sums are shifted by the difference of widths, which is
 // as if narrow codes were shifted to the widest width: no float operation per range, and no bits lost.
 //
-// Vectors are folded once for all columns. Contract: that of code_product.hpp for a block of one width.
+// Vectors are folded once for all columns, with scales that are as much smaller. Contract: that of code_product.hpp for a block of
+// one width.
 #pragma once
+
+#include <algorithm>
 
 #include "code_product.hpp"
 
 namespace kvq::inline v0_1::kernels {
 
-/// What products of n vectors with blocks of one shape have in common. Row groups and columns are the same for every head.
+/// What products of n vectors with one head's blocks of one shape have in common. Workspaces are the same for every head.
 template <class Scheme>
 struct segment_plan {
+    using list = typename Scheme::width_list;
+    using columns_type = decltype(std::declval<const Scheme&>().columns(block_shape{}));
+
+    columns_type columns;
     code_layout<8> codes;
     fold_layout<8> fold;
     std::size_t parameters;  ///< where they begin in a block
+    code_segment segments[static_cast<std::size_t>(list::count)] = {};
+    int quads[static_cast<std::size_t>(list::count)] = {};
 
-    segment_plan(const Scheme& scheme, const block_shape& shape, int n)
-        : codes(scheme.columns(shape, {}).codes(shape)),
+    segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n)
+        : columns(scheme.columns(shape)),
+          codes(columns.codes(shape)),
           fold(codes, true, n),
-          parameters(scheme.columns(shape, {}).parameters) {}
+          parameters(columns.parameters) {
+        scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
+            constexpr auto w = static_cast<std::size_t>(index_of<Bits>());
+            segments[w] = segment;
+            quads[w] = detail::ceil_div(segment.columns, 4);
+        });
+    }
 
-    std::size_t workspace_bytes() const { return fold.bytes; }
+    /// What fold() makes, then units.
+    std::size_t workspace_bytes() const {
+        return fold.bytes +
+               detail::round_up(static_cast<std::size_t>(codes.cols.padded_size()) * sizeof(float),
+                                std::size_t{64});
+    }
+    float* units(std::byte* workspace) const noexcept {
+        return reinterpret_cast<float*>(workspace + fold.bytes);
+    }
+    /// For every column 2^-(how much narrower its codes are than the widest); 0 without codes.
+    void write_units(std::byte* workspace) const {
+        float* const unit = units(workspace);
+        std::fill_n(unit, codes.cols.padded_size(), 0.0f);
+        for (int w = 0; w < list::count; ++w)
+            if (list::values[w] > 0)
+                std::fill_n(unit + segments[w].first, segments[w].columns,
+                            1.0f / static_cast<float>(1 << (list::values[0] - list::values[w])));
+    }
+
+private:
+    template <int Bits>
+    static constexpr int index_of() {
+        int w = 0;
+        while (list::values[w] != Bits) ++w;
+        return w;
+    }
+};
+
+/// All columns of a block as if their codes were shifted to the widest width: what folding a vector needs to know.
+template <class Scheme>
+struct shifted_columns {
+    static constexpr int code_bits = 8, zero_code = 0;
+    static constexpr fold_use fold(tensor role) noexcept {
+        return segment_plan<Scheme>::columns_type::fold(role);
+    }
+    template <class Backend>
+    void col_parameters(const block_shape& shape, block_id id, const std::byte* block, int row_group,
+                        float* scale, float* bias) const {
+        plan.columns.template col_parameters<Backend>(shape, id, block, row_group, scale, bias);
+        for (int c = 0; c < plan.codes.cols.padded_size(); ++c) scale[c] *= unit[c];
+    }
+
+    const segment_plan<Scheme>& plan;
+    const float* unit;
 };
 
 template <class Lanes, class Backend, class Scheme>
 class segment_product {
 public:
-    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block. Other arguments: block_product.hpp.
-    static void run(const Scheme& scheme, const segment_plan<Scheme>& plan, const block_shape& shape,
-                    block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride, float* y,
+    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for all rows of the block; plan.write_units has been called. Other arguments:
+    /// block_product.hpp.
+    static void run(const segment_plan<Scheme>& plan, const block_shape& shape, block_id id,
+                    const std::byte* block, const float* x, std::ptrdiff_t x_stride, float* y,
                     std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
         const int n = plan.fold.n;
-        kernels::fold<Lanes, Backend>(scheme.columns(shape, id), plan.fold, shape, id, block, x, x_stride,
-                                      workspace);
-        segment_product p{plan, block, ahead};
-        scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
-            const auto w = static_cast<std::size_t>(index_of<Bits>());
-            p.segments_[w] = segment;
-            p.quads_[w] = detail::ceil_div(segment.columns, 4);
-        });
+        kernels::fold<Lanes, Backend>(shifted_columns<Scheme>{plan, plan.units(workspace)}, plan.fold, shape,
+                                      id, block, x, x_stride, workspace);
+        const segment_product p{plan, block, ahead};
         const std::uint32_t* words = p.layout_.words(workspace);
         for (int first = 0; first < n;) {
             const int queries = next_query_block(n - first);
@@ -69,19 +124,20 @@ private:
     using every_width = std::make_integer_sequence<int, list::count>;
 
     segment_product(const segment_plan<Scheme>& plan, const std::byte* block, std::ptrdiff_t ahead)
-        : rows_(plan.codes.rows()), layout_(plan.fold), block_(block), ahead_(ahead) {}
+        : rows_(plan.codes.rows()),
+          layout_(plan.fold),
+          segments_(plan.segments),
+          quads_(plan.quads),
+          block_(block),
+          ahead_(ahead) {}
 
-    template <int Bits>
-    static constexpr int index_of() {
-        int w = 0;
-        while (list::values[w] != Bits) ++w;
-        return w;
-    }
-
-    void run_tile(int slot, int height, const std::uint32_t* x, int queries, code_target to) const {
+    void run_tile(int slot, int height, const std::uint32_t* x, int queries, const code_target& tile) const {
         for (int part = 0; part < height;) {
             const int slot_count = height - part;
             const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
+            // Made anew: a copy of what has just been written in smaller pieces would wait for the memory.
+            const code_target to{tile.y + part, tile.y_stride, tile.rows - part, nullptr,
+                                 nullptr,       tile.scalars,  tile.add};
             // Rows come in fours: registers of four are never cut.
             with_queries(queries, [&](auto n) {
                 constexpr int q = decltype(n)::value;
@@ -90,10 +146,7 @@ private:
                 else
                     multiply<1, q, (Lanes::width > 4)>(slot, height, part, x, to, every_width{});
             });
-            const int done = several ? Lanes::row_vectors * Lanes::width : Lanes::width;
-            part += done;
-            to.y += done;
-            to.rows -= done;
+            part += several ? Lanes::row_vectors * Lanes::width : Lanes::width;
         }
     }
 
@@ -150,8 +203,8 @@ private:
 
     const grouped_axis& rows_;
     const fold_layout<8>& layout_;
-    code_segment segments_[static_cast<std::size_t>(list::count)] = {};
-    int quads_[static_cast<std::size_t>(list::count)] = {};
+    const code_segment* segments_;
+    const int* quads_;
     const std::byte* block_;
     std::ptrdiff_t ahead_;
 };
