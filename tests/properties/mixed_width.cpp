@@ -73,7 +73,7 @@ TEST_CASE_TEMPLATE(
             std::vector<float> order(static_cast<std::size_t>(shape.dim));
             for (int c = 0; c < shape.dim; ++c) order[static_cast<std::size_t>(c)] = static_cast<float>(c);
             scheme.transform_query(shape, id, order.data());
-            const auto columns = scheme.columns(shape, id);
+            const auto columns = scheme.columns(shape);
             const auto rows = columns.codes(shape).rows();
             std::vector<float> scales(static_cast<std::size_t>(shape.dim) + 4), biases(scales.size());
             for (int g = 0; g < rows.groups(); ++g) {
