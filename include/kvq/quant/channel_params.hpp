@@ -76,10 +76,12 @@ struct channel_parameters<params<P>> {
         return scale(at, groups, slot_count, groups + group, slot);
     }
     template <class Backend>
-    static void load_scales(const std::byte* at, int, int slot_count, int group, int first, int n,
-                            float* out) {
+    static void load_scales(const std::byte* at, int, int slot_count, int group, int first, int n, float* out,
+                            const float* factor = nullptr) {
         Backend::template load_floats<P>(
             at + sizeof(P) * static_cast<std::size_t>(group * slot_count + first), n, out);
+        if (factor)
+            for (int i = 0; i < n; ++i) out[i] *= factor[i];
     }
     template <class Backend>
     static void load_biases(const std::byte* at, int groups, int slot_count, int group, int first, int n,
@@ -163,11 +165,16 @@ struct channel_parameters<coded> {
     }
     template <class Backend>
     static void load_scales(const std::byte* at, int groups, int slot_count, int group, int first, int n,
-                            float* out) {
+                            float* out, const float* factor = nullptr) {
         const float unit = detail::load_as<bfloat16>(shared(at, groups, slot_count, group));
         const std::byte* const codes = at + group * slot_count + first;
-        for (int i = 0; i < n; ++i)
-            out[i] = unit * detail::scale_float::value(static_cast<unsigned>(codes[i]));
+        const auto scale = [&](int i) {
+            return unit * detail::scale_float::value(static_cast<unsigned>(codes[i]));
+        };
+        if (factor)
+            for (int i = 0; i < n; ++i) out[i] = scale(i) * factor[i];
+        else
+            for (int i = 0; i < n; ++i) out[i] = scale(i);
     }
     template <class Backend>
     static void load_biases(const std::byte* at, int groups, int slot_count, int group, int first, int n,

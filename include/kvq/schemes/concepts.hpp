@@ -100,8 +100,8 @@ struct code_segment {
 ///
 ///   width_list                       widths<...>: the widths of codes, 0 for none
 ///   for_each_segment(shape, id, f)   f.operator()<Bits>(code_segment) for every width in use, in the order of columns
-///   columns(shape)                   has codes, fold and col_parameters of a foldable scheme of 8 bits with all columns, and
-///                                    where parameters begin in a block
+///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, where they
+///                                    begin in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]
 ///
 /// Columns are those that transform_query leaves. Row groups are those of columns(shape).codes(shape).
 template <class S>

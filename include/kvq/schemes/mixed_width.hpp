@@ -54,15 +54,12 @@ struct width_columns {
     }
     static constexpr fold_use fold(tensor) noexcept { return {false, false, true, true}; }
     template <class Backend>
-    void load(const std::byte* block, int row_group, float* scale, float* bias) const {
+    void load(const std::byte* block, int row_group, float* scale, float* bias,
+              const float* factor = nullptr) const {
         const std::byte* const at = block + parameters;
-        Parameters::template load_scales<Backend>(at, groups, slot_count, row_group, 0, slot_count, scale);
+        Parameters::template load_scales<Backend>(at, groups, slot_count, row_group, 0, slot_count, scale,
+                                                  factor);
         Parameters::template load_biases<Backend>(at, groups, slot_count, row_group, 0, slot_count, bias);
-    }
-    template <class Backend>
-    void col_parameters(const block_shape&, block_id, const std::byte* block, int row_group, float* scale,
-                        float* bias) const {
-        load<Backend>(block, row_group, scale, bias);
     }
 };
 

@@ -73,10 +73,9 @@ struct shifted_columns {
         return segment_plan<Scheme>::columns_type::fold(role);
     }
     template <class Backend>
-    void col_parameters(const block_shape& shape, block_id id, const std::byte* block, int row_group,
-                        float* scale, float* bias) const {
-        plan.columns.template col_parameters<Backend>(shape, id, block, row_group, scale, bias);
-        for (int c = 0; c < plan.codes.cols.padded_size(); ++c) scale[c] *= unit[c];
+    void col_parameters(const block_shape&, block_id, const std::byte* block, int row_group, float* scale,
+                        float* bias) const {
+        plan.columns.template load<Backend>(block, row_group, scale, bias, unit);
     }
 
     const segment_plan<Scheme>& plan;
