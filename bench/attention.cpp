@@ -1,7 +1,8 @@
 // Attention over packed pages, one query token (decode) or a block of them at the end of the cache (prefill): time, bytes,
-// share of the read bandwidth measured in the same run, ratio to this library's 16-bit pages, and two errors: of the kernel
-// (against double precision on the decoded values) and of the scheme (the same against the 16-bit values; random data is a
-// hard case, since attention then averages noise). Where CMake finds ggml, its flash attention runs on the same tensors.
+// share of the read bandwidth measured in the same run, ratio to this library's 16-bit pages (or to --baseline), and two errors:
+// of the kernel (against double precision on the decoded values) and of the scheme (the same against the 16-bit values; random
+// data is a hard case, since attention then averages noise). All schemes are measured in turns, so all their caches are in memory
+// at once. Where CMake finds ggml, its flash attention runs on the same tensors.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -175,26 +176,22 @@ candidate prepare_ggml(const char* name, const shape& s) {
     const auto values = static_cast<std::size_t>(s.tokens * s.kv_heads * s.head_dim);
     const auto attention = std::make_shared<bench::ggml_attention>(Type, s.q_tokens, s.q_heads, s.kv_heads,
                                                                    s.head_dim, s.tokens, s.threads);
-    const auto fill = [attention, s, values] {
-        std::vector<float> k(values), v(values);
-        for_random_tokens(
-            s, [&](int first, int n, const std::vector<float>& part_k, const std::vector<float>& part_v) {
-                const auto at = static_cast<std::ptrdiff_t>(first * s.kv_heads * s.head_dim);
-                std::copy_n(part_k.begin(), n * s.kv_heads * s.head_dim, k.begin() + at);
-                std::copy_n(part_v.begin(), n * s.kv_heads * s.head_dim, v.begin() + at);
-            });
-        const auto q = random_query(s);
-        attention->fill(q, k, v);  // and gives back what its types made of them
-        return exact_attention(s, k, v, q);
-    };
-    fill();
+    std::vector<float> k(values), v(values);
+    for_random_tokens(
+        s, [&](int first, int n, const std::vector<float>& part_k, const std::vector<float>& part_v) {
+            const auto at = static_cast<std::ptrdiff_t>(first * s.kv_heads * s.head_dim);
+            std::copy_n(part_k.begin(), n * s.kv_heads * s.head_dim, k.begin() + at);
+            std::copy_n(part_v.begin(), n * s.kv_heads * s.head_dim, v.begin() + at);
+        });
+    const auto q = random_query(s);
+    attention->fill(q, k, v);  // and gives back what its types made of them
     const auto bytes = static_cast<double>(attention->cache_bytes());
     return {{name, 8.0 * bytes / (2.0 * static_cast<double>(values)), bytes},
             [attention] { attention->run(); },
-            [attention, fill](row& r) {
-                r.exact = fill();
+            [attention, exact = exact_attention(s, k, v, q)](row& r) {
                 attention->run();
-                r.rel_error = relative_error(r.exact, attention->output());
+                r.exact = exact;
+                r.rel_error = relative_error(exact, attention->output());
             }};
 }
 #endif
