@@ -199,8 +199,8 @@ private:
             const float top = Lanes::largest(largest[i]);
             // Vectors this small are zero next to anything float can hold.
             inverse[i] = top > 1e-33f ? range / top : 0.0f;
-            s[i] = {top > 1e-33f ? top * (1.0f / range) : 0.0f, sums ? Lanes::sum(sum[i]) : 0.0f,
-                    Lanes::sum(dot[i]), 0, 0};
+            s[i] = {top > 1e-33f ? top / range : 0.0f, sums ? Lanes::sum(sum[i]) : 0.0f, Lanes::sum(dot[i]),
+                    0, 0};
         }
     }
 
