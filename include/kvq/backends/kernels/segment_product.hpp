@@ -23,7 +23,6 @@ struct segment_plan {
     fold_layout<8> fold;
     std::size_t parameters;  ///< where they begin in a block
     code_segment segments[static_cast<std::size_t>(list::count)] = {};
-    int quads[static_cast<std::size_t>(list::count)] = {};
 
     segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n)
         : columns(scheme.columns(shape)),
@@ -31,9 +30,7 @@ struct segment_plan {
           fold(codes, true, n),
           parameters(columns.parameters) {
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
-            constexpr auto w = static_cast<std::size_t>(index_of<Bits>());
-            segments[w] = segment;
-            quads[w] = detail::ceil_div(segment.columns, 4);
+            segments[static_cast<std::size_t>(index_of<Bits>())] = segment;
         });
     }
 
@@ -126,7 +123,6 @@ private:
         : rows_(plan.codes.rows()),
           layout_(plan.fold),
           segments_(plan.segments),
-          quads_(plan.quads),
           block_(block),
           ahead_(ahead) {}
 
@@ -175,7 +171,7 @@ private:
     KVQ_INLINE void add_width(int slot, int height, int part, const std::uint32_t* x,
                               code_sums<Lanes, Vectors, Queries>& sums) const {
         constexpr int bits = list::values[Width];
-        const int quads = quads_[Width];
+        const int quads = detail::ceil_div(segments_[Width].columns, 4);
         if constexpr (bits > 0) {
             if constexpr (Width + 1 < list::count)
                 if constexpr (list::values[Width + 1] > 0) shift_sums<bits - list::values[Width + 1]>(sums);
@@ -203,7 +199,6 @@ private:
     const grouped_axis& rows_;
     const fold_layout<8>& layout_;
     const code_segment* segments_;
-    const int* quads_;
     const std::byte* block_;
     std::ptrdiff_t ahead_;
 };
