@@ -5,6 +5,7 @@
 
 #include <kvq/backends/simd.hpp>
 #include <kvq/schemes/presets.hpp>
+#include <kvq/schemes/transformed.hpp>
 
 #include "support/channel_plans.hpp"
 #include "support/coded_blocks.hpp"
@@ -97,9 +98,8 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
         kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #endif
 
-}  // namespace
-
-TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNEL_SCHEMES) {
+template <class S>
+void check_shapes() {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -111,6 +111,22 @@ TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNE
         else
             check_scheme<S, float16>(S{}, random, shape, {});
     }
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNEL_SCHEMES) {
+    check_shapes<S>();
+}
+
+// A transform is applied token by token, then the channels are coded as above.
+TEST_CASE_TEMPLATE("channels behind a transform: same bytes from every backend", S,
+                   kvq::hadamard<kvq::std4::values>, kvq::hadamard<kvq::affine<4, kvq::per_token<64>>>,
+                   kvq::hadamard<kvq::mixed_width<kvq::widths<5, 2, 0>, 20>, 16>) {
+    check_shapes<S>();
+    static_assert(kvq::kernels::transformed_scheme<S>);
+    struct derived : S {};  // may do something else
+    static_assert(!kvq::kernels::transformed_scheme<derived>);
 }
 
 TEST_CASE_TEMPLATE("channels with plans and feedback: same bytes from every backend", S,

@@ -13,6 +13,7 @@
 #include "kernels/table_decode.hpp"
 #include "kernels/token_encode.hpp"
 #include "kernels/tokens.hpp"
+#include "kernels/transformed.hpp"
 #include "scalar.hpp"
 #include "simd/lanes.hpp"
 
@@ -56,7 +57,7 @@ struct simd {
                                 const std::byte* window, std::byte* block, float* values) {
         if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block).run()) return 0;
-        if constexpr (kernels::channel_scheme<Scheme>) {
+        if constexpr (kernels::codes_values<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
                 full<Window>{}.decode(shape, id, window, values);
             return encode_values(scheme, shape, id, values, block);
@@ -71,7 +72,7 @@ struct simd {
         if constexpr (kernels::composed_scheme<Scheme> && std::same_as<T, Window>)
             if (kernels::token_encoder<lanes, Scheme, T>(scheme, shape, tokens, stride, block).run())
                 return 0;
-        if constexpr (kernels::channel_scheme<Scheme> && std::same_as<T, Window>) {
+        if constexpr (kernels::codes_values<Scheme> && std::same_as<T, Window>) {
             for (int t = 0; t < shape.tokens; ++t)
                 load_floats<T>(reinterpret_cast<const std::byte*>(tokens + t * stride), shape.dim,
                                values + t * shape.dim);
@@ -139,6 +140,14 @@ struct simd {
     template <kv_scheme Scheme>
     static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
+        if constexpr (kernels::transformed_scheme<Scheme>) {
+            const std::uint32_t not_finite = scheme.transform_values(shape, id, values);
+            encode_values<typename Scheme::inner_scheme>(scheme, shape, id, values, block);
+            return not_finite;
+        }
+        if constexpr (kernels::composed_scheme<Scheme>)
+            if (kernels::token_encoder<lanes, Scheme, float>(scheme, shape, values, shape.dim, block).run())
+                return 0;
         if constexpr (kernels::channel_scheme<Scheme>)
             if (kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
         return scheme.encode(shape, id, values, block);

@@ -24,6 +24,7 @@ namespace kvq::inline v0_1 {
 template <class Transform, kv_scheme Inner>
 struct transformed : Inner {
     using attends_as = std::conditional_t<foldable<Inner> || segmented<Inner>, transformed, void>;
+    using inner_scheme = Inner;
 
     Transform transform;
 
@@ -48,6 +49,12 @@ struct transformed : Inner {
     }
 
     std::uint32_t encode(const block_shape& s, const block_id& id, float* values, std::byte* block) const {
+        const std::uint32_t not_finite = transform_values(s, id, values);
+        Inner::encode(s, id, values, block);
+        return not_finite;
+    }
+    /// What Inner codes: T x for every token, in place; returns how many numbers were not finite.
+    std::uint32_t transform_values(const block_shape& s, const block_id& id, float* values) const {
         std::uint32_t not_finite = 0;
         for (std::size_t i = 0; i < s.values(); ++i)
             if (!detail::is_finite(values[i])) {
@@ -56,7 +63,6 @@ struct transformed : Inner {
             }
         for (int t = 0; t < s.tokens; ++t)
             transform.forward(s.dim, id, values + static_cast<std::ptrdiff_t>(t) * s.dim);
-        Inner::encode(s, id, values, block);
         return not_finite;
     }
 
