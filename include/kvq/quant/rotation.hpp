@@ -11,6 +11,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "../core/bits.hpp"
@@ -102,26 +103,21 @@ private:
                        heads_, " heads");
         const float* const first = columns.data() + offset(id);
         float y[most_channels];
-        constexpr int step = 16;  // sums that stay in registers
-        int i = 0;
-        for (; i + step <= dim; i += step) {
-            double sums[step] = {};
+        const auto rows = [&]<int N>(std::integral_constant<int, N>, int i) {  // sums that stay in registers
+            double sums[N] = {};
             for (int c = 0; c < dim; ++c)
-                for (int k = 0; k < step; ++k)
+                for (int k = 0; k < N; ++k)
                     sums[k] += static_cast<double>(first[c * dim + i + k]) * static_cast<double>(x[c]);
-            for (int k = 0; k < step; ++k) y[i + k] = static_cast<float>(sums[k]);
-        }
-        for (; i < dim; ++i) {
-            double sum = 0.0;
-            for (int c = 0; c < dim; ++c)
-                sum += static_cast<double>(first[c * dim + i]) * static_cast<double>(x[c]);
-            y[i] = static_cast<float>(sum);
-        }
+            for (int k = 0; k < N; ++k) y[i + k] = static_cast<float>(sums[k]);
+        };
+        int i = 0;
+        for (; i + 16 <= dim; i += 16) rows(std::integral_constant<int, 16>{}, i);
+        for (; i < dim; ++i) rows(std::integral_constant<int, 1>{}, i);
         for (int c = 0; c < dim; ++c) x[c] = y[c];
     }
 
     int layers_, heads_, dim_;
-    std::shared_ptr<const std::vector<float>> matrices_, transposed_;
+    std::shared_ptr<const std::vector<float>> matrices_, transposed_;  // whose columns are read side by side
 };
 
 }  // namespace kvq::inline v0_1
