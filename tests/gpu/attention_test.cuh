@@ -14,7 +14,8 @@ struct attention_case {
     int window = 0;
     float softcap = 0.0f;
     std::vector<int> lengths;
-    bool holes = false;  // pages that the format does not hold
+    bool holes = false;                       // pages that the format does not hold
+    std::vector<float> value_sizes = {1.0f};  // blocks of values are multiplied by one of them
 };
 
 /// Softmax state of one query row in double, over those tokens of [from, to) of one head whose pages are held.
@@ -69,7 +70,7 @@ T as(float x) {
 template <class Format, class T>
 void check_attention(rng& r, const attention_case& c, const char* name, double* worst = nullptr,
                      double* worst_state = nullptr) {
-    coded_batch<Format> batch(r, c.kv_heads, c.lengths);
+    coded_batch<Format> batch(r, c.kv_heads, c.lengths, false, c.value_sizes);
     if (c.holes)
         for (int& entry : batch.table)
             if (uniform(r, 0, 2) == 0) entry = -1;
@@ -193,6 +194,14 @@ void check_format(const char* name) {
                                &state);
     check_attention<Format, T>(r, {.kv_heads = 4, .group = 2, .lengths = std::vector<int>(96, page + 5)},
                                name, &worst, &state);
+    // Values far from 1: growing and shrinking from page to page, all of them large, all of them small.
+    const std::vector<int> pages = {9 * page + 5, 700};
+    for (const int group : {4, 8, 16})
+        for (const auto& sizes :
+             {std::vector<float>{1.0f, 8.0f}, std::vector<float>{300.0f}, std::vector<float>{0.01f}})
+            check_attention<Format, T>(
+                r, {.kv_heads = 2, .group = group, .lengths = pages, .value_sizes = sizes}, name, &worst,
+                &state);
     std::printf("  %-44s largest error %.2e, of float outputs %.2e\n", name, worst, state);
 }
 

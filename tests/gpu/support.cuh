@@ -135,7 +135,9 @@ struct coded_batch {
     // Decoded: [sequence][head][token][dim]
     std::vector<std::vector<std::vector<float>>> key_values, value_values;
 
-    coded_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false)
+    /// value_sizes: the values of every block are multiplied by one of them.
+    coded_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
+                const std::vector<float>& value_sizes = {1.0f})
         : kv_heads(heads), lengths(std::move(tokens)) {
         int longest = 1, used_pages = 0;
         if constexpr (kvq::cuda::detail::is_mixed<typename F::keys>)
@@ -171,9 +173,13 @@ struct coded_batch {
                     const std::size_t block = static_cast<std::size_t>(page) * all_heads + h;
                     const kvq::block_id id{0, static_cast<int>(h)};
                     code(key_scheme, id, r, F::key_shape(), &keys[block * F::key_block_bytes],
-                         key_values[b][h].data(), p * F::page_tokens, n);
+                         key_values[b][h].data(), p * F::page_tokens, n, 1.0f);
+                    const std::size_t size = value_sizes.size() == 1
+                                                 ? 0
+                                                 : static_cast<std::size_t>(uniform(
+                                                       r, 0, static_cast<int>(value_sizes.size()) - 1));
                     code(typename F::values{}, id, r, F::value_shape(), &values[block * F::value_block_bytes],
-                         value_values[b][h].data(), p * F::page_tokens, n);
+                         value_values[b][h].data(), p * F::page_tokens, n, value_sizes[size]);
                 }
             }
         }
@@ -196,8 +202,9 @@ private:
 
     template <class S>
     static void code(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, std::byte* block,
-                     float* decoded, int first, int n) {
+                     float* decoded, int first, int n, float size) {
         std::vector<float> x = tensor_values(r, s.tokens, s.dim);
+        for (float& number : x) number *= size;
         scheme.encode(s, id, x.data(), block);
         scheme.decode(s, id, block, x.data());
         const int used = std::min(s.tokens, n - first);

@@ -13,6 +13,7 @@
 #include <initializer_list>
 
 #include "attention_args.cuh"
+#include "half_values.cuh"
 #include "merge.cuh"
 #include "mixed_keys.cuh"
 
@@ -58,7 +59,9 @@ struct attention_memory {
     static constexpr int tokens = chunk_tokens<Format, Rows4>();
     using keys = chunk<tensor::key, Format, tokens>;
     using values = chunk<tensor::value, Format, tokens>;
-    using words = weight_words<values>;
+    static constexpr bool halves = takes_halves<values, Rows4>;
+    using words = std::conditional_t<halves, half_words<values>, weight_words<values>>;
+    using state = std::conditional_t<halves, half_state<values, Rows4>, warp_state<values, Rows4>>;
     /// Tokens that a warp takes one after the other: two chunks where keys share their parameters, which are folded once.
     static constexpr int chunks_of_step = [] {
         if constexpr (!fold_once<keys>) return keys::group % (2 * tokens) == 0 ? 2 : 1;
@@ -488,7 +491,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         // Tokens that every row sees: [common_begin, common_end); that some row sees: [any_begin, any_end).
         const int any_begin = a.row_begin(length, first_row), common_begin = a.row_begin(length, last_row);
         const int common_end = a.row_end(length, first_row), any_end = a.row_end(length, last_row);
-        warp_state<values, Rows4> state;
+        typename memory::state state;
         state.clear();
         const head_keys<keys, Rows4> key_head(scratch, a.cache.key_plan(item.kv_head), id);
         const key_query<keys, Rows4> row_query(query_at, memory::query_stride, id);
@@ -571,7 +574,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         const bool last = walk.done();
         walk.park(&notes->reader);
         // No barrier but those of the merge: behind its first one no warp needs the query any more.
-        merge_warps<memory, Rows4>(state, merged, warp_max, warp_sum, warp, id, [&] {
+        merge_warps<memory, Rows4>(state.finished(), merged, warp_max, warp_sum, warp, id, [&] {
             if (last) return;
             const unsigned next_bad = query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
             if (next_bad != 0) atomicOr(merged.bad_rows, next_bad);

@@ -373,6 +373,28 @@ struct code_chunk {
         return {v.x & mask, v.y & mask, v.z & mask, v.w & mask};
     }
 
+    /// By how many bits the codes of a unit of one plane lie too high where for_half_units leaves them.
+    KVQ_HD static constexpr int place(int unit) {
+        constexpr int per_word = traits::units_per_word(0);
+        return 8 / per_word * (unit % per_word);
+    }
+    /// Units of the lane in tile `Tile`, codes as 16-bit numbers: f(number of the unit, columns 0 and 2 of four rows, columns 1
+    /// and 3), times 2^place.
+    template <int Tile, class F>
+    __device__ __forceinline__ static void for_half_units(std::uint32_t at, const lane_id& id,
+                                                          F&& f) requires(!full && traits::plane_count == 1) {
+        constexpr int per_word = traits::units_per_word(0);
+        static_for<lane_units / per_word>([&](auto line) {
+            constexpr int L = decltype(line)::value;
+            const uint4 a = line_words<Tile, 0, L, 0, 0>(at, id), b{a.x >> 8, a.y >> 8, a.z >> 8, a.w >> 8};
+            static_for<per_word>([&](auto x) {
+                constexpr std::integral_constant<int, L * per_word + decltype(x)::value> unit;
+                constexpr std::uint32_t mask = ((1u << 8 / per_word) - 1u) * 0x00010001u << place(unit.value);
+                f(unit, masked(a, mask), masked(b, mask));
+            });
+        });
+    }
+
     /// Parameters of the four tokens or channels that start at `index` of run `r`; scales in units of the line's.
     __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
         return load_scales<parameter>(at + scale_at + parameter_byte((r * run + index) * width));

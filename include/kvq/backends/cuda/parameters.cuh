@@ -103,17 +103,59 @@ __device__ __forceinline__ float4 load_scales(std::uint32_t at) {
         return load_parameters<P>(at);
 }
 
-/// Factors of four neighbouring tokens. Coded ones may start at any even address: Skew says how far from a word.
+/// Codes of the factors of four neighbouring tokens. They may start at any even address: Skew says how far from a word.
+template <int Skew>
+__device__ __forceinline__ std::uint32_t load_factor_codes(std::uint32_t at) {
+    static_assert(Skew == 0 || Skew == 2);
+    const std::uint32_t word = load_shared_4(at - Skew);
+    return Skew == 2 ? __byte_perm(word, load_shared_4(at + 2), 0x5432) : word;
+}
+/// Factors of four neighbouring tokens.
 template <class P, int Skew>
 __device__ __forceinline__ float4 load_factors(std::uint32_t at) {
     if constexpr (std::is_same_v<P, coded>) {
-        static_assert(Skew == 0 || Skew == 2);
-        std::uint32_t word = load_shared_4(at - Skew);
-        if constexpr (Skew == 2) word = __byte_perm(word, load_shared_4(at + 2), 0x5432);
-        return small_values<kvq::detail::factor_float>(word);
+        return small_values<kvq::detail::factor_float>(load_factor_codes<Skew>(at));
     } else {
         static_assert(Skew == 0);
         return load_parameters<P>(at);
+    }
+}
+
+/// Four half floats: 0 and 2 in one word, 1 and 3 in the other, which is the order in which masks leave the codes of a word.
+struct half_quad {
+    std::uint32_t even, odd;
+
+    /// Of neighbours 0 and 1, 2 and 3.
+    __device__ __forceinline__ static half_quad of(std::uint32_t front, std::uint32_t back) {
+        return {__byte_perm(front, back, 0x5410), __byte_perm(front, back, 0x7632)};
+    }
+    /// Twice the factors whose codes are the bytes of a word: the smallest one alone would be subnormal.
+    __device__ __forceinline__ static half_quad of_factors(std::uint32_t codes) {
+        using small = kvq::detail::factor_float;
+        static_assert(small::exponents == 16 && small::smallest == 0x1p-15f);
+        return {(codes & 0x00ff00ffu) * 64u + half_power(-14),
+                (codes >> 8 & 0x00ff00ffu) * 64u + half_power(-14)};
+    }
+    __device__ __forceinline__ half_quad times(const half_quad& other) const {
+        return {multiply_halves(even, other.even), multiply_halves(odd, other.odd)};
+    }
+};
+/// N x 4 neighbouring half floats.
+template <int N>
+__device__ __forceinline__ void load_half_quads(half_quad (&to)[N], std::uint32_t at) {
+    if constexpr (N % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const uint4 v = load_shared_16(at + 8u * static_cast<std::uint32_t>(i));
+            to[i] = half_quad::of(v.x, v.y);
+            to[i + 1] = half_quad::of(v.z, v.w);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const uint2 v = load_shared_8(at + 8u * static_cast<std::uint32_t>(i));
+            to[i] = half_quad::of(v.x, v.y);
+        }
     }
 }
 

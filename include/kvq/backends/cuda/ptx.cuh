@@ -120,6 +120,16 @@ __device__ __forceinline__ std::uint32_t max_halves(std::uint32_t a, std::uint32
         asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
 }
+/// Products of two half floats each, rounded to nearest; subnormal numbers are numbers.
+__device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::uint32_t b) {
+    std::uint32_t c;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+/// 2^exponent, twice.
+KVQ_HD constexpr std::uint32_t half_power(int exponent) {
+    return static_cast<std::uint32_t>(exponent + 15) * 0x04000400u;
+}
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

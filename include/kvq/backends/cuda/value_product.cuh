@@ -46,6 +46,7 @@ struct warp_state {
                 for (int r = 0; r < 4; ++r) output[tile][n][r] = 0.0f;
         }
     }
+    __device__ __forceinline__ const warp_state& finished() const { return *this; }
 };
 
 /// Maximum or sum over the lanes with the same t: bits 2..4 of the lane number.
@@ -58,6 +59,10 @@ __device__ __forceinline__ float over_tokens(float v, F f) {
 
 __device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void store_words(std::uint32_t at, std::uint32_t a, std::uint32_t b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
 }
 
 /// Where a unit's weights lie among those of a lane: units that a product takes together stand next to each other, so that
@@ -96,33 +101,56 @@ struct chunk_factors {
     float step[weight_words<Values>::sets][Rows4];
 };
 
+/// The largest score of the n-th row of the lane in a chunk, over all its tokens; without tokens -infinity.
+template <class Keys, int Rows4>
+__device__ __forceinline__ float largest_score(float (&s)[Keys::tiles][Rows4][4], int n, const lane_id& id) {
+    const bool idle = Keys::tile_height == 16 && id.g >= 4;
+    float top = -INFINITY;
+#pragma unroll
+    for (int tile = 0; tile < Keys::tiles; ++tile) {
+        float(&v)[4] = s[tile][n];
+        if (idle) v[0] = v[1] = v[2] = v[3] = -INFINITY;
+        top = fmaxf(top, fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])));
+    }
+    return over_tokens(top, max_floats{});
+}
+/// Scores of a row become 2^(score - shift); returns the lane's part of their sum.
+template <class Keys, int Rows4>
+__device__ __forceinline__ float exponentiate(float (&s)[Keys::tiles][Rows4][4], int n, float shift) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) s[tile][n][r] = exp2_fast(s[tile][n][r] - shift);
+#pragma unroll
+    for (int tile = 0; tile < Keys::tiles; ++tile)
+        sum += (s[tile][n][0] + s[tile][n][1]) + (s[tile][n][2] + s[tile][n][3]);
+    return sum;
+}
+/// What is left of sums relative to `before` when they become relative to `after`.
+__device__ __forceinline__ float kept(float before, float after) {
+    return before == -INFINITY ? 0.0f : exp2_fast(before - after);
+}
+/// Does any row of the warp keep less than all? After a few chunks maxima hardly ever rise.
+template <int Rows4>
+__device__ __forceinline__ bool any_rises(const float (&keep)[Rows4]) {
+    bool rises = false;
+#pragma unroll
+    for (int n = 0; n < Rows4; ++n) rises = rises || keep[n] != 1.0f;
+    return __any_sync(~0u, rises);
+}
+
 /// Scores become weights relative to the largest of the chunk; the state moves on.
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
                                        chunk_factors<Values, Rows4>& factors, const lane_id& id) {
-    const bool idle = Keys::tile_height == 16 && id.g >= 4;
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
-        float top = -INFINITY;
-#pragma unroll
-        for (int tile = 0; tile < Keys::tiles; ++tile) {
-            float(&v)[4] = s[tile][n];
-            if (idle) v[0] = v[1] = v[2] = v[3] = -INFINITY;
-            top = fmaxf(top, fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])));
-        }
-        top = over_tokens(top, max_floats{});
+        const float top = largest_score<Keys, Rows4>(s, n, id);
         const float next = fmaxf(state.max[n], top);
-        const float shift = top == -INFINITY ? 0.0f : top;
-        float sum = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < Keys::tiles; ++tile)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) s[tile][n][r] = exp2_fast(s[tile][n][r] - shift);
-#pragma unroll
-        for (int tile = 0; tile < Keys::tiles; ++tile)
-            sum += (s[tile][n][0] + s[tile][n][1]) + (s[tile][n][2] + s[tile][n][3]);
-        factors.keep[n] = state.max[n] == -INFINITY ? 0.0f : exp2_fast(state.max[n] - next);
-        factors.take[n] = top == -INFINITY ? 0.0f : exp2_fast(top - next);
+        const float sum = exponentiate<Keys, Rows4>(s, n, top == -INFINITY ? 0.0f : top);
+        factors.keep[n] = kept(state.max[n], next);
+        factors.take[n] = kept(top, next);
         state.max[n] = next;
         state.sum[n] = fmaf(state.sum[n], factors.keep[n], factors.take[n] * sum);
     }
@@ -233,6 +261,23 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     });
 }
 
+/// Parameters of the lane's four channels of tile `Tile`; codes of coded biases come raised.
+struct channel_numbers {
+    float scale[4], bias[4];
+};
+template <class Values, int Tile>
+__device__ __forceinline__ channel_numbers channels_of(std::uint32_t slot, const lane_id& id) {
+    constexpr int height = Tile + 1 == Values::tiles ? Values::last_height : Values::tile_height;
+    const int channel = Tile * 32 + smaller(4 * id.g, height - 4);
+    const float4 s = Values::scales(slot, 0, channel);
+    float4 b{0.0f, 0.0f, 0.0f, 0.0f};
+    if constexpr (Values::coded)
+        b = raised_codes(Values::bias_bytes(slot, 0, channel));
+    else if constexpr (Values::traits::has_bias)
+        b = Values::biases(slot, 0, channel);
+    return {{s.x, s.y, s.z, s.w}, {b.x, b.y, b.z, b.w}};
+}
+
 /// output = output * keep + step * (values x weights) for every tile of 32 channels. `first`: the chunk's first token of its page.
 template <class Values, int Rows4>
 __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
@@ -246,11 +291,7 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
     constexpr bool needs_total = traits::zero_code != 0 || (channel_parameters && traits::has_bias);
     constexpr int tiles_of_set = ceil_div(Values::tiles, words::sets);
     [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
-    // After a few chunks maxima hardly ever rise.
-    bool rises = false;
-#pragma unroll
-    for (int n = 0; n < Rows4; ++n) rises = rises || factors.keep[n] != 1.0f;
-    if (__any_sync(~0u, rises)) {
+    if (any_rises(factors.keep)) {
 #pragma unroll
         for (int tile = 0; tile < Values::tiles; ++tile)
 #pragma unroll
@@ -315,21 +356,8 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                             }
                         }
                     });
-                [[maybe_unused]] float scale[4], bias[4];
-                if constexpr (channel_parameters) {
-                    constexpr int height = T + 1 == Values::tiles ? Values::last_height : Values::tile_height;
-                    const int channel = T * 32 + smaller(4 * id.g, height - 4);
-                    const float4 v = Values::scales(slot, 0, channel);
-                    scale[0] = v.x, scale[1] = v.y, scale[2] = v.z, scale[3] = v.w;
-                    if constexpr (traits::has_bias) {
-                        float4 w;
-                        if constexpr (Values::coded)
-                            w = raised_codes(Values::bias_bytes(slot, 0, channel));
-                        else
-                            w = Values::biases(slot, 0, channel);
-                        bias[0] = w.x, bias[1] = w.y, bias[2] = w.z, bias[3] = w.w;
-                    }
-                }
+                [[maybe_unused]] channel_numbers parameters;
+                if constexpr (channel_parameters) parameters = channels_of<Values, T>(slot, id);
 #pragma unroll
                 for (int n = 0; n < Rows4; ++n)
 #pragma unroll
@@ -349,13 +377,14 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                 whole -= weight * traits::zero_code * total[n];
                             const float step = factors.step[S][n] * (line.unit / weight);
                             if constexpr (Values::coded) {
-                                output = fmaf(static_cast<float>(whole) * step, scale[r], output + base[n]);
-                                output = fmaf(bias[r], slope[n], output);
+                                output = fmaf(static_cast<float>(whole) * step, parameters.scale[r],
+                                              output + base[n]);
+                                output = fmaf(parameters.bias[r], slope[n], output);
                             } else if constexpr (channel_parameters) {
-                                output = fmaf(static_cast<float>(whole) * step, scale[r], output);
+                                output = fmaf(static_cast<float>(whole) * step, parameters.scale[r], output);
                                 if constexpr (traits::has_bias)
-                                    output = fmaf(bias[r], static_cast<float>(total[n]) * factors.step[S][n],
-                                                  output);
+                                    output = fmaf(parameters.bias[r],
+                                                  static_cast<float>(total[n]) * factors.step[S][n], output);
                             } else {
                                 output = fmaf(static_cast<float>(whole), step, output);
                             }
