@@ -186,8 +186,8 @@ __device__ __forceinline__ void store_weights(float (&s)[Keys::tiles][Rows4][4],
     }
 }
 
-/// Where the tokens of the lane's units begin, for parameters of tokens; units that the chunk does not have take those of the first
-/// one, which are multiplied by zeros but must be finite.
+/// Loads what belongs to the tokens of the lane's units: load(to, first token). Units that the chunk does not have get that of the
+/// first one: it is multiplied by zeros but must be finite.
 template <class Values, class F>
 __device__ __forceinline__ void load_units(half_quad (&to)[Values::lane_units], const lane_id& id, F&& load) {
     constexpr int n = Values::lane_units;
@@ -199,25 +199,6 @@ __device__ __forceinline__ void load_units(half_quad (&to)[Values::lane_units], 
             half_quad one[1];
             load(one, n * id.t + i < Values::units ? 4 * (n * id.t + i) : 0);
             to[i] = one[0];
-        }
-    }
-}
-
-/// The lane's words of B.
-template <int Units>
-__device__ __forceinline__ void load_weights(half_quad (&b)[Units], std::uint32_t at) {
-    if constexpr (Units % 2 == 0) {
-#pragma unroll
-        for (int i = 0; i < Units; i += 2) {
-            const uint4 v = load_shared_16(at + 8u * static_cast<std::uint32_t>(i));
-            b[i] = {v.x, v.y};
-            b[i + 1] = {v.z, v.w};
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < Units; ++i) {
-            const uint2 v = load_shared_8(at + 8u * static_cast<std::uint32_t>(i));
-            b[i] = {v.x, v.y};
         }
     }
 }
@@ -235,9 +216,13 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
     constexpr float middle = 0.5f * static_cast<float>(twice_middle<Values>);
     half_quad w[column_tiles][units];
 #pragma unroll
-    for (int m = 0; m < column_tiles; ++m)
-        load_weights(w[m], weights + 4u * static_cast<std::uint32_t>((8 * m + id.g) * words::stride +
-                                                                     2 * id.t * units));
+    for (int m = 0; m < column_tiles; ++m) {
+        uint2 pairs[units];
+        load_pairs(pairs, weights + 4u * static_cast<std::uint32_t>((8 * m + id.g) * words::stride +
+                                                                    2 * id.t * units));
+#pragma unroll
+        for (int i = 0; i < units; ++i) w[m][i] = {pairs[i].x, pairs[i].y};
+    }
     constexpr bool scaled = Values::scales_tokens;
     [[maybe_unused]] constexpr float codes = half_codes * (Values::has_factors ? 0.5f : 1.0f);
     [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
@@ -248,9 +233,12 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
         half_quad scale[units], bias[units] = {}, x[column_tiles][units];
         if constexpr (Values::token_parameters) {
             const auto load = [&](int section_at) {
-                return [=](auto& part, int token) {
-                    load_half_quads(part, slot + static_cast<std::uint32_t>(
-                                                     section_at + (S * Values::run + token) * Values::width));
+                return [=]<int N>(half_quad(&part)[N], int token) {
+                    uint2 pairs[N];
+                    load_pairs(pairs, slot + static_cast<std::uint32_t>(
+                                                 section_at + (S * Values::run + token) * Values::width));
+#pragma unroll
+                    for (int i = 0; i < N; ++i) part[i] = half_quad::of(pairs[i].x, pairs[i].y);
                 };
             };
             load_units<Values>(scale, id, load(Values::scale_at));

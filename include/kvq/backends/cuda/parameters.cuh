@@ -140,21 +140,19 @@ struct half_quad {
         return {multiply_halves(even, other.even), multiply_halves(odd, other.odd)};
     }
 };
-/// N x 4 neighbouring half floats.
+/// N pairs of neighbouring words.
 template <int N>
-__device__ __forceinline__ void load_half_quads(half_quad (&to)[N], std::uint32_t at) {
-    if constexpr (N % 2 == 0) {
+__device__ __forceinline__ void load_pairs(uint2 (&to)[N], std::uint32_t at) {
 #pragma unroll
-        for (int i = 0; i < N; i += 2) {
-            const uint4 v = load_shared_16(at + 8u * static_cast<std::uint32_t>(i));
-            to[i] = half_quad::of(v.x, v.y);
-            to[i + 1] = half_quad::of(v.z, v.w);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            const uint2 v = load_shared_8(at + 8u * static_cast<std::uint32_t>(i));
-            to[i] = half_quad::of(v.x, v.y);
+    for (int i = 0; i < N; ++i) {
+        const std::uint32_t from = at + 8u * static_cast<std::uint32_t>(i);
+        if constexpr (N % 2 == 0) {
+            if (i % 2 != 0) continue;
+            const uint4 v = load_shared_16(from);
+            to[i] = {v.x, v.y};
+            to[i + 1] = {v.z, v.w};
+        } else {
+            to[i] = load_shared_8(from);
         }
     }
 }
