@@ -92,6 +92,12 @@ struct simd {
         if constexpr (kernels::is_channel_scheme<Scheme>)
             if (kernels::channel_decoder<simd, Scheme>(scheme, shape, id, block).to_tokens(out, stride))
                 return;
+        if constexpr (kernels::transformed_scheme<Scheme>) {
+            decode<typename Scheme::inner_scheme>(scheme, shape, id, block, values, shape.dim, values);
+            scheme.restore_values(shape, id, values);
+            kernels::round_tokens<lanes>(shape, values, out, stride);
+            return;
+        }
         if constexpr (full_precision<Scheme>)
             if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
         scalar::decode(scheme, shape, id, block, out, stride, values);
@@ -103,7 +109,7 @@ struct simd {
         if constexpr (kernels::composed_scheme<Scheme>)
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).template to_values<Window>(window))
                 return 0;
-        if constexpr (kernels::is_channel_scheme<Scheme>) {
+        if constexpr (kernels::is_channel_scheme<Scheme> || kernels::transformed_scheme<Scheme>) {
             decode(scheme, shape, id, block, values, shape.dim, values);
             if (kernels::all_finite<lanes>(values, shape.values())) {
                 // Odd rows and columns leave gaps, which are zero.

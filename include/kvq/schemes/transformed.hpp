@@ -68,6 +68,10 @@ struct transformed : Inner {
 
     void decode(const block_shape& s, const block_id& id, const std::byte* block, float* values) const {
         Inner::decode(s, id, block, values);
+        restore_values(s, id, values);
+    }
+    /// T^-1 y for every token, in place.
+    void restore_values(const block_shape& s, const block_id& id, float* values) const {
         for (int t = 0; t < s.tokens; ++t)
             transform.backward(s.dim, id, values + static_cast<std::ptrdiff_t>(t) * s.dim);
     }
