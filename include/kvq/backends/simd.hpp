@@ -94,7 +94,7 @@ struct simd {
                 return;
         if constexpr (kernels::transformed_scheme<Scheme>) {
             decode<typename Scheme::inner_scheme>(scheme, shape, id, block, values, shape.dim, values);
-            scheme.restore_values(shape, id, values);
+            kernels::restore_tokens<lanes>(scheme, shape, id, values);
             kernels::round_tokens<lanes>(shape, values, out, stride);
             return;
         }
@@ -147,7 +147,7 @@ struct simd {
     static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
         if constexpr (kernels::transformed_scheme<Scheme>) {
-            const std::uint32_t not_finite = scheme.transform_values(shape, id, values);
+            const std::uint32_t not_finite = kernels::transform_tokens<lanes>(scheme, shape, id, values);
             encode_values<typename Scheme::inner_scheme>(scheme, shape, id, values, block);
             return not_finite;
         }

@@ -29,6 +29,8 @@ constexpr float random_sign(std::uint32_t seed, const block_id& id, int channel)
     return (h >> 13) & 1u ? -1.0f : 1.0f;
 }
 
+inline float hadamard_norm(int n) noexcept { return 1.0f / std::sqrt(static_cast<float>(n)); }
+
 /// In place, orthonormal; n is a power of two. Its own inverse.
 inline void walsh_hadamard(float* x, int n) noexcept {
     for (int half = 1; half < n; half *= 2)
@@ -38,7 +40,7 @@ inline void walsh_hadamard(float* x, int n) noexcept {
                 x[j] = a + b;
                 x[j + half] = a - b;
             }
-    const float norm = 1.0f / std::sqrt(static_cast<float>(n));
+    const float norm = hadamard_norm(n);
     for (int i = 0; i < n; ++i) x[i] *= norm;
 }
 
@@ -55,25 +57,34 @@ struct hadamard_transform {
     /// Of the signs.
     static constexpr std::uint64_t fingerprint() noexcept { return Seed; }
 
+    static constexpr float sign(const block_id& id, int channel) noexcept {
+        return detail::random_sign(Seed, id, channel);
+    }
+    /// Calls f(first, n) for every block of channels.
+    template <class F>
+    static void each_block(int dim, F&& f) {
+        for (int first = 0; first < dim;) {
+            int n = 1;
+            while (first + 2 * n <= dim && (Largest == 0 || 2 * n <= Largest)) n *= 2;
+            f(first, n);
+            first += n;
+        }
+    }
+
     /// x = H S x.
     void forward(int dim, const block_id& id, float* x) const noexcept {
-        for (int c = 0; c < dim; ++c) x[c] *= detail::random_sign(Seed, id, c);
+        for (int c = 0; c < dim; ++c) x[c] *= sign(id, c);
         blocks(dim, x);
     }
     /// x = S H x, the inverse.
     void backward(int dim, const block_id& id, float* x) const noexcept {
         blocks(dim, x);
-        for (int c = 0; c < dim; ++c) x[c] *= detail::random_sign(Seed, id, c);
+        for (int c = 0; c < dim; ++c) x[c] *= sign(id, c);
     }
 
 private:
     static void blocks(int dim, float* x) noexcept {
-        for (int first = 0; first < dim;) {
-            int n = 1;
-            while (first + 2 * n <= dim && (Largest == 0 || 2 * n <= Largest)) n *= 2;
-            detail::walsh_hadamard(x + first, n);
-            first += n;
-        }
+        each_block(dim, [x](int first, int n) { detail::walsh_hadamard(x + first, n); });
     }
 };
 

@@ -1,12 +1,13 @@
-// Which schemes are coded from tokens as floats: those with parameters per channel, and known ones behind a transform; and back:
-// floats to tokens of any type.
+// Which schemes are coded from tokens as floats: those with parameters per channel, and known ones behind a transform. What they
+// need besides: the transform of a block's tokens, and tokens of any type from floats.
 //
-// Contract: round_tokens() writes T(x) for every number.
+// Contract: the bits of transformed::transform_values() and restore_values(); round_tokens() writes T(x) for every number.
 #pragma once
 
 #include "../../schemes/transformed.hpp"
 #include "channel_encode.hpp"
 #include "composed.hpp"
+#include "hadamard.hpp"
 #include "special_values.hpp"
 
 namespace kvq::inline v0_1::kernels {
@@ -22,6 +23,37 @@ concept transformed_scheme = is_transformed<S>;
 
 template <class S>
 concept codes_values = channel_scheme<S> || transformed_scheme<S>;
+
+template <class Transform>
+inline constexpr bool is_hadamard = false;
+template <int Largest, std::uint32_t Seed>
+inline constexpr bool is_hadamard<hadamard_transform<Largest, Seed>> = true;
+
+/// T x for every token, in place; returns how many numbers were not finite.
+template <class Lanes, transformed_scheme Scheme>
+std::uint32_t transform_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id,
+                               float* values) {
+    if constexpr (is_hadamard<decltype(scheme.transform)>)
+        if (all_finite<Lanes>(values, shape.values())) {
+            const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
+            rows.multiply([&](int channel) { return scheme.transform.sign(id, channel); });
+            scheme.transform.each_block(shape.dim, [&](int first, int n) { rows.transform(first, n); });
+            return 0;
+        }
+    return scheme.transform_values(shape, id, values);
+}
+/// T^-1 y for every token, in place.
+template <class Lanes, transformed_scheme Scheme>
+void restore_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id, float* values) {
+    if constexpr (is_hadamard<decltype(scheme.transform)>)
+        if (all_finite<Lanes>(values, shape.values())) {
+            const hadamard_rows<Lanes> rows(values, shape.tokens, shape.dim);
+            scheme.transform.each_block(shape.dim, [&](int first, int n) { rows.transform(first, n); });
+            rows.multiply([&](int channel) { return scheme.transform.sign(id, channel); });
+            return;
+        }
+    scheme.restore_values(shape, id, values);
+}
 
 /// values: [tokens][dim]; out: rows `stride` apart, which may be the same memory.
 template <class Lanes, float_format T>
