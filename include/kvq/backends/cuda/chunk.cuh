@@ -13,120 +13,16 @@
 // Contract: bytes arrive unchanged; rows or columns beyond the block may hold anything finite-coded, never foreign memory.
 #pragma once
 
-#include <utility>
-
-#include "cache_ref.cuh"
-#include "parameters.cuh"
+#include "code_words.cuh"
 
 namespace kvq::inline v0_1::cuda::detail {
 
-using kvq::detail::ceil_div;
-using kvq::detail::larger;
-using kvq::detail::round_up;
-using kvq::detail::smaller;
-
 inline constexpr int warp_size = 32;
-
-/// Calls f(integral_constant<int, 0>) ... f(integral_constant<int, N - 1>): loops whose index is a constant.
-template <int N, class F>
-__device__ __forceinline__ void static_for(F&& f) {
-    [&]<int... I>(std::integer_sequence<int, I...>) { (f(std::integral_constant<int, I>{}), ...); }
-    (std::make_integer_sequence<int, N>{});
-}
 
 struct lane_id {
     int lane, g, t;
     __device__ __forceinline__ lane_id()
         : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
-};
-
-template <int Bits>
-struct code_words_of {
-    static constexpr bool full = false;
-    using planes = code_planes<Bits>;
-    static constexpr int columns_per_unit = 4;  // a unit is a quad
-    static constexpr int units_per_step = planes::quads_per_step;
-    static constexpr int plane_count = planes::count;
-    KVQ_HD static constexpr int units_per_word(int plane) { return planes::quads_per_word(plane); }
-    KVQ_HD static constexpr int first_line(int plane, int units) {
-        return planes::first_vector(plane, units);
-    }
-    KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
-
-    /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each.
-    template <int Quad>
-    __device__ __forceinline__ static uint4 codes(const uint4 (&words)[planes::vectors(units_per_step)]) {
-        uint4 result{0, 0, 0, 0};
-        static_for<plane_count>([&](auto plane) {
-            constexpr int p = decltype(plane)::value;
-            constexpr int per = units_per_word(p);
-            constexpr int width = 8 / per;
-            constexpr int right = width * (Quad % per), left = planes::shift(p);
-            constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
-            const uint4& w = words[first_line(p, units_per_step) + Quad / per];
-            const auto part = [](std::uint32_t x) { return ((x >> right) & mask) << left; };
-            result.x |= part(w.x);
-            result.y |= part(w.y);
-            result.z |= part(w.z);
-            result.w |= part(w.w);
-        });
-        return result;
-    }
-};
-
-/// What the code layouts of full<T>, scheme<...> and channel_grid<...> have in common.
-template <class S>
-struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
-    using parameter = typename S::parameter;
-    using factor = void;  // of tokens, besides parameters of channels
-    static constexpr bool token_parameters = S::granularity_type::on_tokens;
-    static constexpr int group = S::granularity_type::group;
-    static constexpr bool has_bias = S::levels::has_bias;
-    static constexpr int zero_code = S::zero_code;
-
-    /// Where scales and biases of a block start, and numbers that channels share.
-    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) { return S{}.scale_offset(s); }
-    KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
-        return S{}.scale_offset(s) + S{}.section_bytes(s);
-    }
-};
-template <int Bits, int Group, class Encoder, class Params, class Factors>
-struct word_traits<channel_grid<Bits, Group, Encoder, Params, Factors>> : code_words_of<Bits> {
-    using grid = channel_grid<Bits, Group, Encoder, Params, Factors>;
-    using parameter = stored_as<Params>;
-    using factor = stored_as<Factors>;
-    static constexpr bool token_parameters = false;
-    static constexpr int group = Group;
-    static constexpr bool has_bias = true;
-    static constexpr int zero_code = 0;
-    KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) {
-        return grid::parameter_offset(s);
-    }
-    KVQ_HD static constexpr std::size_t bias_offset(const block_shape& s) {
-        return grid::parameter_offset(s) +
-               static_cast<std::size_t>(grid::token_axis(s).groups() * grid::channel_slots(s) *
-                                        parameter_width<parameter>);
-    }
-};
-template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
-struct word_traits<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> {  // see mixed_keys.cuh
-    static constexpr bool token_parameters = false;
-};
-template <class T>
-struct word_traits<kvq::full<T>> {
-    static constexpr bool full = true;
-    using parameter = float16;
-    using factor = void;
-    static constexpr bool token_parameters = true;
-    static constexpr int group = 0;
-    static constexpr bool has_bias = false;
-    static constexpr int zero_code = 0;
-    static constexpr int columns_per_unit = 4 / static_cast<int>(sizeof(T));  // a unit is a word
-    static constexpr int units_per_step = 1;
-    static constexpr int plane_count = 1;
-    KVQ_HD static constexpr int units_per_word(int) { return 1; }
-    KVQ_HD static constexpr int first_line(int, int) { return 0; }
-    KVQ_HD static constexpr int lines(int units) { return units; }
 };
 
 /// What the channels of run `r` share, in a chunk at `at` whose first token is `first` of its page.
