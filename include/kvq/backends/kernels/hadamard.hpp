@@ -6,6 +6,7 @@
 // Contract: sums and differences come in the order of quant/hadamard.hpp, so the bits are the same.
 #pragma once
 
+#include "../../core/bits.hpp"
 #include "../../quant/hadamard.hpp"
 
 namespace kvq::inline v0_1::kernels {
