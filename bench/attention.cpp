@@ -92,6 +92,8 @@ Keys make_keys(const shape& s) {
         auto q = bench::random_floats(static_cast<std::size_t>(64 * s.kv_heads * s.head_dim), 5);
         for (std::size_t i = 0; i < q.size(); ++i) q[i] *= i % 4 == 1 ? 30.0f : i % 4 == 2 ? 0.2f : 1.0f;
         statistics.add_queries(0, kvq::token_view<const float>(q.data(), 64, s.kv_heads, s.head_dim));
+        const auto k = bench::random_floats(q.size(), 6);
+        statistics.add_keys(0, kvq::token_view<const float>(k.data(), 64, s.kv_heads, s.head_dim));
         return Keys(statistics);
     } else {
         return Keys{};

@@ -17,37 +17,40 @@ template <int Bits>
 struct code_planes {
     static_assert(Bits >= 1 && Bits <= 8, "kvq: a code has 1 to 8 bits");
 
-    static constexpr int count = [] {
-        int n = 0;
-        for (int w = 8; w >= 1; w /= 2) n += (Bits & w) != 0;
-        return n;
-    }();
+    static constexpr int count = (Bits & 1) + (Bits >> 1 & 1) + (Bits >> 2 & 1) + (Bits >> 3 & 1);
+    // No loops: what loops over planes in kernels must fold to constants, also where the compiler unrolls them late.
     /// Bits of a plane: the powers of two in `Bits`, widest first.
     KVQ_HD static constexpr int width(int plane) noexcept {
-        int w = 8;
-        for (;; w /= 2)
-            if ((Bits & w) && plane-- == 0) return w;
+        constexpr int a = highest(Bits), b = highest(Bits - a), c = highest(Bits - a - b);
+        return plane == 0 ? a : plane == 1 ? b : plane == 2 ? c : 0;
     }
     /// Position of the plane's bits in the code.
     KVQ_HD static constexpr int shift(int plane) noexcept {
-        int bits = 0;
-        for (int p = 0; p < plane; ++p) bits += width(p);
-        return bits;
+        return (plane > 0 ? width(0) : 0) + (plane > 1 ? width(1) : 0) + (plane > 2 ? width(2) : 0);
     }
-    KVQ_HD static constexpr int quads_per_word(int plane) noexcept { return 8 / width(plane); }
+    KVQ_HD static constexpr int quads_per_word(int plane) noexcept {
+        constexpr int a = 8 / width(0), b = count > 1 ? 8 / width(1) : 0, c = count > 2 ? 8 / width(2) : 0;
+        return plane == 0 ? a : plane == 1 ? b : c;
+    }
     /// Quads that fill one word of every plane: the step of loops over columns.
-    static constexpr int quads_per_step = [] {
-        int w = 1;
-        while (!(Bits & w)) w *= 2;
-        return 8 / w;
-    }();
+    static constexpr int quads_per_step = 8 / (Bits & -Bits);
     /// First vector of a plane in a row of `quads` quads.
     KVQ_HD static constexpr int first_vector(int plane, int quads) noexcept {
-        int v = 0;
-        for (int p = 0; p < plane; ++p) v += detail::ceil_div(quads, quads_per_word(p));
-        return v;
+        return (plane > 0 ? plane_vectors<0>(quads) : 0) + (plane > 1 ? plane_vectors<1>(quads) : 0) +
+               (plane > 2 ? plane_vectors<2>(quads) : 0);
     }
     KVQ_HD static constexpr int vectors(int quads) noexcept { return first_vector(count, quads); }
+
+private:
+    /// The largest power of two in n; 0 of 0.
+    KVQ_HD static constexpr int highest(int n) noexcept { return n & 8 ? 8 : n & 4 ? 4 : n & 2 ? 2 : n & 1; }
+    template <int Plane>
+    KVQ_HD static constexpr int plane_vectors(int quads) noexcept {
+        if constexpr (Plane < count)
+            return detail::ceil_div(quads, quads_per_word(Plane));
+        else
+            return 0;
+    }
 };
 
 template <int Bits>

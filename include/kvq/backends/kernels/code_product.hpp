@@ -35,22 +35,24 @@ KVQ_INLINE void store_some(T* to, typename Lanes::floats x, int n) {
     }
 }
 
-/// The codes of one quad, as bytes, from the vectors of all planes of a step.
-template <class Lanes, int Bits, int Quad, bool Partial, int Plane = 0>
+/// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, right
+/// to the place of its bits.
+template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>
 KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
                                            std::ptrdiff_t offset, int n) {
     using P = code_planes<Bits>;
-    constexpr int width = P::width(Plane), per_word = P::quads_per_word(Plane);
+    constexpr int width = P::width(Plane), per_word = P::quads_per_word(Plane),
+                  place = P::shift(Plane) + Raise, left = place - width * (Quad % per_word);
     auto w = load_vector<Lanes, Partial>(planes[Plane] + (Quad / per_word) * vector_bytes + offset, n);
+    if constexpr (left > 0) w = Lanes::template shift_left<left>(w);
+    if constexpr (left < 0) w = Lanes::template shift_right<-left>(w);
     if constexpr (width < 8) {
         constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
-        w = Lanes::bit_and(Lanes::template shift_right<width*(Quad % per_word)>(w),
-                           Lanes::splat(static_cast<std::int32_t>(mask)));
+        w = Lanes::bit_and(w, Lanes::splat(static_cast<std::int32_t>(mask << place)));
     }
-    if constexpr (P::shift(Plane) > 0) w = Lanes::template shift_left<P::shift(Plane)>(w);
     if constexpr (Plane + 1 < P::count)
-        w = Lanes::bit_or(w,
-                          quad_codes<Lanes, Bits, Quad, Partial, Plane + 1>(planes, vector_bytes, offset, n));
+        w = Lanes::bit_or(
+            w, quad_codes<Lanes, Bits, Quad, Partial, Raise, Plane + 1>(planes, vector_bytes, offset, n));
     return w;
 }
 
@@ -61,13 +63,15 @@ struct code_sums {
     typename Lanes::ints low[Queries][Vectors];
 };
 
-template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial, int Quad>
+template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial,
+          int Quad>
 KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
                          std::ptrdiff_t vector_bytes, const std::uint32_t* x, int n) {
     typename Lanes::ints codes[Vectors];
     KVQ_UNROLL
     for (int v = 0; v < Vectors; ++v)
-        codes[v] = quad_codes<Lanes, Bits, Quad, Partial>(planes, vector_bytes, v * Lanes::width * 4, n);
+        codes[v] =
+            quad_codes<Lanes, Bits, Quad, Partial, Raise>(planes, vector_bytes, v * Lanes::width * 4, n);
     if constexpr (Form == vector_form::word) {
         typename Lanes::ints even[Vectors], odd[Vectors];
         KVQ_UNROLL
@@ -92,21 +96,22 @@ KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::by
                 Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
             KVQ_UNROLL
             for (int v = 0; v < Vectors; ++v) {
-                sums.high[i][v] = Lanes::template dot<Bits>(sums.high[i][v], codes[v], h);
+                sums.high[i][v] = Lanes::template dot<Bits + Raise>(sums.high[i][v], codes[v], h);
                 if constexpr (Form == vector_form::two_bytes)
-                    sums.low[i][v] = Lanes::template dot<Bits>(sums.low[i][v], codes[v], l);
+                    sums.low[i][v] = Lanes::template dot<Bits + Raise>(sums.low[i][v], codes[v], l);
             }
         }
     }
 }
 
-template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial, int... Quads>
+template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial,
+          int... Quads>
 KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
                           std::ptrdiff_t vector_bytes, int count, const std::uint32_t* x, int n,
                           std::integer_sequence<int, Quads...>) {
-    ((Quads < count
-          ? add_quad<Form, Lanes, Bits, Vectors, Queries, Partial, Quads>(sums, planes, vector_bytes, x, n)
-          : void()),
+    ((Quads < count ? add_quad<Form, Lanes, Bits, Raise, Vectors, Queries, Partial, Quads>(sums, planes,
+                                                                                           vector_bytes, x, n)
+                    : void()),
      ...);
 }
 
@@ -146,8 +151,8 @@ KVQ_INLINE void clear(code_sums<Lanes, Vectors, Queries>& sums) {
     }
 }
 
-/// Adds the sums of the part to `sums`.
-template <vector_form Form, class Lanes, int Bits, int Vectors, int Queries, bool Partial>
+/// Adds the sums of the part, times 2^Raise, to `sums`.
+template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial>
 KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queries>& sums) {
     using P = code_planes<Bits>;
     using all = std::make_integer_sequence<int, P::quads_per_step>;
@@ -157,14 +162,14 @@ KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queri
     const int whole = detail::smaller(part.steps, part.quads / P::quads_per_step);
     for (int s = 0; s < whole; ++s) {
         fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
-        add_quads<Form, Lanes, Bits, Vectors, Queries, Partial>(sums, planes, part.vector_bytes,
-                                                                P::quads_per_step, x, part.slot_count, all{});
+        add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(
+            sums, planes, part.vector_bytes, P::quads_per_step, x, part.slot_count, all{});
         for (int p = 0; p < P::count; ++p)
             planes[p] += (P::quads_per_step / P::quads_per_word(p)) * part.vector_bytes;
         x += P::quads_per_step * Queries * 2;
     }
     if (whole < part.steps)
-        add_quads<Form, Lanes, Bits, Vectors, Queries, Partial>(
+        add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(
             sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slot_count, all{});
 }
 
@@ -224,7 +229,7 @@ template <vector_form Form, class Lanes, int Bits, int ZeroCode, int Vectors, in
 void multiply_part(const code_part& part, const code_target& to) {
     code_sums<Lanes, Vectors, Queries> sums;
     clear(sums);
-    sum_codes<Form, Lanes, Bits, Vectors, Queries, Partial>(part, sums);
+    sum_codes<Form, Lanes, Bits, 0, Vectors, Queries, Partial>(part, sums);
     finish_sums<Form, Lanes, ZeroCode, Vectors, Queries>(sums, to);
 }
 

@@ -1,6 +1,5 @@
 // y = X^ x where ranges of columns have codes of different widths: the product of code_product.hpp, range after range into the
-// same integer sums. The narrowest comes first; before a wider one follows, sums are shifted by the difference of widths, which is
-// as if narrow codes were shifted to the widest width: no float operation per range, and no bits lost.
+// same integer sums. Narrow codes are unpacked to the upper bits of the widest width: no float operation per range, and no bits lost.
 //
 // Vectors are folded once for all columns, with scales that are as much smaller. Contract: that of code_product.hpp for a block of
 // one width.
@@ -150,41 +149,24 @@ private:
                   std::integer_sequence<int, Width...>) const {
         code_sums<Lanes, Vectors, Queries> sums;
         clear(sums);
-        // From the last width, the narrowest, to the first.
-        (add_width<list::count - 1 - Width, Vectors, Queries, Partial>(slot, height, part, x, sums), ...);
+        (add_width<Width, Vectors, Queries, Partial>(slot, height, part, x, sums), ...);
         finish_sums<form_of<Lanes, Backend>, Lanes, 0, Vectors, Queries>(sums, to);
-    }
-
-    template <int Bits, int Vectors, int Queries>
-    static KVQ_INLINE void shift_sums(code_sums<Lanes, Vectors, Queries>& sums) {
-        KVQ_UNROLL
-        for (int i = 0; i < Queries; ++i) {
-            KVQ_UNROLL
-            for (int v = 0; v < Vectors; ++v) {
-                sums.high[i][v] = Lanes::template shift_left<Bits>(sums.high[i][v]);
-                sums.low[i][v] = Lanes::template shift_left<Bits>(sums.low[i][v]);
-            }
-        }
     }
 
     template <int Width, int Vectors, int Queries, bool Partial>
     KVQ_INLINE void add_width(int slot, int height, int part, const std::uint32_t* x,
                               code_sums<Lanes, Vectors, Queries>& sums) const {
         constexpr int bits = list::values[Width];
-        const int quads = detail::ceil_div(segments_[Width].columns, 4);
         if constexpr (bits > 0) {
-            if constexpr (Width + 1 < list::count)
-                if constexpr (list::values[Width + 1] > 0) shift_sums<bits - list::values[Width + 1]>(sums);
+            const code_segment& s = segments_[Width];
+            const int quads = detail::ceil_div(s.columns, 4);
             if (quads == 0) return;
             using P = code_planes<bits>;
-            const code_segment& s = segments_[Width];
-            const std::byte* const begin =
-                block_ + s.offset +
-                4 * static_cast<std::size_t>(slot) * static_cast<std::size_t>(P::vectors(quads));
             const std::ptrdiff_t vector_bytes = height * 4;
+            const std::byte* const begin =
+                block_ + s.offset + 4 * (static_cast<std::ptrdiff_t>(slot) * P::vectors(quads) + part);
             const std::byte* first[P::count];
-            for (int p = 0; p < P::count; ++p)
-                first[p] = begin + part * 4 + P::first_vector(p, quads) * vector_bytes;
+            for (int p = 0; p < P::count; ++p) first[p] = begin + P::first_vector(p, quads) * vector_bytes;
             const code_part what{first,
                                  vector_bytes,
                                  ahead_,
@@ -192,7 +174,8 @@ private:
                                  quads,
                                  height - part,
                                  x + s.first / 4 * Queries * 2};
-            sum_codes<form_of<Lanes, Backend>, Lanes, bits, Vectors, Queries, Partial>(what, sums);
+            sum_codes<form_of<Lanes, Backend>, Lanes, bits, list::values[0] - bits, Vectors, Queries,
+                      Partial>(what, sums);
         }
     }
 
