@@ -236,9 +236,11 @@ inline errors summarize(const std::vector<bench::error_sums>& heads) {
 inline bool agrees(const std::string& scheme, const errors& measured) {
     bool same = true;
     for (const kvq::detail::preset_error& e : kvq::detail::preset_errors) {
-        const bool plain = scheme == e.name, planned = scheme == std::string(e.name) + "+stats";
-        if (!plain && !planned) continue;
-        const kvq::measured_error& said = plain ? e.plain : e.planned;
+        const std::string name = e.name;
+        const bool plain = scheme == name, by_keys = scheme == name + "-key-plan+stats";
+        if (!plain && !by_keys && scheme != name + "+stats") continue;
+        using enum kvq::statistics_of;
+        const kvq::measured_error& said = e.errors.with(plain ? nothing : by_keys ? keys : keys_and_queries);
         char text[4][16];
         std::snprintf(text[0], sizeof text[0], "%.4f", said.output);
         std::snprintf(text[1], sizeof text[1], "%.4f", measured.out);

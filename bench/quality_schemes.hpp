@@ -111,19 +111,23 @@ void preset_schemes(Add&& add) {
     });
 }
 
-/// The presets with mixed widths whose statistics make a plan of widths and nothing else: no error feedback.
+/// The presets with mixed widths whose statistics make a plan of widths and nothing else, no error feedback: -plan with those of
+/// queries and keys, -key-plan with those of keys alone.
 template <class Add>
 void plan_schemes(Add&& add) {
-    const auto pair = [&]<class P>(const P&, const char* name) {
+    const auto pair = [&]<class P>(const P&, const char* name, const char* by_keys) {
         using keys = typename P::keys;
         add.template with_statistics<keys, typename P::values>(
             name, "kvq preset without error feedback", [](const kvq::calibration* c) {
                 return c ? keys(std::make_shared<const kvq::width_plan>(keys::make_plan(*c))) : keys();
             });
+        add.template with_statistics<keys, typename P::values>(
+            by_keys, "kvq preset, statistics of keys alone",
+            [](const kvq::calibration* c) { return c ? keys(c->without_queries()) : keys(); });
     };
-    pair(kvq::mix4{}, "mix4-plan");
-    pair(kvq::low3{}, "low3-plan");
-    pair(kvq::low2{}, "low2-plan");
+    pair(kvq::mix4{}, "mix4-plan", "mix4-key-plan");
+    pair(kvq::low3{}, "low3-plan", "low3-key-plan");
+    pair(kvq::low2{}, "low2-plan", "low2-key-plan");
 }
 
 /// A preset with mixed widths with one ingredient changed at a time, and each of its tensors alone. Bits: average width.

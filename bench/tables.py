@@ -52,12 +52,13 @@ BESIDE = {
 }
 
 WINDOW_SCHEMES = ("kivi-4-g64", "std4", "kivi-2-g64", "low2+stats")
-TRANSFER_SCHEMES = ("std4", "mix4-plan", "mix4", "low3", "low2-plan", "low2")
+TRANSFER_SCHEMES = ("std4", "mix4-plan", "mix4-key-plan", "mix4", "low3-key-plan", "low3", "low2-plan", "low2-key-plan", "low2")
 
 CHANGES = (
     ("{}+stats", "the preset, with statistics"),
     ("{}", "no statistics"),
     ("{}-plan+stats", "no error feedback"),
+    ("{}-key-plan+stats", "statistics of keys alone"),
     ("{}-even+stats", "even widths"),
     ("{}-trusting+stats", "importances as they are"),
     ("{}-other-keys+stats", "keys of 2 bits: range (low2: least squares)"),

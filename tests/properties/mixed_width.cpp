@@ -164,7 +164,7 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most decodes
     CHECK_THROWS_AS(test::encoded(planned, block, x, nullptr, {1, 0}), kvq::error);
 }
 
-TEST_CASE("statistics that say nothing about a text leave even widths: no queries, or all of it in doubt") {
+TEST_CASE("statistics that say nothing about a text leave even widths: no keys, or all of it in doubt") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -174,19 +174,52 @@ TEST_CASE("statistics that say nothing about a text leave even widths: no querie
         const kvq::block_shape block{kvq::tensor::key, 64, dim};
         const auto x = random.normals(block.values());
         const auto even = test::encoded(S{}, block, x);
-        kvq::calibration keys_alone(shape);
-        auto k = test::random_tensor(random, 640, 1, dim);
+        kvq::calibration queries_alone(shape);
+        auto q = test::random_tensor(random, 640, 1, dim);
         for (int t = 0; t < 640; ++t)
-            for (int c = 0; c < dim; ++c) k.view().at(t, 0)[c] *= static_cast<float>(1 << c % 9);
-        keys_alone.add_keys(0, std::as_const(k).view());
-        CHECK(test::encoded(S(keys_alone), block, x) == even);
+            for (int c = 0; c < dim; ++c) q.view().at(t, 0)[c] *= static_cast<float>(1 << c % 9);
+        queries_alone.add_queries(0, std::as_const(q).view());
+        CHECK(test::encoded(S(queries_alone), block, x) == even);
 
-        kvq::calibration both = keys_alone;
-        both.add_queries(0, test::random_tensor(random, 640, 1, dim).view());
+        kvq::calibration both = queries_alone;
+        both.add_keys(0, test::random_tensor(random, 640, 1, dim).view());
         if (dim > 8) CHECK(S(both).plan()->blocks[0].quads[1] != dim / 4);
         const auto doubted = std::make_shared<const kvq::width_plan>(S::make_plan(both, HUGE_VAL));
         CHECK(test::encoded(S(doubted), block, x) == even);
     }
+}
+
+TEST_CASE(
+    "keys alone make the plan of queries that are as large as they are, with the doubt that this deserves; "
+    "no feedback") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    using encoder = kvq::error_feedback<kvq::min_max>;
+    using S = kvq::mixed_width<kvq::widths<6, 4, 3, 2, 0>, 24, 64, encoder>;
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
+    auto k = test::random_tensor(random, 640, 2, 64);
+    for (int t = 0; t < 640; ++t)
+        for (int h = 0; h < 2; ++h)
+            for (int c = 0; c < 64; ++c) {
+                float& x = k.view().at(t, h)[c];
+                x = x * static_cast<float>(1 << c % 5) + (c % 7 == h ? 20.0f : 0.0f);
+            }
+    kvq::calibration keys(shape, true), both(shape, true);
+    for (kvq::calibration* c : {&keys, &both}) c->add_keys(0, std::as_const(k).view());
+    both.add_queries(0, std::as_const(k).view());
+    const auto same = [](const kvq::width_plan& a, const kvq::width_plan& b) {
+        for (std::size_t i = 0; i < a.blocks.size(); ++i)
+            if (a.blocks[i].order != b.blocks[i].order || a.blocks[i].quads != b.blocks[i].quads)
+                return false;
+        return a.blocks.size() == b.blocks.size();
+    };
+    CHECK(same(S::make_plan(keys), S::make_plan(both, kvq::key_doubt)));
+    CHECK(same(S::make_plan(keys, 0.0), S::make_plan(both, 0.0)));
+    CHECK(same(S::make_plan(keys, 2.0), S::make_plan(both, 2.0)));
+    CHECK(!same(S::make_plan(keys), S::make_plan(both, HUGE_VAL)));
+    CHECK(!S(keys).encoder.matrices);
+    CHECK(S(both).encoder.matrices);
 }
 
 TEST_CASE("malformed plans are refused; a plan is known by its fingerprint, an encoder is not") {

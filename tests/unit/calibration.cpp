@@ -153,13 +153,14 @@ TEST_CASE("statistics: powers, products and variances inside groups of 64") {
     }
     for (int h = 0; h < 2; ++h)
         for (int i = 0; i < 6; ++i) {
-            double variance = 0;
+            double variance = 0, power = 0;
             for (const auto& [first, n] : {std::pair{0, 64}, std::pair{64, 64}, std::pair{128, 22}}) {
-                double mean = 0, squares = 0, count = 0;
+                double mean = 0, squares = 0, count = 0, all = 0;
                 for (int t = first; t < first + n; ++t)
                     if (const auto x = static_cast<double>(k.view().at(t, h)[i]); std::isfinite(x))
-                        mean += x, ++count;
+                        mean += x, all += x * x, ++count;
                 mean /= count;
+                power += all / count * n;
                 for (int t = first; t < first + n; ++t)
                     if (const auto x = static_cast<double>(k.view().at(t, h)[i]); std::isfinite(x))
                         squares += (x - mean) * (x - mean);
@@ -167,6 +168,8 @@ TEST_CASE("statistics: powers, products and variances inside groups of 64") {
             }
             CHECK(full.key_variance(1, h, i) == doctest::Approx(variance / 150));
             CHECK(plain.key_variance(1, h, i) == full.key_variance(1, h, i));
+            CHECK(full.key_power(1, h, i) == doctest::Approx(power / 150));
+            CHECK(plain.key_power(1, h, i) == full.key_power(1, h, i));
             for (int j = 0; j < 6; ++j) {
                 double product = 0;
                 for (int t = 0; t < 30; ++t)
@@ -178,7 +181,10 @@ TEST_CASE("statistics: powers, products and variances inside groups of 64") {
             CHECK(plain.query_power(1, h, i) == doctest::Approx(full.query_power(1, h, i)));
             CHECK(plain.query_power(0, h, i) == 1.0);
             CHECK(plain.key_variance(0, h, i) == 1.0);
+            CHECK(plain.key_power(0, h, i) == 1.0);
         }
+    CHECK(plain.has_queries());
+    CHECK(!kvq::calibration(shape, true).has_queries());
     CHECK_THROWS_AS(plain.add_keys(2, std::as_const(k).view()), kvq::error);
     CHECK_THROWS_AS(plain.add_keys(0, std::as_const(q).view()), kvq::error);
 }
@@ -199,6 +205,8 @@ TEST_CASE("save and load: the same numbers; what is not a calibration is refused
         CHECK(again.shape().value_dim == 4);
         CHECK(again.has_products() == products);
         CHECK(again.query_product(1, 2, 3, 4) == c.query_product(1, 2, 3, 4));
+        CHECK(again.key_power(1, 2, 3) == c.key_power(1, 2, 3));
+        CHECK(again.key_variance(1, 2, 3) == c.key_variance(1, 2, 3));
 
         for (const std::size_t n :
              {std::size_t{0}, std::size_t{7}, std::size_t{31}, bytes.size() - 8, bytes.size() - 1})

@@ -18,28 +18,48 @@ struct measured_error {
     double divergence = 0;  ///< KL divergence of attention weights, nats, mean over heads and queries
 };
 
+/// What keys are made from (quant/calibration.hpp).
+enum class statistics_of {
+    nothing,
+    keys,             ///< a plan of widths, where the preset has one
+    keys_and_queries  ///< and error feedback
+};
+
+/// Errors of a preset, by what its keys are made from.
+struct measured_errors {
+    measured_error plain, by_keys, by_queries;
+
+    constexpr const measured_error& with(statistics_of statistics) const noexcept {
+        return statistics == statistics_of::nothing ? plain
+               : statistics == statistics_of::keys  ? by_keys
+                                                    : by_queries;
+    }
+};
+
 /// A preset and what it costs.
 struct preset_choice {
     const char* name = nullptr;  ///< null: none fits
     double bits = 0;             ///< per number, window included where a context was given
-    measured_error plain;        ///< without statistics
-    measured_error planned;      ///< with a plan of widths and error feedback from statistics
+    measured_error error;        ///< with the statistics that were asked for
 };
 
 namespace detail {
 
 struct preset_error {
     const char* name;
-    measured_error plain, planned;
+    measured_errors errors;
 };
 
 /// Of real tensors of TinyLlama-1.1B (head_dim 64, 2048 tokens), as scripts/quality prints them; statistics come from the first half of
 /// the dump's queries, errors from the second.
 inline constexpr preset_error preset_errors[] = {
-    {"low2", {0.1455, 4.41e-2}, {0.0998, 1.85e-2}}, {"low3", {0.0618, 1.28e-2}, {0.0452, 3.58e-3}},
-    {"std4", {0.0281, 2.72e-3}, {0.0242, 1.65e-3}}, {"mix4", {0.0281, 2.72e-3}, {0.0235, 1.24e-3}},
-    {"std5", {0.0139, 6.27e-4}, {0.0121, 4.11e-4}}, {"hi6", {0.0080, 2.05e-4}, {0.0069, 1.26e-4}},
-    {"ref8", {0.0017, 9.04e-6}, {0.0017, 9.04e-6}},
+    {"low2", {{0.1455, 4.41e-2}, {0.1464, 3.66e-2}, {0.0998, 1.85e-2}}},
+    {"low3", {{0.0618, 1.28e-2}, {0.0604, 6.77e-3}, {0.0452, 3.58e-3}}},
+    {"std4", {{0.0281, 2.72e-3}, {0.0281, 2.72e-3}, {0.0242, 1.65e-3}}},
+    {"mix4", {{0.0281, 2.72e-3}, {0.0238, 1.61e-3}, {0.0235, 1.24e-3}}},
+    {"std5", {{0.0139, 6.27e-4}, {0.0139, 6.27e-4}, {0.0121, 4.11e-4}}},
+    {"hi6", {{0.0080, 2.05e-4}, {0.0080, 2.05e-4}, {0.0069, 1.26e-4}}},
+    {"ref8", {{0.0017, 9.04e-6}, {0.0017, 9.04e-6}, {0.0017, 9.04e-6}}},
 };
 
 constexpr const preset_error& error_of(const char* name) noexcept {
@@ -68,27 +88,25 @@ double preset_bits(const cache_shape& shape, int context = 0,
     return coded * (1.0 - share) + 16.0 * share;
 }
 
-/// The preset of least divergence within `budget` bits per number. statistics: will keys be made from statistics?
-[[nodiscard]] inline preset_choice choose(double budget, const cache_shape& shape, bool statistics = false,
-                                          int context = 0, const cache_options& options = preset_options()) {
+/// The preset of least divergence within `budget` bits per number. statistics: what its keys will be made from.
+[[nodiscard]] inline preset_choice choose(double budget, const cache_shape& shape,
+                                          statistics_of statistics = statistics_of::nothing, int context = 0,
+                                          const cache_options& options = preset_options()) {
     detail::check_shape(shape);
     preset_choice best;
     for_each_preset([&]<class P>(P) {
         const double bits = preset_bits<P>(shape, context, options);
         if (!(bits <= budget)) return;
-        const detail::preset_error& e = detail::error_of(P::name);
-        const auto divergence = [&](const measured_error& plain, const measured_error& planned) {
-            return statistics ? planned.divergence : plain.divergence;
-        };
-        if (!best.name || divergence(e.plain, e.planned) < divergence(best.plain, best.planned))
-            best = {P::name, bits, e.plain, e.planned};
+        const measured_error& error = detail::error_of(P::name).errors.with(statistics);
+        if (!best.name || error.divergence < best.error.divergence) best = {P::name, bits, error};
     });
     return best;
 }
 
 /// The same for a budget of bytes per token, over all layers and heads.
 [[nodiscard]] inline preset_choice choose_bytes(double bytes_per_token, const cache_shape& shape,
-                                                bool statistics = false, int context = 0,
+                                                statistics_of statistics = statistics_of::nothing,
+                                                int context = 0,
                                                 const cache_options& options = preset_options()) {
     detail::check_shape(shape);
     const double numbers = static_cast<double>(shape.layers) * shape.kv_heads *

@@ -2,13 +2,17 @@
 //
 //   query_power(c)     E[q_c^2], over all queries that attend with the kv head
 //   query_product      E[q q^T], if asked for at construction
+//   key_power(c)       E[k_c^2]: what widths take for the power of queries as long as there are none
 //   key_variance(c)    mean over groups of 64 tokens of the variance inside the group: what the grid of a channel must hold
 //
-// An engine feeds it with what its first tokens produce (a few hundred are enough for widths), or loads saved bytes.
+// An engine feeds it with what its first tokens produce (a few hundred are enough for widths), or loads saved bytes. Keys alone
+// will do: whoever fills a cache has them, while queries must be fetched from attention. Models make queries large in channels
+// where keys are; docs/quality.md has what of the gain that keeps.
 // Contract: double sums over exact products, so that the same input gives the same bytes from every compiler.
 // Thread safety: as a container.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <span>
@@ -31,6 +35,7 @@ public:
         : shape_(shape), products_(products) {
         detail::check_shape(shape);
         keys_.resize(blocks() * channels());
+        key_squares_.resize(blocks() * channels());
         queries_.resize(blocks() * (products ? channels() * channels() : channels()));
         key_tokens_.resize(blocks());
         query_tokens_.resize(blocks());
@@ -53,10 +58,11 @@ public:
                         squares += x * x;
                         ++finite;
                     }
-                    if (finite > 0)
-                        keys_[block(layer, h) * channels() + static_cast<std::size_t>(c)] +=
-                            detail::larger(0.0, squares - detail::rounded_product(sum, sum / finite)) /
-                            finite * n;
+                    if (finite == 0) continue;
+                    const std::size_t at = block(layer, h) * channels() + static_cast<std::size_t>(c);
+                    keys_[at] += detail::larger(0.0, squares - detail::rounded_product(sum, sum / finite)) /
+                                 finite * n;
+                    key_squares_[at] += squares / finite * n;
                 }
                 key_tokens_[block(layer, h)] += n;
             }
@@ -89,6 +95,19 @@ public:
 
     const cache_shape& shape() const noexcept { return shape_; }
     bool has_products() const noexcept { return products_; }
+    /// Of any layer and head.
+    bool has_queries() const noexcept {
+        for (const double n : query_tokens_)
+            if (n > 0.0) return true;
+        return false;
+    }
+    /// The same keys, no queries.
+    calibration without_queries() const {
+        calibration c = *this;
+        std::fill(c.queries_.begin(), c.queries_.end(), 0.0);
+        std::fill(c.query_tokens_.begin(), c.query_tokens_.end(), 0.0);
+        return c;
+    }
     double queries(int layer, int head) const noexcept { return query_tokens_[block(layer, head)]; }
     double keys(int layer, int head) const noexcept { return key_tokens_[block(layer, head)]; }
     /// E[q_i q_j]; i = j without products. 1 (or 0 beside the diagonal) as long as there are no queries.
@@ -103,13 +122,13 @@ public:
     }
     double query_power(int layer, int head, int c) const noexcept { return query_product(layer, head, c, c); }
     /// 1 as long as there are no keys.
-    double key_variance(int layer, int head, int c) const noexcept {
-        const std::size_t b = block(layer, head);
-        return key_tokens_[b] == 0 ? 1.0
-                                   : keys_[b * channels() + static_cast<std::size_t>(c)] / key_tokens_[b];
+    double key_variance(int layer, int head, int c) const noexcept { return of_keys(keys_, layer, head, c); }
+    /// 1 as long as there are no keys.
+    double key_power(int layer, int head, int c) const noexcept {
+        return of_keys(key_squares_, layer, head, c);
     }
 
-    /// Little-endian: "kvqcal01", layers, kv_heads, head_dim, value_dim, products as 32-bit numbers, then the sums as doubles.
+    /// Little-endian: "kvqcal02", layers, kv_heads, head_dim, value_dim, products as 32-bit numbers, then the sums as doubles.
     std::vector<std::byte> save() const {
         std::vector<std::byte> bytes(header + 8 * numbers());
         std::memcpy(bytes.data(), magic, 8);
@@ -117,7 +136,8 @@ public:
                                        products_ ? 1 : 0};
         std::memcpy(bytes.data() + 8, sizes, sizeof sizes);
         std::byte* at = bytes.data() + header;
-        for (const std::vector<double>* v : {&keys_, &queries_, &key_tokens_, &query_tokens_}) {
+        for (const std::vector<double>* v :
+             {&keys_, &key_squares_, &queries_, &key_tokens_, &query_tokens_}) {
             if (!v->empty()) std::memcpy(at, v->data(), 8 * v->size());
             at += 8 * v->size();
         }
@@ -136,14 +156,15 @@ public:
         const auto n = static_cast<std::uint64_t>(sizes[2]);
         const auto blocks = static_cast<std::uint64_t>(sizes[0]) * static_cast<std::uint64_t>(sizes[1]);
         // Divided, so that no product overflows.
-        const std::uint64_t per_block = n + (sizes[4] ? n * n : n) + 2;
+        const std::uint64_t per_block = 2 * n + (sizes[4] ? n * n : n) + 2;
         detail::expect((bytes.size() - header) % 8 == 0 && (bytes.size() - header) / 8 % per_block == 0 &&
                            (bytes.size() - header) / 8 / per_block == blocks,
                        "a calibration of ", sizes[0], " layers, ", sizes[1], " heads, ", sizes[2],
                        " channels does not have ", bytes.size(), " bytes");
         calibration c({sizes[0], sizes[1], sizes[2], sizes[3]}, sizes[4] == 1);
         const std::byte* at = bytes.data() + header;
-        for (std::vector<double>* v : {&c.keys_, &c.queries_, &c.key_tokens_, &c.query_tokens_}) {
+        for (std::vector<double>* v :
+             {&c.keys_, &c.key_squares_, &c.queries_, &c.key_tokens_, &c.query_tokens_}) {
             std::memcpy(v->data(), at, 8 * v->size());
             at += 8 * v->size();
             for (const double x : *v)
@@ -154,6 +175,7 @@ public:
                            "a calibration of a negative number of tokens");
             for (std::size_t i = 0; i < c.channels(); ++i)
                 detail::expect(c.keys_[b * c.channels() + i] >= 0.0 &&
+                                   c.key_squares_[b * c.channels() + i] >= 0.0 &&
                                    c.queries_[c.products_ ? (b * c.channels() + i) * c.channels() + i
                                                           : b * c.channels() + i] >= 0.0,
                                "a calibration with a negative variance");
@@ -162,7 +184,7 @@ public:
     }
 
 private:
-    static constexpr char magic[9] = "kvqcal01";
+    static constexpr char magic[9] = "kvqcal02";
     static constexpr std::size_t header = 8 + 5 * 4 + 4;
 
     std::size_t blocks() const noexcept {
@@ -174,7 +196,13 @@ private:
                static_cast<std::size_t>(head);
     }
     std::size_t numbers() const noexcept {
-        return keys_.size() + queries_.size() + key_tokens_.size() + query_tokens_.size();
+        return keys_.size() + key_squares_.size() + queries_.size() + key_tokens_.size() +
+               query_tokens_.size();
+    }
+    double of_keys(const std::vector<double>& sums, int layer, int head, int c) const noexcept {
+        const std::size_t b = block(layer, head);
+        return key_tokens_[b] == 0 ? 1.0
+                                   : sums[b * channels() + static_cast<std::size_t>(c)] / key_tokens_[b];
     }
     template <class View>
     void check(int layer, bool fits, const View& x, const char* what) const {
@@ -187,7 +215,7 @@ private:
 
     cache_shape shape_;
     bool products_ = false;
-    std::vector<double> keys_, queries_, key_tokens_, query_tokens_;
+    std::vector<double> keys_, key_squares_, queries_, key_tokens_, query_tokens_;
 };
 
 }  // namespace kvq::inline v0_1

@@ -153,10 +153,10 @@ struct error_feedback : Encoder {
 
     error_feedback() = default;
     explicit error_feedback(std::shared_ptr<const feedback_matrices> m) : matrices(std::move(m)) {}
-    /// Feedback if the statistics hold products, else none. plan: orders of channels, or null.
+    /// Feedback if the statistics hold products of queries, else none. plan: orders of channels, or null.
     explicit error_feedback(const calibration& statistics, const width_plan* plan = nullptr,
                             double damping = 0.3) {
-        if (statistics.has_products())
+        if (statistics.has_products() && statistics.has_queries())
             matrices = std::make_shared<const feedback_matrices>(statistics, plan, damping);
     }
 

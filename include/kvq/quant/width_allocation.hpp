@@ -83,6 +83,10 @@ inline double exact_exp2(double x) noexcept {
 /// average widths win less over even ones than a mistake costs: the worst is expected there.
 constexpr double text_doubt(double average_bits) noexcept { return average_bits < 4.0 ? 0.2 : 0.6; }
 
+/// The least that is expected where the power of keys stands for that of queries: the variance of log(E[q_c^2] / E[k_c^2]) over
+/// the channels of a head. Seen: 0.15, 0.6 and 1.05 in three models (docs/quality.md).
+inline constexpr double key_doubt = 0.6;
+
 /// Importances (>= 0, in any unit) as far as they can be trusted; their order stays. doubt: expected variance of the natural
 /// logarithm of a channel's importance; 0 leaves all as they are. Less than 2^-20 of the largest counts as that much.
 inline void steady_importance(std::span<double> importance, double doubt) {

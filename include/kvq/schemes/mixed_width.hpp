@@ -93,7 +93,7 @@ struct mixed_width {
         if (plan_) check_plan(*plan_);
         fingerprint_ = fingerprint_of(plan_.get());
     }
-    /// With a plan, and if the encoder takes it feedback, made from statistics.
+    /// With a plan, and if the encoder takes it feedback, made from statistics. Keys alone make a plan and no feedback.
     explicit mixed_width(const calibration& statistics)
         : plan_(std::make_shared<const width_plan>(make_plan(statistics))) {
         encoder = detail::make_encoder<Encoder>(statistics, plan_.get());
@@ -101,7 +101,7 @@ struct mixed_width {
     }
 
     /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the text that is read may differ from that of
-    /// the statistics; 0 trusts them. Few statistics raise it, none at all make even widths.
+    /// the statistics; 0 trusts them. Few statistics raise it, keys alone make it key_doubt or more, without keys widths are even.
     static width_plan make_plan(const calibration& statistics,
                                 double doubt = text_doubt(AverageEighths / 8.0)) {
         const cache_shape& s = statistics.shape();
@@ -109,10 +109,14 @@ struct mixed_width {
         std::vector<double> importance(static_cast<std::size_t>(s.head_dim));
         for (int layer = 0; layer < s.layers; ++layer)
             for (int head = 0; head < s.kv_heads; ++head) {
+                const bool queries = statistics.queries(layer, head) > 0.0;
                 for (int c = 0; c < s.head_dim; ++c)
                     importance[static_cast<std::size_t>(c)] =
-                        statistics.query_power(layer, head, c) * statistics.key_variance(layer, head, c);
-                steady_importance(importance, doubt > 0.0 ? doubt + chance(statistics, layer, head) : 0.0);
+                        (queries ? statistics.query_power(layer, head, c)
+                                 : statistics.key_power(layer, head, c)) *
+                        statistics.key_variance(layer, head, c);
+                const double expected = queries ? doubt : detail::larger(doubt, key_doubt);
+                steady_importance(importance, doubt > 0.0 ? expected + chance(statistics, layer, head) : 0.0);
                 plan.blocks.push_back(allocate_widths(importance, Widths::values, row_words(s.head_dim)));
             }
         return plan;
@@ -334,8 +338,8 @@ private:
     /// for tokens that resemble their neighbours.
     static double chance(const calibration& statistics, int layer, int head) {
         const double queries = statistics.queries(layer, head), keys = statistics.keys(layer, head);
-        return queries > 0.0 && keys > 0.0 ? 4.0 / queries + 4.0 / keys
-                                           : std::numeric_limits<double>::infinity();
+        if (keys == 0.0) return std::numeric_limits<double>::infinity();
+        return 4.0 / (queries > 0.0 ? queries : keys) + 4.0 / keys;
     }
 
     const channel_allocation* allocation(const block_shape& s, block_id id) const {
