@@ -84,10 +84,11 @@ std::vector<double> exact_attention(const shape& s, const std::vector<float>& k,
     return out;
 }
 
-/// Keys that are made from statistics get some: a fourth of the channels matters, a fourth hardly.
+/// For names that end in "-plan", keys from statistics: a fourth of the channels matters, a fourth hardly.
 template <class Keys>
-Keys make_keys(const shape& s) {
+Keys make_keys(const shape& s, std::string_view name) {
     if constexpr (std::constructible_from<Keys, const kvq::calibration&>) {
+        if (!name.ends_with("-plan")) return Keys{};
         kvq::calibration statistics({1, s.kv_heads, s.head_dim});
         auto q = bench::random_floats(static_cast<std::size_t>(64 * s.kv_heads * s.head_dim), 5);
         for (std::size_t i = 0; i < q.size(); ++i) q[i] *= i % 4 == 1 ? 30.0f : i % 4 == 2 ? 0.2f : 1.0f;
@@ -103,10 +104,11 @@ Keys make_keys(const shape& s) {
 template <class Keys, class Values, class Backend>
 class filled_cache {
 public:
-    explicit filled_cache(const shape& s)
+    filled_cache(const char* name, const shape& s)
         : shape_(s),
           memory_(static_cast<std::size_t>(s.tokens) * values() * 6 + (64u << 20), &huge_),
-          cache_({1, s.kv_heads, s.head_dim}, options(s), typename cache_type::key_table(make_keys<Keys>(s))),
+          cache_({1, s.kv_heads, s.head_dim}, options(s),
+                 typename cache_type::key_table(make_keys<Keys>(s, name))),
           sequence_(cache_.new_sequence()),
           q_(random_query(s)),
           out_(q_.size()),
@@ -164,7 +166,7 @@ private:
 
 template <class Keys, class Values, class Backend>
 candidate prepare(const char* name, const shape& s) {
-    const auto cache = std::make_shared<filled_cache<Keys, Values, Backend>>(s);
+    const auto cache = std::make_shared<filled_cache<Keys, Values, Backend>>(name, s);
     const double bytes = cache->bytes();
     return {{name, 8.0 * bytes / (2.0 * s.tokens * s.kv_heads * s.head_dim), bytes},
             [cache] { cache->attend(); },
@@ -246,12 +248,16 @@ int main(int argc, char** argv) {
     add_pair<kvq::kivi<4, 64>>(list, "kivi-4-g64");
     add_pair<kvq::kivi<4, 128>>(list, "kivi-4-g128");
     add_pair<kvq::kivi<3, 64>>(list, "kivi-3-g64");
+    add_pair<kvq::kivi<3, 128>>(list, "kivi-3-g128");
     add_pair<kvq::kivi<2, 64>>(list, "kivi-2-g64");
     add_pair<kvq::kivi<2, 128>>(list, "kivi-2-g128");
     add_pair<kvq::std4>(list, "std4");
     add_pair<kvq::mix4>(list, "mix4");
+    add_pair<kvq::mix4>(list, "mix4-plan");
     add_pair<kvq::low3>(list, "low3");
+    add_pair<kvq::low3>(list, "low3-plan");
     add_pair<kvq::low2>(list, "low2");
+    add_pair<kvq::low2>(list, "low2-plan");
     // Queries and weights in 8 bits instead of 16: mind the column of the kernel's error.
     using one_piece = kvq::simd<kvq::arch::best, kvq::pieces<1>>;
     add_pair<kvq::kivi<4, 128>, one_piece>(list, "kivi-4-g128/1");

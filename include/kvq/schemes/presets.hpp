@@ -12,9 +12,9 @@
 //
 // Bits per number with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit window. Values are
 // coded per channel over the page, times a factor per token; hi6 to low2 need the window: 4 sinks and 32 or more recent tokens
-// (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of queries and keys (quant/calibration.hpp): a plan
-// of channel widths for mix4, low3 and low2, and error feedback for all of them if the statistics hold products. Without statistics
-// they have even widths and no feedback.
+// (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of keys and queries (quant/calibration.hpp): a plan
+// of channel widths for mix4, low3 and low2, for which keys alone will do, and error feedback for all of them if the statistics
+// hold products of queries. Without statistics they have even widths and no feedback.
 // Measured errors: docs/schemes.md. Use as a pair: cache<std4, std4, simd<>>;
 // cache<low2, low2, simd<>>(shape, options, low2::keys(statistics)).
 #pragma once
