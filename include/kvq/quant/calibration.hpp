@@ -60,9 +60,10 @@ public:
                     }
                     if (finite == 0) continue;
                     const std::size_t at = block(layer, h) * channels() + static_cast<std::size_t>(c);
-                    keys_[at] += detail::larger(0.0, squares - detail::rounded_product(sum, sum / finite)) /
-                                 finite * n;
-                    key_squares_[at] += squares / finite * n;
+                    const double variance =
+                        detail::larger(0.0, squares - detail::rounded_product(sum, sum / finite)) / finite;
+                    keys_[at] += detail::rounded_product(variance, static_cast<double>(n));
+                    key_squares_[at] += detail::rounded_product(squares / finite, static_cast<double>(n));
                 }
                 key_tokens_[block(layer, h)] += n;
             }
