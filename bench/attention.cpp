@@ -236,7 +236,7 @@ int main(int argc, char** argv) {
     app.add_option("--baseline", baseline, "the scheme that ratios of times are taken to")
         ->capture_default_str();
     app.add_option("--repetitions", repetitions, "of every timing, of which the median counts")
-        ->check(CLI::PositiveNumber)
+        ->check(CLI::Range(2, 1000))  // of a single one Google Benchmark gives no median
         ->capture_default_str();
     app.add_flag("--json", json, "one JSON object a line");
     CLI11_PARSE(app, argc, argv);
