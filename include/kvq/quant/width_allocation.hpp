@@ -84,7 +84,7 @@ inline double exact_exp2(double x) noexcept {
 constexpr double text_doubt(double average_bits) noexcept { return average_bits < 4.0 ? 0.2 : 0.6; }
 
 /// The least that is expected where the power of keys stands for that of queries: the variance of log(E[q_c^2] / E[k_c^2]) over
-/// the channels of a head. Seen: 0.15, 0.6 and 1.05 in three models (docs/quality.md).
+/// the channels of a head. Seen: 0.15, 0.6 and 1.05 in three models (docs/schemes.md).
 inline constexpr double key_doubt = 0.6;
 
 /// Importances (>= 0, in any unit) as far as they can be trusted; their order stays. doubt: expected variance of the natural
