@@ -208,6 +208,7 @@ TEST_CASE(
     kvq::calibration keys(shape, true), both(shape, true);
     for (kvq::calibration* c : {&keys, &both}) c->add_keys(0, std::as_const(k).view());
     both.add_queries(0, std::as_const(k).view());
+    CHECK(both.without_queries().save() == keys.save());
     const auto same = [](const kvq::width_plan& a, const kvq::width_plan& b) {
         for (std::size_t i = 0; i < a.blocks.size(); ++i)
             if (a.blocks[i].order != b.blocks[i].order || a.blocks[i].quads != b.blocks[i].quads)

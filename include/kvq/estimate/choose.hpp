@@ -51,7 +51,7 @@ struct preset_error {
 };
 
 /// Of real tensors of TinyLlama-1.1B (head_dim 64, 2048 tokens), as scripts/quality prints them; statistics come from the first half of
-/// the dump's queries, errors from the second.
+/// the dump's keys and queries, errors from the second half of the queries.
 inline constexpr preset_error preset_errors[] = {
     {"low2", {{0.1455, 4.41e-2}, {0.1464, 3.66e-2}, {0.0998, 1.85e-2}}},
     {"low3", {{0.0618, 1.28e-2}, {0.0604, 6.77e-3}, {0.0452, 3.58e-3}}},

@@ -7,7 +7,7 @@
 //
 // An engine feeds it with what its first tokens produce (a few hundred are enough for widths), or loads saved bytes. Keys alone
 // will do: whoever fills a cache has them, while queries must be fetched from attention. Models make queries large in channels
-// where keys are; docs/quality.md has what of the gain that keeps.
+// where keys are; docs/quality.md says how much of the gain that keeps.
 // Contract: double sums over exact products, so that the same input gives the same bytes from every compiler.
 // Thread safety: as a container.
 #pragma once
