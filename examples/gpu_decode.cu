@@ -77,7 +77,8 @@ int main() {
     std::vector<float16> random(std::max(kv, qn));
     for (int step = 0; step < 300; ++step) {
         // What a model would hand over: k, v and q of the new tokens, where they go, how long the sequences are now.
-        for (auto& x : random) x = float16(static_cast<float>(std::rand()) / RAND_MAX - 0.5f);
+        for (auto& x : random)
+            x = float16(static_cast<float>(std::rand()) / static_cast<float>(RAND_MAX) - 0.5f);
         for (float16* to : {k, v}) cudaMemcpyAsync(to, random.data(), kv * 2, cudaMemcpyHostToDevice, stream);
         cudaMemcpyAsync(q, random.data(), qn * 2, cudaMemcpyHostToDevice, stream);
         std::vector<long long> slot(batch);

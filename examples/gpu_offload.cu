@@ -60,7 +60,7 @@ int main() {
     gpu.kv_heads = kv_heads;
     const auto random = [](std::size_t n) {
         std::vector<float> x(n);
-        for (float& v : x) v = 4.0f * static_cast<float>(std::rand()) / RAND_MAX - 2.0f;
+        for (float& v : x) v = 4.0f * static_cast<float>(std::rand()) / static_cast<float>(RAND_MAX) - 2.0f;
         return x;
     };
     float* const k = device(random(tokens * kv_heads * dim));

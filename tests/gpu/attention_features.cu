@@ -492,8 +492,11 @@ void check_late_lengths() {
                 differ += std::memcmp(want.data(), stale.data(), want.size() * 2) != 0;
                 out.poison();
                 CUDA_OK(cudaDeviceSynchronize());
-                write_late<<<1, 128>>>(device.lengths.get(), next_lengths.get(), n, device.table.get(),
-                                       next_table.get(), static_cast<int>(batch.table.size()));
+                CHECK(cuda::detail::launch("write_late", cuda::detail::overlap::no, write_late, dim3(1), 128,
+                                           0, nullptr, device.lengths.get(), next_lengths.get(), n,
+                                           device.table.get(), next_table.get(),
+                                           static_cast<int>(batch.table.size())),
+                      "write_late");
                 attend();
                 CUDA_OK(cudaDeviceSynchronize());
                 CHECK(std::memcmp(want.data(), out.download().data(), want.size() * 2) == 0,

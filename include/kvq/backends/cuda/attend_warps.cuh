@@ -175,9 +175,12 @@ struct unit_feed {
             if (there != 0)
                 unit::copy(to_slot, page < 0 ? nullptr : a.cache.template block<Role>(page, head),
                            second < 0 ? nullptr : a.cache.template block<Role>(second, head), lane);
-        } else if (page >= 0) {
-            present |= bit;
-            const std::byte* const block = a.cache.template block<Role>(page, head);
+        } else if (Memory::halves || page >= 0) {
+            // A branch around copies cuts the instructions in two: kernels with half floats gain without, others do not.
+            const bool there = !Memory::halves || page >= 0;
+            present = there ? present | bit : present & ~bit;
+            const std::byte* const block =
+                a.cache.template block<Role>(Memory::halves ? larger(page, 0) : page, head);
             std::uint32_t to_chunk = to_slot;
             if constexpr (Role == tensor::key ? keys::skewed : values::skewed) {
                 const auto skew = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
@@ -187,9 +190,9 @@ struct unit_feed {
                 skews &= ~(15u << 4 * slot);
             }
             if constexpr (Role == tensor::key)
-                keys::copy(to_chunk, block, first, lane, key_head);
+                keys::copy(to_chunk, block, first, lane, there ? 16 : 0, key_head);
             else
-                values::copy(to_chunk, block, first, lane);
+                values::copy(to_chunk, block, first, lane, there ? 16 : 0);
         } else {
             present &= ~bit;
         }

@@ -75,12 +75,7 @@ template <class P>
 __device__ __forceinline__ P round_outside(float x, bool up) {
     if constexpr (std::is_same_v<P, float16>) {
         const float clamped = fminf(fmaxf(x, -P::max_finite), P::max_finite);
-        std::uint16_t bits;
-        if (up)
-            asm("cvt.rp.f16.f32 %0, %1;" : "=h"(bits) : "f"(clamped));
-        else
-            asm("cvt.rm.f16.f32 %0, %1;" : "=h"(bits) : "f"(clamped));
-        return P::from_bits(bits);
+        return P::from_bits(up ? half_above(clamped) : half_below(clamped));
     } else {
         return up ? kvq::detail::round_up_to<P>(x) : kvq::detail::round_down<P>(x);
     }

@@ -166,16 +166,16 @@ struct code_chunk {
     // ---- to shared memory ----
 
     /// Starts copying the chunk that begins at token `first` of `block` to `to`, which is as far behind its slot as the block is
-    /// behind a line if the chunk is skewed. All lanes of a warp together.
+    /// behind a line if the chunk is skewed. bytes_of_piece: 16, or 0 where there is no block. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
-                                                const head_type& = {}) {
+                                                std::uint32_t bytes_of_piece, const head_type& = {}) {
         const int skew = skewed ? static_cast<int>(to >> 4 & 7u) : 0;
         const std::uint32_t slot = to - 16u * static_cast<std::uint32_t>(skew);
         const std::byte* const from = block + (lane - skew) * 16;
         if constexpr (key && aligned && traits::plane_count == 1 && tile_height == 32) {
             // Tiles follow each other.
             copy_lines<0, tiles * lines, 32>(slot, from + static_cast<std::size_t>(first) * (lines * 4), skew,
-                                             lane);
+                                             lane, bytes_of_piece);
         } else {
             static_for<tiles>([&](auto tile) {
                 constexpr int T = decltype(tile)::value;
@@ -193,11 +193,12 @@ struct code_chunk {
                         line = static_cast<std::size_t>(behind + (Tokens == page ? 0 : first / columns));
                     }
                     copy_lines<p, n, height>(slot + T * tile_height * lines * 4 + before * (height * 4),
-                                             from + line * (height * 4), skew, lane);
+                                             from + line * (height * 4), skew, lane, bytes_of_piece);
                 });
             });
         }
-        if constexpr (!full) copy_parameters(to, block + traits::scale_offset(shape), first, lane);
+        if constexpr (!full)
+            copy_parameters(to, block + traits::scale_offset(shape), first, lane, bytes_of_piece);
     }
 
     // ---- from shared memory ----
@@ -361,9 +362,7 @@ struct code_chunk {
                 height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter) << 5 : 0u;
             const std::uint32_t address = at + (static_cast<std::uint32_t>(w * 4) ^ turned);
             const std::uint32_t keep = (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
-            std::uint32_t word;
-            asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address));
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word & keep));
+            store_word(address, load_shared_4(address) & keep);
         }
     }
 
@@ -381,10 +380,9 @@ struct code_chunk {
                 const int section_at = !token_parameters ? factor_at : part ? bias_at : scale_at;
                 const std::uint32_t address = at + static_cast<std::uint32_t>(section_at + i * size);
                 if constexpr (size == 4)
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(0u));
+                    store_word(address, 0);
                 else
-                    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address),
-                                 "h"(static_cast<std::uint16_t>(0)));
+                    store_half_word(address, 0);
             }
         }
     }
@@ -394,7 +392,8 @@ private:
     /// piece lies before the lines take one behind the others: there t is 0.
     template <int Plane, int Lines, int Height>
     __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from,
-                                                      [[maybe_unused]] int skew, int lane) {
+                                                      [[maybe_unused]] int skew, int lane,
+                                                      std::uint32_t bytes_of_piece) {
         constexpr int pieces = Lines * Height / 4, turns = ceil_div(pieces, warp_size);
         constexpr int of_quarter = lane_lines(Plane);
         constexpr bool full_turns = pieces % warp_size == 0;
@@ -419,13 +418,13 @@ private:
                     distance = turns * 512;
                 }
             }
-            if (inside) copy_async(to + static_cast<std::uint32_t>(at), from + distance);
+            if (inside) copy_async(to + static_cast<std::uint32_t>(at), from + distance, bytes_of_piece);
         });
     }
 
     /// Everything behind the codes; `from`: the scales of the block. As few copies as there are lanes for.
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
-                                                           int lane) {
+                                                           int lane, std::uint32_t bytes_of_piece) {
         constexpr int sections = traits::has_bias ? 2 : 1, pieces_of_section = section / 16;
         constexpr int page_section =
             static_cast<int>(traits::bias_offset(shape) - traits::scale_offset(shape));
@@ -458,7 +457,7 @@ private:
                 }
             }
             if (pieces % warp_size == 0 || piece < pieces)
-                copy_async(to + static_cast<std::uint32_t>(at), from + source);
+                copy_async(to + static_cast<std::uint32_t>(at), from + source, bytes_of_piece);
         });
     }
 

@@ -90,7 +90,7 @@ struct refit_sums {
 };
 
 /// A sum of eight parts of which lane q of four has parts 2q and 2q + 1, in order, for all of them.
-__device__ __forceinline__ double ordered_total(double low, double high, int q) {
+__device__ __forceinline__ double ordered_total(double low, double high) {
     double sum = 0.0;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ refit_sums sums_on_grid(const grid_line& line, int n,
         codes += code;
         squares += code * code;
     });
-    return {ordered_total(error[0], error[1], q), ordered_total(products[0], products[1], q),
+    return {ordered_total(error[0], error[1]), ordered_total(products[0], products[1]),
             total_of_four(static_cast<int>(codes)), total_of_four(static_cast<int>(squares))};
 }
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ void refit_grids(int lines, const Get& get, const Put
         if (number < lines) line = get(number);
         double values[2] = {};
         visit_parts(line, line.n, q, [&](float x, int part) { values[part] += static_cast<double>(x); });
-        const double y = ordered_total(values[0], values[1], q);
+        const double y = ordered_total(values[0], values[1]);
         refit_sums s = sums_on_grid(line, line.n, line.range, q);
         double least = line.error;
         bool active = line.n > 0;

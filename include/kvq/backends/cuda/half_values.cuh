@@ -1,15 +1,16 @@
 // The product of weights and packed values with half floats: codes are masked where they lie, which makes them (subnormal) half
 // floats.
 //
-//   w = 2^(score - max - 14 + e)    w' = w * value scale of the token, both rounded to half floats
+//   w = 2^(score - r + 12 - e)      w' = w * value scale of the token, both rounded to half floats
 //   output = sum w' (c - m) + m sum w s + sum w b        m = half of the largest code; the last sums once per group and chunk
 //
 // Where 8 or 16 query rows share the codes, this takes fewer instructions than whole numbers (value_product.cuh): weights pass
 // through shared memory once for all groups of channels, and a lane multiplies two of them with their tokens' scales at once. What
 // else a group needs of the parameters are products of tensor cores too, with parameters as rows of A. A code that lies `place` bits
 // higher counts 2^place times: w' is multiplied by 2^-place.
-// Weights are relative to the largest score so far and lifted by 2^14, since half floats below 2^-14 lose digits; e is 0 unless
-// scales of values are 2 or more and grows with them, so that no product leaves the range.
+// r is a score so far, at most 2 below the largest one: it follows when a lane finds one farther above. Weights are lifted by 2^12, since
+// half floats below 2^-14 lose digits; e is 0 unless scales of values are 2 or more and grows with them, so that no product leaves
+// the range.
 //
 // Contract: |w' - w s| <= 2^-11 w s + 2^-25 2^place; the rounding of w' is multiplied by c - m; sums are floats.
 #pragma once
@@ -58,8 +59,9 @@ template <class Values, int Rows4>
 struct half_state {
     static constexpr int tiles = column_tiles<Rows4>;
     static constexpr int sets = Values::token_parameters ? Values::runs : 1;
-    static constexpr float lift = 14.0f;
-    float max[Rows4];
+    /// Weights are at most 2^(lift + slack).
+    static constexpr float lift = 12.0f, slack = 2.0f;
+    float max[Rows4];  // r
     float sum[Rows4];  // this lane's part
     float rest[Rows4][sets];
     float output[Values::tiles][tiles][2][4];  // as tensor cores leave them
@@ -111,25 +113,37 @@ struct half_state {
     }
 };
 
-/// Scores become weights relative to the largest so far; the state's sums move on.
+/// Scores become weights; the state's sums move on. Lanes have to know of each other's scores only where r changes.
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], half_state<Values, Rows4>& state,
-                                       chunk_factors<Values, Rows4>& factors, const lane_id& id) {
+                                       chunk_factors<Values, Rows4>&, const lane_id& id) {
+    float top[Rows4];
+    bool rises = false;
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
-        const float next = fmaxf(state.max[n], largest_score<Keys, Rows4>(s, n, id));
-        const float sum =
-            exponentiate<Keys, Rows4>(s, n, next == -INFINITY ? 0.0f : next - state.lift + state.exponent);
-        factors.keep[n] = kept(state.max[n], next);
-        state.max[n] = next;
-        state.sum[n] = fmaf(state.sum[n], factors.keep[n], sum);
+        top[n] = largest_own<Keys, Rows4>(s, n, id);
+        rises = rises || top[n] > state.max[n] + state.slack;
     }
-    if (any_rises(factors.keep)) state.multiply(factors.keep);
+    if (__any_sync(~0u, rises)) [[unlikely]] {
+        float keep[Rows4];
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            const float next = fmaxf(state.max[n], over_tokens(top[n], max_floats{}));
+            keep[n] = kept(state.max[n], next);
+            state.max[n] = next;
+            state.sum[n] *= keep[n];
+        }
+        state.multiply(keep);
+    }
+#pragma unroll
+    for (int n = 0; n < Rows4; ++n)
+        state.sum[n] += exponentiate<Keys, Rows4>(
+            s, n, state.max[n] == -INFINITY ? 0.0f : state.max[n] - state.lift + state.exponent);
 }
 
-/// The exponent that the largest scale of a chunk asks for: so much above 2. All lanes.
+/// Has any scale of a chunk, as far as the lane looks at them, reached 2?
 template <class Values>
-__device__ __forceinline__ float scale_exponent(std::uint32_t slot, const lane_id& id) {
+__device__ __forceinline__ bool large_scales(std::uint32_t slot, const lane_id& id) {
     std::uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < ceil_div(Values::section, 16 * warp_size); ++i) {
@@ -137,7 +151,11 @@ __device__ __forceinline__ float scale_exponent(std::uint32_t slot, const lane_i
         const uint4 v = load_shared_16(slot + static_cast<std::uint32_t>(Values::scale_at + at));
         bits |= v.x | v.y | v.z | v.w;
     }
-    if (!__any_sync(~0u, (bits & 0x40004000u) != 0)) return 0.0f;
+    return (bits & 0x40004000u) != 0;
+}
+/// The exponent that the largest scale of a chunk asks for: so much above 2. All lanes.
+template <class Values>
+__device__ __forceinline__ float scale_exponent(std::uint32_t slot, const lane_id& id) {
     std::uint32_t largest = 0;
 #pragma unroll 1
     for (int i = id.lane; i < Values::section / 2; i += warp_size)
@@ -149,28 +167,10 @@ __device__ __forceinline__ float scale_exponent(std::uint32_t slot, const lane_i
 
 /// Writes the weights as words of B.
 template <class Keys, class Values, int Rows4>
-__device__ __forceinline__ void store_weights(float (&s)[Keys::tiles][Rows4][4],
-                                              half_state<Values, Rows4>& state, chunk_factors<Values, Rows4>&,
-                                              std::uint32_t slot, std::uint32_t weights, const lane_id& id) {
+__device__ __forceinline__ void store_halves(const float (&s)[Keys::tiles][Rows4][4], std::uint32_t weights,
+                                             const lane_id& id) {
     using words = half_words<Values>;
     constexpr int quads_of_tile = Keys::tile_height / 4;
-    if constexpr (Values::token_parameters) {
-        const float wanted = scale_exponent<Values>(slot, id);
-        if (wanted > state.exponent) {
-            float factor[Rows4];
-#pragma unroll
-            for (int n = 0; n < Rows4; ++n) {
-                factor[n] = exp2_fast(state.exponent - wanted);
-                state.sum[n] *= factor[n];
-#pragma unroll
-                for (int tile = 0; tile < Keys::tiles; ++tile)
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) s[tile][n][r] *= factor[n];
-            }
-            state.multiply(factor);
-            state.exponent = wanted;
-        }
-    }
     if (Keys::tile_height == 16 && id.g >= 4) return;
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
@@ -183,6 +183,34 @@ __device__ __forceinline__ void store_weights(float (&s)[Keys::tiles][Rows4][4],
             const float(&v)[4] = s[tile][n];
             store_words(at, pack_halves<float16>(v[0], v[2]), pack_halves<float16>(v[1], v[3]));
         }
+    }
+}
+template <class Keys, class Values, int Rows4>
+__device__ __forceinline__ void store_weights(float (&s)[Keys::tiles][Rows4][4],
+                                              half_state<Values, Rows4>& state, chunk_factors<Values, Rows4>&,
+                                              std::uint32_t slot, std::uint32_t weights, const lane_id& id) {
+    // Stored before scales have been looked at, which takes a while and asks for other weights hardly ever.
+    [[maybe_unused]] bool large = false;
+    if constexpr (Values::token_parameters) large = large_scales<Values>(slot, id);
+    store_halves<Keys, Values, Rows4>(s, weights, id);
+    if constexpr (Values::token_parameters) {
+        if (!__any_sync(~0u, large)) [[likely]]
+            return;
+        const float wanted = scale_exponent<Values>(slot, id);
+        if (wanted <= state.exponent) return;
+        float factor[Rows4];
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            factor[n] = exp2_fast(state.exponent - wanted);
+            state.sum[n] *= factor[n];
+#pragma unroll
+            for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) s[tile][n][r] *= factor[n];
+        }
+        state.multiply(factor);
+        state.exponent = wanted;
+        store_halves<Keys, Values, Rows4>(s, weights, id);
     }
 }
 
@@ -211,8 +239,9 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                                            const lane_id& id) {
     using words = half_words<Values>;
     using traits = typename Values::traits;
-    constexpr int units = Values::lane_units, column_tiles = state.tiles;
-    constexpr int sets = state.sets, tiles_of_set = ceil_div(Values::tiles, sets);
+    using state_type = half_state<Values, Rows4>;
+    constexpr int units = Values::lane_units, column_tiles = state_type::tiles;
+    constexpr int sets = state_type::sets, tiles_of_set = ceil_div(Values::tiles, sets);
     constexpr float middle = 0.5f * static_cast<float>(twice_middle<Values>);
     half_quad w[column_tiles][units];
 #pragma unroll
@@ -294,13 +323,14 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
         static_for<tiles_of_set>([&](auto in_set) {
             constexpr int T = S * tiles_of_set + decltype(in_set)::value;
             if constexpr (T < Values::tiles) {
-                [[maybe_unused]] float products[column_tiles][2][4] = {};
+                [[maybe_unused]] float products[state_type::tiles][2][4] = {};
                 Values::template for_half_units<T>(
                     slot, id, [&](auto unit, const uint4& even, const uint4& odd) {
+                        constexpr int U = decltype(unit)::value;
 #pragma unroll
                         for (int m = 0; m < column_tiles; ++m) {
-                            const half_quad& b = x[m][decltype(unit)::value];
-                            auto& sums = Values::token_parameters ? state.output[T][m] : products[m];
+                            const half_quad& b = x[m][U];
+                            float(&sums)[2][4] = Values::token_parameters ? state.output[T][m] : products[m];
                             mma_values<float16>(sums[0], even.x, even.y, odd.x, odd.y, b.even, b.odd);
                             mma_values<float16>(sums[1], even.z, even.w, odd.z, odd.w, b.even, b.odd);
                         }

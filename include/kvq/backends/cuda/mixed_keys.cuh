@@ -84,7 +84,7 @@ struct mixed_chunk {
 
     /// Starts copying, as code_chunk::copy does.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
-                                                const head_type& head) {
+                                                std::uint32_t bytes_of_piece, const head_type& head) {
         constexpr int pieces = codes_bytes / 16, turns = ceil_div(pieces, warp_size);
         // Where widths begin in the slot, and how much farther they begin in the block.
         unsigned begin[count];
@@ -117,7 +117,7 @@ struct mixed_chunk {
                         if (at >= begin[w]) farther = distance[w];
                     source += farther;
                 }
-                copy_async(swizzle(to + at), block + source);
+                copy_async(swizzle(to + at), block + source, bytes_of_piece);
             }
         });
         constexpr int section_pieces = section / 16,
@@ -130,7 +130,8 @@ struct mixed_chunk {
             if (at >= section) source += page_section - section;
             if (at >= 2 * section) source += page_section - section - first / group * run_bytes;
             if (all % warp_size == 0 || at < all * 16)
-                copy_async(to + static_cast<std::uint32_t>(scale_at + at), parameters + source);
+                copy_async(to + static_cast<std::uint32_t>(scale_at + at), parameters + source,
+                           bytes_of_piece);
         });
     }
 

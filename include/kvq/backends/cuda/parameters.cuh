@@ -15,34 +15,6 @@
 
 namespace kvq::inline v0_1::cuda::detail {
 
-__device__ __forceinline__ uint4 load_shared_16(std::uint32_t at) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(at));
-    return v;
-}
-__device__ __forceinline__ uint2 load_shared_8(std::uint32_t at) {
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ std::uint32_t load_shared_4(std::uint32_t at) {
-    std::uint32_t v;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-__device__ __forceinline__ std::uint32_t load_shared_2(std::uint32_t at) {
-    std::uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
-    return v;
-}
-
-__device__ __forceinline__ void store_shared_16(std::uint32_t at, const float4& v) {
-    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-                 : "memory");
-}
-
 template <class P>
 inline constexpr int parameter_width = std::is_same_v<P, coded> ? 1 : static_cast<int>(sizeof(P));
 

@@ -81,6 +81,18 @@ __device__ __forceinline__ float unpack_half(std::uint32_t word) {
         return __uint_as_float(Half ? word & 0xffff0000u : word << 16);
 }
 
+/// Bits of the nearest half floats that are not below and not above x.
+__device__ __forceinline__ std::uint16_t half_above(float x) {
+    std::uint16_t bits;
+    asm("cvt.rp.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+__device__ __forceinline__ std::uint16_t half_below(float x) {
+    std::uint16_t bits;
+    asm("cvt.rm.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
 /// A stored number as float, by hardware conversion where there is one.
 template <class T>
 __device__ __forceinline__ float to_float(T value) {
@@ -147,6 +159,45 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Shared memory, by address.
+__device__ __forceinline__ uint4 load_shared_16(std::uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at));
+    return v;
+}
+__device__ __forceinline__ uint2 load_shared_8(std::uint32_t at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_4(std::uint32_t at) {
+    std::uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
+__device__ __forceinline__ std::uint32_t load_shared_2(std::uint32_t at) {
+    std::uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ void store_shared_16(std::uint32_t at, const float4& v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void store_words(std::uint32_t at, std::uint32_t a, std::uint32_t b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ void store_half_word(std::uint32_t at, std::uint16_t half) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(half) : "memory");
+}
+
 /// Words that other thread blocks read or have written in the same launch, without any order among them.
 __device__ __forceinline__ void store_relaxed(std::uint32_t* to, std::uint32_t word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
@@ -171,6 +222,11 @@ __device__ __forceinline__ void load_relaxed_if(bool wanted, uint4& v, const uin
 /// 16 bytes from device memory to shared memory, past the first-level cache.
 __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+/// As many of the 16 bytes as `bytes` says, zeros instead of the others: nothing is read where it is 0.
+__device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `Pending` of this thread's groups are still under way.

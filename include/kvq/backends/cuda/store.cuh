@@ -143,6 +143,7 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
         }
     }
     if (not_finite && bad) atomicAdd(not_finite, bad);
+    copy_wait<0>();  // of a tile that was fetched in vain
 }
 
 inline constexpr int few_parts = 32 / store_warps;  // one warp per token

@@ -269,7 +269,7 @@ template <tensor Role, class Format, class T>
 #ifdef __CUDACC_RDC__
 __device__ __forceinline__ unsigned store_token(
 #else
-__device__ __noinline__ unsigned store_token(
+__device__ __attribute__((noinline)) unsigned store_token(
 #endif
     const cache_ref<Format>& cache, const T* from, int slot, int head) {
     token_numbers<Role, Format, T> row;

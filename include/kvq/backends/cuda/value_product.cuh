@@ -57,14 +57,6 @@ __device__ __forceinline__ float over_tokens(float v, F f) {
     return f(v, __shfl_xor_sync(~0u, v, 16));
 }
 
-__device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
-}
-
-__device__ __forceinline__ void store_words(std::uint32_t at, std::uint32_t a, std::uint32_t b) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
-}
-
 /// Where a unit's weights lie among those of a lane: units that a product takes together stand next to each other, so that
 /// they arrive in neighbouring registers. (With two sets, chunk::sets, these are units 0 and 2, 1 and 3 of four.)
 template <int Sets>
@@ -84,11 +76,7 @@ __device__ __forceinline__ void load_weights(std::uint32_t (&b)[Registers], std:
     } else {
 #pragma unroll
         for (int i = 0; i < Registers; ++i) {
-            b[i] = 0;
-            if (i < Units)
-                asm volatile("ld.shared.u32 %0, [%1];"
-                             : "=r"(b[i])
-                             : "r"(at + 4u * static_cast<std::uint32_t>(i)));
+            b[i] = i < Units ? load_shared_4(at + 4u * static_cast<std::uint32_t>(i)) : 0;
         }
     }
 }
@@ -101,9 +89,9 @@ struct chunk_factors {
     float step[weight_words<Values>::sets][Rows4];
 };
 
-/// The largest score of the n-th row of the lane in a chunk, over all its tokens; without tokens -infinity.
+/// The largest score of the n-th row among the lane's tokens of a chunk; without tokens -infinity.
 template <class Keys, int Rows4>
-__device__ __forceinline__ float largest_score(float (&s)[Keys::tiles][Rows4][4], int n, const lane_id& id) {
+__device__ __forceinline__ float largest_own(float (&s)[Keys::tiles][Rows4][4], int n, const lane_id& id) {
     const bool idle = Keys::tile_height == 16 && id.g >= 4;
     float top = -INFINITY;
 #pragma unroll
@@ -112,7 +100,7 @@ __device__ __forceinline__ float largest_score(float (&s)[Keys::tiles][Rows4][4]
         if (idle) v[0] = v[1] = v[2] = v[3] = -INFINITY;
         top = fmaxf(top, fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])));
     }
-    return over_tokens(top, max_floats{});
+    return top;
 }
 /// Scores of a row become 2^(score - shift); returns the lane's part of their sum.
 template <class Keys, int Rows4>
@@ -146,7 +134,7 @@ __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], warp_s
                                        chunk_factors<Values, Rows4>& factors, const lane_id& id) {
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
-        const float top = largest_score<Keys, Rows4>(s, n, id);
+        const float top = over_tokens(largest_own<Keys, Rows4>(s, n, id), max_floats{});
         const float next = fmaxf(state.max[n], top);
         const float sum = exponentiate<Keys, Rows4>(s, n, top == -INFINITY ? 0.0f : top);
         factors.keep[n] = kept(state.max[n], next);

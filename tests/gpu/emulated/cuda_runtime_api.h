@@ -1,0 +1,296 @@
+// As much of CUDA as kvq's kernels and their tests use, on the CPU (engine.hpp). Stands in for the toolkit's header.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "engine.hpp"
+
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ thread_local
+
+using emulated::blockDim, emulated::blockIdx, emulated::gridDim, emulated::threadIdx;
+
+struct alignas(8) uint2 {
+    std::uint32_t x, y;
+};
+struct alignas(16) uint4 {
+    std::uint32_t x, y, z, w;
+};
+struct alignas(16) double2 {
+    double x, y;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+// ---- functions of the device ----
+
+inline void __syncwarp(unsigned = ~0u) { emulated::meet(emulated::meeting::warp); }
+inline int emulated_barrier(int value) {
+    emulated::thread->value = value;
+    emulated::meet(emulated::meeting::block);
+    return value;
+}
+inline void __syncthreads() { emulated_barrier(0); }
+inline int __syncthreads_or(int value) {
+    emulated_barrier(value);
+    return emulated::block->any;
+}
+inline int __syncthreads_and(int value) {
+    emulated_barrier(value);
+    return emulated::block->all;
+}
+
+template <class T>
+T emulated_shuffle(T value, int from) {
+    std::uint32_t words[2] = {};
+    static_assert(sizeof(T) <= sizeof words);
+    std::memcpy(words, &value, sizeof value);
+    const auto all = emulated::exchange(emulated::meeting::shuffle, words[0], words[1]);
+    std::memcpy(&value, all[from & 31], sizeof value);
+    return value;
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane, int width = emulated::warp_size) {
+    return emulated_shuffle(value, (emulated::thread->lane & ~(width - 1)) | (lane & (width - 1)));
+}
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulated_shuffle(value, emulated::thread->lane ^ mask);
+}
+template <class T>
+T __shfl_up_sync(unsigned, T value, int distance) {
+    const int lane = emulated::thread->lane;
+    return emulated_shuffle(value, lane >= distance ? lane - distance : lane);
+}
+inline unsigned __ballot_sync(unsigned, int value) {
+    const auto words = emulated::exchange(emulated::meeting::vote, value != 0);
+    unsigned bits = 0;
+    for (int i = 0; i < emulated::warp_size; ++i) bits |= words[i][0] << i;
+    return bits;
+}
+inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value) != 0; }
+inline int __all_sync(unsigned mask, int value) { return __ballot_sync(mask, value) == ~0u; }
+template <class T>
+T __reduce_max_sync(unsigned, T value) {
+    const auto words = emulated::exchange(emulated::meeting::vote, value);
+    for (int i = 0; i < emulated::warp_size; ++i)
+        if (static_cast<T>(words[i][0]) > value) value = static_cast<T>(words[i][0]);
+    return value;
+}
+template <class T>
+T __reduce_min_sync(unsigned, T value) {
+    const auto words = emulated::exchange(emulated::meeting::vote, value);
+    for (int i = 0; i < emulated::warp_size; ++i)
+        if (static_cast<T>(words[i][0]) < value) value = static_cast<T>(words[i][0]);
+    return value;
+}
+
+template <class To, class From>
+To emulated_bits(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To to;
+    std::memcpy(&to, &value, sizeof to);
+    return to;
+}
+inline std::uint32_t __float_as_uint(float x) { return emulated_bits<std::uint32_t>(x); }
+inline int __float_as_int(float x) { return emulated_bits<int>(x); }
+inline float __uint_as_float(std::uint32_t x) { return emulated_bits<float>(x); }
+inline float __int_as_float(int x) { return emulated_bits<float>(x); }
+inline double __hiloint2double(int high, int low) {
+    return emulated_bits<double>(std::uint64_t{static_cast<std::uint32_t>(high)} << 32 |
+                                 static_cast<std::uint32_t>(low));
+}
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline std::uint32_t __funnelshift_l(std::uint32_t low, std::uint32_t high, int shift) {
+    return static_cast<std::uint32_t>((std::uint64_t{high} << 32 | low) << (shift & 31) >> 32);
+}
+inline std::uint32_t __byte_perm(std::uint32_t a, std::uint32_t b, std::uint32_t selector) {
+    const std::uint64_t bytes = std::uint64_t{b} << 32 | a;
+    std::uint32_t result = 0;
+    for (int i = 0; i < 4; ++i)
+        result |= static_cast<std::uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return result;
+}
+inline int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 4; ++i)
+        sum += static_cast<std::int8_t>(a >> 8 * i) * static_cast<std::int8_t>(b >> 8 * i);
+    return sum;
+}
+/// Every look at the clock takes a while.
+inline long long clock64() {
+    static long long now = 0;
+    return now += 1000;
+}
+template <class T>
+T __ldg(const T* p) {
+    return *p;
+}
+template <class T>
+T __ldcg(const T* p) {
+    return *p;
+}
+template <class T>
+T atomicAdd(T* p, T value) {
+    return std::exchange(*p, static_cast<T>(*p + value));
+}
+inline unsigned atomicAnd(unsigned* p, unsigned value) { return std::exchange(*p, *p & value); }
+inline unsigned atomicOr(unsigned* p, unsigned value) { return std::exchange(*p, *p | value); }
+
+// ---- functions of the host ----
+
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration, cudaErrorMemoryAllocation };
+inline const char* cudaGetErrorString(cudaError_t code) {
+    return code == cudaSuccess ? "no error" : "emulated error";
+}
+inline const char* cudaGetErrorName(cudaError_t code) { return cudaGetErrorString(code); }
+inline cudaError_t emulated_last_error = cudaSuccess;
+inline cudaError_t cudaGetLastError() { return std::exchange(emulated_last_error, cudaSuccess); }
+inline cudaError_t cudaPeekAtLastError() { return emulated_last_error; }
+
+using emulated_graph = std::vector<std::function<void()>>;
+struct emulated_stream {
+    emulated_graph* capture = nullptr;
+};
+using cudaStream_t = emulated_stream*;
+using cudaGraph_t = emulated_graph*;
+using cudaGraphExec_t = emulated_graph*;
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
+inline constexpr unsigned cudaStreamNonBlocking = 1;
+
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+    *stream = new emulated_stream;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+    return cudaStreamCreate(stream);
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    delete stream;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    stream->capture = new emulated_graph;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+    *graph = std::exchange(stream->capture, nullptr);
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
+    *exec = new emulated_graph(*graph);
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
+    for (const auto& launch : *exec) launch();
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    delete graph;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    delete exec;
+    return cudaSuccess;
+}
+
+template <class T>
+cudaError_t cudaMalloc(T** p, std::size_t bytes) {
+    *p = bytes < std::size_t{1} << 40 ? static_cast<T*>(std::aligned_alloc(256, (bytes + 255) / 256 * 256))
+                                      : nullptr;
+    return *p != nullptr ? cudaSuccess : emulated_last_error = cudaErrorMemoryAllocation;
+}
+inline cudaError_t cudaFree(void* p) {
+    std::free(p);
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemset(void* p, int value, std::size_t bytes) {
+    std::memset(p, value, bytes);
+    return cudaSuccess;
+}
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
+    if (bytes > 0) std::memcpy(to, from, bytes);
+    return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                                   cudaStream_t) {
+    return cudaMemcpy(to, from, bytes, kind);
+}
+
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin,
+    cudaDevAttrComputeCapabilityMajor
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 7
+             : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
+                 ? static_cast<int>(emulated::most_shared_memory)
+                 : 9;
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, std::size_t) {
+    *blocks = 1;
+    return cudaSuccess;
+}
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    std::size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+    if (config->dynamicSmemBytes > emulated::most_shared_memory || config->gridDim.x == 0)
+        return cudaErrorInvalidConfiguration;
+    const auto launch = [=, grid = config->gridDim, threads = config->blockDim] {
+        for (unsigned z = 0; z < grid.z; ++z)
+            for (unsigned y = 0; y < grid.y; ++y)
+                for (unsigned x = 0; x < grid.x; ++x)
+                    emulated::run_block({x, y, z}, grid, threads,
+                                        [&] { kernel(static_cast<const std::decay_t<Parameters>&>(arguments)...); });
+    };
+    if (config->stream != nullptr && config->stream->capture != nullptr)
+        config->stream->capture->push_back(launch);
+    else
+        launch();
+    return cudaSuccess;
+}
