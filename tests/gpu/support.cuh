@@ -146,9 +146,9 @@ struct coded_batch {
     // Decoded: [sequence][head][token][dim]
     std::vector<std::vector<std::vector<float>>> key_values, value_values;
 
-    /// value_sizes: the values of every block are multiplied by one of them.
+    /// value_sizes, key_sizes: the values (keys) of every block are multiplied by one of them.
     coded_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
-                const std::vector<float>& value_sizes = {1.0f})
+                const std::vector<float>& value_sizes = {1.0f}, const std::vector<float>& key_sizes = {1.0f})
         : kv_heads(heads), lengths(std::move(tokens)) {
         int longest = 1, used_pages = 0;
         if constexpr (kvq::cuda::detail::is_mixed<typename F::keys>)
@@ -184,13 +184,9 @@ struct coded_batch {
                     const std::size_t block = static_cast<std::size_t>(page) * all_heads + h;
                     const kvq::block_id id{0, static_cast<int>(h)};
                     code(key_scheme, id, r, F::key_shape(), &keys[block * F::key_block_bytes],
-                         key_values[b][h].data(), p * F::page_tokens, n, 1.0f);
-                    const std::size_t size = value_sizes.size() == 1
-                                                 ? 0
-                                                 : static_cast<std::size_t>(uniform(
-                                                       r, 0, static_cast<int>(value_sizes.size()) - 1));
+                         key_values[b][h].data(), p * F::page_tokens, n, one_of(r, key_sizes));
                     code(typename F::values{}, id, r, F::value_shape(), &values[block * F::value_block_bytes],
-                         value_values[b][h].data(), p * F::page_tokens, n, value_sizes[size]);
+                         value_values[b][h].data(), p * F::page_tokens, n, one_of(r, value_sizes));
                 }
             }
         }
@@ -198,6 +194,12 @@ struct coded_batch {
 
 private:
     std::size_t heads_() const { return static_cast<std::size_t>(kv_heads); }
+
+    static float one_of(rng& r, const std::vector<float>& sizes) {
+        return sizes.size() == 1
+                   ? sizes[0]
+                   : sizes[static_cast<std::size_t>(uniform(r, 0, static_cast<int>(sizes.size()) - 1))];
+    }
 
     /// Some channels matter a thousand times more than others.
     std::shared_ptr<const kvq::width_plan> random_plan(rng& r) const {

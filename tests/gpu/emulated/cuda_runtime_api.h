@@ -246,7 +246,7 @@ inline cudaError_t cudaGetDevice(int* device) {
     return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? 7
+    *value = attribute == cudaDevAttrMultiProcessorCount ? 3
              : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
                  ? static_cast<int>(emulated::most_shared_memory)
                  : 9;
