@@ -140,7 +140,7 @@ struct unit_feed {
     int index, to;         // of that step, relative to its item; where the item's part ends
     int item_first, real;  // as in item_part
     const int* table;      // row of the item's sequence
-    int next_page, next_first, next_head;
+    int next_page, next_first = 0, next_head;
     int page, first, head = -1;  // of the current chunk
     // Of chunks of two pages: the second one, which columns of the table may be read, and 2 bits per slot: which pages are there?
     int next_second = -1, second = -1;

@@ -107,7 +107,7 @@ __device__ __forceinline__ int total_of_four(int x) {
 /// Calls visit(x, part) with this lane's numbers: parts 2q (0) and 2q + 1 (1).
 template <class Visit>
 __device__ __forceinline__ void visit_parts(const grid_line& line, int n, int q, const Visit& visit) {
-    const float* const x = line.x + 2 * q;
+    const float* const x = line.x + (n > 0 ? 2 * q : 0);  // without a line, x is null
     int i = 0;
 #pragma unroll 4
     for (; i + 8 <= n; i += 8) {
