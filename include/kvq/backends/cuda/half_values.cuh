@@ -128,7 +128,9 @@ __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], half_s
         float keep[Rows4];
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
-            const float next = fmaxf(state.max[n], over_tokens(top[n], max_floats{}));
+            // Rows that would not have asked stay: no row's bits depend on others.
+            const float highest = over_tokens(top[n], max_floats{});
+            const float next = highest > state.max[n] + state.slack ? highest : state.max[n];
             keep[n] = kept(state.max[n], next);
             state.max[n] = next;
             state.sum[n] *= keep[n];
