@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
-
 #include "../../core/float_formats.hpp"
 
 namespace kvq::inline v0_1::cuda::detail {
@@ -106,9 +104,6 @@ inline std::uint32_t multiply_halves(std::uint32_t a, std::uint32_t b) {
     return pack_halves<float16>(unpack_half<float16, 0>(a) * unpack_half<float16, 0>(b),
                                 unpack_half<float16, 1>(a) * unpack_half<float16, 1>(b));
 }
-constexpr std::uint32_t half_power(int exponent) {
-    return static_cast<std::uint32_t>(exponent + 15) * 0x04000400u;
-}
 inline float flushed(float x) { return std::abs(x) < 1.17549435e-38f ? 0.0f : x; }
 inline float exp2_fast(float x) { return flushed(std::exp2(x)); }
 inline float reciprocal(float x) { return flushed(1.0f / x); }
@@ -182,13 +177,5 @@ void copy_wait() {
 inline void prefetch_lines(const std::byte*, int, int) {}
 inline void launch_dependents() {}
 inline void wait_for_predecessor() {}
-
-struct piece_words {
-    std::uint32_t high, low;
-};
-inline piece_words split_pieces(std::uint32_t y0, std::uint32_t y1, std::uint32_t y2, std::uint32_t y3) {
-    const std::uint32_t a = __byte_perm(y0, y1, 0x5140), b = __byte_perm(y2, y3, 0x5140);
-    return {__byte_perm(a, b, 0x7632), __byte_perm(a, b, 0x5410)};
-}
 
 }  // namespace kvq::inline v0_1::cuda::detail

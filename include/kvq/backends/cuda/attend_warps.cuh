@@ -176,7 +176,7 @@ struct unit_feed {
                 unit::copy(to_slot, page < 0 ? nullptr : a.cache.template block<Role>(page, head),
                            second < 0 ? nullptr : a.cache.template block<Role>(second, head), lane);
         } else if (Memory::halves || page >= 0) {
-            // A branch around copies cuts the instructions in two: kernels with half floats gain without, others do not.
+            // A branch around copies cuts the instructions in two. Builds without were faster for kernels with half floats only.
             const bool there = !Memory::halves || page >= 0;
             present = there ? present | bit : present & ~bit;
             const std::byte* const block =

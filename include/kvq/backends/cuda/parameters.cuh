@@ -15,6 +15,21 @@
 
 namespace kvq::inline v0_1::cuda::detail {
 
+/// 2^exponent, twice.
+KVQ_HD constexpr std::uint32_t half_power(int exponent) {
+    return static_cast<std::uint32_t>(exponent + 15) * 0x04000400u;
+}
+
+/// Four 16-bit fixed-point numbers (low halves of y) as a word of high bytes and a word of low bytes.
+struct piece_words {
+    std::uint32_t high, low;
+};
+__device__ __forceinline__ piece_words split_pieces(std::uint32_t y0, std::uint32_t y1, std::uint32_t y2,
+                                                    std::uint32_t y3) {
+    const std::uint32_t a = __byte_perm(y0, y1, 0x5140), b = __byte_perm(y2, y3, 0x5140);
+    return {__byte_perm(a, b, 0x7632), __byte_perm(a, b, 0x5410)};
+}
+
 template <class P>
 inline constexpr int parameter_width = std::is_same_v<P, coded> ? 1 : static_cast<int>(sizeof(P));
 

@@ -7,6 +7,7 @@
 // of B column g, words t (0) and t+4 (1); of D rows g (0, 1) and g+8 (2, 3), columns 2t and 2t+1.
 // Which number of the summed axis a word holds does not matter as long as A and B agree: pages use that freedom.
 // Contract: exp2 has a relative error of about 2e-7 and flushes subnormal results to zero (ex2.approx.ftz).
+// Nothing else is here: tests/gpu/emulated/ptx.cuh has the same functions for the CPU.
 // Source: PTX ISA 8.x, "Matrix multiply-accumulate operation using mma instruction"; sm_80 and later.
 #pragma once
 
@@ -138,10 +139,6 @@ __device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::u
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
 }
-/// 2^exponent, twice.
-KVQ_HD constexpr std::uint32_t half_power(int exponent) {
-    return static_cast<std::uint32_t>(exponent + 15) * 0x04000400u;
-}
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -219,12 +216,9 @@ __device__ __forceinline__ void load_relaxed_if(bool wanted, uint4& v, const uin
                  : "l"(from), "r"(static_cast<std::uint32_t>(wanted)));
 }
 
-/// 16 bytes from device memory to shared memory, past the first-level cache.
-__device__ __forceinline__ void copy_async(std::uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-/// As many of the 16 bytes as `bytes` says, zeros instead of the others: nothing is read where it is 0.
-__device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes) {
+/// 16 bytes from device memory to shared memory, past the first-level cache; behind the first `bytes` of them zeros: nothing is read
+/// where that is 0.
+__device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
@@ -254,16 +248,6 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-}
-
-/// Four 16-bit fixed-point numbers (low halves of y) as a word of high bytes and a word of low bytes.
-struct piece_words {
-    std::uint32_t high, low;
-};
-__device__ __forceinline__ piece_words split_pieces(std::uint32_t y0, std::uint32_t y1, std::uint32_t y2,
-                                                    std::uint32_t y3) {
-    const std::uint32_t a = __byte_perm(y0, y1, 0x5140), b = __byte_perm(y2, y3, 0x5140);
-    return {__byte_perm(a, b, 0x7632), __byte_perm(a, b, 0x5410)};
 }
 
 }  // namespace kvq::inline v0_1::cuda::detail
