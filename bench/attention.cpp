@@ -262,6 +262,18 @@ int main(int argc, char** argv) {
     using one_piece = kvq::simd<kvq::arch::best, kvq::pieces<1>>;
     add_pair<kvq::kivi<4, 128>, one_piece>(list, "kivi-4-g128/1");
     add<kvq::int8, one_piece>(list, "int8/1");
+#if defined(__x86_64__)
+    // The same pages without tiles.
+    if constexpr (std::same_as<kvq::arch::best, kvq::arch::amx>) {
+        using registers = kvq::simd<kvq::arch::avx512vnni>;
+        add<kvq::int8, registers>(list, "int8/vnni");
+        add_pair<kvq::kivi<4, 64>, registers>(list, "kivi-4-g64/vnni");
+        add_pair<kvq::kivi<4, 128>, registers>(list, "kivi-4-g128/vnni");
+        add_pair<kvq::kivi<2, 128>, registers>(list, "kivi-2-g128/vnni");
+        add_pair<kvq::std4, registers>(list, "std4/vnni");
+        add_pair<kvq::mix4, registers>(list, "mix4-plan/vnni");
+    }
+#endif
 #if defined(KVQ_BENCH_GGML)
     list.emplace_back("ggml f16", &prepare_ggml<GGML_TYPE_F16>);
     if (s.head_dim % ggml_blck_size(GGML_TYPE_Q4_0) == 0) {  // both have blocks of 32 channels

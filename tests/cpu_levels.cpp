@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: MIT
 // Prints, as a CMake list, for which instruction-set levels this CPU can run programs.
+#include <cpuid.h>
+
 #include <cstdio>
+
+#include "../include/kvq/backends/simd/x86_amx.hpp"
 
 int main() {
     __builtin_cpu_init();
@@ -14,6 +18,12 @@ int main() {
           __builtin_cpu_supports("avx512vl")))
         return 0;
     std::printf(";x86-64-v4");
-    if (__builtin_cpu_supports("avx512vnni")) std::printf(";x86-64-v4+avx512vnni");
+    if (!__builtin_cpu_supports("avx512vnni")) return 0;
+    std::printf(";x86-64-v4+avx512vnni");
+    // As arch::amx::available() asks.
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx >> 24 & 3u) == 3 &&
+        kvq::arch::amx_tiles::ready())
+        std::printf(";x86-64-v4+amx");
     return 0;
 }

@@ -86,6 +86,7 @@ void check_product(test::generator& random, const kvq::block_shape& shape, int n
     std::vector<float> space(product.workspace_bytes() / sizeof(float) + 32);
     auto* const aligned =
         reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(space.data()) + 63) / 64 * 64);
+    const kvq::kernels::tile_session<kvq::simd<>::lanes, kvq::simd<>> tiles(n);
     product.begin(shape, id, block.data(), x.data(), cols + slack, aligned);
     product.finish(shape, id, block.data(), x.data(), cols + slack, rows, cols, y.data(), rows + slack, false,
                    0, aligned);
@@ -138,7 +139,7 @@ TEST_CASE("products with every set of parameters of rows and columns") {
         constexpr int sizes[] = {128, 64, 48, 40, 33, 7, 1};
         const kvq::block_shape shape{random.one_in(2) ? kvq::tensor::key : kvq::tensor::value,
                                      random.pick(sizes), random.pick(sizes)};
-        const int n = random.between(1, 7);
+        const int n = random.between(1, 16);
         INFO(shape.tokens, " tokens of ", shape.dim, ", ", n, " vectors");
         check_all(random, shape, n, std::make_integer_sequence<unsigned, 16>{});
     }

@@ -38,11 +38,12 @@ INSTRUCTION_SETS = {
     "backends/simd/x86_sse": ("x86_64", ["-march=x86-64-v2"]),
     "backends/simd/x86_avx2": ("x86_64", ["-march=x86-64-v3"]),
     "backends/simd/x86_avx512": ("x86_64", ["-march=x86-64-v4", "-mavx512vnni"]),
+    "backends/simd/x86_amx": ("x86_64", []),
     "backends/simd/neon": ("aarch64", []),
 }
 
 # The processor that the headers above are tested on, with all of its instructions.
-WHOLE_PROCESSOR = {"x86_64": ["-march=x86-64-v4", "-mavx512vnni"]}
+WHOLE_PROCESSOR = {"x86_64": ["-march=x86-64-v4", "-mavx512vnni", "-mamx-tile", "-mamx-int8"]}
 
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wconversion", "-Wshadow", "-Werror"]
 

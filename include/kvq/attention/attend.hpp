@@ -177,6 +177,7 @@ public:
                                    n),
             make_products<Backend>(values, {tensor::value, pages.geometry.page_tokens, plan.value_dim},
                                    {layer, head}, n)};
+        const kernels::tile_session<lanes, Backend> tiles(n);
         bool folded[Keys::size] = {};
         float max[attention_rows], sum[attention_rows];
         if (plan.split()) {

@@ -24,17 +24,19 @@ struct float_plan {
     std::size_t workspace_bytes() const { return detail::round_up(values * sizeof(float), std::size_t{64}); }
 };
 
-template <class Scheme>
+template <class Backend, class Scheme>
 auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, int n) {
     if constexpr (foldable<Scheme>)
-        return code_plan<Scheme>(scheme, shape, n);
+        return code_plan<Scheme>(scheme, shape, n, pieces_in_tiles<typename Backend::lanes, Backend>(n));
     else if constexpr (segmented<Scheme>)
-        return segment_plan<Scheme>(scheme, shape, id, n);
+        return segment_plan<Scheme>(scheme, shape, id, n,
+                                    pieces_in_tiles<typename Backend::lanes, Backend>(n));
     else
         return float_plan{full_precision<Scheme> ? 0 : shape.values()};
 }
 
-/// Products of `n` vectors with one head's blocks of `scheme`, which must outlive it.
+/// Products of `n` vectors with one head's blocks of `scheme`, which must outlive it. Where the architecture multiplies tiles, a
+/// tile_session for n vectors is open during `finish`.
 template <class Backend, class Scheme>
 class block_product {
 public:
@@ -44,7 +46,7 @@ public:
     /// shape: of every coded block. (Blocks of values need not be full: theirs is an argument of the calls.)
     block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
         : scheme_(scheme),
-          plan_(plan_products(scheme, shape, id, n)),
+          plan_(plan_products<Backend>(scheme, shape, id, n)),
           n_(n),
           block_bytes_(scheme.block_bytes(shape)) {}
 
@@ -109,7 +111,7 @@ public:
 
 private:
     const Scheme& scheme_;
-    decltype(plan_products(std::declval<const Scheme&>(), block_shape{}, block_id{}, 0)) plan_;
+    decltype(plan_products<Backend>(std::declval<const Scheme&>(), block_shape{}, block_id{}, 0)) plan_;
     int n_;
     std::size_t block_bytes_;
 };

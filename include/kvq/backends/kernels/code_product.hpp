@@ -2,236 +2,13 @@
 //
 //   y[r] = row_scale[r] * (step * sum_c (code - zero) * piece + bias_dot) + row_bias[r] * sum
 //
-// Numbers of a vector are two bytes or a 16-bit word (16 bits, the default), or one byte (half of the products): form_of.
-// Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are made so that they
-// fit); per column group there is one float rounding of each term. Every word of the block is loaded once per query block of up
-// to 4 vectors.
+// In registers, up to 4 vectors at a time (code_sums.hpp), or, on architectures that have them, in tiles, up to 16
+// (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits where registers take bytes as well.
 #pragma once
 
-#include <utility>
-
-#include "folded.hpp"
+#include "tile_product.hpp"
 
 namespace kvq::inline v0_1::kernels {
-
-/// The first n words of a vector, or all of them.
-template <class Lanes, bool Partial>
-KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
-    if constexpr (Partial)
-        return Lanes::load(from, n);
-    else
-        return Lanes::load(from);
-}
-
-/// The first n floats of a vector, or all of them, each rounded once to T.
-template <class Lanes, class T>
-KVQ_INLINE void store_some(T* to, typename Lanes::floats x, int n) {
-    if (n >= Lanes::width) {
-        Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
-    } else {
-        T all[Lanes::width];
-        Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
-        for (int i = 0; i < n; ++i) to[i] = all[i];
-    }
-}
-
-/// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, right
-/// to the place of its bits.
-template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>
-KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
-                                           std::ptrdiff_t offset, int n) {
-    using P = code_planes<Bits>;
-    constexpr int width = P::width(Plane), per_word = P::quads_per_word(Plane),
-                  place = P::shift(Plane) + Raise, left = place - width * (Quad % per_word);
-    auto w = load_vector<Lanes, Partial>(planes[Plane] + (Quad / per_word) * vector_bytes + offset, n);
-    if constexpr (left > 0) w = Lanes::template shift_left<left>(w);
-    if constexpr (left < 0) w = Lanes::template shift_right<-left>(w);
-    if constexpr (width < 8) {
-        constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
-        w = Lanes::bit_and(w, Lanes::splat(static_cast<std::int32_t>(mask << place)));
-    }
-    if constexpr (Plane + 1 < P::count)
-        w = Lanes::bit_or(
-            w, quad_codes<Lanes, Bits, Quad, Partial, Raise, Plane + 1>(planes, vector_bytes, offset, n));
-    return w;
-}
-
-/// Integer sums of `Vectors` row vectors with `Queries` vectors.
-template <class Lanes, int Vectors, int Queries>
-struct code_sums {
-    typename Lanes::ints high[Queries][Vectors];
-    typename Lanes::ints low[Queries][Vectors];
-};
-
-template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial,
-          int Quad>
-KVQ_INLINE void add_quad(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
-                         std::ptrdiff_t vector_bytes, const std::uint32_t* x, int n) {
-    typename Lanes::ints codes[Vectors];
-    KVQ_UNROLL
-    for (int v = 0; v < Vectors; ++v)
-        codes[v] =
-            quad_codes<Lanes, Bits, Quad, Partial, Raise>(planes, vector_bytes, v * Lanes::width * 4, n);
-    if constexpr (Form == vector_form::word) {
-        typename Lanes::ints even[Vectors], odd[Vectors];
-        KVQ_UNROLL
-        for (int v = 0; v < Vectors; ++v) {
-            even[v] = Lanes::even_bytes(codes[v]);
-            odd[v] = Lanes::odd_bytes(codes[v]);
-        }
-        KVQ_UNROLL
-        for (int i = 0; i < Queries; ++i) {
-            const auto of_even = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2]));
-            const auto of_odd = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
-            KVQ_UNROLL
-            for (int v = 0; v < Vectors; ++v)
-                sums.high[i][v] =
-                    Lanes::dot_words(Lanes::dot_words(sums.high[i][v], even[v], of_even), odd[v], of_odd);
-        }
-    } else {
-        KVQ_UNROLL
-        for (int i = 0; i < Queries; ++i) {
-            const auto h = Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2]));
-            [[maybe_unused]] const auto l =
-                Lanes::splat(static_cast<std::int32_t>(x[(Quad * Queries + i) * 2 + 1]));
-            KVQ_UNROLL
-            for (int v = 0; v < Vectors; ++v) {
-                sums.high[i][v] = Lanes::template dot<Bits + Raise>(sums.high[i][v], codes[v], h);
-                if constexpr (Form == vector_form::two_bytes)
-                    sums.low[i][v] = Lanes::template dot<Bits + Raise>(sums.low[i][v], codes[v], l);
-            }
-        }
-    }
-}
-
-template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial,
-          int... Quads>
-KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::byte* const* planes,
-                          std::ptrdiff_t vector_bytes, int count, const std::uint32_t* x, int n,
-                          std::integer_sequence<int, Quads...>) {
-    ((Quads < count ? add_quad<Form, Lanes, Bits, Raise, Vectors, Queries, Partial, Quads>(sums, planes,
-                                                                                           vector_bytes, x, n)
-                    : void()),
-     ...);
-}
-
-/// The part of a block that one call works on: some rows of a tile, the columns
-/// of one group.
-struct code_part {
-    const std::byte* const* planes;  ///< each plane's first vector, at the first of the rows
-    std::ptrdiff_t vector_bytes;
-    std::ptrdiff_t ahead;  ///< distance to what should be fetched meanwhile
-    int steps;
-    int quads;       ///< from the first step to the end of the row: a step that reaches
-                     ///< beyond is cut short
-    int slot_count;  ///< rows that may be loaded into one vector
-    const std::uint32_t* x;
-};
-
-/// Prefetches what the next block has where this one has the vectors of a step: into the second cache, since the first one
-/// can wait for few lines at a time.
-template <class Lanes, int Bits, int Vectors, int Plane = 0>
-KVQ_INLINE void fetch_ahead(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
-                            std::ptrdiff_t ahead) {
-    using P = code_planes<Bits>;
-    const std::byte* const from = planes[Plane] + ahead;
-    for (int v = 0; v < P::quads_per_step / P::quads_per_word(Plane); ++v)
-        for (int line = 0; line < Vectors * Lanes::width * 4; line += 64)
-            detail::prefetch(from + v * vector_bytes + line);
-    if constexpr (Plane + 1 < P::count)
-        fetch_ahead<Lanes, Bits, Vectors, Plane + 1>(planes, vector_bytes, ahead);
-}
-
-template <class Lanes, int Vectors, int Queries>
-KVQ_INLINE void clear(code_sums<Lanes, Vectors, Queries>& sums) {
-    KVQ_UNROLL
-    for (int i = 0; i < Queries; ++i) {
-        KVQ_UNROLL
-        for (int v = 0; v < Vectors; ++v) sums.high[i][v] = sums.low[i][v] = Lanes::splat(0);
-    }
-}
-
-/// Adds the sums of the part, times 2^Raise, to `sums`.
-template <vector_form Form, class Lanes, int Bits, int Raise, int Vectors, int Queries, bool Partial>
-KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queries>& sums) {
-    using P = code_planes<Bits>;
-    using all = std::make_integer_sequence<int, P::quads_per_step>;
-    const std::byte* planes[P::count];
-    for (int p = 0; p < P::count; ++p) planes[p] = part.planes[p];
-    const std::uint32_t* x = part.x;
-    const int whole = detail::smaller(part.steps, part.quads / P::quads_per_step);
-    for (int s = 0; s < whole; ++s) {
-        fetch_ahead<Lanes, Bits, Vectors>(planes, part.vector_bytes, part.ahead);
-        add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(
-            sums, planes, part.vector_bytes, P::quads_per_step, x, part.slot_count, all{});
-        for (int p = 0; p < P::count; ++p)
-            planes[p] += (P::quads_per_step / P::quads_per_word(p)) * part.vector_bytes;
-        x += P::quads_per_step * Queries * 2;
-    }
-    if (whole < part.steps)
-        add_quads<Form, Lanes, Bits, Raise, Vectors, Queries, Partial>(
-            sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slot_count, all{});
-}
-
-/// Where the sums of a part go, and what turns them into floats.
-struct code_target {
-    float* y;
-    std::ptrdiff_t y_stride;
-    int rows;
-    const float* row_scale;  ///< null: 1
-    const float* row_bias;   ///< null: 0
-    const fold_scalars* scalars;
-    bool add;  ///< to what y holds
-};
-
-/// Integer sums as floats, with what parameters add.
-template <vector_form Form, class Lanes, int ZeroCode, int Vectors, int Queries>
-KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
-    // Parameters of the rows are the same for all queries: read once.
-    typename Lanes::floats scale[Vectors], bias[Vectors];
-    const bool whole = to.rows >= Vectors * Lanes::width;
-    const auto left = [&](int v) { return detail::smaller(to.rows - v * Lanes::width, Lanes::width); };
-    KVQ_UNROLL
-    for (int v = 0; v < Vectors; ++v) {
-        scale[v] = Lanes::splat_float(1.0f);
-        bias[v] = Lanes::splat_float(0.0f);
-        if (to.row_scale) scale[v] = load_rows<Lanes>(to.row_scale + v * Lanes::width, left(v));
-        if (to.row_bias) bias[v] = load_rows<Lanes>(to.row_bias + v * Lanes::width, left(v));
-    }
-    KVQ_UNROLL
-    for (int i = 0; i < Queries; ++i) {
-        const fold_scalars& s = to.scalars[i];
-        float* const out = to.y + i * to.y_stride;
-        KVQ_UNROLL
-        for (int v = 0; v < Vectors; ++v) {
-            auto high = sums.high[i][v], low = sums.low[i][v];
-            if constexpr (ZeroCode != 0) {
-                high = Lanes::add(high, Lanes::splat(-ZeroCode * s.high_sum));
-                if constexpr (Form == vector_form::two_bytes)
-                    low = Lanes::add(low, Lanes::splat(-ZeroCode * s.low_sum));
-            }
-            auto y = Lanes::to_floats(high);
-            if constexpr (Form == vector_form::two_bytes)
-                y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(low));
-            y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
-            if (to.row_scale) y = Lanes::multiply(y, scale[v]);
-            if (to.row_bias) y = Lanes::multiply_add(bias[v], Lanes::splat_float(s.sum), y);
-            if (to.add) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
-            if (whole)
-                Lanes::store_floats(out + v * Lanes::width, y);
-            else if (left(v) > 0)
-                Lanes::store_floats(out + v * Lanes::width, y, left(v));
-        }
-    }
-}
-
-template <vector_form Form, class Lanes, int Bits, int ZeroCode, int Vectors, int Queries, bool Partial>
-void multiply_part(const code_part& part, const code_target& to) {
-    code_sums<Lanes, Vectors, Queries> sums;
-    clear(sums);
-    sum_codes<Form, Lanes, Bits, 0, Vectors, Queries, Partial>(part, sums);
-    finish_sums<Form, Lanes, ZeroCode, Vectors, Queries>(sums, to);
-}
 
 /// What products of n vectors with blocks of one shape have in common.
 template <class Scheme>
@@ -245,11 +22,10 @@ struct code_plan {
     std::ptrdiff_t line;     ///< floats of the row parameters of one column group
     std::size_t
         parameter_bytes;  ///< of all row parameters: they come first in the workspace, then what fold() makes
-
-    code_plan(const Scheme& scheme, const block_shape& shape, int n)
+    code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_pieces)
         : use(Scheme::fold(shape.role)),
           codes(scheme.codes(shape)),
-          fold(codes, use.columns(), n),
+          fold(codes, use.columns(), n, tile_pieces),
           parameters(codes.bytes()),
           line(codes.rows().padded_size() + 16),
           parameter_bytes(
@@ -258,7 +34,9 @@ struct code_plan {
                                    static_cast<std::size_t>(line) * sizeof(float),
                                std::size_t{64})) {}
 
-    std::size_t workspace_bytes() const { return parameter_bytes + fold.bytes; }
+    std::size_t workspace_bytes() const {
+        return parameter_bytes + fold.bytes + tile_space::bytes(fold.tile_pieces);
+    }
 };
 
 /// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n vectors that were folded for this block.
@@ -273,6 +51,7 @@ public:
           block_(block),
           words_(layout_.words(workspace + plan.parameter_bytes)),
           scalars_(layout_.scalars(workspace + plan.parameter_bytes)),
+          memory_(workspace + plan.parameter_bytes),
           line_(plan.line),
           scales_(plan.use.row_scale ? reinterpret_cast<float*>(workspace) : nullptr),
           biases_(plan.use.row_bias ? reinterpret_cast<float*>(workspace) +
@@ -291,6 +70,11 @@ public:
     /// ahead: distance in bytes from this block to the one that will be read
     /// next; 0 if there is none.
     void run(float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead) const {
+        if constexpr (has_tiles<Lanes>)
+            if (layout_.tile_pieces > 0)
+                return multiply_in_tiles<typename Lanes::architecture::tiles>(
+                    in_tiles(*this, y, y_stride, add, ahead), codes_.rows(), {layout_, memory_},
+                    memory_ + layout_.bytes);
         const grouped_axis& rows = codes_.rows();
         const std::uint32_t* block_words = words_;
         for (int first = 0; first < layout_.n;) {
@@ -332,8 +116,6 @@ private:
 
     void run_tile(const position& at, const std::uint32_t* x, float* y, std::ptrdiff_t y_stride, bool add,
                   std::ptrdiff_t ahead) const {
-        const std::byte* const begin = block_ + 4 * static_cast<std::size_t>(at.slot) *
-                                                    static_cast<std::size_t>(codes_.tiles.words_per_row);
         for (int part = 0; part < at.height;) {
             const int slot_count = at.height - part;
             const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
@@ -342,11 +124,7 @@ private:
                 const int from = layout_.first_step(g), steps = layout_.last_step(g) - from;
                 const std::ptrdiff_t vector_bytes = at.height * 4;
                 const std::byte* first[planes::count];
-                for (int p = 0; p < planes::count; ++p)
-                    first[p] = begin + part * 4 +
-                               (planes::first_vector(p, codes_.quads()) +
-                                from * (planes::quads_per_step / planes::quads_per_word(p))) *
-                                   vector_bytes;
+                find_group(at.slot, at.height, part, g, first);
                 const code_part what{
                     first,      vector_bytes, ahead, steps, codes_.quads() - from * planes::quads_per_step,
                     slot_count, group_x};
@@ -370,6 +148,69 @@ private:
         }
     }
 
+    /// What multiply_in_tiles asks for.
+    class in_tiles {
+    public:
+        in_tiles(const code_product& product, float* y, std::ptrdiff_t y_stride, bool add,
+                 std::ptrdiff_t ahead)
+            : p_(product), y_(y), y_stride_(y_stride), add_(add), ahead_(ahead) {}
+
+        int column_groups() const { return p_.codes_.cols.groups(); }
+        int column_tiles(int group) const { return p_.layout_.tile_blocks(group); }
+
+        KVQ_INLINE void unpack(const tile_step& step, std::byte* out) {
+            constexpr int step_quads = tile_columns / 4;
+            const std::ptrdiff_t vector_bytes = step.height * 4;
+            if (step.part == 0) {
+                left_ = p_.quads_of(step.group);
+                p_.find_group(step.slot, step.height, 0, step.group, planes_);
+            }
+            const int quads = detail::smaller(left_, step_quads);
+            unpack_codes<Lanes, bits, 0>({planes_, vector_bytes, ahead_, 0, 0, step.height, nullptr}, 0,
+                                         quads, out);
+            for (int i = 0; i < planes::count; ++i)
+                planes_[i] += step_quads / planes::quads_per_word(i) * vector_bytes;
+            left_ -= step_quads;
+        }
+        void finish(const tile_step& step, const std::byte* sums) const {
+            const std::ptrdiff_t line = step.group * p_.line_ + step.slot;
+            const int set = p_.columns_ ? step.row_group : 0;
+            finish_tile<byte_form<Backend>, Lanes, Scheme::zero_code>(
+                sums, step.height, p_.layout_.n,
+                {y_ + step.row, y_stride_, step.rows, p_.scales_ ? p_.scales_ + line : nullptr,
+                 p_.biases_ ? p_.biases_ + line : nullptr,
+                 p_.scalars_ + (set * column_groups() + step.group) * p_.layout_.n, add_ || step.group > 0});
+        }
+
+    private:
+        const code_product& p_;
+        float* y_;
+        std::ptrdiff_t y_stride_;
+        bool add_;
+        std::ptrdiff_t ahead_;
+        const std::byte* planes_[planes::count];  // of the next step
+        int left_ = 0;                            // quads of its group
+    };
+
+    /// From the group's first step to the end of its last one, or of the row.
+    int quads_of(int group) const {
+        const int from = layout_.first_step(group);
+        return detail::smaller((layout_.last_step(group) - from) * planes::quads_per_step,
+                               codes_.quads() - from * planes::quads_per_step);
+    }
+    /// Each plane's vector of the group's first step, at a row of the tile.
+    void find_group(int slot, int height, int part, int group, const std::byte** first) const {
+        const std::byte* const begin =
+            block_ +
+            4 * (static_cast<std::size_t>(slot) * static_cast<std::size_t>(codes_.tiles.words_per_row) +
+                 static_cast<std::size_t>(part));
+        const int from = layout_.first_step(group);
+        for (int i = 0; i < planes::count; ++i)
+            first[i] = begin + (planes::first_vector(i, codes_.quads()) +
+                                from * (planes::quads_per_step / planes::quads_per_word(i))) *
+                                   (height * 4);
+    }
+
     template <int Vectors, bool Partial>
     static void multiply(int queries, const code_part& what, const code_target& to) {
         with_queries(queries, [&](auto n) {
@@ -384,6 +225,7 @@ private:
     const std::byte* block_;
     const std::uint32_t* words_;
     const fold_scalars* scalars_;
+    std::byte* memory_;  // what fold() has made, then that of tiles
     std::ptrdiff_t line_;
     float* scales_;
     float* biases_;

@@ -11,10 +11,13 @@
 // Layout for a set of vectors (one set per row group if columns carry parameters, else one):
 //   [query block][column group][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
 //   words of columns 0 and 2 and of columns 1 and 3.
+// For products of tiles (tile_product.hpp), in blocks of as many queries as a tile has room for:
+//   [query block][column group][64 columns][query in block][piece][64 signed bytes]
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "../../schemes/concepts.hpp"
@@ -40,10 +43,32 @@ KVQ_INLINE void with_queries(int queries, F&& f) {
 /// How numbers of a folded vector are held: a signed byte, two of them, a signed 16-bit word.
 enum class vector_form { byte, two_bytes, word };
 
+template <class Backend>
+inline constexpr vector_form byte_form = Backend::pieces == 1 ? vector_form::byte : vector_form::two_bytes;
+
 template <class Lanes, class Backend>
-inline constexpr vector_form form_of = Backend::pieces == 1   ? vector_form::byte
-                                       : Lanes::word_products ? vector_form::word
-                                                              : vector_form::two_bytes;
+inline constexpr vector_form form_of =
+    Backend::pieces != 1 && Lanes::word_products ? vector_form::word : byte_form<Backend>;
+
+/// Does the architecture multiply tiles?
+template <class Lanes>
+concept has_tiles = requires {
+    typename Lanes::architecture::tiles;
+};
+
+inline constexpr int tile_columns = 64;  // bytes of a row of a tile
+inline constexpr int tile_lines = 16;    // of a tile: pieces of vectors, or rows of a block across
+
+/// Rows of a tile that each of n vectors takes, where tiles multiply them; else 0. A product of tiles takes as long for one row as
+/// for sixteen: below eight, registers are faster.
+template <class Lanes, class Backend>
+int pieces_in_tiles(int n) {
+    if constexpr (has_tiles<Lanes>) {
+        constexpr int fewest = 9;
+        if (n * Backend::pieces >= fewest && Lanes::architecture::tiles::ready()) return Backend::pieces;
+    }
+    return 0;
+}
 
 /// What remains of a vector besides its pieces, per (set, column group, query).
 struct fold_scalars {
@@ -67,17 +92,26 @@ struct fold_layout {
     grouped_axis cols;
     int sets;
     int n;
+    int tile_pieces;             ///< pieces_in_tiles
     int set_words;               ///< per query of one set
     std::size_t scratch_floats;  ///< one padded row
     std::size_t scalars_offset, words_offset, bytes;
 
-    constexpr fold_layout(const code_layout<Bits>& codes, bool per_row_group, int queries) noexcept
-        : cols(codes.cols), sets(per_row_group ? codes.rows().groups() : 1), n(queries) {
-        int steps = 0;
-        for (int g = 0; g < cols.groups(); ++g) steps += last_step(g) - first_step(g);
-        set_words = steps * step * 2;
+    constexpr fold_layout(const code_layout<Bits>& codes, bool per_row_group, int queries,
+                          int pieces_of_tiles) noexcept
+        : cols(codes.cols),
+          sets(per_row_group ? codes.rows().groups() : 1),
+          n(queries),
+          tile_pieces(pieces_of_tiles) {
+        int steps = 0, blocks = 0;
+        for (int g = 0; g < cols.groups(); ++g) {
+            steps += last_step(g) - first_step(g);
+            blocks += tile_blocks(g);
+        }
+        set_words = tile_pieces > 0 ? tile_pieces * blocks * tile_columns / 4 : steps * step * 2;
         // A step has up to 8 quads, and vectors run over the last one.
-        scratch_floats = detail::round_up(static_cast<std::size_t>(cols.padded_size()), std::size_t{16}) + 32;
+        scratch_floats = detail::round_up(static_cast<std::size_t>(cols.padded_size()), std::size_t{16}) +
+                         32 + (tile_pieces > 0 ? tile_columns : 0);
         const std::size_t each = static_cast<std::size_t>(sets) * static_cast<std::size_t>(n);
         scalars_offset = scratch_rows * scratch_floats * sizeof(float);
         words_offset = scalars_offset +
@@ -91,6 +125,13 @@ struct fold_layout {
     constexpr int last_step(int group) const noexcept {
         return detail::ceil_div((cols.group_begin(group) + cols.group_slots(group)) / 4, step);
     }
+
+    /// Tiles, one after the other, that hold the columns of the group's steps.
+    constexpr int tile_blocks(int group) const noexcept {
+        return detail::ceil_div((last_step(group) - first_step(group)) * 4 * step, tile_columns);
+    }
+    /// Vectors that share a tile.
+    constexpr int tile_queries() const noexcept { return tile_lines / tile_pieces; }
 
     float* scratch(std::byte* memory) const noexcept { return reinterpret_cast<float*>(memory); }
     fold_scalars* scalars(std::byte* memory) const noexcept {
@@ -117,8 +158,8 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
     return Lanes::load_floats(from, detail::larger(n, 0));
 }
 
-/// One column group of `Queries` vectors, which share what they load of the parameters.
-template <vector_form Form, class Lanes, int Bits, int ZeroCode>
+/// One column group of `Queries` vectors, which share what they load of the parameters. Tiles: pieces are written for tiles.
+template <vector_form Form, bool Tiles, class Lanes, int Bits, int ZeroCode>
 struct group_fold {
     fold_use use;
     const float* scale;  ///< of the group's columns, where use.col_scale
@@ -126,9 +167,14 @@ struct group_fold {
     float* scratch;      ///< query_block rows, scratch_stride apart
     std::ptrdiff_t scratch_stride;
     int before, size, after;  ///< columns that belong to others, of the group, up to the end of its last step
-    int stride;               ///< words from one quad of a vector's pieces to the next
+    int stride;  ///< words from one quad of a vector's pieces to the next, or from one 64 columns to the next
 
-    /// x: the group's first columns, vectors x_stride apart. Words of vector i start at out + 2 i, scalars at s + i.
+    /// Words from one vector to the next.
+    static constexpr int vector_words = !Tiles                      ? 2
+                                        : Form == vector_form::byte ? tile_columns / 4
+                                                                    : tile_columns / 2;
+
+    /// x: the group's first columns, vectors x_stride apart. Vector i starts at out + vector_words * i, scalars at s + i.
     template <int Queries>
     void run(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out, fold_scalars* s) const {
         // A copy that no store can reach: else every loop would read its pointers and counts again.
@@ -150,7 +196,10 @@ private:
             scale_columns<Queries, true, false, false>(x, x_stride, s, inverse);
         else
             scale_columns<Queries, false, true, true>(x, x_stride, s, inverse);
-        write_pieces<Queries>(out, inverse, s);
+        if constexpr (Tiles)
+            write_rows<Queries>(out, inverse, s);
+        else
+            write_pieces<Queries>(out, inverse, s);
     }
 
     using floats = typename Lanes::floats;
@@ -248,6 +297,62 @@ private:
         }
     }
 
+    /// Rows of tiles: 64 columns of one vector at a time.
+    template <int Queries>
+    KVQ_INLINE void write_rows(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
+        constexpr int vectors = tile_columns / Lanes::width;
+        for (int i = 0; i < Queries; ++i) {
+            const float* const row = scratch + i * scratch_stride;
+            std::uint32_t* to = out + i * vector_words;
+            const floats factor = Lanes::splat_float(inverse[i]);
+            ints sum = Lanes::splat(0), high_sum = Lanes::splat(0);
+            for (int c = 0; c < before + size + after; c += tile_columns, to += stride) {
+                ints fixed[vectors];
+                KVQ_UNROLL
+                for (int v = 0; v < vectors; ++v) {
+                    fixed[v] =
+                        Lanes::round(Lanes::multiply(Lanes::load_floats(row + c + v * Lanes::width), factor));
+                    if constexpr (ZeroCode != 0) {
+                        sum = Lanes::add(sum, fixed[v]);
+                        high_sum = Lanes::add(high_sum, high_piece(fixed[v]));
+                    }
+                }
+                store_row(reinterpret_cast<std::byte*>(to), fixed);
+            }
+            if constexpr (ZeroCode != 0) {
+                s[i].high_sum = sum_words<Lanes>(high_sum);
+                if constexpr (Form == vector_form::two_bytes)
+                    s[i].low_sum = sum_words<Lanes>(sum) - 256 * s[i].high_sum;
+            }
+        }
+    }
+
+    static KVQ_INLINE ints high_piece(ints fixed) {
+        if constexpr (Form == vector_form::two_bytes)
+            return Lanes::template shift_right_signed<8>(Lanes::add(fixed, Lanes::splat(128)));
+        else
+            return fixed;
+    }
+
+    /// 64 numbers: their high bytes, then, where there are two pieces, their low ones.
+    static KVQ_INLINE void store_row(std::byte* to, const ints* fixed) {
+        if constexpr (Form == vector_form::two_bytes &&
+                      requires { Lanes::store_piece_rows(to, to, fixed); }) {
+            Lanes::store_piece_rows(to, to + tile_columns, fixed);
+        } else {
+            for (int v = 0; v < tile_columns / Lanes::width; ++v) {
+                std::uint32_t pairs[Lanes::width / 2];
+                Lanes::store_pieces(pairs, 2, high_piece(fixed[v]), fixed[v]);
+                for (int quad = 0; quad < Lanes::width / 4; ++quad) {
+                    std::byte* const at = to + v * Lanes::width + 4 * quad;
+                    std::memcpy(at, &pairs[2 * quad], 4);
+                    if constexpr (Form == vector_form::two_bytes)
+                        std::memcpy(at + tile_columns, &pairs[2 * quad + 1], 4);
+                }
+            }
+        }
+    }
+
     /// Are the pieces of so many vectors written together?
     template <int Queries>
     static constexpr bool packs = Form != vector_form::word&& Queries ==
@@ -257,9 +362,10 @@ private:
 };
 
 /// Folds layout.n vectors x[i] (cols floats each, x_stride apart) for products with `block`.
-template <class Lanes, class Backend, class Scheme>
-void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
-          block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
+template <class Lanes, class Backend, vector_form Form, bool Tiles, class Scheme>
+void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
+             block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
+             std::byte* memory) {
     const fold_use use = Scheme::fold(shape.role);
     const int n = layout.n;
     constexpr int step = 4 * fold_layout<Scheme::code_bits>::step;
@@ -278,27 +384,58 @@ void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, co
                 scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
         }
         for (int first = 0; first < n;) {
+            using group_type = group_fold<Form, Tiles, Lanes, Scheme::code_bits, Scheme::zero_code>;
             const int block_n = next_query_block(n - first);
+            // Vectors of a tile lie side by side, also those of the next query block.
+            const int beside =
+                Tiles ? detail::smaller(layout.tile_queries(),
+                                        n - first / layout.tile_queries() * layout.tile_queries())
+                      : block_n;
             std::uint32_t* out = words;
+            if constexpr (Tiles) {
+                const int in_tile = first % layout.tile_queries();
+                out += (first - in_tile) * layout.set_words + in_tile * group_type::vector_words;
+            }
             for (int g = 0; g < cols.groups(); ++g) {
                 const int begin = cols.group_begin(g), size = cols.group_size(g);
-                const int from = step * layout.first_step(g), to = step * layout.last_step(g);
-                const group_fold<form_of<Lanes, Backend>, Lanes, Scheme::code_bits, Scheme::zero_code> group{
-                    use,          scale + begin, bias + begin,      bias + row_floats, row_floats,
-                    begin - from, size,          to - begin - size, 2 * block_n};
+                const int from = step * layout.first_step(g);
+                const int to =
+                    Tiles ? from + tile_columns * layout.tile_blocks(g) : step * layout.last_step(g);
+                const group_type group{use,
+                                       scale + begin,
+                                       bias + begin,
+                                       bias + row_floats,
+                                       row_floats,
+                                       begin - from,
+                                       size,
+                                       to - begin - size,
+                                       group_type::vector_words * beside};
                 const float* const source = x + first * x_stride + (dense ? begin : g * cols.group);
                 fold_scalars* const s = layout.scalars(memory) + (set * cols.groups() + g) * n + first;
                 if (block_n == query_block)
                     group.template run<query_block>(source, x_stride, out, s);
                 else
                     for (int i = 0; i < block_n; ++i)
-                        group.template run<1>(source + i * x_stride, x_stride, out + 2 * i, s + i);
-                out += (to - from) / 4 * 2 * block_n;
+                        group.template run<1>(source + i * x_stride, x_stride,
+                                              out + i * group_type::vector_words, s + i);
+                out += (to - from) / (Tiles ? tile_columns : 4) * group.stride;
             }
-            words += layout.set_words * block_n;
+            if constexpr (!Tiles) words += layout.set_words * block_n;
             first += block_n;
         }
+        if constexpr (Tiles) words += layout.set_words * n;
     }
+}
+
+template <class Lanes, class Backend, class Scheme>
+void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
+          block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
+    if constexpr (has_tiles<Lanes>)
+        if (layout.tile_pieces > 0)
+            return fold_as<Lanes, Backend, byte_form<Backend>, true>(scheme, layout, shape, id, block, x,
+                                                                     x_stride, memory);
+    fold_as<Lanes, Backend, form_of<Lanes, Backend>, false>(scheme, layout, shape, id, block, x, x_stride,
+                                                            memory);
 }
 
 }  // namespace kvq::inline v0_1::kernels

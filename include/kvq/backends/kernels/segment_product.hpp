@@ -23,24 +23,24 @@ struct segment_plan {
     std::size_t parameters;  ///< where they begin in a block
     code_segment segments[static_cast<std::size_t>(list::count)] = {};
 
-    segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n)
+    segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n, int tile_pieces)
         : columns(scheme.columns(shape)),
           codes(columns.codes(shape)),
-          fold(codes, true, n),
+          fold(codes, true, n, tile_pieces),
           parameters(columns.parameters) {
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
             segments[static_cast<std::size_t>(index_of<Bits>())] = segment;
         });
     }
 
-    /// What fold() makes, then units.
+    /// What fold() makes, then tiles, then units.
     std::size_t workspace_bytes() const {
-        return fold.bytes +
+        return fold.bytes + tile_space::bytes(fold.tile_pieces) +
                detail::round_up(static_cast<std::size_t>(codes.cols.padded_size()) * sizeof(float),
                                 std::size_t{64});
     }
     float* units(std::byte* workspace) const noexcept {
-        return reinterpret_cast<float*>(workspace + fold.bytes);
+        return reinterpret_cast<float*>(workspace + fold.bytes + tile_space::bytes(fold.tile_pieces));
     }
     /// For every column 2^-(how much narrower its codes are than the widest); 0 without codes.
     void write_units(std::byte* workspace) const {
@@ -90,6 +90,11 @@ public:
         kernels::fold<Lanes, Backend>(shifted_columns<Scheme>{plan, plan.units(workspace)}, plan.fold, shape,
                                       id, block, x, x_stride, workspace);
         const segment_product p{plan, block, ahead};
+        if constexpr (has_tiles<Lanes>)
+            if (plan.fold.tile_pieces > 0)
+                return multiply_in_tiles<typename Lanes::architecture::tiles>(
+                    in_tiles{p, p.layout_.scalars(workspace), y, y_stride, add}, p.rows_,
+                    {p.layout_, workspace}, workspace + plan.fold.bytes);
         const std::uint32_t* words = p.layout_.words(workspace);
         for (int first = 0; first < n;) {
             const int queries = next_query_block(n - first);
@@ -124,6 +129,74 @@ private:
           segments_(plan.segments),
           block_(block),
           ahead_(ahead) {}
+
+    /// What multiply_in_tiles asks for.
+    struct in_tiles {
+        const segment_product& p;
+        const fold_scalars* scalars;
+        float* y;
+        std::ptrdiff_t y_stride;
+        bool add;
+
+        int column_groups() const { return 1; }
+        /// Columns without codes are last: they are left out.
+        int column_tiles(int) const {
+            int end = 1;
+            for (int w = 0; w < list::count; ++w)
+                if (list::values[w] > 0 && p.segments_[w].columns > 0)
+                    end = p.segments_[w].first + p.segments_[w].columns;
+            return detail::ceil_div(end, tile_columns);
+        }
+        void unpack(const tile_step& step, std::byte* out) const { unpack(step, out, every_width{}); }
+        void finish(const tile_step& step, const std::byte* sums) const {
+            const int n = p.layout_.n;
+            finish_tile<byte_form<Backend>, Lanes, 0>(
+                sums, step.height, n,
+                {y + step.row, y_stride, step.rows, nullptr, nullptr, scalars + step.row_group * n, add});
+        }
+
+    private:
+        template <int... Width>
+        void unpack(const tile_step& step, std::byte* out, std::integer_sequence<int, Width...>) const {
+            (unpack_width<Width>(step, out), ...);
+        }
+        template <int Width>
+        void unpack_width(const tile_step& step, std::byte* out) const {
+            constexpr int bits = list::values[Width], step_quads = tile_columns / 4;
+            if constexpr (bits > 0) {
+                const code_segment& s = p.segments_[Width];
+                const int first =
+                    s.first / 4 - step.part * step_quads;  // of the segment, counted in the step
+                const int from = detail::larger(first, 0),
+                          to = detail::smaller(first + detail::ceil_div(s.columns, 4), step_quads);
+                if (from >= to) return;
+                const codes_at<bits> codes(p, s, step.slot, step.height, 0);
+                unpack_codes<Lanes, bits, list::values[0] - bits>(codes.part(p.ahead_, step.height, nullptr),
+                                                                  from - first, to - first,
+                                                                  out + from * tile_space::quad_bytes);
+            }
+        }
+    };
+
+    /// Where a segment's codes of a tile begin.
+    template <int Bits>
+    struct codes_at {
+        using P = code_planes<Bits>;
+
+        const std::byte* first[P::count];
+        std::ptrdiff_t vector_bytes;
+        int quads;
+
+        codes_at(const segment_product& p, const code_segment& s, int slot, int height, int part)
+            : vector_bytes(height * 4), quads(detail::ceil_div(s.columns, 4)) {
+            const std::byte* const begin =
+                p.block_ + s.offset + 4 * (static_cast<std::ptrdiff_t>(slot) * P::vectors(quads) + part);
+            for (int i = 0; i < P::count; ++i) first[i] = begin + P::first_vector(i, quads) * vector_bytes;
+        }
+        code_part part(std::ptrdiff_t ahead, int slots, const std::uint32_t* x) const {
+            return {first, vector_bytes, ahead, detail::ceil_div(quads, P::quads_per_step), quads, slots, x};
+        }
+    };
 
     void run_tile(int slot, int height, const std::uint32_t* x, int queries, const code_target& tile) const {
         for (int part = 0; part < height;) {
@@ -161,21 +234,9 @@ private:
             const code_segment& s = segments_[Width];
             const int quads = detail::ceil_div(s.columns, 4);
             if (quads == 0) return;
-            using P = code_planes<bits>;
-            const std::ptrdiff_t vector_bytes = height * 4;
-            const std::byte* const begin =
-                block_ + s.offset + 4 * (static_cast<std::ptrdiff_t>(slot) * P::vectors(quads) + part);
-            const std::byte* first[P::count];
-            for (int p = 0; p < P::count; ++p) first[p] = begin + P::first_vector(p, quads) * vector_bytes;
-            const code_part what{first,
-                                 vector_bytes,
-                                 ahead_,
-                                 detail::ceil_div(quads, P::quads_per_step),
-                                 quads,
-                                 height - part,
-                                 x + s.first / 4 * Queries * 2};
+            const codes_at<bits> first(*this, s, slot, height, part);
             sum_codes<form_of<Lanes, Backend>, Lanes, bits, list::values[0] - bits, Vectors, Queries,
-                      Partial>(what, sums);
+                      Partial>(first.part(ahead_, height - part, x + s.first / 4 * Queries * 2), sums);
         }
     }
 

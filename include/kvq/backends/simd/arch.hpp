@@ -3,7 +3,7 @@
 // Types of xsimd are used where it has one; where the oldest supported xsimd (8.1) lacks a type that matters here, this
 // header derives one. `available()` asks the running CPU. `best` is the best one of this build's -march flags.
 //
-//   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni | neon64, neon64_dot
+//   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni, amx (avx512vnni with tiles) | neon64, neon64_dot
 //
 // Two translation units built with different -march may be linked together: their kernels differ by type, hence by symbol. Other
 // inline functions do not (page_pool::allocate, encoders of channel grids, the standard library's): the linker keeps the first
@@ -16,6 +16,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+
+#include "x86_amx.hpp"
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -70,8 +72,22 @@ struct avx512vnni : avx512bw {
     static constexpr const char* name() noexcept { return "avx512vnni"; }
     static bool available() noexcept { return avx512bw::available() && __builtin_cpu_supports("avx512vnni"); }
 };
+/// Where the operating system does not allow tiles, kernels are those of avx512vnni.
+struct amx : avx512vnni {
+    using tiles = amx_tiles;
+    static constexpr const char* name() noexcept { return "amx"; }
+    static bool available() noexcept {
+        // Leaf 7: tiles are bit 24 of edx, their 8-bit products bit 25.
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        return avx512vnni::available() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 &&
+               (edx >> 24 & 3u) == 3 && tiles::ready();
+    }
+};
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && \
+    defined(__AVX512DQ__) && defined(__AVX512VL__)
+using best = amx;
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 using best = avx512vnni;
 #elif defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 using best = avx512bw;

@@ -14,6 +14,7 @@ namespace kvq::inline v0_1 {
 
 template <class Arch>
 struct simd_lanes : arch::register_ops<Arch> {
+    using architecture = Arch;
     using ops = arch::register_ops<Arch>;
     using ints = typename ops::ints;
     using floats = typename ops::floats;

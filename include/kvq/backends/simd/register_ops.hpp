@@ -19,6 +19,7 @@
 //   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_lanes
 //   optional, for kernels that other instruction sets do without
 //     store_pieces_of_four(out, a)            folded.hpp: what store_pieces makes of four vectors of numbers 256 high + low
+//     store_piece_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such numbers, then the low ones, in order
 //     distance_to_whole, scale_by_power       softmax.hpp: exponent arithmetic in one instruction each
 //     pack_bytes<Signed>(a, b, c, d), add_bytes, pair_extremes(lo, hi)     token_encode.hpp: word i of 128-bit lane l of the
 //         result is lane l of vector i; one word that holds the smallest half of lo and the complement of the largest of hi

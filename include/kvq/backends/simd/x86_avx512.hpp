@@ -142,6 +142,20 @@ struct register_ops<Arch> {
                                           first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second));
     }
 
+    static KVQ_INLINE void store_piece_rows(std::byte* high, std::byte* low, const ints* a) {
+        // Afterwards word i of 128-bit lane l is what vector i has there: back to their order.
+        const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const __m512i ab = _mm512_packs_epi32(a[0], a[1]), cd = _mm512_packs_epi32(a[2], a[3]);
+        const auto high_piece = [](__m512i words) {
+            return _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
+        };
+        const auto low_piece = [](__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(255)); };
+        _mm512_storeu_si512(
+            high, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high_piece(ab), high_piece(cd))));
+        _mm512_storeu_si512(
+            low, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low_piece(ab), low_piece(cd))));
+    }
+
     static KVQ_INLINE void transpose(ints (&v)[16]) {
         __m512i a[16], b[16];
         KVQ_UNROLL

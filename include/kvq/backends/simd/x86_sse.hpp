@@ -18,7 +18,7 @@
 namespace kvq::inline v0_1::arch {
 
 template <class Arch>
-requires std::same_as<Arch, sse2> || std::same_as<Arch, sse4_1>
+requires std::derived_from<Arch, sse2> || std::derived_from<Arch, sse4_1>
 struct register_ops<Arch> {
     using registers = typename Arch::registers;
     using ints = xsimd::batch<std::uint32_t, registers>;
@@ -53,7 +53,7 @@ struct register_ops<Arch> {
     template <int Bits>
     static KVQ_INLINE ints dot(ints acc, ints codes, ints x) {
 #if defined(__SSSE3__)
-        if constexpr (Bits < 8 && std::same_as<Arch, sse4_1>) {  // the sum of two products fits 16 bits
+        if constexpr (Bits < 8 && std::derived_from<Arch, sse4_1>) {  // the sum of two products fits 16 bits
             const __m128i pairs = _mm_maddubs_epi16(codes, x);
             return in_register(_mm_add_epi32(acc, _mm_madd_epi16(pairs, _mm_set1_epi16(1))));
         }

@@ -1,0 +1,304 @@
+// Products of codes with many vectors at once, on architectures that multiply tiles of bytes (AMX): the integer sums of
+// code_product.hpp, up to 16 vectors to an instruction.
+//
+//   C[piece of vector][row] = sum over columns of piece * code        tiles of 16 pieces x 64 columns by 64 columns x 16 rows
+//
+// A step takes 64 columns of one tile of the block's layout (32 rows, two halves of 16). Its codes are unpacked to bytes in the
+// workspace while steps before it are multiplied, so that loads of tiles do not wait for stores. (Codes of 8 bits as well: tiles
+// loaded from where those lie wait longer for memory than a copy takes.) Contract: the same integers as in registers, hence the
+// same bits. Every code is unpacked once for all vectors.
+#pragma once
+
+#include <utility>
+
+#include "code_sums.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+/// Registers of tiles for n vectors, as long as it lives: attention has one for all products of a task, since asking for them
+/// takes as long as a few products.
+template <class Lanes, class Backend>
+class tile_session {
+public:
+    explicit tile_session([[maybe_unused]] int n) {
+        if constexpr (has_tiles<Lanes>) {
+            const int pieces = pieces_in_tiles<Lanes, Backend>(n);
+            open_ = pieces > 0;
+            if (open_)
+                Lanes::architecture::tiles::begin(detail::smaller(n * pieces, tile_lines),
+                                                  detail::larger(n * pieces - tile_lines, 1));
+        }
+    }
+    tile_session(const tile_session&) = delete;
+    tile_session& operator=(const tile_session&) = delete;
+    ~tile_session() {
+        if constexpr (has_tiles<Lanes>)
+            if (open_) Lanes::architecture::tiles::end();
+    }
+
+private:
+    bool open_ = false;
+};
+
+/// The workspace of products in tiles, and what they have in common.
+struct tile_space {
+    static constexpr int half_rows = 16;
+    static constexpr int quad_bytes = 4 * half_rows;              // of a half
+    static constexpr int half_bytes = tile_columns * half_rows;   // of a step
+    static constexpr int sum_bytes = 4 * half_rows * tile_lines;  // of a half and a query block
+    static constexpr int ahead = 2, steps = 4;  // unpacked before they are needed; in memory
+
+    static constexpr std::size_t bytes(int tile_pieces) noexcept {
+        return tile_pieces == 0 ? 0 : static_cast<std::size_t>(steps * 2 * half_bytes + 4 * sum_bytes);
+    }
+    static std::byte* codes(std::byte* space, int step) noexcept {
+        return space + step % steps * 2 * half_bytes;
+    }
+    static std::byte* sums(std::byte* space) noexcept { return space + steps * 2 * half_bytes; }
+};
+
+/// A step: a tile of the block's rows and 64 columns of one of their groups.
+struct tile_step {
+    int row_group = 0;
+    int slot = 0;         ///< first row slot of the tile
+    int height = 0;       ///< slots
+    int row = 0;          ///< first row
+    int rows = 0;         ///< from there to the end of the group
+    int group = 0;        ///< of columns
+    int part = 0;         ///< of the group's columns
+    int parts = 0;        ///< that the group has
+    int column_tile = 0;  ///< counted over all groups
+
+    /// parts_of(g): steps of column group g.
+    template <class Parts>
+    tile_step(const grouped_axis& axis, const Parts& parts_of) noexcept : parts(parts_of(0)) {
+        enter(axis, 0, 0);
+    }
+    bool exists(const grouped_axis& axis) const noexcept { return row_group < axis.groups(); }
+    template <class Parts>
+    void advance(const grouped_axis& axis, int groups, const Parts& parts_of) noexcept {
+        ++column_tile;
+        if (++part < parts) return;
+        part = 0;
+        if (++group < groups) {
+            parts = parts_of(group);
+            return;
+        }
+        group = column_tile = 0;
+        if (groups > 1) parts = parts_of(0);
+        const int after = slot - axis.group_begin(row_group) + tile_layout::tile_rows;
+        if (after < axis.group_slots(row_group))
+            enter(axis, row_group, after);
+        else
+            enter(axis, row_group + 1, 0);
+    }
+
+private:
+    void enter(const grouped_axis& axis, int g, int in_group) noexcept {
+        row_group = g;
+        if (!exists(axis)) return;
+        slot = axis.group_begin(g) + in_group;
+        height = detail::smaller(tile_layout::tile_rows, axis.group_slots(g) - in_group);
+        row = g * axis.group + in_group;
+        rows = axis.group_size(g) - in_group;
+    }
+};
+
+template <class Lanes, int Bits, int Raise, bool Partial, int... Quads>
+KVQ_INLINE void unpack_quads(const std::byte* const* planes, std::ptrdiff_t vector_bytes, int from, int to,
+                             std::ptrdiff_t offset, int slots, std::byte* out,
+                             std::integer_sequence<int, Quads...>) {
+    ((Quads >= from && Quads < to
+          ? Lanes::store(out + Quads * tile_space::quad_bytes,
+                         quad_codes<Lanes, Bits, Quads, Partial, Raise>(planes, vector_bytes, offset, slots))
+          : void()),
+     ...);
+}
+
+/// A whole step of whole vectors: 64 columns of 32 rows. planes: at its first quad.
+template <class Lanes, int Bits, int Raise>
+KVQ_INLINE void unpack_step(const std::byte* const* planes, std::ptrdiff_t vector_bytes, std::ptrdiff_t ahead,
+                            std::byte* out) {
+    using P = code_planes<Bits>;
+    using all = std::make_integer_sequence<int, P::quads_per_step>;
+    constexpr int vectors = tile_layout::tile_rows / Lanes::width, quads = P::quads_per_step;
+    KVQ_UNROLL
+    for (int s = 0; s < tile_columns / 4 / quads; ++s) {
+        const std::byte* at[P::count];
+        for (int p = 0; p < P::count; ++p)
+            at[p] = planes[p] + s * (quads / P::quads_per_word(p)) * vector_bytes;
+        fetch_ahead<Lanes, Bits, vectors>(at, vector_bytes, ahead);
+        KVQ_UNROLL
+        for (int v = 0; v < vectors; ++v) {
+            const int row = v * Lanes::width;
+            unpack_quads<Lanes, Bits, Raise, false>(
+                at, vector_bytes, 0, quads, row * 4, Lanes::width,
+                out + row / tile_space::half_rows * tile_space::half_bytes + row % tile_space::half_rows * 4 +
+                    s * quads * tile_space::quad_bytes,
+                all{});
+        }
+    }
+}
+
+/// Quads [from, to) of a part's columns, times 2^Raise; quad `from` goes to `out`. Tiles are multiplied whole: what memory holds
+/// beyond the last quad or row meets zeros of the vectors, or sums that nobody reads.
+template <class Lanes, int Bits, int Raise>
+void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
+    using P = code_planes<Bits>;
+    using all = std::make_integer_sequence<int, P::quads_per_step>;
+    constexpr int vectors = tile_layout::tile_rows / Lanes::width, in_step = P::quads_per_step;
+    const std::byte* planes[P::count];
+    const int first = from / in_step;
+    for (int p = 0; p < P::count; ++p)
+        planes[p] = part.planes[p] + first * (in_step / P::quads_per_word(p)) * part.vector_bytes;
+    const std::ptrdiff_t vector_bytes = part.vector_bytes, ahead = part.ahead;
+    const int slots = part.slot_count;
+    if (slots == tile_layout::tile_rows && from == first * in_step && to - from == tile_columns / 4)
+        return unpack_step<Lanes, Bits, Raise>(planes, vector_bytes, ahead, out);
+    out -= (from - first * in_step) * tile_space::quad_bytes;
+    const auto place = [&](int v) {
+        const int row = v * Lanes::width;
+        return out + row / tile_space::half_rows * tile_space::half_bytes + row % tile_space::half_rows * 4;
+    };
+    for (int quad = first * in_step; quad < to; quad += in_step) {
+        if (quad >= from && quad + in_step <= to && slots == tile_layout::tile_rows) {
+            fetch_ahead<Lanes, Bits, vectors>(planes, vector_bytes, ahead);
+            KVQ_UNROLL
+            for (int v = 0; v < vectors; ++v)
+                unpack_quads<Lanes, Bits, Raise, false>(planes, vector_bytes, 0, in_step,
+                                                        v * Lanes::width * 4, Lanes::width, place(v), all{});
+        } else {
+            for (int v = 0; v * Lanes::width < slots; ++v)
+                unpack_quads<Lanes, Bits, Raise, (Lanes::width > 4)>(
+                    planes, vector_bytes, from - quad, to - quad, v * Lanes::width * 4,
+                    detail::smaller(slots - v * Lanes::width, Lanes::width), place(v), all{});
+        }
+        for (int p = 0; p < P::count; ++p) planes[p] += (in_step / P::quads_per_word(p)) * vector_bytes;
+        out += in_step * tile_space::quad_bytes;
+    }
+}
+
+/// Where the pieces of vectors lie (fold_layout), and how many rows of tiles they take.
+struct tile_vectors {
+    const std::byte* begin;
+    std::ptrdiff_t set_bytes;    ///< from the vectors of one row group to the next; 0: the same for all
+    std::ptrdiff_t block_bytes;  ///< from one query block to the next
+    int lines;
+
+    template <int Bits>
+    tile_vectors(const fold_layout<Bits>& layout, std::byte* memory) noexcept
+        : begin(reinterpret_cast<const std::byte*>(layout.words(memory))),
+          set_bytes(layout.sets > 1 ? 4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.n : 0),
+          block_bytes(4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.tile_queries()),
+          lines(layout.n * layout.tile_pieces) {}
+};
+
+template <class Tiles>
+KVQ_INLINE void multiply_step(const std::byte* codes, const tile_step& step, const tile_vectors& x) {
+    const bool two_halves = step.height > tile_space::half_rows;
+    const int first = detail::smaller(x.lines, tile_lines), second = x.lines - first;
+    if (step.part == 0) {
+        Tiles::template zero<0>();
+        Tiles::template zero<1>();
+        if (second > 0) {
+            Tiles::template zero<2>();
+            Tiles::template zero<3>();
+        }
+    }
+    const std::byte* const from = x.begin + step.row_group * x.set_bytes;
+    Tiles::template load<4>(from + step.column_tile * first * tile_columns, tile_columns);
+    Tiles::template load<6>(codes, tile_space::quad_bytes);
+    Tiles::template multiply<0, 4, 6>();
+    if (two_halves) {
+        Tiles::template load<7>(codes + tile_space::half_bytes, tile_space::quad_bytes);
+        Tiles::template multiply<1, 4, 7>();
+    }
+    if (second > 0) {
+        Tiles::template load<5>(from + x.block_bytes + step.column_tile * second * tile_columns,
+                                tile_columns);
+        Tiles::template multiply<2, 5, 6>();
+        if (two_halves) Tiles::template multiply<3, 5, 7>();
+    }
+}
+
+/// Sums of a tile's rows: [query block][half][line][16 rows].
+template <class Tiles>
+KVQ_INLINE void store_tile_sums(std::byte* to, const tile_step& step, const tile_vectors& x) {
+    const bool two_halves = step.height > tile_space::half_rows, two_blocks = x.lines > tile_lines;
+    Tiles::template store<0>(to, tile_space::quad_bytes);
+    if (two_halves) Tiles::template store<1>(to + tile_space::sum_bytes, tile_space::quad_bytes);
+    if (two_blocks) Tiles::template store<2>(to + 2 * tile_space::sum_bytes, tile_space::quad_bytes);
+    if (two_blocks && two_halves)
+        Tiles::template store<3>(to + 3 * tile_space::sum_bytes, tile_space::quad_bytes);
+}
+
+/// All steps of a block. Product:
+///   column_groups(), column_tiles(group)      steps of a tile of rows
+///   unpack(step, out)                         the step's codes; steps come in their order
+///   finish(step, sums)                        sums over all columns of the step's group
+template <class Tiles, class Product>
+void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vectors& x, std::byte* space) {
+    const int groups = product.column_groups();
+    const auto parts = [&](int g) { return product.column_tiles(g); };
+    std::byte* const sums = tile_space::sums(space);
+    tile_step next(rows, parts), now = next;
+    int unpacked = 0;
+    const auto unpack_next = [&] {
+        if (!next.exists(rows)) return;
+        product.unpack(next, tile_space::codes(space, unpacked++));
+        next.advance(rows, groups, parts);
+    };
+    for (int i = 0; i < tile_space::ahead; ++i) unpack_next();
+    for (int i = 0; now.exists(rows); ++i) {
+        unpack_next();
+        multiply_step<Tiles>(tile_space::codes(space, i), now, x);
+        if (now.part + 1 == now.parts) {
+            store_tile_sums<Tiles>(sums, now, x);
+            product.finish(now, sums);
+        }
+        now.advance(rows, groups, parts);
+    }
+}
+
+/// The n vectors' integer sums of a row tile, as floats. to: of the tile's first row and the first vector.
+template <vector_form Form, class Lanes, int ZeroCode>
+void finish_tile(const std::byte* sums, int height, int n, const code_target& to) {
+    constexpr int pieces = Form == vector_form::byte ? 1 : 2, in_block = tile_lines / pieces;
+    for (int part = 0; part < height;) {
+        const bool several = height - part >= Lanes::row_vectors * Lanes::width;
+        const auto finish = [&](int first, auto vectors, auto queries) {
+            constexpr int V = decltype(vectors)::value, Q = decltype(queries)::value;
+            code_sums<Lanes, V, Q> s;
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) {
+                const int block = (first + i) / in_block, piece = (first + i) % in_block * pieces;
+                KVQ_UNROLL
+                for (int v = 0; v < V; ++v) {
+                    const int row = part + v * Lanes::width, half = row / tile_space::half_rows;
+                    const std::byte* const at =
+                        sums + (2 * block + half) * tile_space::sum_bytes +
+                        (piece * tile_space::half_rows + row % tile_space::half_rows) * 4;
+                    s.high[i][v] = Lanes::load(at);
+                    s.low[i][v] = pieces == 2 ? Lanes::load(at + 4 * tile_space::half_rows) : Lanes::splat(0);
+                }
+            }
+            finish_sums<Form, Lanes, ZeroCode>(
+                s, {to.y + first * to.y_stride + part, to.y_stride, to.rows - part,
+                    to.row_scale ? to.row_scale + part : nullptr, to.row_bias ? to.row_bias + part : nullptr,
+                    to.scalars + first, to.add});
+        };
+        for (int first = 0; first < n;) {
+            const int queries = next_query_block(n - first);
+            with_queries(queries, [&](auto q) {
+                if (several)
+                    finish(first, std::integral_constant<int, Lanes::row_vectors>{}, q);
+                else
+                    finish(first, std::integral_constant<int, 1>{}, q);
+            });
+            first += queries;
+        }
+        part += several ? Lanes::row_vectors * Lanes::width : Lanes::width;
+    }
+}
+
+}  // namespace kvq::inline v0_1::kernels

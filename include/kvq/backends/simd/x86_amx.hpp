@@ -1,0 +1,71 @@
+// AMX: products of 8-bit tiles (16 x 64 by 64 x 16) in one instruction, for several vectors at once.
+//
+//   C[i][r] += sum_k A[i][k] B[r][k]     A: rows of signed bytes; B: words of four unsigned bytes, row k / 4 holds those of all r
+//
+// B lies as a vector of a tile does (pack/tile_layout.hpp), so 8-bit pages are loaded as they are; kernels/tile_product.hpp.
+// Contract: sums of 32 bits, exact. Registers belong to a thread that has called begin(), until end(); a kernel of Linux must be
+// asked for them once per process, which ready() does. Source: Intel 64 and IA-32 Architectures SDM, volume 1, chapter 18.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "../../config.hpp"
+
+namespace kvq::inline v0_1::arch {
+
+// Instructions in words of their own: intrinsics of g++ 12 do not say that they read and write memory.
+struct amx_tiles {
+    /// May this process use tiles? Asks the operating system, once.
+    static bool ready() noexcept {
+        static const bool granted = [] {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+            constexpr long request_component = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM
+            return syscall(SYS_arch_prctl, request_component, tile_data) == 0;
+#else
+            return false;
+#endif
+        }();
+        return granted;
+    }
+
+    /// Tiles 0, 1 and 4 get first_rows rows, tiles 2, 3 and 5 second_rows, tiles 6 and 7 sixteen. 1 to 16 rows of 64 bytes.
+    static void begin(int first_rows, int second_rows) noexcept {
+        struct alignas(64) configuration {
+            std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            std::uint8_t rows[16] = {};
+        } to;
+        for (int tile = 0; tile < 8; ++tile) {
+            const bool first = tile < 2 || tile == 4, second = !first && tile < 6;
+            to.rows[tile] = static_cast<std::uint8_t>(first ? first_rows : second ? second_rows : 16);
+        }
+        __asm__ volatile("ldtilecfg %0" ::"m"(to));
+    }
+    static void end() noexcept { __asm__ volatile("tilerelease"); }
+
+    template <int Tile>
+    static KVQ_INLINE void zero() {
+        __asm__ volatile("tilezero %%tmm%c0" ::"i"(Tile));
+    }
+    /// Rows are `stride` bytes apart.
+    template <int Tile>
+    static KVQ_INLINE void load(const std::byte* from, std::ptrdiff_t stride) {
+        __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(Tile) : "memory");
+    }
+    template <int Tile>
+    static KVQ_INLINE void store(std::byte* to, std::ptrdiff_t stride) {
+        __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(Tile) : "memory");
+    }
+    template <int C, int A, int B>
+    static KVQ_INLINE void multiply() {
+        __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+    }
+};
+
+}  // namespace kvq::inline v0_1::arch

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact. Products in tiles give the bits of products in registers, on every CPU: the instructions are emulated,
+// with the registers that an architecture of tiles has. (Where the CPU has them, all tests of attention run on them too.)
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <kvq/backends/simd.hpp>
+#include <kvq/kvq.hpp>
+
+#include "support/channel_plans.hpp"
+
+namespace {
+
+/// What arch::amx_tiles does, in plain C++. Whoever uses registers outside of a session, or rows that they do not have, fails.
+struct emulated_tiles {
+    static inline bool wanted = true;  ///< does the operating system allow them?
+    static inline bool open = false;
+    static inline int rows[8] = {};
+    static inline std::uint32_t words[8][16][16] = {};
+    static inline int products = 0;
+
+    static bool ready() noexcept { return wanted; }
+    static void begin(int first_rows, int second_rows) {
+        REQUIRE_FALSE(open);
+        for (const int n : {first_rows, second_rows}) REQUIRE((n >= 1 && n <= 16));
+        open = true;
+        const int of[8] = {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, 16, 16};
+        std::memcpy(rows, of, sizeof rows);
+        std::memset(words, 0, sizeof words);
+    }
+    static void end() noexcept { open = false; }
+    template <int Tile>
+    static void zero() {
+        REQUIRE(open);
+        std::memset(words[Tile], 0, sizeof words[Tile]);
+    }
+    template <int Tile>
+    static void load(const std::byte* from, std::ptrdiff_t stride) {
+        REQUIRE(open);
+        zero<Tile>();
+        for (int r = 0; r < rows[Tile]; ++r) std::memcpy(words[Tile][r], from + r * stride, 64);
+    }
+    template <int Tile>
+    static void store(std::byte* to, std::ptrdiff_t stride) {
+        REQUIRE(open);
+        for (int r = 0; r < rows[Tile]; ++r) std::memcpy(to + r * stride, words[Tile][r], 64);
+    }
+    template <int C, int A, int B>
+    static void multiply() {
+        REQUIRE(open);
+        REQUIRE(rows[C] == rows[A]);
+        ++products;
+        for (int i = 0; i < rows[C]; ++i)
+            for (int r = 0; r < 16; ++r)
+                for (int k = 0; k < 16; ++k) {
+                    std::int8_t a[4];
+                    std::uint8_t b[4];
+                    std::memcpy(a, &words[A][i][k], 4);
+                    std::memcpy(b, &words[B][k][r], 4);
+                    for (int j = 0; j < 4; ++j) words[C][i][r] += static_cast<std::uint32_t>(a[j] * b[j]);
+                }
+    }
+};
+
+/// The registers of this build's CPU, and tiles.
+struct tiled : kvq::arch::best {
+    using tiles = emulated_tiles;
+};
+
+template <class Scheme>
+Scheme make(test::generator& random, const kvq::block_shape& shape) {
+    if constexpr (std::constructible_from<Scheme, const kvq::calibration&>)
+        return test::with_random_plan<Scheme>(random, {1, 1, shape.dim});
+    else
+        return Scheme{};
+}
+
+/// y of n vectors, in tiles or in registers; also what y held before, where it is added to.
+template <class Backend, class Scheme>
+std::vector<float> product(bool in_tiles, const Scheme& scheme, const kvq::block_shape& shape, int n,
+                           const std::vector<std::byte>& block, const std::vector<float>& x, int x_stride,
+                           bool add) {
+    emulated_tiles::wanted = in_tiles;
+    const kvq::block_id id{0, 0};
+    const int rows = shape.rows();
+    std::vector<float> y(static_cast<std::size_t>(n * (rows + 16)), 0.5f);
+    const kvq::kernels::block_product<Backend, Scheme> product(scheme, shape, id, n);
+    // A product may not count on what its workspace holds.
+    std::vector<float> space(product.workspace_bytes() / sizeof(float) + 16, in_tiles ? 1e30f : -7.0f);
+    auto* const aligned =
+        reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(space.data()) + 63) / 64 * 64);
+    const kvq::kernels::tile_session<typename Backend::lanes, Backend> tiles(n);
+    product.begin(shape, id, block.data(), x.data(), x_stride, aligned);
+    product.finish(shape, id, block.data(), x.data(), x_stride, rows, shape.cols(), y.data(), rows + 16, add,
+                   0, aligned);
+    for (int i = 0; i < n; ++i) y[static_cast<std::size_t>(i * (rows + 16) + rows)] = 0.0f;
+    return y;
+}
+
+template <class Scheme, int Pieces>
+void check(test::generator& random, const kvq::block_shape& shape, int n) {
+    using backend = kvq::simd<tiled, kvq::pieces<Pieces>>;
+    const Scheme scheme = make<Scheme>(random, shape);
+    INFO(scheme.name(), ", ", shape.role == kvq::tensor::key ? "keys" : "values", " of ", shape.tokens, " x ",
+         shape.dim, ", ", n, " vectors in ", Pieces, " piece(s)");
+    std::vector<float> values(shape.values());
+    for (float& f : values) f = random.normal();
+    std::vector<std::byte> block(scheme.block_bytes(shape) + 64);
+    scheme.encode(shape, {0, 0}, values.data(), block.data());
+    const int x_stride = shape.cols() + 16;
+    std::vector<float> x(static_cast<std::size_t>(n * x_stride));
+    for (float& f : x) f = random.normal();
+    const bool add = random.one_in(2);
+
+    const int before = emulated_tiles::products;
+    const auto expected = product<backend>(false, scheme, shape, n, block, x, x_stride, add);
+    CHECK(emulated_tiles::products == before);
+    const auto actual = product<backend>(true, scheme, shape, n, block, x, x_stride, add);
+    CHECK((emulated_tiles::products > before) == (n * Pieces > 8));
+    const int rows = shape.rows();
+    for (int i = 0; i < n; ++i)
+        for (int r = 0; r < rows; ++r) {
+            const auto at = static_cast<std::size_t>(i * (rows + 16) + r);
+            CAPTURE(i);
+            CAPTURE(r);
+            if constexpr (Pieces == 1 || !backend::lanes::word_products) {
+                REQUIRE(actual[at] == expected[at]);
+            } else {
+                // Registers take words of 16 bits there, which two bytes come close to.
+                REQUIRE(std::fabs(actual[at] - expected[at]) <= 2e-3f * (1.0f + std::fabs(expected[at])));
+            }
+        }
+}
+
+using mixed = kvq::mixed_width<kvq::widths<6, 4, 3, 0>, 26>;
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("products in tiles: the bits of products in registers", Scheme,
+                   kvq::affine<1, kvq::per_token<0>>, kvq::affine<2, kvq::per_token<40>>,
+                   kvq::affine<3, kvq::per_channel<7>>, kvq::affine<4, kvq::per_token<32>>,
+                   kvq::affine<5, kvq::per_channel<0>>, kvq::affine<8, kvq::per_token<64>>, kvq::int8,
+                   mixed) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 12; ++round) {
+        // Whole tiles and odd ends, in rows and in columns; one query block of a tile and two.
+        constexpr int sizes[] = {160, 128, 96, 64, 36, 31, 4, 1};
+        const bool keys = random.one_in(2) || !kvq::value_scheme<Scheme>;
+        const kvq::block_shape shape{keys ? kvq::tensor::key : kvq::tensor::value, random.pick(sizes),
+                                     random.pick(sizes)};
+        check<Scheme, 2>(random, shape, random.between(4, 16));
+        check<Scheme, 1>(random, shape, random.between(8, 16));
+    }
+}
