@@ -262,17 +262,13 @@ int main(int argc, char** argv) {
     using one_piece = kvq::simd<kvq::arch::best, kvq::pieces<1>>;
     add_pair<kvq::kivi<4, 128>, one_piece>(list, "kivi-4-g128/1");
     add<kvq::int8, one_piece>(list, "int8/1");
-#if defined(__x86_64__)
-    // The same pages without tiles.
-    if constexpr (std::same_as<kvq::arch::best, kvq::arch::amx>) {
-        using registers = kvq::simd<kvq::arch::avx512vnni>;
-        add<kvq::int8, registers>(list, "int8/vnni");
-        add_pair<kvq::kivi<4, 64>, registers>(list, "kivi-4-g64/vnni");
-        add_pair<kvq::kivi<4, 128>, registers>(list, "kivi-4-g128/vnni");
-        add_pair<kvq::kivi<2, 128>, registers>(list, "kivi-2-g128/vnni");
-        add_pair<kvq::std4, registers>(list, "std4/vnni");
-        add_pair<kvq::mix4, registers>(list, "mix4-plan/vnni");
-    }
+#if defined(__AMX_INT8__) && defined(__AMX_TILE__)
+    // The same pages without tiles, which more than four query rows are multiplied with.
+    using registers = kvq::simd<kvq::arch::avx512vnni>;
+    add<kvq::int8, registers>(list, "int8/vnni");
+    add_pair<kvq::kivi<4, 128>, registers>(list, "kivi-4-g128/vnni");
+    add_pair<kvq::kivi<2, 128>, registers>(list, "kivi-2-g128/vnni");
+    add_pair<kvq::std4, registers>(list, "std4/vnni");
 #endif
 #if defined(KVQ_BENCH_GGML)
     list.emplace_back("ggml f16", &prepare_ggml<GGML_TYPE_F16>);
@@ -297,7 +293,7 @@ int main(int argc, char** argv) {
     if (!json)
         std::printf(
             "%s, q/kv heads %d/%d, head_dim %d, %d query token(s), pages of %d, %d thread(s)\n"
-            "%-14s %8s %6s %12s %10s %9s %9s %*s %8s %8s\n",
+            "%-16s %8s %6s %12s %10s %9s %9s %*s %8s %8s\n",
             kvq::simd<>::name(), s.q_heads, s.kv_heads, s.head_dim, s.q_tokens, s.page_tokens, s.threads,
             "scheme", "tokens", "bits", "bytes/token", "us", "GB/s", "roofline",
             static_cast<int>(std::max<std::size_t>(8, baseline.size() + 4)), ("vs " + baseline).c_str(),
@@ -339,7 +335,7 @@ int main(int argc, char** argv) {
                                           {"scheme_error", scheme_error}};
                 std::printf("%s\n", line.dump().c_str());
             } else {
-                std::printf("%-14s %8d %6.2f %12.0f %10.1f %9.2f %8.0f%% %*.2fx %8.0e %8.0e\n",
+                std::printf("%-16s %8d %6.2f %12.0f %10.1f %9.2f %8.0f%% %*.2fx %8.0e %8.0e\n",
                             r.scheme.c_str(), n, r.bits, r.bytes / n, r.ns * 1e-3, r.bytes / r.ns,
                             r.roofline * 100.0,
                             static_cast<int>(std::max<std::size_t>(7, baseline.size() + 3)), speed,

@@ -1,4 +1,4 @@
-// One program for every x86-64 CPU: kernels for three instruction sets, the best of them chosen when it starts.
+// One program for every x86-64 CPU: kernels for four instruction sets, the best of them chosen when it starts.
 #include <cmath>
 #include <cstdio>
 
@@ -10,10 +10,13 @@ template <>
 std::unique_ptr<engine> engine_for<kvq::arch::avx2>();
 template <>
 std::unique_ptr<engine> engine_for<kvq::arch::avx512vnni>();
+template <>
+std::unique_ptr<engine> engine_for<kvq::arch::amx>();
 
 int main() {
-    const auto chosen = kvq::arch::dispatch<kvq::arch::avx512vnni, kvq::arch::avx2, kvq::arch::sse2>(
-        []<class Arch>(Arch) { return engine_for<Arch>(); });
+    const auto chosen =
+        kvq::arch::dispatch<kvq::arch::amx, kvq::arch::avx512vnni, kvq::arch::avx2, kvq::arch::sse2>(
+            []<class Arch>(Arch) { return engine_for<Arch>(); });
     const auto plain = engine_for<kvq::arch::sse2>();
 
     std::vector<float> k(300 * 2 * 64), v(k.size()), q(4 * 64);

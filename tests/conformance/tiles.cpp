@@ -6,6 +6,7 @@
 #include <cstring>
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
+#include <utility>
 
 #include "support/channel_plans.hpp"
 
@@ -20,15 +21,24 @@ struct emulated_tiles {
     static inline int products = 0;
 
     static bool ready() noexcept { return wanted; }
-    static void begin(int first_rows, int second_rows) {
+    struct shapes {
+        int rows[8] = {};
+    };
+    static shapes begin(int first_rows, int second_rows) {
         REQUIRE_FALSE(open);
+        shapes before;
+        std::memcpy(before.rows, rows, sizeof rows);
         for (const int n : {first_rows, second_rows}) REQUIRE((n >= 1 && n <= 16));
         open = true;
         const int of[8] = {first_rows, first_rows, second_rows, second_rows, first_rows, second_rows, 16, 16};
         std::memcpy(rows, of, sizeof rows);
         std::memset(words, 0, sizeof words);
+        return before;
     }
-    static void end() noexcept { open = false; }
+    static void end(const shapes& before) noexcept {
+        open = false;
+        std::memcpy(rows, before.rows, sizeof rows);
+    }
     template <int Tile>
     static void zero() {
         REQUIRE(open);
@@ -116,7 +126,7 @@ void check(test::generator& random, const kvq::block_shape& shape, int n) {
     const auto expected = product<backend>(false, scheme, shape, n, block, x, x_stride, add);
     CHECK(emulated_tiles::products == before);
     const auto actual = product<backend>(true, scheme, shape, n, block, x, x_stride, add);
-    CHECK((emulated_tiles::products > before) == (n * Pieces > 8));
+    CHECK((emulated_tiles::products > before) == (n * Pieces > 8 && n * Pieces <= 32));
     const int rows = shape.rows();
     for (int i = 0; i < n; ++i)
         for (int r = 0; r < rows; ++r) {
@@ -150,7 +160,26 @@ TEST_CASE_TEMPLATE("products in tiles: the bits of products in registers", Schem
         const bool keys = random.one_in(2) || !kvq::value_scheme<Scheme>;
         const kvq::block_shape shape{keys ? kvq::tensor::key : kvq::tensor::value, random.pick(sizes),
                                      random.pick(sizes)};
-        check<Scheme, 2>(random, shape, random.between(4, 16));
+        check<Scheme, 2>(random, shape, random.between(4, 17));
         check<Scheme, 1>(random, shape, random.between(8, 16));
     }
 }
+
+#if defined(__AMX_INT8__)
+TEST_CASE("a session gives the thread's registers back the shapes that they had") {
+    using tiles = kvq::arch::amx_tiles;
+    if (!kvq::arch::amx::available()) return;
+    const tiles::shapes original = tiles::begin(3, 5);
+    {
+        const kvq::kernels::tile_session<kvq::simd<kvq::arch::amx>::lanes, kvq::simd<kvq::arch::amx>> session(
+            8);
+        const tiles::shapes inside = tiles::begin(3, 5);
+        CHECK(inside.rows[0] == 16);
+        tiles::end(inside);
+    }
+    const tiles::shapes after = tiles::begin(1, 1);
+    tiles::end(original);
+    CHECK(after.palette == 1);
+    for (const auto& [tile, rows] : {std::pair{0, 3}, {2, 5}, {6, 16}}) CHECK(after.rows[tile] == rows);
+}
+#endif

@@ -140,7 +140,7 @@ int engine_for() {
 }
 
 int dispatch() {
-    return kvq::arch::dispatch<kvq::arch::avx512vnni, kvq::arch::avx2, kvq::arch::sse2>(
+    return kvq::arch::dispatch<kvq::arch::amx, kvq::arch::avx512vnni, kvq::arch::avx2, kvq::arch::sse2>(
         [&]<class Arch>(Arch) { return engine_for<Arch>(); });
 }
 

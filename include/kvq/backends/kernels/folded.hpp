@@ -59,13 +59,14 @@ concept has_tiles = requires {
 inline constexpr int tile_columns = 64;  // bytes of a row of a tile
 inline constexpr int tile_lines = 16;    // of a tile: pieces of vectors, or rows of a block across
 
-/// Rows of a tile that each of n vectors takes, where tiles multiply them; else 0. A product of tiles takes as long for one row as
-/// for sixteen: below eight, registers are faster.
+/// Rows of a tile that each of n vectors takes, where tiles multiply them (two of them have room for all); else 0. A product of tiles
+/// takes as long for one row as for sixteen: up to eight, registers are faster.
 template <class Lanes, class Backend>
 int pieces_in_tiles(int n) {
     if constexpr (has_tiles<Lanes>) {
-        constexpr int fewest = 9;
-        if (n * Backend::pieces >= fewest && Lanes::architecture::tiles::ready()) return Backend::pieces;
+        const int lines = n * Backend::pieces;
+        if (lines > 8 && lines <= 2 * tile_lines && Lanes::architecture::tiles::ready())
+            return Backend::pieces;
     }
     return 0;
 }

@@ -15,29 +15,36 @@
 
 namespace kvq::inline v0_1::kernels {
 
-/// Registers of tiles for n vectors, as long as it lives: attention has one for all products of a task, since asking for them
-/// takes as long as a few products.
+/// Registers of tiles for n vectors, as long as it lives: attention has one for all products of a task, since shaping them takes as
+/// long as a product of a few tiles.
 template <class Lanes, class Backend>
 class tile_session {
 public:
-    explicit tile_session([[maybe_unused]] int n) {
-        if constexpr (has_tiles<Lanes>) {
-            const int pieces = pieces_in_tiles<Lanes, Backend>(n);
-            open_ = pieces > 0;
-            if (open_)
-                Lanes::architecture::tiles::begin(detail::smaller(n * pieces, tile_lines),
-                                                  detail::larger(n * pieces - tile_lines, 1));
-        }
+    explicit tile_session(int) {}
+    ~tile_session() {}  // such objects are not unused
+    tile_session(const tile_session&) = delete;
+    tile_session& operator=(const tile_session&) = delete;
+};
+
+template <has_tiles Lanes, class Backend>
+class tile_session<Lanes, Backend> {
+public:
+    explicit tile_session(int n) : lines_(n * pieces_in_tiles<Lanes, Backend>(n)) {
+        if (lines_ > 0)
+            before_ =
+                tiles::begin(detail::smaller(lines_, tile_lines), detail::larger(lines_ - tile_lines, 1));
+    }
+    ~tile_session() {
+        if (lines_ > 0) tiles::end(before_);
     }
     tile_session(const tile_session&) = delete;
     tile_session& operator=(const tile_session&) = delete;
-    ~tile_session() {
-        if constexpr (has_tiles<Lanes>)
-            if (open_) Lanes::architecture::tiles::end();
-    }
 
 private:
-    bool open_ = false;
+    using tiles = typename Lanes::architecture::tiles;
+
+    int lines_;
+    typename tiles::shapes before_;
 };
 
 /// The workspace of products in tiles, and what they have in common.

@@ -2,9 +2,10 @@
 //
 //   C[i][r] += sum_k A[i][k] B[r][k]     A: rows of signed bytes; B: words of four unsigned bytes, row k / 4 holds those of all r
 //
-// B lies as a vector of a tile does (pack/tile_layout.hpp), so 8-bit pages are loaded as they are; kernels/tile_product.hpp.
-// Contract: sums of 32 bits, exact. Registers belong to a thread that has called begin(), until end(); a kernel of Linux must be
-// asked for them once per process, which ready() does. Source: Intel 64 and IA-32 Architectures SDM, volume 1, chapter 18.
+// B lies as vectors of codes do (pack/tile_layout.hpp): what is unpacked is stored as it comes; kernels/tile_product.hpp.
+// Contract: sums of 32 bits, exact. Between begin() and end() the thread's registers have the shapes that kernels want, afterwards
+// those that they had; their contents are lost, which every function may do to them. Linux must be asked for tiles once per
+// process, which ready() does. Source: Intel 64 and IA-32 Architectures SDM, volume 1, chapter 18.
 #pragma once
 
 #include <cstddef>
@@ -34,20 +35,27 @@ struct amx_tiles {
         return granted;
     }
 
-    /// Tiles 0, 1 and 4 get first_rows rows, tiles 2, 3 and 5 second_rows, tiles 6 and 7 sixteen. 1 to 16 rows of 64 bytes.
-    static void begin(int first_rows, int second_rows) noexcept {
-        struct alignas(64) configuration {
-            std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
-            std::uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            std::uint8_t rows[16] = {};
-        } to;
+    struct alignas(64) shapes {
+        std::uint8_t palette = 0, start_row = 0, reserved[14] = {};
+        std::uint16_t row_bytes[16] = {};
+        std::uint8_t rows[16] = {};
+    };
+
+    /// Tiles 0, 1 and 4 get first_rows rows, tiles 2, 3 and 5 second_rows, tiles 6 and 7 sixteen. 1 to 16 rows of 64 bytes. Returns
+    /// what they had before: other code of the thread may count on it.
+    static shapes begin(int first_rows, int second_rows) noexcept {
+        shapes before, wanted;
+        __asm__ volatile("sttilecfg %0" : "=m"(before));
+        wanted.palette = 1;
         for (int tile = 0; tile < 8; ++tile) {
             const bool first = tile < 2 || tile == 4, second = !first && tile < 6;
-            to.rows[tile] = static_cast<std::uint8_t>(first ? first_rows : second ? second_rows : 16);
+            wanted.row_bytes[tile] = 64;
+            wanted.rows[tile] = static_cast<std::uint8_t>(first ? first_rows : second ? second_rows : 16);
         }
-        __asm__ volatile("ldtilecfg %0" ::"m"(to));
+        __asm__ volatile("ldtilecfg %0" ::"m"(wanted));
+        return before;
     }
-    static void end() noexcept { __asm__ volatile("tilerelease"); }
+    static void end(const shapes& before) noexcept { __asm__ volatile("ldtilecfg %0" ::"m"(before)); }
 
     template <int Tile>
     static KVQ_INLINE void zero() {
