@@ -262,7 +262,7 @@ int main(int argc, char** argv) {
     using one_piece = kvq::simd<kvq::arch::best, kvq::pieces<1>>;
     add_pair<kvq::kivi<4, 128>, one_piece>(list, "kivi-4-g128/1");
     add<kvq::int8, one_piece>(list, "int8/1");
-#if defined(__AMX_INT8__) && defined(__AMX_TILE__)
+#if defined(__AMX_INT8__) || defined(__AMXINT8__)
     // The same pages without tiles, which more than four query rows are multiplied with.
     using registers = kvq::simd<kvq::arch::avx512vnni>;
     add<kvq::int8, registers>(list, "int8/vnni");

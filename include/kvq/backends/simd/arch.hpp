@@ -84,11 +84,12 @@ struct amx : avx512vnni {
     }
 };
 
-#if defined(__AMX_INT8__) && defined(__AMX_TILE__) && defined(__AVX512VNNI__) && defined(__AVX512BW__) && \
-    defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#if defined(__AMX_INT8__) || defined(__AMXINT8__)  // the latter: clang before 17
 using best = amx;
-#elif defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#else
 using best = avx512vnni;
+#endif
 #elif defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 using best = avx512bw;
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__AVXVNNI__)
