@@ -144,6 +144,16 @@ void check(test::generator& random, const kvq::block_shape& shape, int n) {
 
 using mixed = kvq::mixed_width<kvq::widths<6, 4, 3, 0>, 26>;
 
+#if defined(__x86_64__)
+/// As much of arch::amx as needs no flags of the compiler.
+struct amx_lanes {
+    using architecture = kvq::arch::amx;
+};
+struct amx_backend {
+    static constexpr int pieces = 2;
+};
+#endif
+
 }  // namespace
 
 TEST_CASE_TEMPLATE("products in tiles: the bits of products in registers", Scheme,
@@ -168,16 +178,10 @@ TEST_CASE_TEMPLATE("products in tiles: the bits of products in registers", Schem
 #if defined(__x86_64__)
 TEST_CASE("a session gives the thread's registers back the shapes that they had") {
     using tiles = kvq::arch::amx_tiles;
-    struct lanes {
-        using architecture = kvq::arch::amx;
-    };
-    struct backend {
-        static constexpr int pieces = 2;
-    };
     if (!kvq::arch::amx::available()) return;
     const tiles::shapes original = tiles::begin(3, 5);
     {
-        const kvq::kernels::tile_session<lanes, backend> session(8);
+        const kvq::kernels::tile_session<amx_lanes, amx_backend> session(8);
         const tiles::shapes inside = tiles::begin(3, 5);
         CHECK(inside.rows[0] == 16);
         tiles::end(inside);
