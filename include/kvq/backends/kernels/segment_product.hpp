@@ -193,8 +193,9 @@ private:
                 p.block_ + s.offset + 4 * (static_cast<std::ptrdiff_t>(slot) * P::vectors(quads) + part);
             for (int i = 0; i < P::count; ++i) first[i] = begin + P::first_vector(i, quads) * vector_bytes;
         }
-        code_part part(std::ptrdiff_t ahead, int slots, const std::uint32_t* x) const {
-            return {first, vector_bytes, ahead, detail::ceil_div(quads, P::quads_per_step), quads, slots, x};
+        code_part part(std::ptrdiff_t ahead, int slot_count, const std::uint32_t* x) const {
+            return {first, vector_bytes, ahead, detail::ceil_div(quads, P::quads_per_step),
+                    quads, slot_count,   x};
         }
     };
 

@@ -21,7 +21,6 @@ template <class Lanes, class Backend>
 class tile_session {
 public:
     explicit tile_session(int) {}
-    ~tile_session() {}  // such objects are not unused
     tile_session(const tile_session&) = delete;
     tile_session& operator=(const tile_session&) = delete;
 };
@@ -113,11 +112,11 @@ private:
 
 template <class Lanes, int Bits, int Raise, bool Partial, int... Quads>
 KVQ_INLINE void unpack_quads(const std::byte* const* planes, std::ptrdiff_t vector_bytes, int from, int to,
-                             std::ptrdiff_t offset, int slots, std::byte* out,
+                             std::ptrdiff_t offset, int slot_count, std::byte* out,
                              std::integer_sequence<int, Quads...>) {
     ((Quads >= from && Quads < to
-          ? Lanes::store(out + Quads * tile_space::quad_bytes,
-                         quad_codes<Lanes, Bits, Quads, Partial, Raise>(planes, vector_bytes, offset, slots))
+          ? Lanes::store(out + Quads * tile_space::quad_bytes, quad_codes<Lanes, Bits, Quads, Partial, Raise>(
+                                                                   planes, vector_bytes, offset, slot_count))
           : void()),
      ...);
 }
@@ -159,8 +158,8 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     for (int p = 0; p < P::count; ++p)
         planes[p] = part.planes[p] + first * (in_step / P::quads_per_word(p)) * part.vector_bytes;
     const std::ptrdiff_t vector_bytes = part.vector_bytes, ahead = part.ahead;
-    const int slots = part.slot_count;
-    if (slots == tile_layout::tile_rows && from == first * in_step && to - from == tile_columns / 4)
+    const int slot_count = part.slot_count;
+    if (slot_count == tile_layout::tile_rows && from == first * in_step && to - from == tile_columns / 4)
         return unpack_step<Lanes, Bits, Raise>(planes, vector_bytes, ahead, out);
     out -= (from - first * in_step) * tile_space::quad_bytes;
     const auto place = [&](int v) {
@@ -168,17 +167,17 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
         return out + row / tile_space::half_rows * tile_space::half_bytes + row % tile_space::half_rows * 4;
     };
     for (int quad = first * in_step; quad < to; quad += in_step) {
-        if (quad >= from && quad + in_step <= to && slots == tile_layout::tile_rows) {
+        if (quad >= from && quad + in_step <= to && slot_count == tile_layout::tile_rows) {
             fetch_ahead<Lanes, Bits, vectors>(planes, vector_bytes, ahead);
             KVQ_UNROLL
             for (int v = 0; v < vectors; ++v)
                 unpack_quads<Lanes, Bits, Raise, false>(planes, vector_bytes, 0, in_step,
                                                         v * Lanes::width * 4, Lanes::width, place(v), all{});
         } else {
-            for (int v = 0; v * Lanes::width < slots; ++v)
+            for (int v = 0; v * Lanes::width < slot_count; ++v)
                 unpack_quads<Lanes, Bits, Raise, (Lanes::width > 4)>(
                     planes, vector_bytes, from - quad, to - quad, v * Lanes::width * 4,
-                    detail::smaller(slots - v * Lanes::width, Lanes::width), place(v), all{});
+                    detail::smaller(slot_count - v * Lanes::width, Lanes::width), place(v), all{});
         }
         for (int p = 0; p < P::count; ++p) planes[p] += (in_step / P::quads_per_word(p)) * vector_bytes;
         out += in_step * tile_space::quad_bytes;
