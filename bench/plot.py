@@ -72,7 +72,7 @@ def pareto(rows, y, own, axes):
     own_points, published = [], []
     for row in rows:
         value = row.get(y)
-        if value is None or value <= 0 or row["scheme"] in ("fp16", "reference") or row["scheme"].endswith("/1"):
+        if value is None or value <= 0 or row["scheme"] in ("fp16", "reference") or row["scheme"].endswith(("/1", "/vnni")):
             continue
         (own_points if is_own(row["scheme"], own) else published).append((row["bits"], value, row["scheme"]))
     for points, color, marker, label in ((published, "tab:gray", "o", "published"), (own_points, "tab:blue", "s", "kvq presets")):
