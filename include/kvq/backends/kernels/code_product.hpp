@@ -22,6 +22,7 @@ struct code_plan {
     std::ptrdiff_t line;     ///< floats of the row parameters of one column group
     std::size_t
         parameter_bytes;  ///< of all row parameters: they come first in the workspace, then what fold() makes
+
     code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_pieces)
         : use(Scheme::fold(shape.role)),
           codes(scheme.codes(shape)),
