@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "channel_schemes.hpp"
-#include "code_product.hpp"
+#include "code_sums.hpp"
 
 namespace kvq::inline v0_1::kernels {
 

@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "../../pack/value_layout.hpp"
-#include "code_product.hpp"
+#include "code_sums.hpp"
 #include "composed.hpp"
 
 namespace kvq::inline v0_1::kernels {
