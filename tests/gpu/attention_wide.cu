@@ -21,6 +21,16 @@ static_assert(cuda::detail::warps_can<wide_half>);
 // And here 4 do.
 static_assert(!cuda::detail::warps_can<cuda::format<full<float16>, full<float16>, 576, 64, 512>>);
 
+// Keys in short groups are decoded where 8 or 16 rows share them.
+using short_groups =
+    cuda::format<scheme<bits<2>, symmetric, per_channel<32>>, affine<4, per_token<32>>, 64, 64>;
+template <class Format, int Rows4>
+constexpr bool decodes =
+    cuda::detail::decodes_keys<typename cuda::detail::attention_memory<Format, Rows4>::keys, Rows4>;
+static_assert(!decodes<short_groups, 1> && decodes<short_groups, 2> && decodes<short_groups, 4>);
+static_assert(!decodes<cuda::kivi_format<4, 32, 128, 64>, 2> &&
+              decodes<cuda::kivi_format<4, 32, 128, 64>, 4>);
+
 int main() {
     using test::check_format;
 #if !defined(PART) || PART == 0
@@ -59,6 +69,8 @@ int main() {
     check_format<cuda::format<scheme<bits<4>, symmetric, per_channel<>, params<float>>,
                               scheme<bits<4>, symmetric, per_channel<>, params<bfloat16>>, 128, 64>,
                  float16>("symmetric 4 bit per channel");
+    check_format<short_groups, float>("symmetric 2 bit in groups of 32, dim 64, float query");
+    check_format<cuda::kivi_format<4, 32, 256, 32>, float16>("kivi4 g32, dim 256, page 32");
     check_format<cuda::format<int8, affine<2, per_token<32>>, 128, 256, 64>, float16>(
         "dims 128 and 64, page 256");
     check_format<cuda::format<affine<4, per_token<16>>, full<float>, 48, 24>, float>(

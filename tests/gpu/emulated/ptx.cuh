@@ -104,6 +104,14 @@ inline std::uint32_t multiply_halves(std::uint32_t a, std::uint32_t b) {
     return pack_halves<float16>(unpack_half<float16, 0>(a) * unpack_half<float16, 0>(b),
                                 unpack_half<float16, 1>(a) * unpack_half<float16, 1>(b));
 }
+inline std::uint32_t multiply_add_halves(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+    const auto sum = [](float x, float y, float z) {  // exact in double; to odd would be needed for more bits
+        return static_cast<float>(static_cast<double>(x) * static_cast<double>(y) + static_cast<double>(z));
+    };
+    return pack_halves<float16>(
+        sum(unpack_half<float16, 0>(a), unpack_half<float16, 0>(b), unpack_half<float16, 0>(c)),
+        sum(unpack_half<float16, 1>(a), unpack_half<float16, 1>(b), unpack_half<float16, 1>(c)));
+}
 inline float flushed(float x) { return std::abs(x) < 1.17549435e-38f ? 0.0f : x; }
 inline float exp2_fast(float x) { return flushed(std::exp2(x)); }
 inline float reciprocal(float x) { return flushed(1.0f / x); }

@@ -16,6 +16,7 @@
 #include "half_values.cuh"
 #include "merge.cuh"
 #include "mixed_keys.cuh"
+#include "query_rows.cuh"
 
 namespace kvq::inline v0_1::cuda {
 
@@ -59,7 +60,7 @@ struct attention_memory {
     static constexpr int tokens = chunk_tokens<Format, Rows4>();
     using keys = chunk<tensor::key, Format, tokens>;
     using values = chunk<tensor::value, Format, tokens>;
-    static constexpr bool halves = takes_halves<values, Rows4>;
+    static constexpr bool halves = takes_halves<values, Rows4>, decodes = decodes_keys<keys, Rows4>;
     using words = std::conditional_t<halves, half_words<values>, weight_words<values>>;
     using state = std::conditional_t<halves, half_state<values, Rows4>, warp_state<values, Rows4>>;
     /// Tokens that a warp takes one after the other: two chunks where keys share their parameters, which are folded once.
@@ -293,83 +294,6 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a
                    lane);
 }
 
-/// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero, and so are
-/// numbers that are not finite: store() returns a bit for every row in which this thread has met one.
-template <class Memory, class Format, class T>
-struct query_rows {
-    static constexpr int per_load = 8;  // channels of one thread
-    static constexpr int pieces = Memory::rows * Format::head_dim / per_load;
-    static constexpr int loads = ceil_div(pieces, Memory::threads);
-    T values[loads][per_load];
-
-    __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item) {
-        const int first_row = item.row_block * Memory::rows;
-#pragma unroll
-        for (int i = 0; i < loads; ++i) {
-            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
-            const int row = first_row + piece / (Format::head_dim / per_load);
-            const int channel = piece % (Format::head_dim / per_load) * per_load;
-            if (piece < pieces && row < a.rows) {
-                const T* const from =
-                    a.q.at(a.row_token(item.sequence, row), a.row_head(item.kv_head, row)) + channel;
-                if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-                    constexpr int words = per_load * static_cast<int>(sizeof(T)) / 16;
-                    uint4 raw[words];
-#pragma unroll
-                    for (int w = 0; w < words; ++w) raw[w] = __ldg(reinterpret_cast<const uint4*>(from) + w);
-                    __builtin_memcpy(values[i], raw, sizeof raw);
-                } else {
-#pragma unroll
-                    for (int k = 0; k < per_load; ++k) values[i][k] = from[k];
-                }
-            } else {
-#pragma unroll
-                for (int k = 0; k < per_load; ++k) values[i][k] = T(0.0f);
-            }
-        }
-    }
-    /// plan: of keys of mixed widths, which want channels in another order; or null.
-    __device__ __forceinline__ unsigned store(float* query, float scale,
-                                              [[maybe_unused]] const std::uint16_t* plan) const {
-        unsigned bad = 0;
-#pragma unroll
-        for (int i = 0; i < loads; ++i) {
-            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
-            if (piece >= pieces) continue;
-            const int row = piece / (Format::head_dim / per_load),
-                      byte = piece % (Format::head_dim / per_load) * per_load * 4;
-            float x[per_load], zero = 0.0f;
-#pragma unroll
-            for (int k = 0; k < per_load; ++k) {
-                x[k] = to_float(values[i][k]) * scale;
-                zero = fmaf(x[k], 0.0f, zero);
-            }
-            if (zero != 0.0f) {
-                bad |= 1u << row;
-#pragma unroll
-                for (int k = 0; k < per_load; ++k)
-                    if (!kvq::detail::is_finite(x[k])) x[k] = 0.0f;
-            }
-            if constexpr (Memory::keys::mixed)
-                if (plan != nullptr) {
-#pragma unroll
-                    for (int k = 0; k < per_load; ++k)
-                        *reinterpret_cast<float*>(
-                            reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
-                            query_byte<Format::head_dim>(row, 4 * static_cast<int>(plan[byte / 4 + k]))) =
-                            x[k];
-                    continue;
-                }
-#pragma unroll
-            for (int k = 0; k < per_load; k += 4)
-                *reinterpret_cast<float4*>(reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
-                                           query_byte<Format::head_dim>(row, byte + 4 * k)) = {
-                    x[k], x[k + 1], x[k + 2], x[k + 3]};
-        }
-        return bad;
-    }
-};
-
 template <class Format, class T, int Rows4>
 __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                                   attention_memory<Format, Rows4>::blocks)
@@ -404,6 +328,12 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         reinterpret_cast<warp_notes*>(warp_memory + memory::warp_bytes - memory::notes_bytes);
     warp_notes* const first_notes =
         reinterpret_cast<warp_notes*>(shared + memory::warp_bytes - memory::notes_bytes);
+    // Weights of units that no token fills stay zero.
+#pragma unroll 1
+    for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
+        store_word(weights + 4u * static_cast<std::uint32_t>(i), 0);
+    query_rows<memory, Format, T> query_part;
+    bool asked = false;  // for the query of the first item
     item_walk<memory::step_tokens> walk(a.work);
     const int* entry = nullptr;  // of the first page, and what it says
     int first_page = -1;
@@ -418,12 +348,16 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                 const share_plan plan = find_share(a.work, a.cut, memory::warps, now, walk, waits);
                 if (id.lane == 0) notes->plan = plan;
                 entry = nullptr;
+                asked = false;
             }
             if (!waits) break;
             before = now;
             entry = first_entry<memory>(a, walk, warp);
             prefetch_page<memory>(a, walk, entry, warp, id.lane);
             wait_for_predecessor();
+            // The query before anything else: it would wait behind all that the warps copy.
+            asked = walk.share_begin < walk.share_end;
+            if (asked) query_part.fetch(a, walk.item);
             if (entry != nullptr) first_page = __ldcg(entry);
         }
     }
@@ -442,22 +376,24 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
-    query_rows<memory, Format, T> query_part;
-    if (!a.early) query_part.fetch(a, walk.item);
+    if (!a.early && !asked) query_part.fetch(a, walk.item);
+    // One unit is on its way before the query is: more would keep warps from the barrier behind the query, since copies that memory
+    // has no room for stop the warp that asks. With `early` there is time for all.
+    const auto issue_units = [&](auto wanted) {
 #pragma unroll
-    for (int i = 0; i < memory::slot_count; ++i)
-        if (i % 2 == 0)
-            feed.template issue<tensor::key>(ring, i, warp, id.lane);
-        else
-            feed.template issue<tensor::value>(ring, i, warp, id.lane);
+        for (int i = 0; i < memory::slot_count; ++i) {
+            if (!wanted(i)) continue;
+            if (i % 2 == 0)
+                feed.template issue<tensor::key>(ring, i, warp, id.lane);
+            else
+                feed.template issue<tensor::value>(ring, i, warp, id.lane);
+        }
+    };
+    issue_units([&](int i) { return i == 0 || a.early; });
     if (a.early) {
         wait_for_predecessor();
         query_part.fetch(a, walk.item);
     }
-    // Weights of units that no token fills stay zero.
-    for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
-        store_word(weights + 4u * static_cast<std::uint32_t>(i), 0);
-
     int slot = 0;
     const auto next_unit = [&](auto role) {
         __syncwarp();
@@ -478,6 +414,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         if (bad != 0) atomicOr(merged.bad_rows, bad);
         __syncthreads();
     }
+    issue_units([&](int i) { return i > 0 && !a.early; });
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
@@ -489,84 +426,108 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             if (id.lane == 0) first_notes->span = span;
         }
         const std::uint32_t query_at = shared_address(query);
-        const int length = a.work.tokens[item.sequence];
-        const int first_row = item.row_block * rows, last_row = smaller(first_row + rows, a.rows) - 1;
-        // Tokens that every row sees: [common_begin, common_end); that some row sees: [any_begin, any_end).
-        const int any_begin = a.row_begin(length, first_row), common_begin = a.row_begin(length, last_row);
-        const int common_end = a.row_end(length, first_row), any_end = a.row_end(length, last_row);
+        const span seen_by_all = seen_tokens<Format, T>(a, item, rows).common;
         typename memory::state state;
         state.clear();
         const head_keys<keys, Rows4> key_head(scratch, a.cache.key_plan(item.kv_head), id);
-        const key_query<keys, Rows4> row_query(query_at, memory::query_stride, id);
+        const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
         folded_row<keys> folded[Rows4];
         if constexpr (fold_once<keys>)
             fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
 
-        int in_step = 0;  // chunk of the step
-        for (int index = item.from + warp; index < item.to;) {
-            std::uint32_t at = wait_unit();
-            const bool present = ((feed.present >> slot) & 1u) != 0;  // held in this format
-            const int first = (item.first + index) * memory::step_tokens + in_step * memory::tokens,
-                      in_page = first % keys::page;
-            // Tokens of the chunk whose pages are there.
-            int held_begin = 0, held_end = memory::tokens;
+        int index = item.from + warp, in_step = 0;  // the chunk at hand: step of the item, chunk of the step
+        std::uint32_t at;                           // its keys
+        int first, in_page;                         // its first token, in the sequence and in its page
+        bool present, masked, plain;
+        int held_begin = 0, held_end = memory::tokens;  // its tokens whose pages are there
+        const auto look = [&] {
+            at = wait_unit();
+            present = ((feed.present >> slot) & 1u) != 0;  // held in this format
+            first = (item.first + index) * memory::step_tokens + in_step * memory::tokens;
+            in_page = first % keys::page;
             if constexpr (keys::joined) {
                 const unsigned there = feed.halves >> 2 * slot & 3u;
-                if (there == 1) held_end = Format::page_tokens;
-                if (there == 2) held_begin = Format::page_tokens;
+                held_begin = there == 2 ? Format::page_tokens : 0;
+                held_end = there == 1 ? Format::page_tokens : memory::tokens;
             }
+            masked = first + memory::tokens > seen_by_all.end || first < seen_by_all.begin ||
+                     held_end - held_begin < memory::tokens;
+            plain = present && !masked && !(a.softcap > 0.0f);
+        };
+        // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
+        // the former into pieces.
+        const auto handle = [&](auto kind) {
+            constexpr bool rare = decltype(kind)::value;
             float scores[keys::tiles][Rows4][4];
             chunk_factors<values, Rows4> factors;
-            bool masked = false;
-            if (present) {
+            if (!rare || present) {
                 score_chunk(scores, folded, query_at, memory::query_stride, at, in_page,
                             memory::chunks_of_step == 1 || in_step == 0, key_head, row_query, id);
-                if (a.softcap > 0.0f) {
+                if constexpr (rare) {
+                    if (a.softcap > 0.0f) {
 #pragma unroll
-                    for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
-                        float& s = scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4];
-                        s = capped(s, a.softcap);
+                        for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
+                            float& s = scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4];
+                            s = capped(s, a.softcap);
+                        }
                     }
-                }
-                masked = first + memory::tokens > common_end || first < common_begin ||
-                         held_end - held_begin < memory::tokens;
-                if (masked) {
+                    if (masked) {
+                        const seen_tokens<Format, T> seen(a, notes->reader.item, rows);
 #pragma unroll
-                    for (int n = 0; n < Rows4; ++n) {
-                        const int row = first_row + lane_row<Rows4>(n, id.t);
-                        const int begin = larger(a.row_begin(length, row), first + held_begin),
-                                  end = row < a.rows ? smaller(a.row_end(length, row), first + held_end) : 0;
+                        for (int n = 0; n < Rows4; ++n) {
+                            const int row = seen.first_row + lane_row<Rows4>(n, id.t);
+                            const span of_row = seen.of(a, row);
+                            const int begin = larger(of_row.begin, first + held_begin),
+                                      end = smaller(of_row.end, first + held_end);
 #pragma unroll
-                        for (int tile = 0; tile < keys::tiles; ++tile)
+                            for (int tile = 0; tile < keys::tiles; ++tile)
 #pragma unroll
-                            for (int r = 0; r < 4; ++r) {
-                                const int token = first + tile * keys::tile_height + 4 * id.g + r;
-                                if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
-                            }
+                                for (int r = 0; r < 4; ++r) {
+                                    const int token = first + tile * keys::tile_height + 4 * id.g + r;
+                                    if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
+                                }
+                        }
                     }
                 }
                 soften<keys, values, Rows4>(scores, state, factors, id);
             }
             next_unit(after_keys);
-            at = wait_unit();
-            if (present) {
-                if (masked) {  // what tokens outside hold may be anything, even NaN
-                    const int from = larger(any_begin - first, held_begin),
-                              to = smaller(any_end - first, held_end);
+            const std::uint32_t value_at = wait_unit();
+            if (!rare || present) {
+                if (rare && masked) {  // what tokens outside hold may be anything, even NaN
+                    const span any = seen_tokens<Format, T>(a, notes->reader.item, rows).any;
+                    const int from = larger(any.begin - first, held_begin),
+                              to = smaller(any.end - first, held_end);
                     if constexpr (values::full)
-                        values::clear_columns(at, id, from, to);
+                        values::clear_columns(value_at, id, from, to);
                     else if constexpr (values::clears_parameters)
-                        values::clear_parameters(at, id, from, to);
+                        values::clear_parameters(value_at, id, from, to);
                     __syncwarp();
                 }
-                store_weights<keys, values, Rows4>(scores, state, factors, at, weights, id);
+                store_weights<keys, values, Rows4>(scores, state, factors, value_at, weights, id);
                 __syncwarp();
-                add_values<values, Rows4>(state, factors, at, in_page, weights, id);
+                add_values<values, Rows4>(state, factors, value_at, in_page, weights, id);
             }
+        };
+        bool more = index < item.to;
+        const auto advance = [&] {
             next_unit(after_values);
             if (++in_step == memory::chunks_of_step) {
                 in_step = 0;
                 index += memory::warps;
+            }
+            more = index < item.to;
+            if (more) look();
+        };
+        if (more) look();
+        while (more) {
+            while (more && plain) {
+                handle(std::false_type{});
+                advance();
+            }
+            if (more) {
+                handle(std::true_type{});
+                advance();
             }
         }
 

@@ -68,6 +68,29 @@ struct attention_args {
     }
 };
 
+/// Tokens [begin, end), counted from the format's first one.
+struct span {
+    int begin, end;
+};
+/// What the query rows of an item see.
+template <class Format, class T>
+struct seen_tokens {
+    int length, first_row;
+    span common, any;  // what every row sees, what some row sees
+
+    template <class Item>
+    __device__ __forceinline__ seen_tokens(const attention_args<Format, T>& a, const Item& item, int rows)
+        : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows) {
+        const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
+        common = {a.row_begin(length, last_row), a.row_end(length, first_row)};
+        any = {a.row_begin(length, first_row), a.row_end(length, last_row)};
+    }
+    /// Of one row; nothing where there is no such row.
+    __device__ __forceinline__ span of(const attention_args<Format, T>& a, int row) const {
+        return {a.row_begin(length, row), row < a.rows ? a.row_end(length, row) : 0};
+    }
+};
+
 /// cap * tanh(s / cap) in powers of two.
 __device__ __forceinline__ float capped(float s, float cap) {
     const float e = exp2_fast(fminf(__fdividef(2.0f * log2e * s, cap), 126.0f));

@@ -275,21 +275,25 @@ struct code_chunk {
         constexpr int per_word = traits::units_per_word(0);
         return 8 / per_word * (unit % per_word);
     }
-    /// Units of the lane in tile `Tile`, codes as 16-bit numbers: f(number of the unit, columns 0 and 2 of four rows, columns 1
-    /// and 3), times 2^place.
-    template <int Tile, class F>
-    __device__ __forceinline__ static void for_half_units(std::uint32_t at, const lane_id& id,
-                                                          F&& f) requires(!full && traits::plane_count == 1) {
+    /// Units of the lane's line `Line` in tile `Tile`, codes as 16-bit numbers: f(number of the unit, columns 0 and 2 of four rows,
+    /// columns 1 and 3), times 2^place.
+    template <int Tile, int Line, class F>
+    __device__ __forceinline__ static void for_line_halves(std::uint32_t at, const lane_id& id,
+                                                           F&& f) requires(!full &&
+                                                                           traits::plane_count == 1) {
         constexpr int per_word = traits::units_per_word(0);
-        static_for<lane_units / per_word>([&](auto line) {
-            constexpr int L = decltype(line)::value;
-            const uint4 a = line_words<Tile, 0, L, 0, 0>(at, id), b{a.x >> 8, a.y >> 8, a.z >> 8, a.w >> 8};
-            static_for<per_word>([&](auto x) {
-                constexpr std::integral_constant<int, L * per_word + decltype(x)::value> unit;
-                constexpr std::uint32_t mask = ((1u << 8 / per_word) - 1u) * 0x00010001u << place(unit.value);
-                f(unit, masked(a, mask), masked(b, mask));
-            });
+        const uint4 a = line_words<Tile, 0, Line, 0, 0>(at, id), b{a.x >> 8, a.y >> 8, a.z >> 8, a.w >> 8};
+        static_for<per_word>([&](auto x) {
+            constexpr std::integral_constant<int, Line * per_word + decltype(x)::value> unit;
+            constexpr std::uint32_t mask = ((1u << 8 / per_word) - 1u) * 0x00010001u << place(unit.value);
+            f(unit, masked(a, mask), masked(b, mask));
         });
+    }
+    /// Of all lines.
+    template <int Tile, class F>
+    __device__ __forceinline__ static void for_half_units(std::uint32_t at, const lane_id& id, F&& f) {
+        static_for<lane_units / traits::units_per_word(0)>(
+            [&](auto line) { for_line_halves<Tile, decltype(line)::value>(at, id, f); });
     }
 
     /// Parameters of the four tokens or channels that start at `index` of run `r`; scales in units of the line's.
@@ -351,6 +355,7 @@ struct code_chunk {
     /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
     __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from,
                                                          int to) requires(!key && full) {
+#pragma unroll 1
         for (int w = id.lane; w < rows * lines; w += warp_size) {
             const int tile = w / (tile_height * lines);
             const int height = tile + 1 == tiles ? last_height : tile_height;
@@ -373,6 +378,7 @@ struct code_chunk {
                                                             int to) requires(clears_parameters) {
         constexpr int size = token_parameters ? width : factor_width;
         constexpr int n = token_parameters ? runs * run : Tokens;
+#pragma unroll 1
         for (int i = id.lane; i < n; i += warp_size) {
             const int token = i % Tokens;
             if (token >= from && token < to) continue;

@@ -182,11 +182,11 @@ struct query_pieces {
 /// What a warp knows of the query of an item for folding.
 template <class Chunk, int Rows4>
 struct key_query {
-    __device__ __forceinline__ key_query(std::uint32_t, int, const lane_id&) {}
+    __device__ __forceinline__ key_query(std::uint32_t, int, float, const lane_id&) {}
 };
 template <class Chunk, int Rows4>
 requires(Chunk::coded) struct key_query<Chunk, Rows4> : query_pieces<fold_part<Chunk, Rows4>> {
-    __device__ __forceinline__ key_query(std::uint32_t rows, int stride, const lane_id& id) {
+    __device__ __forceinline__ key_query(std::uint32_t rows, int stride, float, const lane_id& id) {
         this->template prepare<Chunk::dim>(rows, stride, fold_part<Chunk, Rows4>(id));
     }
 };

@@ -49,19 +49,25 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
     __syncthreads();
     all_here();
     if (warp == 0) bad = __shfl_sync(~0u, bad, 0);
+    // Lane (g, t) looks at warps g, g + 8, ... of its rows.
     float factor[Rows4];
 #pragma unroll
     for (int n = 0; n < Rows4; ++n) {
         const int row = lane_row<Rows4>(n, id.t);
-        float top = -INFINITY, sum = 0.0f;
+        constexpr int each = ceil_div(Memory::warps, 8);
+        float m[each], top = -INFINITY, sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < Memory::warps; ++w) top = fmaxf(top, warp_max[w * rows + row]);
-#pragma unroll
-        for (int w = 0; w < Memory::warps; ++w) {
-            const float m = warp_max[w * rows + row];
-            if (m > -INFINITY) sum += warp_sum[w * rows + row] * exp2_fast(m - top);
+        for (int i = 0; i < each; ++i) {
+            const int w = id.g + 8 * i;
+            m[i] = w < Memory::warps ? warp_max[w * rows + row] : -INFINITY;
+            top = fmaxf(top, m[i]);
         }
-        factor[n] = state.max[n] == -INFINITY ? 0.0f : exp2_fast(state.max[n] - top);
+        top = over_tokens(top, max_floats{});
+#pragma unroll
+        for (int i = 0; i < each; ++i)
+            if (m[i] > -INFINITY) sum += warp_sum[(id.g + 8 * i) * rows + row] * exp2_fast(m[i] - top);
+        sum = over_tokens(sum, add_floats{});
+        factor[n] = kept(state.max[n], top);
         if (warp == 0 && id.g == 0) {
             to.max[row] = top;
             to.sum[row] = (bad >> row & 1u) != 0 && top > -INFINITY ? NAN : sum;
@@ -72,6 +78,7 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
     // As many warps at a time as there are parts, the last ones first: each adds to its part; parts are added when they are read.
     constexpr int parts = Memory::output_parts;
     static_assert(Memory::warps % parts == 0);
+#pragma unroll 1
     for (int turn = 0; turn < Memory::warps / parts; ++turn) {
         if (warp / parts == Memory::warps / parts - 1 - turn) {
             float* const half = to.output + warp % parts * Memory::output_part;
@@ -118,6 +125,7 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     const int kv_head = item.kv_head;
     const int first_row = item.row_block * Memory::rows;
     const int rows = smaller(Memory::rows, a.rows - first_row);
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows * Format::value_dim / 4; i += Memory::threads) {
         const int row = i / (Format::value_dim / 4), channel = i % (Format::value_dim / 4) * 4;
         const float4 v = read_output<Memory, Parts>(state, row, channel);
@@ -127,6 +135,7 @@ __device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, c
     }
     if (a.state_out) {
         __syncthreads();
+#pragma unroll 1
         for (int row = static_cast<int>(threadIdx.x); row < rows; row += Memory::threads)
             finish_header(a, a.row_token(item.sequence, first_row + row),
                           a.row_head(kv_head, first_row + row), state.max[row], state.sum[row]);
@@ -176,11 +185,13 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
     constexpr int rows = Memory::rows, dim = Format::value_dim;
     const int share = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
     std::uint32_t* const mine = partial_state<Memory>(a, 2 * share + (first_of_share ? 0 : 1));
+#pragma unroll 1
     for (int i = thread; i < rows * dim / 4; i += Memory::threads) {
         const int row = i / (dim / 4), channel = i % (dim / 4) * 4;
         store_relaxed(reinterpret_cast<uint4*>(mine + 2 * rows) + i,
                       sealed(read_output<Memory, Memory::output_parts>(state, row, channel)));
     }
+#pragma unroll 1
     for (int i = thread; i < rows; i += Memory::threads) {
         store_relaxed(mine + i, sealed(state.max[i]));
         store_relaxed(mine + rows + i, sealed(state.sum[i]));
@@ -201,13 +212,14 @@ __device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, 
     // have not arrived are repeated.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);
     constexpr int sets = larger(1, smaller(2, Memory::threads / (width * rows)));
-    constexpr int at_once = larger(1, smaller(smaller(8, 16 / groups), width / sets));  // parts of a set
+    constexpr int at_once = larger(1, smaller(smaller(8, 8 / groups), width / sets));  // parts of a set
     static_assert(width * rows <= Memory::threads && dim % 4 == 0 && at_once * sets <= width);
     const int set = thread / (width * rows), lane = thread % width;
     const bool active = set < sets;
     const int row = active ? thread / width % rows : 0;
     float top = -INFINITY, sum = 0.0f;
     float4 output[groups] = {};
+#pragma unroll 1
     for (int begin = 0; begin < count; begin += at_once * sets) {
         // Max and sum of a part per lane; they are read by all sets and zeroed below.
         const bool has_own = lane < at_once * sets && begin + lane < count;
@@ -282,6 +294,7 @@ __device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, 
         state.sum[row] = sum;
     }
     if (set == 0)
+#pragma unroll 1
         for (int s = lane; s < count; s += width) {
             store_relaxed(part(s) + row, 0u);
             store_relaxed(part(s) + rows + row, 0u);

@@ -12,8 +12,8 @@
 #pragma once
 
 #include "block_access.cuh"
+#include "half_keys.cuh"
 #include "joined_chunk.cuh"
-#include "key_product.cuh"
 
 namespace kvq::inline v0_1::cuda::detail {
 
@@ -240,7 +240,7 @@ struct mixed_part {
 template <class Format, int Tokens, int Rows4>
 requires(mixed_chunk<Format, Tokens>::coded) struct key_query<mixed_chunk<Format, Tokens>, Rows4>
     : query_pieces<mixed_part<mixed_chunk<Format, Tokens>, Rows4>> {
-    __device__ __forceinline__ key_query(std::uint32_t rows, int stride, const lane_id& id) {
+    __device__ __forceinline__ key_query(std::uint32_t rows, int stride, float, const lane_id& id) {
         this->template prepare<Format::head_dim>(rows, stride,
                                                  mixed_part<mixed_chunk<Format, Tokens>, Rows4>(id));
     }
@@ -426,12 +426,12 @@ inline constexpr bool fold_once = Chunk::full || Chunk::token_parameters;
 
 /// Scores of a chunk of any kind, whose first token is `first` of its page. fold: unless the chunk before had the same
 /// parameters.
-template <class Chunk, int Rows4>
+template <class Chunk, int Rows4, class Query>
 __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4][4],
                                             folded_row<Chunk> (&folded)[Rows4], std::uint32_t rows,
                                             int stride, std::uint32_t slot, int first, bool fold,
                                             [[maybe_unused]] const head_keys<Chunk, Rows4>& head,
-                                            const key_query<Chunk, Rows4>& query, const lane_id& id) {
+                                            const Query& query, const lane_id& id) {
     constexpr int tiles_of_run =
         fold_once<Chunk> ? Chunk::tiles : smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
     static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
@@ -439,6 +439,8 @@ __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4]
         if constexpr (Chunk::mixed) {
             if (fold) fold_mixed(folded, rows, stride, slot, first, R, head, query, id);
             score_mixed<Chunk, Rows4, R * tiles_of_run, tiles_of_run>(scores, folded, slot, head, id);
+        } else if constexpr (decodes_keys<Chunk, Rows4>) {
+            score_decoded<R * tiles_of_run, tiles_of_run>(scores, query, slot, R, id);
         } else {
             if constexpr (!fold_once<Chunk>) {
                 if (fold) fold_rows(folded, rows, stride, slot, first, R, query, id);

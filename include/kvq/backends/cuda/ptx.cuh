@@ -139,6 +139,13 @@ __device__ __forceinline__ std::uint32_t multiply_halves(std::uint32_t a, std::u
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
     return c;
 }
+/// a b + c, rounded once.
+__device__ __forceinline__ std::uint32_t multiply_add_halves(std::uint32_t a, std::uint32_t b,
+                                                             std::uint32_t c) {
+    std::uint32_t d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -185,6 +185,7 @@ __device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool
     n.to = smaller(n.from + each, work.sequences);
     n.first = work.template chunks<Tokens>(0, hint).count;
     n.same = true;
+#pragma unroll 1
     for (int b = n.from; b < n.to; ++b) {
         const int count = work.template chunks<Tokens>(b, hint).count;
         n.sum += count;
@@ -242,6 +243,7 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     int sequence = 0, line = 0, begin = 0;
     const bool mine = walk.share_begin >= before && walk.share_begin < before + sum;
     if (mine) {
+#pragma unroll 1
         for (int b = n.from; b < n.to; ++b) {
             const int count = work.template chunks<Tokens>(b, hint).count;
             if (walk.share_begin < before + count * work.lines) {

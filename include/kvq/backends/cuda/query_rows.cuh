@@ -1,0 +1,91 @@
+// The query rows of an item: from device memory to floats in shared memory.
+//
+//   fetch   asks for them, into registers        store   writes [row][channel], times the scale, where query_byte() says
+//
+// Contract: numbers that are not finite are stored as zeros and reported; rows that do not exist are zeros. `Memory` is
+// attention_memory<...>.
+#pragma once
+
+#include "attention_args.cuh"
+#include "key_product.cuh"
+
+namespace kvq::inline v0_1::cuda::detail {
+
+/// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero, and so are
+/// numbers that are not finite: store() returns a bit for every row in which this thread has met one.
+template <class Memory, class Format, class T>
+struct query_rows {
+    static constexpr int per_load = 8;  // channels of one thread
+    static constexpr int pieces = Memory::rows * Format::head_dim / per_load;
+    static constexpr int loads = ceil_div(pieces, Memory::threads);
+    T values[loads][per_load];
+
+    __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item) {
+        const int first_row = item.row_block * Memory::rows;
+#pragma unroll
+        for (int i = 0; i < loads; ++i) {
+            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
+            const int row = first_row + piece / (Format::head_dim / per_load);
+            const int channel = piece % (Format::head_dim / per_load) * per_load;
+            if (piece < pieces && row < a.rows) {
+                const T* const from =
+                    a.q.at(a.row_token(item.sequence, row), a.row_head(item.kv_head, row)) + channel;
+                if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
+                    constexpr int words = per_load * static_cast<int>(sizeof(T)) / 16;
+                    uint4 raw[words];
+#pragma unroll
+                    for (int w = 0; w < words; ++w) raw[w] = __ldg(reinterpret_cast<const uint4*>(from) + w);
+                    __builtin_memcpy(values[i], raw, sizeof raw);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < per_load; ++k) values[i][k] = from[k];
+                }
+            } else {
+#pragma unroll
+                for (int k = 0; k < per_load; ++k) values[i][k] = T(0.0f);
+            }
+        }
+    }
+    /// plan: of keys of mixed widths, which want channels in another order; or null.
+    __device__ __forceinline__ unsigned store(float* query, float scale,
+                                              [[maybe_unused]] const std::uint16_t* plan) const {
+        unsigned bad = 0;
+#pragma unroll
+        for (int i = 0; i < loads; ++i) {
+            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
+            if (piece >= pieces) continue;
+            const int row = piece / (Format::head_dim / per_load),
+                      byte = piece % (Format::head_dim / per_load) * per_load * 4;
+            float x[per_load], zero = 0.0f;
+#pragma unroll
+            for (int k = 0; k < per_load; ++k) {
+                x[k] = to_float(values[i][k]) * (Memory::decodes ? 1.0f : scale);
+                zero = fmaf(x[k], 0.0f, zero);
+            }
+            if (zero != 0.0f) {
+                bad |= 1u << row;
+#pragma unroll
+                for (int k = 0; k < per_load; ++k)
+                    if (!kvq::detail::is_finite(x[k])) x[k] = 0.0f;
+            }
+            if constexpr (Memory::keys::mixed)
+                if (plan != nullptr) {
+#pragma unroll
+                    for (int k = 0; k < per_load; ++k)
+                        *reinterpret_cast<float*>(
+                            reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
+                            query_byte<Format::head_dim>(row, 4 * static_cast<int>(plan[byte / 4 + k]))) =
+                            x[k];
+                    continue;
+                }
+#pragma unroll
+            for (int k = 0; k < per_load; k += 4)
+                *reinterpret_cast<float4*>(reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
+                                           query_byte<Format::head_dim>(row, byte + 4 * k)) = {
+                    x[k], x[k + 1], x[k + 2], x[k + 3]};
+        }
+        return bad;
+    }
+};
+
+}  // namespace kvq::inline v0_1::cuda::detail
