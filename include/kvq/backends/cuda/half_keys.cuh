@@ -1,15 +1,15 @@
 // Scores of keys whose channels have other parameters every few tokens: codes become half floats, the query stays as it is.
 //
-//   k' = s 2^-e c                       codes masked where they lie, which makes them subnormal half floats, times s 2^(24 - place - e)
-//   score = step (2^e sum q' k' + sum q' b)     q' = q by a power of two: one half float, two (high and low) where q is a float
+//   k' = s 2^-e (c - m)      codes masked where they lie, which makes them subnormal half floats, times s 2^(24 - place - e)
+//   score = step (2^e sum q' k' + sum q' (b + m s))      q' = q by a power of two: one half float, two where q is a float
 //
 // key_product.cuh multiplies the parameters into the query, once per group of tokens whatever the group holds. Where groups are short
-// and 8 or 16 query rows share the codes, it takes fewer instructions to multiply the codes. Biases stay out of k': their product with
-// the query is one more of tensor cores per 16 channels, with the biases as rows of A.
-// e makes the largest scale of the group 2^14 to 2^15 when it meets codes that were not shifted.
+// and 8 or 16 query rows share the codes, it takes fewer instructions to multiply the codes. What the query adds up with biases and
+// scales is one more product per 16 channels, with biases and scales as rows of A. m is a power of two in the middle of the codes, so
+// that m s is exact; e brings the largest scale of the group to where k' keeps its digits.
 //
-// Contract: |k' - s 2^-e c| <= 2^-12 of it + 2^-25; q' and b are exact (a float q: to 2^-22); sums are floats. The rounding of k'
-// differs from token to token, unlike that of a folded query.
+// Contract: k' is s 2^-e (c - m) rounded once, |error| <= 2^-11 of it + 2^-25 (2 bit: exact but for the latter); q', b and s are exact
+// (a float q: to 2^-22); sums are floats. Unlike that of a folded query, the error differs from token to token.
 #pragma once
 
 #include "key_product.cuh"
