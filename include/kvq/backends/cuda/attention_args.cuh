@@ -78,8 +78,8 @@ struct seen_tokens {
     int length, first_row;
     span common, any;  // what every row sees, what some row sees
 
-    template <class Item>
-    __device__ __forceinline__ seen_tokens(const attention_args<Format, T>& a, const Item& item, int rows)
+    __device__ __forceinline__ seen_tokens(const attention_args<Format, T>& a, const item_part& item,
+                                           int rows)
         : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows) {
         const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
         common = {a.row_begin(length, last_row), a.row_end(length, first_row)};

@@ -5,6 +5,7 @@
 // A block that handled a whole item writes its rows. Otherwise it leaves a partial state in the workspace; the block with the item's
 // last part merges all of them in token order when its share is done. Every word of a state says itself whether it has arrived, so
 // nothing is fenced or counted. A block waits for blocks of lower numbers only, which are dispatched before it.
+// Loops that need no constants are not unrolled: code that runs once per share waits for its instructions.
 // Contract: the order of additions is fixed by the shares. `Memory` is attention_memory<...>.
 // Source: words that carry their own flag are the "LL" protocol of NCCL; waiting for lower numbers: decoupled look-back (CUB).
 #pragma once
@@ -212,7 +213,7 @@ __device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, 
     // have not arrived are repeated.
     constexpr int width = smaller(warp_size, 128 / rows), groups = ceil_div(dim / 4, width);
     constexpr int sets = larger(1, smaller(2, Memory::threads / (width * rows)));
-    constexpr int at_once = larger(1, smaller(smaller(8, 8 / groups), width / sets));  // parts of a set
+    constexpr int at_once = larger(1, smaller(8 / groups, width / sets));  // parts of a set
     static_assert(width * rows <= Memory::threads && dim % 4 == 0 && at_once * sets <= width);
     const int set = thread / (width * rows), lane = thread % width;
     const bool active = set < sets;
