@@ -355,7 +355,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             entry = first_entry<memory>(a, walk, warp);
             prefetch_page<memory>(a, walk, entry, warp, id.lane);
             wait_for_predecessor();
-            // The query before anything else: it would wait behind all that the warps copy.
+            // The query comes while lengths are looked at again.
             asked = walk.share_begin < walk.share_end;
             if (asked) query_part.fetch(a, walk.item);
             if (entry != nullptr) first_page = __ldcg(entry);
