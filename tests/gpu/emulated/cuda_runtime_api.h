@@ -36,19 +36,14 @@ struct alignas(16) float4 {
 // ---- functions of the device ----
 
 inline void __syncwarp(unsigned = ~0u) { emulated::meet(emulated::meeting::warp); }
-inline int emulated_barrier(int value) {
-    emulated::thread->value = value;
-    emulated::meet(emulated::meeting::block);
-    return value;
-}
-inline void __syncthreads() { emulated_barrier(0); }
+inline void __syncthreads() { emulated::wait_at_barrier(0, 0); }
 inline int __syncthreads_or(int value) {
-    emulated_barrier(value);
-    return emulated::block->any;
+    emulated::wait_at_barrier(0, 0, value);
+    return emulated::thread->any;
 }
 inline int __syncthreads_and(int value) {
-    emulated_barrier(value);
-    return emulated::block->all;
+    emulated::wait_at_barrier(0, 0, value);
+    return emulated::thread->all;
 }
 
 template <class T>
@@ -81,19 +76,27 @@ inline unsigned __ballot_sync(unsigned, int value) {
 }
 inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value) != 0; }
 inline int __all_sync(unsigned mask, int value) { return __ballot_sync(mask, value) == ~0u; }
-template <class T>
-T __reduce_max_sync(unsigned, T value) {
+template <class T, class F>
+T emulated_reduce(T value, F&& f) {
     const auto words = emulated::exchange(emulated::meeting::vote, value);
     for (int i = 0; i < emulated::warp_size; ++i)
-        if (static_cast<T>(words[i][0]) > value) value = static_cast<T>(words[i][0]);
+        if (i != emulated::thread->lane) value = f(value, static_cast<T>(words[i][0]));
     return value;
 }
 template <class T>
+T __reduce_max_sync(unsigned, T value) {
+    return emulated_reduce(value, [](T a, T b) { return a > b ? a : b; });
+}
+template <class T>
 T __reduce_min_sync(unsigned, T value) {
-    const auto words = emulated::exchange(emulated::meeting::vote, value);
-    for (int i = 0; i < emulated::warp_size; ++i)
-        if (static_cast<T>(words[i][0]) < value) value = static_cast<T>(words[i][0]);
-    return value;
+    return emulated_reduce(value, [](T a, T b) { return a < b ? a : b; });
+}
+template <class T>
+T __reduce_add_sync(unsigned, T value) {
+    return emulated_reduce(value, [](T a, T b) { return a + b; });
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+    return emulated_reduce(value, [](unsigned a, unsigned b) { return a | b; });
 }
 
 template <class To, class From>

@@ -2,7 +2,7 @@
 // for each other. So the kernels themselves can be tested where there is no GPU; it says nothing about speed.
 //
 //   warp    32 threads that meet at every instruction that exchanges numbers (shuffles, votes, products of tensor cores)
-//   block   its warps run in turn, each up to the next barrier
+//   block   the first warp that can runs, up to the next barrier: later warps may wait for parts of earlier ones
 //   grid    blocks in the order of their numbers, so a block may wait for parts of earlier ones
 //
 // Asynchronous copies take place when they are waited for, not before, and shared memory is NaN at first: whoever forgets to wait or to
@@ -32,7 +32,7 @@ struct dim3 {
 
 namespace emulated {
 
-inline constexpr int warp_size = 32, exchange_words = 8;
+inline constexpr int warp_size = 32, exchange_words = 8, barriers = 16;
 inline constexpr std::size_t most_shared_memory = 227 * 1024;
 
 /// What a thread waits at. Threads of a warp must meet at the same.
@@ -56,8 +56,11 @@ struct thread_state {
     warp_state* warp = nullptr;
     meeting at = meeting::none;
     bool done = false;
-    int turn = 0;   // of warp_state::words
-    int value = 0;  // for votes of the block
+    int turn = 0;  // of warp_state::words
+    // At a barrier: its number, how many threads it waits for (0: all of the block), the thread's vote, and the result.
+    bool waits = false;
+    int barrier = 0, awaited = 0, value = 0;
+    int any = 0, all = 1;
     std::vector<async_copy> open;
     std::deque<std::vector<async_copy>> groups;  // of copies, the oldest first
 };
@@ -65,7 +68,6 @@ struct thread_state {
 struct block_state {
     std::vector<thread_state> threads;
     std::vector<warp_state> warps;
-    int any = 0, all = 1;  // of the values at the last barrier
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -83,6 +85,15 @@ inline void (*spoil_shared_memory)() = [] {};  // a block finds nothing useful i
 inline void meet(meeting at) {
     thread->at = at;
     thread->scheduler = std::move(thread->scheduler).resume();
+}
+
+/// The current thread waits for others of the block; `value` is its vote.
+inline void wait_at_barrier(int number, int threads, int value = 0) {
+    thread->barrier = number;
+    thread->awaited = threads;
+    thread->value = value;
+    thread->waits = true;
+    meet(meeting::block);
 }
 
 /// All lanes' words at a meeting of the warp.
@@ -108,9 +119,14 @@ inline void finish_copies(std::vector<async_copy>& copies) {
     copies.clear();
 }
 
-/// Runs the threads from `first` on until all of the warp stand at a barrier of the block or have ended.
-inline void run_warp(std::vector<thread_state>& threads, std::size_t first, std::size_t last) {
-    while (true) {
+/// Runs the threads from `first` on until all of the warp stand at a barrier of the block or have ended. Did any run?
+inline bool run_warp(std::vector<thread_state>& threads, std::size_t first, std::size_t last) {
+    bool can = false;
+    for (std::size_t i = first; i < last; ++i) {
+        if (threads[i].waits) return false;
+        can = can || !threads[i].done;
+    }
+    while (can) {
         meeting at = meeting::none;
         std::size_t ended = 0;
         for (std::size_t i = first; i < last; ++i) {
@@ -127,9 +143,29 @@ inline void run_warp(std::vector<thread_state>& threads, std::size_t first, std:
             if (at != meeting::none && at != t.at) fail("threads of a warp meet at different instructions");
             at = t.at;
         }
-        if (at == meeting::none || at == meeting::block) return;
+        if (at == meeting::none || at == meeting::block) return true;
         if (ended > 0) fail("a warp waits for threads that have ended");
     }
+    return false;
+}
+
+/// Lets the threads at a barrier go on if all that it waits for are there.
+inline void open_barrier(std::vector<thread_state>& threads, int number) {
+    std::size_t there = 0, left = 0, awaited = 0;
+    int any = 0, all = 1;
+    for (const thread_state& t : threads) {
+        left += t.done ? 0 : 1;
+        if (!t.waits || t.barrier != number) continue;
+        if (there > 0 && awaited != static_cast<std::size_t>(t.awaited))
+            fail("threads at a barrier wait for different numbers of others");
+        awaited = static_cast<std::size_t>(t.awaited);
+        ++there;
+        any |= t.value != 0;
+        all &= t.value != 0;
+    }
+    if (there == 0 || there != (awaited == 0 ? left : awaited)) return;
+    for (thread_state& t : threads)
+        if (t.waits && t.barrier == number) t.waits = false, t.any = any, t.all = all;
 }
 
 template <class Kernel>
@@ -160,18 +196,17 @@ void run_block(const dim3& index, const dim3& grid, const dim3& size, const Kern
                 return std::move(t.scheduler);
             });
     }
-    while (true) {
-        for (std::size_t first = 0; first < count; first += warp_size)
-            run_warp(own.threads, first, first + warp_size < count ? first + warp_size : count);
-        bool left = false;
-        own.any = 0, own.all = 1;
-        for (const thread_state& t : own.threads) {
-            if (t.done) continue;
-            left = true;
-            own.any |= t.value != 0;
-            own.all &= t.value != 0;
-        }
-        if (!left) break;
+    const auto left = [&] {
+        for (const thread_state& t : own.threads)
+            if (!t.done) return true;
+        return false;
+    };
+    while (left()) {
+        bool ran = false;
+        for (std::size_t first = 0; first < count && !ran; first += warp_size)
+            ran = run_warp(own.threads, first, first + warp_size < count ? first + warp_size : count);
+        if (!ran) fail("threads wait at barriers for each other");
+        for (int barrier = 0; barrier < barriers; ++barrier) open_barrier(own.threads, barrier);
     }
     for (const thread_state& t : own.threads)
         if (!t.open.empty() || !t.groups.empty()) fail("copies are still under way at the end of the kernel");

@@ -171,6 +171,7 @@ inline void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes =
         emulated::fail("an asynchronous copy from an address that is no multiple of 16");
     emulated::thread->open.push_back({at_shared(to, 16), from, bytes});
 }
+inline void wait_at_barrier(int number, int threads) { emulated::wait_at_barrier(number, threads); }
 inline void copy_commit() {
     emulated::thread->groups.push_back(std::move(emulated::thread->open)), emulated::thread->open.clear();
 }

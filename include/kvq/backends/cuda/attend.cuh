@@ -45,7 +45,7 @@ struct warp_launch {
         return code == cudaSuccess ? multiprocessors * blocks : 0;
     }
     static std::size_t workspace(int blocks) noexcept {
-        return static_cast<std::size_t>(blocks) * 2 * memory::partial_words * 4;
+        return static_cast<std::size_t>(blocks) * memory::most_teams * 2 * memory::partial_words * 4;
     }
     static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
@@ -69,7 +69,7 @@ struct warp_launch {
                              items, chunks, memory::step_tokens);
         if (bytes < workspace(blocks) || space == nullptr)
             return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
-        a.cut = item_shares(a.work.sequences * a.work.lines, blocks);
+        a.cut = item_shares(a.work.sequences * a.work.lines, blocks, memory::most_teams);
         a.partials = reinterpret_cast<std::uint32_t*>(space);
         return launch("launching attention", overlap::yes, attend_warps_kernel<Format, T, Rows4>,
                       dim3(static_cast<unsigned>(blocks)), memory::threads, memory::bytes, stream, a);

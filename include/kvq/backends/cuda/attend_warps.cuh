@@ -1,8 +1,9 @@
 // The fused attention kernel: every warp walks its chunks with tensor cores and its own ring of asynchronous copies.
 //
 //   warp:   K chunk -> scores -> weights -> V chunk -> output, while the next two or three units are on their way
-//   block:  4, 8 or 12 warps share an item; their softmax states are merged in shared memory, in the order of the warps
-//   grid:   as many blocks as fit; an item that spans blocks is merged by the block with its last part (same launch)
+//   team:   all 4, 8 or 12 warps of a block, or a half or a quarter of them, share an item; their softmax states are merged in shared
+//           memory, in the order of the warps
+//   grid:   as many blocks as fit; an item that spans teams is merged by the team with its last part (same launch)
 //
 // Nothing is decoded to memory, warps wait for each other only at the end of an item, and copies run on across items.
 // Contract: error against double arithmetic on the decoded values below 2e-3 (measured: docs/gpu.md); deterministic for
@@ -47,9 +48,9 @@ constexpr int chunk_tokens() {
 struct warp_notes {
     walk_state reader, feeder;
     share_plan plan;
-    share_span span;  // of the current item, where it has several parts; the first warp's counts
+    share_span span;  // of the current item, where it has several parts; those of a team's first warp count
+    warp_team team;
 };
-static_assert(sizeof(warp_notes) == 128);
 
 /// Of a thread block, in bytes: what compute capability 9.0 and 10.0 have.
 inline constexpr int most_shared_memory = 227 * 1024;
@@ -73,21 +74,22 @@ struct attention_memory {
     static constexpr int slot_bytes = round_up(larger(keys::slot_bytes, values::slot_bytes), 128);
     static constexpr int weight_bytes = round_up(words::words(Rows4) * 4, 128);
     static constexpr int scratch_bytes = round_up(keys::scratch_bytes(Rows4), 128);
-    static constexpr int notes_bytes = sizeof(warp_notes);
+    static constexpr int notes_bytes = round_up(static_cast<int>(sizeof(warp_notes)), 128);
     static constexpr int query_stride = Format::head_dim;
-    static constexpr int query_bytes = round_up(rows * query_stride * 4, 128);
     static constexpr int output_stride = Format::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
-    static constexpr int output_part = rows * output_stride;                               // floats
+    static constexpr int output_part =
+        larger(rows * output_stride, round_up(rows* query_stride, 4));  // floats
+    static constexpr int note_words = 16;                               // of a team, for merge_note
     struct size {
         int warps, slot_count;
-        int parts;  // that add up to the output
+        int parts;  // that add up to the output of a block's team; each can be that of a team of its own
         constexpr int warp_bytes() const {
             return slot_count * slot_bytes + weight_bytes + scratch_bytes + notes_bytes;
         }
         constexpr int output_bytes() const { return round_up(parts * output_part * 4, 128); }
         constexpr int bytes() const {
-            return warps * warp_bytes() + query_bytes + output_bytes() +
-                   round_up(128 + (2 * warps + 2) * rows * 4, 128);
+            return warps * warp_bytes() + output_bytes() +
+                   round_up((parts * (note_words + 2 * rows) + warps * (1 + 2 * rows)) * 4, 128);
         }
     };
     /// 12 warps instead of 8 pay where units are small, and where instructions are many (coded parameters) and chunks are short enough
@@ -105,8 +107,10 @@ struct attention_memory {
                         return size{warps, slot_count, parts};
         return size{4, 2, 2};
     }();
-    static constexpr int warps = chosen.warps, slot_count = chosen.slot_count, output_parts = chosen.parts;
-    static constexpr int threads = warps * warp_size;
+    static constexpr int warps = chosen.warps, slot_count = chosen.slot_count;
+    static constexpr int most_teams = chosen.parts;  // of a block: 2 or 4
+    static_assert(warps % most_teams == 0);
+    static constexpr int threads = warps * warp_size, team_threads = threads / most_teams;
     static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
                          bytes = chosen.bytes();
     /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
@@ -137,7 +141,8 @@ struct unit_feed {
     using keys = typename Memory::keys;
     using values = typename Memory::values;
     const attention_args<Format, T>& a;
-    walk_state* parked;    // of the step after the current one
+    warp_notes* notes;     // with where the walk stands: at the step after the current one
+    int stride;            // warps of the team
     int index, to;         // of that step, relative to its item; where the item's part ends
     int item_first, real;  // as in item_part
     const int* table;      // row of the item's sequence
@@ -154,18 +159,18 @@ struct unit_feed {
 
     /// first_page: what is known to stand at `entry` of the block table.
     __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
-                                         const item_walk<Memory::step_tokens>& start, int warp,
-                                         walk_state* notes, const int* entry, int first_page)
-        : a(args), parked(notes) {
-        start.park(parked);
-        take(start, warp);
-        index -= Memory::warps;
-        seek(warp, entry, first_page);
-        advance(warp);
+                                         const item_walk<Memory::step_tokens>& start, warp_notes* of_warp,
+                                         const int* entry, int first_page)
+        : a(args), notes(of_warp), stride(notes->team.warps) {
+        start.park(&notes->feeder);
+        take(start);
+        index -= stride;
+        seek(entry, first_page);
+        advance();
     }
     /// Starts the next unit's copy into `slot` of the ring at `ring`.
     template <tensor Role>
-    __device__ __forceinline__ void issue(std::uint32_t ring, int slot, int warp, int lane) {
+    __device__ __forceinline__ void issue(std::uint32_t ring, int slot, int lane) {
         const std::uint32_t to_slot = ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes);
         const unsigned bit = 1u << slot;
         if constexpr (keys::joined) {
@@ -198,12 +203,12 @@ struct unit_feed {
             present &= ~bit;
         }
         copy_commit();
-        if constexpr (Role == tensor::value) advance(warp);
+        if constexpr (Role == tensor::value) advance();
     }
 
 private:
-    __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk, int warp) {
-        index = walk.item.from + warp;
+    __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk) {
+        index = walk.item.from + notes->team.member;
         to = walk.item.to;
         item_first = walk.item.first;
         real = walk.item.real;
@@ -215,7 +220,7 @@ private:
             last_column = ceil_div(larger(a.work.end(walk.item.sequence), 0), Format::page_tokens) - 1;
         }
     }
-    __device__ __forceinline__ void advance(int warp) {
+    __device__ __forceinline__ void advance() {
         if (Memory::chunks_of_step > 1 && left > 0) {
             --left;
             first += Memory::tokens;
@@ -227,13 +232,13 @@ private:
         first = next_first;
         if (keys::mixed && head != next_head) key_head = keys::head_of(a.cache.key_plan(next_head));
         head = next_head;
-        seek(warp);
+        seek();
     }
-    __device__ __forceinline__ void seek(int warp, const int* entry = nullptr, int first_page = -1) {
-        index += Memory::warps;
+    __device__ __forceinline__ void seek(const int* entry = nullptr, int first_page = -1) {
+        index += stride;
         if (index >= to) {
             item_walk<Memory::step_tokens> walk(a.work);
-            walk.fetch(parked);
+            walk.fetch(&notes->feeder);
             do {
                 walk.next();
                 if (walk.done()) {
@@ -241,9 +246,9 @@ private:
                     index = real = 0;
                     break;
                 }
-                take(walk, warp);
+                take(walk);
             } while (index >= to);
-            walk.park(parked);
+            walk.park(&notes->feeder);
         }
         next_page = -1;
         const int token = (item_first + index) * Memory::step_tokens;
@@ -264,9 +269,10 @@ private:
 /// Where the block table names the page of a warp's first chunk, or null.
 template <class Memory, class Format, class T>
 __device__ __forceinline__ const int* first_entry(const attention_args<Format, T>& a,
-                                                  const item_walk<Memory::step_tokens>& walk, int warp) {
+                                                  const item_walk<Memory::step_tokens>& walk,
+                                                  const warp_team& team) {
     const item_part& item = walk.item;
-    const int index = item.from + warp,
+    const int index = item.from + team.member,
               column = (item.first + index) * Memory::step_tokens / Format::page_tokens;
     if (walk.share_begin >= walk.share_end || index >= item.to || index >= item.real ||
         column >= a.cache.table_columns)
@@ -281,11 +287,12 @@ __device__ __forceinline__ const int* first_entry(const attention_args<Format, T
 template <class Memory, class Format, class T>
 __device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a,
                                               const item_walk<Memory::step_tokens>& walk, const int* entry,
-                                              int warp, int lane) {
+                                              const warp_team& team, int lane) {
     // Of the warps whose chunks share a page, the first one asks for all of it. More than one page a warp took longer.
     const item_part& item = walk.item;
     if (entry == nullptr ||
-        (warp > 0 && (item.first + item.from + warp) * Memory::step_tokens % Format::page_tokens != 0))
+        (team.member > 0 &&
+         (item.first + item.from + team.member) * Memory::step_tokens % Format::page_tokens != 0))
         return;
     const int page = __ldcg(entry);
     if (page < 0) return;
@@ -312,22 +319,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     const std::uint32_t ring = shared_address(warp_memory);
     const std::uint32_t weights = ring + memory::slot_count * memory::slot_bytes;
     const std::uint32_t scratch = weights + memory::weight_bytes;
-    std::byte* const block_memory = shared + memory::warps * memory::warp_bytes;
-    float* const query = reinterpret_cast<float*>(block_memory);
-    float* const scalars =
-        reinterpret_cast<float*>(block_memory + memory::query_bytes + memory::output_bytes);
-    merge_note* const later = reinterpret_cast<merge_note*>(scalars);
-    static_assert(sizeof(merge_note) <= 124);
-    float* const warp_max = scalars + 32;
-    float* const warp_sum = warp_max + memory::warps * rows;
-    const block_state merged{warp_sum + memory::warps * rows, warp_sum + memory::warps * rows + rows,
-                             reinterpret_cast<float*>(block_memory + memory::query_bytes),
-                             reinterpret_cast<unsigned*>(scalars) + 31};
-
     warp_notes* const notes =
         reinterpret_cast<warp_notes*>(warp_memory + memory::warp_bytes - memory::notes_bytes);
-    warp_notes* const first_notes =
-        reinterpret_cast<warp_notes*>(shared + memory::warp_bytes - memory::notes_bytes);
     // Weights of units that no token fills stay zero.
 #pragma unroll 1
     for (int i = id.lane; i < memory::weight_bytes / 4; i += warp_size)
@@ -337,6 +330,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     item_walk<memory::step_tokens> walk(a.work);
     const int* entry = nullptr;  // of the first page, and what it says
     int first_page = -1;
+    warp_team team(warp, memory::warps, 0);
     {
         // Without `early` the share is found while the previous launch runs out, and it stays what it is if the numbers of chunks
         // have not changed since.
@@ -345,38 +339,42 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             if (before.same) walk.measure(waits);
             const batch_count now = count_chunks<memory::step_tokens>(a.work, waits);
             if (!(before.same && now.same && now.first == before.first)) {
-                const share_plan plan = find_share(a.work, a.cut, memory::warps, now, walk, waits);
+                team = warp_team(warp, memory::warps, now.split(a.work, a.cut));
+                const share_plan plan = find_share(a.work, a.cut, team, now, walk, waits);
                 if (id.lane == 0) notes->plan = plan;
                 entry = nullptr;
                 asked = false;
             }
             if (!waits) break;
             before = now;
-            entry = first_entry<memory>(a, walk, warp);
-            prefetch_page<memory>(a, walk, entry, warp, id.lane);
+            entry = first_entry<memory>(a, walk, team);
+            prefetch_page<memory>(a, walk, entry, team, id.lane);
             wait_for_predecessor();
             // The query comes while lengths are looked at again.
             asked = walk.share_begin < walk.share_end;
-            if (asked) query_part.fetch(a, walk.item);
+            if (asked) query_part.fetch(a, walk.item, team);
             if (entry != nullptr) first_page = __ldcg(entry);
         }
     }
     if (walk.share_begin >= walk.share_end) return;
-    if (threadIdx.x == 0) later->pending = 0;
+    if (id.lane == 0) notes->team = team;
+    __syncwarp();
+    float* const query = team_memory::of<memory>(shared, team).output;
+    if (team.thread() == 0) team_memory::of<memory>(shared, team).later->pending = 0;
 
-    unit_feed<memory, Format, T> feed(a, walk, warp, &notes->feeder, entry, first_page);
+    unit_feed<memory, Format, T> feed(a, walk, notes, entry, first_page);
     walk.park(&notes->reader);
     // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
     constexpr bool turns = memory::slot_count % 2 == 1;
     constexpr std::integral_constant<tensor, turns ? tensor::value : tensor::key> after_keys;
     constexpr std::integral_constant<tensor, turns ? tensor::key : tensor::value> after_values;
     if (a.early) {  // the warp's first two chunks may hold tokens that are just being written
-        const int last = walk.item.from + warp + memory::warps;
+        const int last = walk.item.from + team.member + team.warps;
         if (last >= walk.item.to || (walk.item.first + last + 1) * memory::step_tokens >
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
-    if (!a.early && !asked) query_part.fetch(a, walk.item);
+    if (!a.early && !asked) query_part.fetch(a, walk.item, team);
     // One unit is on its way before the query is: more would keep warps from the barrier behind the query, since copies that memory
     // has no room for stop the warp that asks. With `early` there is time for all.
     const auto issue_units = [&](auto wanted) {
@@ -384,20 +382,20 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         for (int i = 0; i < memory::slot_count; ++i) {
             if (!wanted(i)) continue;
             if (i % 2 == 0)
-                feed.template issue<tensor::key>(ring, i, warp, id.lane);
+                feed.template issue<tensor::key>(ring, i, id.lane);
             else
-                feed.template issue<tensor::value>(ring, i, warp, id.lane);
+                feed.template issue<tensor::value>(ring, i, id.lane);
         }
     };
     issue_units([&](int i) { return i == 0 || a.early; });
     if (a.early) {
         wait_for_predecessor();
-        query_part.fetch(a, walk.item);
+        query_part.fetch(a, walk.item, team);
     }
     int slot = 0;
     const auto next_unit = [&](auto role) {
         __syncwarp();
-        feed.template issue<decltype(role)::value>(ring, slot, warp, id.lane);
+        feed.template issue<decltype(role)::value>(ring, slot, id.lane);
         slot = slot + 1 == memory::slot_count ? 0 : slot + 1;
     };
     const auto wait_unit = [&] {
@@ -408,22 +406,21 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         return at;
     };
 
-    const unsigned bad = query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
-    if (threadIdx.x == 0) *merged.bad_rows = 0;
-    if (__syncthreads_or(bad != 0)) {
-        if (bad != 0) atomicOr(merged.bad_rows, bad);
-        __syncthreads();
-    }
+    const auto store_query = [&](const warp_team& of_team) {
+        const unsigned bad = __reduce_or_sync(
+            ~0u, query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head), of_team));
+        if (id.lane == 0) team_memory::of<memory>(shared, of_team).warp_bad[of_team.member] = bad;
+        of_team.wait();
+    };
+    store_query(team);
     issue_units([&](int i) { return i > 0 && !a.early; });
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
-        walk.next();
-        if (!walk.done()) query_part.fetch(a, walk.item);
         // Found while the first units are on their way; it takes a few divisions.
-        if (warp == 0 && !(item.from == 0 && item.to == item.count)) {
+        if (notes->team.member == 0 && !(item.from == 0 && item.to == item.count)) {
             const share_span span = find_span(notes->plan, item);
-            if (id.lane == 0) first_notes->span = span;
+            if (id.lane == 0) notes->span = span;
         }
         const std::uint32_t query_at = shared_address(query);
         const span seen_by_all = seen_tokens<Format, T>(a, item, rows).common;
@@ -435,9 +432,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         if constexpr (fold_once<keys>)
             fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
 
-        int index = item.from + warp, in_step = 0;  // the chunk at hand: step of the item, chunk of the step
-        std::uint32_t at;                           // its keys
-        int first, in_page;                         // its first token, in the sequence and in its page
+        int index = item.from + notes->team.member,
+            in_step = 0;     // the chunk at hand: step of the item, chunk of the step
+        std::uint32_t at;    // its keys
+        int first, in_page;  // its first token, in the sequence and in its page
         bool present, masked, plain;
         int held_begin = 0, held_end = memory::tokens;  // its tokens whose pages are there
         const auto look = [&] {
@@ -514,7 +512,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             next_unit(after_values);
             if (++in_step == memory::chunks_of_step) {
                 in_step = 0;
-                index += memory::warps;
+                index += feed.stride;
             }
             more = index < item.to;
             if (more) look();
@@ -537,23 +535,24 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         walk.next();
         const bool last = walk.done();
         walk.park(&notes->reader);
-        // No barrier but those of the merge: behind its first one no warp needs the query any more.
-        merge_warps<memory, Rows4>(state.finished(), merged, warp_max, warp_sum, warp, id, [&] {
-            if (last) return;
-            const unsigned next_bad = query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head));
-            if (next_bad != 0) atomicOr(merged.bad_rows, next_bad);
-        });
+        const warp_team own = notes->team;
+        const team_memory common = team_memory::of<memory>(shared, own);
+        if (!last) query_part.fetch(a, walk.item, own);
+        merge_warps<memory, Rows4>(state.finished(), common, own, id);
         if (done.from == 0 && done.to == done.count) {
-            write_rows<memory, memory::output_parts>(a, done, merged);
+            write_rows<memory>(a, done, common, common.parts, own);
         } else {
-            write_partial<memory>(a, merged, first_of_share);
-            if (done.to == done.count && threadIdx.x == 0) *later = {1, first_notes->span, done};
+            write_partial<memory>(a, common, first_of_share, own);
+            if (done.to == done.count && own.thread() == 0) *common.later = {1, notes->span, done};
         }
+        own.wait();
         if (last) break;
+        store_query(own);
     }
     copy_wait<0>();
-    __syncthreads();
-    if (later->pending) merge_parts<memory>(a, *later, merged);
+    const warp_team own = notes->team;
+    const team_memory common = team_memory::of<memory>(shared, own);
+    if (common.later->pending) merge_parts<memory>(a, common, own);
 }
 
 }  // namespace detail

@@ -229,6 +229,10 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, s
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
+/// Waits until so many threads of the block, whole warps, stand at the barrier of this number; __syncthreads() is number 0.
+__device__ __forceinline__ void wait_at_barrier(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `Pending` of this thread's groups are still under way.
 template <int Pending>

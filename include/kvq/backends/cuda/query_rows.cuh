@@ -17,14 +17,16 @@ template <class Memory, class Format, class T>
 struct query_rows {
     static constexpr int per_load = 8;  // channels of one thread
     static constexpr int pieces = Memory::rows * Format::head_dim / per_load;
-    static constexpr int loads = ceil_div(pieces, Memory::threads);
+    static constexpr int loads = ceil_div(pieces, Memory::team_threads);  // of the smallest teams
     T values[loads][per_load];
 
-    __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item) {
+    __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item,
+                                          const warp_team& team) {
         const int first_row = item.row_block * Memory::rows;
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
-            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
+            if (i > 0 && i * team.threads() >= pieces) break;
+            const int piece = i * team.threads() + team.thread();
             const int row = first_row + piece / (Format::head_dim / per_load);
             const int channel = piece % (Format::head_dim / per_load) * per_load;
             if (piece < pieces && row < a.rows) {
@@ -46,44 +48,50 @@ struct query_rows {
             }
         }
     }
-    /// plan: of keys of mixed widths, which want channels in another order; or null.
-    __device__ __forceinline__ unsigned store(float* query, float scale,
-                                              [[maybe_unused]] const std::uint16_t* plan) const {
+    /// plan: of keys of mixed widths, which want channels in another order; or null. What was fetched is used up.
+    __device__ __forceinline__ unsigned store(float* query, float scale, const std::uint16_t* plan,
+                                              const warp_team& team) {
         unsigned bad = 0;
+        // Not unrolled: code that runs once per item waits for its instructions.
+#pragma unroll 1
+        for (int piece = team.thread(); piece < pieces; piece += team.threads()) {
+            bad |= store_piece(query, piece, scale, plan);
 #pragma unroll
-        for (int i = 0; i < loads; ++i) {
-            const int piece = i * Memory::threads + static_cast<int>(threadIdx.x);
-            if (piece >= pieces) continue;
-            const int row = piece / (Format::head_dim / per_load),
-                      byte = piece % (Format::head_dim / per_load) * per_load * 4;
-            float x[per_load], zero = 0.0f;
-#pragma unroll
-            for (int k = 0; k < per_load; ++k) {
-                x[k] = to_float(values[i][k]) * (Memory::decodes ? 1.0f : scale);
-                zero = fmaf(x[k], 0.0f, zero);
-            }
-            if (zero != 0.0f) {
-                bad |= 1u << row;
-#pragma unroll
-                for (int k = 0; k < per_load; ++k)
-                    if (!kvq::detail::is_finite(x[k])) x[k] = 0.0f;
-            }
-            if constexpr (Memory::keys::mixed)
-                if (plan != nullptr) {
-#pragma unroll
-                    for (int k = 0; k < per_load; ++k)
-                        *reinterpret_cast<float*>(
-                            reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
-                            query_byte<Format::head_dim>(row, 4 * static_cast<int>(plan[byte / 4 + k]))) =
-                            x[k];
-                    continue;
-                }
-#pragma unroll
-            for (int k = 0; k < per_load; k += 4)
-                *reinterpret_cast<float4*>(reinterpret_cast<std::byte*>(query + row * Format::head_dim) +
-                                           query_byte<Format::head_dim>(row, byte + 4 * k)) = {
-                    x[k], x[k + 1], x[k + 2], x[k + 3]};
+            for (int i = 1; i < loads; ++i) __builtin_memcpy(values[i - 1], values[i], sizeof values[i]);
         }
+        return bad;
+    }
+
+private:
+    __device__ __forceinline__ unsigned store_piece(float* query, int piece, float scale,
+                                                    [[maybe_unused]] const std::uint16_t* plan) const {
+        const int row = piece / (Format::head_dim / per_load),
+                  byte = piece % (Format::head_dim / per_load) * per_load * 4;
+        std::byte* const to = reinterpret_cast<std::byte*>(query + row * Format::head_dim);
+        float x[per_load], zero = 0.0f;
+#pragma unroll
+        for (int k = 0; k < per_load; ++k) {
+            x[k] = to_float(values[0][k]) * (Memory::decodes ? 1.0f : scale);
+            zero = fmaf(x[k], 0.0f, zero);
+        }
+        const unsigned bad = zero != 0.0f ? 1u << row : 0u;
+        if (bad != 0)
+#pragma unroll
+            for (int k = 0; k < per_load; ++k)
+                if (!kvq::detail::is_finite(x[k])) x[k] = 0.0f;
+        if constexpr (Memory::keys::mixed)
+            if (plan != nullptr) {
+#pragma unroll
+                for (int k = 0; k < per_load; ++k) {
+                    const int channel_byte = 4 * static_cast<int>(plan[byte / 4 + k]);
+                    *reinterpret_cast<float*>(to + query_byte<Format::head_dim>(row, channel_byte)) = x[k];
+                }
+                return bad;
+            }
+#pragma unroll
+        for (int k = 0; k < per_load; k += 4)
+            *reinterpret_cast<float4*>(to + query_byte<Format::head_dim>(row, byte + 4 * k)) = {
+                x[k], x[k + 1], x[k + 2], x[k + 3]};
         return bad;
     }
 };

@@ -1,8 +1,10 @@
-// Who does what: all chunks of all sequences, heads and row blocks in one line, cut into equal shares, one per thread block.
+// Who does what: all chunks of all sequences, heads and row blocks in one line, cut into equal shares, one per team of warps.
 //
 //   item      (sequence, kv head, block of query rows); its chunks follow each other in the line
-//   share     chunks [W * i / n, W * (i + 1) / n) of thread block i of n; touches a few items, most of them whole
-//   warp w    of a thread block takes chunks w, w + warps, ... of the block's part of an item
+//   team      all warps of a thread block, or a half or a quarter of them where there are many items: the end of an item, where its
+//             warps wait for each other, comes half or a quarter as often
+//   share     chunks [W * i / n, W * (i + 1) / n) of team i of n; touches a few items, most of them whole
+//   warp w    of a team takes chunks w, w + warps, ... of the team's part of an item
 //
 // The lengths of the sequences are read on the device, so a captured graph stays valid while they grow. An item that
 // spans several shares leaves one partial softmax state per share; who has the last one merges them, in token order.
@@ -56,7 +58,30 @@ struct work_shape {
     }
 };
 
-/// The part of one item that a thread block handles.
+/// Warps of a thread block that share items.
+struct warp_team {
+    int index;   // of the team, in its block
+    int warps;   // of the team
+    int member;  // the warp's number in its team
+    int share;   // the team's
+
+    warp_team() = default;
+    /// 1 << split teams in a block of so many warps.
+    __device__ __forceinline__ warp_team(int warp, int block_warps, int split)
+        : index((warp << split) / block_warps),
+          warps(block_warps >> split),
+          member(warp - index * warps),
+          share((static_cast<int>(blockIdx.x) << split) + index) {}
+    __device__ __forceinline__ int threads() const { return warps * warp_size; }
+    /// The thread's number in its team.
+    __device__ __forceinline__ int thread() const {
+        return member * warp_size + static_cast<int>(threadIdx.x) % warp_size;
+    }
+    /// Waits for all threads of the team.
+    __device__ __forceinline__ void wait() const { wait_at_barrier(1 + index, threads()); }
+};
+
+/// The part of one item that a team handles.
 struct item_part {
     int sequence;
     int line;  // kv_head * row_blocks + row_block
@@ -65,7 +90,7 @@ struct item_part {
     int count;     // chunks of the item
     int first;     // chunk of the sequence with which the item begins
     int real;      // chunks that exist: 0 or less where count is 1 for an empty sequence
-    int from, to;  // the thread block's chunks, relative to `first`
+    int from, to;  // the team's chunks, relative to `first`
 };
 
 /// Where a walk over the items of a share stands.
@@ -113,15 +138,14 @@ struct item_walk : walk_state {
     }
 };
 
-/// How the line is cut; the same for all thread blocks. Where all sequences have the same number of chunks, cuts fall on
+/// How the line is cut; the same for all teams. Where all sequences have the same number of chunks, cuts fall on
 /// items: `unit` chunks (an item, or a few whole ones) make `parts` shares. Otherwise the whole line is one unit.
 struct share_plan {
-    int shares;  // thread blocks that get some
     int unit, parts;
     int size, longer;  // of a share of a unit: the first `longer` ones have one chunk more
 
-    __device__ __forceinline__ share_plan(int units, int unit_chunks, int parts_of_unit)
-        : shares(units * parts_of_unit), unit(unit_chunks), parts(parts_of_unit) {
+    __device__ __forceinline__ share_plan(int unit_chunks, int parts_of_unit)
+        : unit(unit_chunks), parts(parts_of_unit) {
         size = parts == 1 ? unit : divide(unit, parts);
         longer = unit - size * parts;
     }
@@ -142,31 +166,43 @@ struct share_plan {
 };
 
 /// Shares for `items` items of equal size, decided by what the host knows: each item makes up to `parts` shares, or `each`
-/// items make one; both 0: cuts cannot fall on items without leaving more than an eighth of the thread blocks idle.
+/// items make one; both 0: cuts cannot fall on items without leaving more than an eighth of the teams idle.
 struct item_shares {
+    int split = 0;  // 1 << split teams in a thread block
     int parts = 0, each = 0;
-    bool few =
-        false;  // one share per item and round leaves thread blocks idle, whatever the number of chunks
+    bool few = false;  // one share per item and round leaves teams idle, whatever the number of chunks
 
     item_shares() = default;
-    item_shares(int items, int blocks) {
-        if (items <= blocks) {
-            parts = blocks / items;
-            few = items * parts * 8 < blocks * 7;
+    /// A block can have up to most_teams, a power of two. As many are taken as items keep busy.
+    item_shares(int items, int blocks, int most_teams) {
+        while (2 << split <= most_teams && 8LL * items >= 7LL * (2 * blocks << split)) ++split;
+        const int teams = blocks << split;
+        if (items <= teams) {
+            parts = teams / items;
+            few = items * parts * 8 < teams * 7;
         } else {
-            const int fit = ceil_div(items, blocks);
-            if (items % fit == 0 && items / fit * 8 >= blocks * 7) each = fit;
+            const int fit = ceil_div(items, teams);
+            if (items % fit == 0 && items / fit * 8 >= teams * 7) each = fit;
         }
     }
-    /// The plan for items of `count` chunks, of which a share handles `warps` at a time. Fewer shares leave fewer partial
-    /// states, so no more are taken than make the work shorter.
-    __device__ __forceinline__ share_plan plan(int items, int count, int blocks, int warps) const {
+    /// The plan for items of `count` chunks, of which a share handles `warps` at a time, and the number of its shares. Fewer shares
+    /// leave fewer partial states, so no more are taken than make the work shorter.
+    __device__ __forceinline__ share_plan plan(int items, int count, int teams, int warps,
+                                               int& shares) const {
         if (parts > 0) {
             const int rounds = divide_up(count, parts * warps);
-            if (rounds == 1 || !few) return {items, count, divide_up(count, rounds * warps)};
+            if (rounds == 1 || !few) {
+                const int needed = divide_up(count, rounds * warps);
+                shares = items * needed;
+                return {count, needed};
+            }
         }
-        if (each > 0) return {divide(items, each), count * each, 1};
-        return {1, items * count, smaller(blocks, items * count)};
+        if (each > 0) {
+            shares = divide(items, each);
+            return {count * each, 1};
+        }
+        shares = smaller(teams, items * count);
+        return {items * count, shares};
     }
 };
 
@@ -174,7 +210,18 @@ struct item_shares {
 struct batch_count {
     int from, to, sum;
     int first;  // of the first sequence
+    int most;   // of one of the lane's sequences
     bool same;  // are all alike?
+
+    /// How many teams a thread block has. An item that is much longer than a share of a small team would make too many parts, which
+    /// the small team with the last one merges.
+    __device__ __forceinline__ int split(const work_shape& work, const item_shares& cut) const {
+        if (same || cut.split == 0) [[likely]]
+            return cut.split;
+        const long long total = 1LL * __reduce_add_sync(~0u, sum) * work.lines,
+                        shares = 1LL * static_cast<int>(gridDim.x) << cut.split;
+        return __reduce_max_sync(~0u, most) * shares <= 4 * total ? cut.split : 0;
+    }
 };
 template <int Tokens>
 __device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool hint) {
@@ -189,18 +236,20 @@ __device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool
     for (int b = n.from; b < n.to; ++b) {
         const int count = work.template chunks<Tokens>(b, hint).count;
         n.sum += count;
+        n.most = larger(n.most, count);
         n.same = n.same && count == n.first;
     }
     n.same = __all_sync(~0u, n.same);
     return n;
 }
 
-/// Finds where the share of this thread block begins. Every warp does it for itself: no barrier.
+/// Finds where the share of a team begins. Every warp does it for itself: no barrier.
 template <int Tokens>
-__device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut, int warps,
-                                                 const batch_count& n, item_walk<Tokens>& walk, bool hint) {
+__device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut,
+                                                 const warp_team& team, const batch_count& n,
+                                                 item_walk<Tokens>& walk, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    const int blocks = static_cast<int>(gridDim.x), share = static_cast<int>(blockIdx.x);
+    const int share = team.share;
     item_part& item = walk.item;
     const auto start = [&] {
         item.kv_head = work.row_blocks == 1 ? item.line : item.line / work.row_blocks;
@@ -209,10 +258,12 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
         walk.clip();
     };
     if (n.same) {
-        const auto plan = cut.plan(work.sequences * work.lines, n.first, blocks, warps);
+        int shares;
+        const auto plan = cut.plan(work.sequences * work.lines, n.first,
+                                   static_cast<int>(gridDim.x) << cut.split, team.warps, shares);
         item.begin = 0;
         walk.share_begin = walk.share_end = 0;
-        if (share >= plan.shares) return plan;
+        if (share >= shares) return plan;
         const int whole = plan.parts == 1 ? share : divide(share, plan.parts),
                   part = share - whole * plan.parts;
         walk.share_begin = plan.begin(whole, part);
@@ -233,10 +284,11 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     }
     const int total = __shfl_sync(~0u, before, warp_size - 1);
     before -= sum;
-    const share_plan plan{1, total, smaller(blocks, ceil_div(total, warps))};
+    const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.threads();
+    const share_plan plan{total, smaller(teams, ceil_div(total, team.warps))};
     item.begin = 0;
     walk.share_begin = walk.share_end = 0;
-    if (share >= plan.shares) return plan;
+    if (share >= plan.parts) return plan;
     walk.share_begin = plan.begin(0, share);
     walk.share_end = plan.begin(0, share + 1);
     // The lane whose sequences hold the share's first chunk finds the item and tells the others.
