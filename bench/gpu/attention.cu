@@ -230,7 +230,7 @@ void run(const char* name, const shape& s, settings& set) {
         a.q = token_view<const float>(wide_q, s.batch, s.q_heads, Format::head_dim);
         a.out = token_view<float>(wide_out, s.batch, s.q_heads, Format::value_dim);
         a.scale = cuda::detail::log2e / std::sqrt(static_cast<float>(Format::head_dim));
-        a.group = a.rows = s.q_heads / s.kv_heads;
+        a.set_group(s.q_heads);
         if (!cuda::detail::run_any(a, nullptr)) std::exit(2);
         BENCH_OK(cudaMemcpy(want.data(), wide_out, q_count * sizeof(float), cudaMemcpyDeviceToHost));
         error = relative_error(got, want);

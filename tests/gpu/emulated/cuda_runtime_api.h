@@ -114,6 +114,7 @@ inline double __hiloint2double(int high, int low) {
     return emulated_bits<double>(std::uint64_t{static_cast<std::uint32_t>(high)} << 32 |
                                  static_cast<std::uint32_t>(low));
 }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(std::uint64_t{a} * b >> 32); }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }

@@ -207,8 +207,7 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
     a.state_in = options.state_in;
     a.state_out = options.state_out;
     a.early = options.early;
-    a.group = q.heads / cache.kv_heads;
-    a.rows = a.group * options.query_tokens;
+    a.set_group(q.heads);
     if constexpr (detail::warps_can<Format>)
         return detail::with_rows<Format, T>(a.rows, [&](auto launch) {
             return decltype(launch)::run(a, static_cast<std::byte*>(workspace), workspace_bytes, stream);

@@ -146,7 +146,7 @@ struct unit_feed {
     int index, to;         // of that step, relative to its item; where the item's part ends
     int item_first, real;  // as in item_part
     const int* table;      // row of the item's sequence
-    int next_page, next_first = 0, next_head;
+    int next_page = -1, next_first = 0, next_head;
     int page, first, head = -1;  // of the current chunk
     // Of chunks of two pages: the second one, which columns of the table may be read, and 2 bits per slot: which pages are there?
     int next_second = -1, second = -1;
@@ -159,14 +159,15 @@ struct unit_feed {
 
     /// first_page: what is known to stand at `entry` of the block table.
     __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
-                                         const item_walk<Memory::step_tokens>& start, warp_notes* of_warp,
-                                         const int* entry, int first_page)
-        : a(args), notes(of_warp), stride(notes->team.warps) {
+                                         const item_walk<Memory::step_tokens>& start, const warp_team& team,
+                                         warp_notes* of_warp, const int* entry, int first_page)
+        : a(args), notes(of_warp), stride(team.warps) {
         start.park(&notes->feeder);
-        take(start);
+        take(start, team.member);
         index -= stride;
-        seek(entry, first_page);
-        advance();
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) step(entry, first_page);
+        left = Memory::chunks_of_step - 1;
     }
     /// Starts the next unit's copy into `slot` of the ring at `ring`.
     template <tensor Role>
@@ -207,8 +208,8 @@ struct unit_feed {
     }
 
 private:
-    __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk) {
-        index = walk.item.from + notes->team.member;
+    __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk, int member) {
+        index = walk.item.from + member;
         to = walk.item.to;
         item_first = walk.item.first;
         real = walk.item.real;
@@ -227,14 +228,18 @@ private:
             return;
         }
         left = Memory::chunks_of_step - 1;
+        step();
+    }
+    /// The next chunk becomes the current one. first_page: what is known to stand at `entry` of the block table.
+    __device__ __forceinline__ void step(const int* entry = nullptr, int first_page = -1) {
         page = next_page;
         second = next_second;
         first = next_first;
         if (keys::mixed && head != next_head) key_head = keys::head_of(a.cache.key_plan(next_head));
         head = next_head;
-        seek();
+        seek(entry, first_page);
     }
-    __device__ __forceinline__ void seek(const int* entry = nullptr, int first_page = -1) {
+    __device__ __forceinline__ void seek(const int* entry, int first_page) {
         index += stride;
         if (index >= to) {
             item_walk<Memory::step_tokens> walk(a.work);
@@ -246,7 +251,7 @@ private:
                     index = real = 0;
                     break;
                 }
-                take(walk);
+                take(walk, notes->team.member);
             } while (index >= to);
             walk.park(&notes->feeder);
         }
@@ -350,10 +355,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             entry = first_entry<memory>(a, walk, team);
             prefetch_page<memory>(a, walk, entry, team, id.lane);
             wait_for_predecessor();
-            // The query comes while lengths are looked at again.
+            // The page and the query come while lengths are looked at again.
+            if (entry != nullptr) first_page = __ldcg(entry);
             asked = walk.share_begin < walk.share_end;
             if (asked) query_part.fetch(a, walk.item, team);
-            if (entry != nullptr) first_page = __ldcg(entry);
         }
     }
     if (walk.share_begin >= walk.share_end) return;
@@ -362,7 +367,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     float* const query = team_memory::of<memory>(shared, team).output;
     if (team.thread() == 0) team_memory::of<memory>(shared, team).later->pending = 0;
 
-    unit_feed<memory, Format, T> feed(a, walk, notes, entry, first_page);
+    unit_feed<memory, Format, T> feed(a, walk, team, notes, entry, first_page);
     walk.park(&notes->reader);
     // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
     constexpr bool turns = memory::slot_count % 2 == 1;
@@ -374,7 +379,6 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
-    if (!a.early && !asked) query_part.fetch(a, walk.item, team);
     // One unit is on its way before the query is: more would keep warps from the barrier behind the query, since copies that memory
     // has no room for stop the warp that asks. With `early` there is time for all.
     const auto issue_units = [&](auto wanted) {
@@ -388,10 +392,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         }
     };
     issue_units([&](int i) { return i == 0 || a.early; });
-    if (a.early) {
-        wait_for_predecessor();
-        query_part.fetch(a, walk.item, team);
-    }
+    if (a.early) wait_for_predecessor();
+    if (!asked) query_part.fetch(a, walk.item, team);
     int slot = 0;
     const auto next_unit = [&](auto role) {
         __syncwarp();
@@ -537,7 +539,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         walk.park(&notes->reader);
         const warp_team own = notes->team;
         const team_memory common = team_memory::of<memory>(shared, own);
-        if (!last) query_part.fetch(a, walk.item, own);
+        if (!last) [[unlikely]]
+            query_part.fetch(a, walk.item, own);
         merge_warps<memory, Rows4>(state.finished(), common, own, id);
         if (done.from == 0 && done.to == done.count) {
             write_rows<memory>(a, done, common, common.parts, own);

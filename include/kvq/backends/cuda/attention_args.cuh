@@ -42,14 +42,21 @@ struct attention_args {
     const float* state_in;
     float* state_out;
     int group;                // query heads per kv head
+    unsigned group_inverse;   // 2^32 / group, rounded up; 0 for groups of 1
     int rows;                 // group * query_tokens: row r is query token r / group, head r % group
     std::uint32_t* partials;  // [2 * shares] states of one item's row block, zero before and after
     item_shares cut;          // of the batch, if all sequences are equally long
     bool early;  // read lengths, tables and old tokens before the stream's previous launch has ended
 
-    /// Which of the sequence's query tokens a row belongs to; one token needs no division.
+    void set_group(int query_heads) {
+        group = query_heads / cache.kv_heads;
+        group_inverse = group == 1 ? 0u : 0xffffffffu / static_cast<unsigned>(group) + 1u;
+        rows = group * work.query_tokens;
+    }
+    /// Which of the sequence's query tokens a row belongs to. Exact for row * group < 2^32.
     __device__ __forceinline__ int row_query(int row) const {
-        return work.query_tokens == 1 ? 0 : row / group;
+        return group_inverse == 0 ? row
+                                  : static_cast<int>(__umulhi(static_cast<unsigned>(row), group_inverse));
     }
     __device__ __forceinline__ int row_token(int sequence, int row) const {
         return sequence * work.query_tokens + row_query(row);

@@ -93,23 +93,22 @@ struct half_state {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) output[tile][m][i / 4][i % 4] *= factor[2 * m + i % 2];
     }
-    __device__ __forceinline__ warp_state<Values, Rows4> finished() const {
-        warp_state<Values, Rows4> state;
-        state.clear();
+    __device__ __forceinline__ finished_rows<Values, Rows4> finished() const {
+        finished_rows<Values, Rows4> rows;
         constexpr int tiles_of_set = ceil_div(Values::tiles, sets);
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
-            state.max[n] = max[n] - lift + exponent;
-            state.sum[n] = sum[n];
+            rows.max[n] = max[n] - lift + exponent;
+            rows.sum[n] = over_tokens(sum[n], add_floats{});
 #pragma unroll
             for (int tile = 0; tile < Values::tiles; ++tile)
 #pragma unroll
                 for (int r = 0; r < 4; ++r)
-                    state.output[tile][n][r] =
+                    rows.output[tile][n][r] =
                         fmaf(output[tile][n / 2][r / 2][2 * (r % 2) + n % 2],
                              Values::token_parameters ? half_codes : 1.0f, rest[n][tile / tiles_of_set]);
         }
-        return state;
+        return rows;
     }
 };
 

@@ -65,21 +65,16 @@ struct team_memory {
 
 /// Merges the warps' states into `to`; sums of bad rows are NaN where there is a token to see. All threads of the team.
 template <class Memory, int Rows4, class Values>
-__device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& state, const team_memory& to,
+__device__ __forceinline__ void merge_warps(const finished_rows<Values, Rows4>& state, const team_memory& to,
                                             const warp_team& team, const lane_id& id) {
     constexpr int rows = Memory::rows;
-    float bias[Rows4][weight_words<Values>::bias_sets + 1];
+    if (id.g == 0)
 #pragma unroll
-    for (int n = 0; n < Rows4; ++n) {
-        const float sum = over_tokens(state.sum[n], add_floats{});
-#pragma unroll
-        for (int i = 0; i < weight_words<Values>::bias_sets; ++i)
-            bias[n][i] = over_tokens(state.bias[n][i], add_floats{});
-        if (id.g == 0) {
-            to.warp_max[team.member * rows + lane_row<Rows4>(n, id.t)] = state.max[n];
-            to.warp_sum[team.member * rows + lane_row<Rows4>(n, id.t)] = sum;
+        for (int n = 0; n < Rows4; ++n) {
+            const int at = team.member * rows + lane_row<Rows4>(n, id.t);
+            to.warp_max[at] = state.max[n];
+            to.warp_sum[at] = state.sum[n];
         }
-    }
     team.wait();  // from here on no warp needs the query
     unsigned bad = 0;
     if (team.member == 0) bad = __reduce_or_sync(~0u, id.lane < team.warps ? to.warp_bad[id.lane] : 0u);
@@ -107,8 +102,6 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
             to.sum[row] = (bad >> row & 1u) != 0 && top > -INFINITY ? NAN : sum;
         }
     }
-    constexpr int sets = larger(1, weight_words<Values>::bias_sets);
-    constexpr int tiles_of_set = ceil_div(Values::tiles, sets);
     // The warps of a part add to it in turn, the last ones first; parts are added when they are read.
     constexpr int turns = Memory::warps / Memory::most_teams;
 #pragma unroll 1
@@ -123,13 +116,11 @@ __device__ __forceinline__ void merge_warps(const warp_state<Values, Rows4>& sta
                     if (channel < Values::dim) {
                         float4* const at = reinterpret_cast<float4*>(
                             part + lane_row<Rows4>(n, id.t) * Memory::output_stride + channel);
-                        float b = 0.0f;
-                        if constexpr (weight_words<Values>::bias_sets > 0) b = bias[n][tile / tiles_of_set];
                         float4 v = turn == turns - 1 ? float4{0.0f, 0.0f, 0.0f, 0.0f} : *at;
-                        v.x = fmaf(state.output[tile][n][0] + b, factor[n], v.x);
-                        v.y = fmaf(state.output[tile][n][1] + b, factor[n], v.y);
-                        v.z = fmaf(state.output[tile][n][2] + b, factor[n], v.z);
-                        v.w = fmaf(state.output[tile][n][3] + b, factor[n], v.w);
+                        v.x = fmaf(state.output[tile][n][0], factor[n], v.x);
+                        v.y = fmaf(state.output[tile][n][1], factor[n], v.y);
+                        v.z = fmaf(state.output[tile][n][2], factor[n], v.z);
+                        v.w = fmaf(state.output[tile][n][3], factor[n], v.w);
                         *at = v;
                     }
                 }

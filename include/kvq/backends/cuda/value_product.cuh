@@ -25,6 +25,22 @@ struct weight_words {
         Values::traits::has_bias && Values::token_parameters && !Values::full ? sets : 0;
 };
 
+/// Maximum or sum over the lanes with the same t: bits 2..4 of the lane number.
+template <class F>
+__device__ __forceinline__ float over_tokens(float v, F f) {
+    v = f(v, __shfl_xor_sync(~0u, v, 4));
+    v = f(v, __shfl_xor_sync(~0u, v, 8));
+    return f(v, __shfl_xor_sync(~0u, v, 16));
+}
+
+/// What a warp leaves of an item: sums over all its tokens.
+template <class Values, int Rows4>
+struct finished_rows {
+    float max[Rows4];
+    float sum[Rows4];
+    float output[Values::tiles][Rows4][4];  // channel 32 * tile + 4g + i of row n
+};
+
 /// Softmax state of the rows lane_row(n, t) of a warp; `sum` and `bias` are this lane's part, `max` is the warp's.
 template <class Values, int Rows4>
 struct warp_state {
@@ -46,16 +62,27 @@ struct warp_state {
                 for (int r = 0; r < 4; ++r) output[tile][n][r] = 0.0f;
         }
     }
-    __device__ __forceinline__ const warp_state& finished() const { return *this; }
+    __device__ __forceinline__ finished_rows<Values, Rows4> finished() const {
+        finished_rows<Values, Rows4> rows;
+        constexpr int sets = weight_words<Values>::bias_sets,
+                      tiles_of_set = ceil_div(Values::tiles, larger(1, sets));
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            rows.max[n] = max[n];
+            rows.sum[n] = over_tokens(sum[n], add_floats{});
+            float of_bias[sets + 1] = {};
+#pragma unroll
+            for (int i = 0; i < sets; ++i) of_bias[i] = over_tokens(bias[n][i], add_floats{});
+#pragma unroll
+            for (int tile = 0; tile < Values::tiles; ++tile)
+#pragma unroll
+                for (int r = 0; r < 4; ++r)
+                    rows.output[tile][n][r] =
+                        sets > 0 ? output[tile][n][r] + of_bias[tile / tiles_of_set] : output[tile][n][r];
+        }
+        return rows;
+    }
 };
-
-/// Maximum or sum over the lanes with the same t: bits 2..4 of the lane number.
-template <class F>
-__device__ __forceinline__ float over_tokens(float v, F f) {
-    v = f(v, __shfl_xor_sync(~0u, v, 4));
-    v = f(v, __shfl_xor_sync(~0u, v, 8));
-    return f(v, __shfl_xor_sync(~0u, v, 16));
-}
 
 /// Where a unit's weights lie among those of a lane: units that a product takes together stand next to each other, so that
 /// they arrive in neighbouring registers. (With two sets, chunk::sets, these are units 0 and 2, 1 and 3 of four.)
