@@ -3,7 +3,7 @@
 //   attention [--json] [--quick] [--only NAME] [--batch N] [--baseline FILE]
 //
 // FILE has lines "batch tokens q_heads kv_heads head_dim microseconds", as torch_sdpa.py prints them.
-// Every launch reads other pages than the one before (the set is larger than the second-level cache), pages are in random
+// Rows with ~ are of ragged batches, of so many tokens on average. Every launch reads other pages than the one before (the set is larger than the second-level cache), pages are in random
 // order, contents are random. "early": with attention_options::early, where launches that follow each other overlap. The
 // error is against the float kernel for any shape (attend_any.cuh) on the same pages.
 //
@@ -13,6 +13,7 @@
 #include <kvq/backends/cuda/attend.cuh>
 #include <kvq/schemes/presets.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -29,9 +30,10 @@ using namespace kvq;
 
 struct shape {
     int batch, tokens, q_heads, kv_heads;
+    bool ragged = false;  // lengths between an eighth of `tokens` and nearly twice as many
     bool operator<(const shape& o) const {
-        return std::tie(batch, tokens, q_heads, kv_heads) <
-               std::tie(o.batch, o.tokens, o.q_heads, o.kv_heads);
+        return std::tie(batch, tokens, q_heads, kv_heads, ragged) <
+               std::tie(o.batch, o.tokens, o.q_heads, o.kv_heads, o.ragged);
     }
 };
 
@@ -127,10 +129,19 @@ template <class Format>
 void run(const char* name, const shape& s, settings& set) {
     if ((!set.only.empty() && set.only != name) || (set.batch && set.batch != s.batch)) return;
     using ref_type = cuda::cache_ref<Format>;
-    const int columns = (s.tokens + Format::page_tokens - 1) / Format::page_tokens;
+    std::mt19937 random(5);
+    std::vector<int> lengths(static_cast<std::size_t>(s.batch), s.tokens);
+    if (s.ragged)
+        for (int& length : lengths)
+            length = std::uniform_int_distribution<int>(s.tokens / 8, 2 * s.tokens - s.tokens / 8)(random);
+    const auto pages_of = [](int tokens_of) {
+        return (tokens_of + Format::page_tokens - 1) / Format::page_tokens;
+    };
+    const int columns = pages_of(*std::max_element(lengths.begin(), lengths.end()));
     const std::size_t key_page = ref_type::dense_key_page(s.kv_heads),
                       value_page = ref_type::dense_value_page(s.kv_heads);
-    const std::size_t case_pages = static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(columns);
+    std::size_t case_pages = 0;
+    for (const int length : lengths) case_pages += static_cast<std::size_t>(pages_of(length));
     const std::size_t case_bytes = case_pages * (key_page + value_page);
     // As many caches as take 0.75 GB together, at most what fits.
     const std::size_t sets = std::max<std::size_t>(
@@ -156,13 +167,17 @@ void run(const char* name, const shape& s, settings& set) {
 
     std::vector<int> order(pages);
     std::iota(order.begin(), order.end(), 0);
-    std::mt19937 random(5);
     std::shuffle(order.begin(), order.end(), random);
+    const std::size_t case_entries = static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(columns);
+    std::vector<int> entries(sets * case_entries, -1);
+    std::size_t next = 0;
+    for (std::size_t row = 0; row < sets * lengths.size(); ++row)
+        for (int i = 0; i < pages_of(lengths[row % lengths.size()]); ++i)
+            entries[row * static_cast<std::size_t>(columns) + static_cast<std::size_t>(i)] = order[next++];
     int *table = nullptr, *tokens = nullptr;
-    const std::vector<int> lengths(static_cast<std::size_t>(s.batch), s.tokens);
-    BENCH_OK(cudaMalloc(&table, pages * sizeof(int)));
+    BENCH_OK(cudaMalloc(&table, entries.size() * sizeof(int)));
     BENCH_OK(cudaMalloc(&tokens, lengths.size() * sizeof(int)));
-    BENCH_OK(cudaMemcpy(table, order.data(), pages * sizeof(int), cudaMemcpyHostToDevice));
+    BENCH_OK(cudaMemcpy(table, entries.data(), entries.size() * sizeof(int), cudaMemcpyHostToDevice));
     BENCH_OK(cudaMemcpy(tokens, lengths.data(), lengths.size() * sizeof(int), cudaMemcpyHostToDevice));
     cache.tokens = tokens;
 
@@ -210,7 +225,7 @@ void run(const char* name, const shape& s, settings& set) {
     bool early = false;
     const auto launch = [&](int i, cudaStream_t stream) {
         ref_type c = cache;
-        c.block_table = table + static_cast<std::size_t>(i) % sets * case_pages;
+        c.block_table = table + static_cast<std::size_t>(i) % sets * case_entries;
         const auto status = cuda::attend(c, q_view, out_view, {.early = early}, workspace, space, stream);
         if (!status) {
             std::fprintf(stderr, "%s\n", status.message);
@@ -246,19 +261,20 @@ void run(const char* name, const shape& s, settings& set) {
     const double torch = set.baseline.count(s) ? set.baseline[s] / us : 0.0;
     if (set.json)
         std::printf(
-            "{\"op\": \"attention\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
+            "{\"op\": \"attention\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"ragged\": %s, "
+            "\"q_heads\": %d, "
             "\"kv_heads\": %d, "
             "\"head_dim\": %d, \"page_tokens\": %d, \"us\": %.2f, \"gbps\": %.1f, \"ceiling_share\": %.3f, "
             "\"vs_own_fp16\": %.3f, "
             "\"vs_torch_cudnn\": %.3f, \"us_early\": %.2f, \"rel_error\": %.2e}\n",
-            name, s.batch, s.tokens, s.q_heads, s.kv_heads, Format::head_dim, Format::page_tokens, us, gbps,
-            gbps / set.ceiling.read, own, torch, early_us, error);
+            name, s.batch, s.tokens, s.ragged ? "true" : "false", s.q_heads, s.kv_heads, Format::head_dim,
+            Format::page_tokens, us, gbps, gbps / set.ceiling.read, own, torch, early_us, error);
     else
         std::printf(
-            "%-14s %4d x %6d  %2d/%-2d %9.1f us %7.0f GB/s %5.1f %%  own fp16 %5.2f x  torch %5.2f x  "
+            "%-14s %4d x %c%6d  %2d/%-2d %9.1f us %7.0f GB/s %5.1f %%  own fp16 %5.2f x  torch %5.2f x  "
             "early %.1f us  error %.1e\n",
-            name, s.batch, s.tokens, s.q_heads, s.kv_heads, us, gbps, 100.0 * gbps / set.ceiling.read, own,
-            torch, early_us, error);
+            name, s.batch, s.ragged ? '~' : ' ', s.tokens, s.q_heads, s.kv_heads, us, gbps,
+            100.0 * gbps / set.ceiling.read, own, torch, early_us, error);
     std::fflush(stdout);
     for (void* p : {static_cast<void*>(table), static_cast<void*>(tokens), static_cast<void*>(q_device),
                     static_cast<void*>(out), static_cast<void*>(wide_q), static_cast<void*>(wide_out),
@@ -319,6 +335,7 @@ int main(int argc, char** argv) {
             for (const auto& [b, t] : {std::pair{1, 131072}, std::pair{8, 32768}, std::pair{16, 2048},
                                        std::pair{64, 4096}, std::pair{128, 8192}})
                 if (!(kv == 32 && b == 128)) shapes.push_back({b, t, q, kv});
+        for (const int q : {32, 64}) shapes.push_back({64, 4096, q, 8, true});
     }
 #if defined(PRESETS) && PRESETS == 1
     for (const shape& s : shapes) {
