@@ -64,7 +64,7 @@ struct warp_launch {
         const long long items = static_cast<long long>(a.work.sequences) * a.work.lines;
         const int chunks =
             kvq::detail::larger(1, kvq::detail::ceil_div(a.work.capacity, memory::step_tokens));
-        if (items * chunks > 2147483647LL)
+        if (items * (chunks + memory::end_chunks) > 2147483647LL)
             return bad_value("%lld blocks of query rows x %d chunks of %d tokens are too many for one launch",
                              items, chunks, memory::step_tokens);
         if (bytes < workspace(blocks) || space == nullptr)

@@ -110,6 +110,8 @@ struct attention_memory {
     static constexpr int warps = chosen.warps, slot_count = chosen.slot_count;
     static constexpr int most_teams = chosen.parts;  // of a block: 2 or 4
     static_assert(warps % most_teams == 0);
+    /// The end of an item, with masks for its last tokens, takes as long as so many chunks (measured with ragged batches).
+    static constexpr int end_chunks = Rows4 == 4 ? 24 : 16;
     static constexpr int threads = warps * warp_size, team_threads = threads / most_teams;
     static constexpr int warp_bytes = chosen.warp_bytes(), output_bytes = chosen.output_bytes(),
                          bytes = chosen.bytes();
@@ -344,8 +346,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             if (before.same) walk.measure(waits);
             const batch_count now = count_chunks<memory::step_tokens>(a.work, waits);
             if (!(before.same && now.same && now.first == before.first)) {
-                team = warp_team(warp, memory::warps, now.split(a.work, a.cut));
-                const share_plan plan = find_share(a.work, a.cut, team, now, walk, waits);
+                const int split = now.split(a.work, a.cut);
+                team = warp_team(warp, memory::warps, split);
+                const share_plan plan =
+                    find_share(a.work, a.cut, team, memory::end_chunks >> split, now, walk, waits);
                 if (id.lane == 0) notes->plan = plan;
                 entry = nullptr;
                 asked = false;
@@ -420,7 +424,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         walk.fetch(&notes->reader);
         const item_part item = walk.item;
         // Found while the first units are on their way; it takes a few divisions.
-        if (notes->team.member == 0 && !(item.from == 0 && item.to == item.count)) {
+        if (notes->team.member == 0 && !item.is_whole()) {
             const share_span span = find_span(notes->plan, item);
             if (id.lane == 0) notes->span = span;
         }
@@ -542,11 +546,11 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         if (!last) [[unlikely]]
             query_part.fetch(a, walk.item, own);
         merge_warps<memory, Rows4>(state.finished(), common, own, id);
-        if (done.from == 0 && done.to == done.count) {
+        if (done.is_whole()) {
             write_rows<memory>(a, done, common, common.parts, own);
         } else {
             write_partial<memory>(a, common, first_of_share, own);
-            if (done.to == done.count && own.thread() == 0) *common.later = {1, notes->span, done};
+            if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
         }
         own.wait();
         if (last) break;

@@ -355,19 +355,26 @@ struct code_chunk {
     /// Zeroes the columns (tokens of values) outside [from, to): what a page holds there may be anything, even NaN.
     __device__ __forceinline__ static void clear_columns(std::uint32_t at, const lane_id& id, int from,
                                                          int to) requires(!key && full) {
+        from = smaller(larger(from, 0), Tokens);
+        to = smaller(larger(to, from), Tokens);
+        // A line holds two tokens of the channels of a tile. Lines before and behind that are not all inside:
+        const int before = (from + 1) / 2, outside = before + lines - to / 2;
 #pragma unroll 1
-        for (int w = id.lane; w < rows * lines; w += warp_size) {
-            const int tile = w / (tile_height * lines);
-            const int height = tile + 1 == tiles ? last_height : tile_height;
-            const int line = (w - tile * tile_height * lines) / height;
-            const int token = line * 2;
-            const bool low = token >= from && token < to, high = token + 1 >= from && token + 1 < to;
-            if (low && high) continue;
-            const std::uint32_t turned =
-                height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter) << 5 : 0u;
-            const std::uint32_t address = at + (static_cast<std::uint32_t>(w * 4) ^ turned);
-            const std::uint32_t keep = (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
-            store_word(address, load_shared_4(address) & keep);
+        for (int i = 0; i < outside; ++i) {
+            const int line = i < before ? i : to / 2 + i - before, token = 2 * line;
+            const std::uint32_t keep = (token >= from && token < to ? 0xffffu : 0u) |
+                                       (token + 1 >= from && token + 1 < to ? 0xffff0000u : 0u);
+            static_for<tiles>([&](auto tile) {
+                constexpr int T = decltype(tile)::value;
+                constexpr int height = T + 1 == tiles ? last_height : tile_height;
+                const std::uint32_t turned =
+                    height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter) << 5 : 0u;
+                const std::uint32_t address =
+                    at +
+                    (static_cast<std::uint32_t>(4 * (T * tile_height * lines + line * height + id.lane)) ^
+                     turned);
+                if (id.lane < height) store_word(address, load_shared_4(address) & keep);
+            });
         }
     }
 

@@ -22,7 +22,7 @@ struct share_span {
 };
 __device__ __forceinline__ share_span find_span(const share_plan& plan, const item_part& item) {
     const int from = plan.holder(item.begin);
-    return {from, plan.holder(item.begin + item.count - 1), plan.begin(from) != item.begin};
+    return {from, plan.holder(item.begin + item.chunks() - 1), plan.begin(from) != item.begin};
 }
 
 /// What a team notes for the end of its share: the item that it merges.

@@ -87,15 +87,21 @@ struct item_part {
     int line;  // kv_head * row_blocks + row_block
     int kv_head, row_block;
     int begin;     // of the item, in the line of all chunks
-    int count;     // chunks of the item
+    int count;     // chunks of the item, and what its end counts
     int first;     // chunk of the sequence with which the item begins
     int real;      // chunks that exist: 0 or less where count is 1 for an empty sequence
     int from, to;  // the team's chunks, relative to `first`
+
+    /// A sequence without tokens has one chunk as well.
+    __device__ __forceinline__ int chunks() const { return larger(1, real); }
+    __device__ __forceinline__ bool is_whole() const { return from == 0 && has_end(); }
+    __device__ __forceinline__ bool has_end() const { return to == chunks(); }
 };
 
 /// Where a walk over the items of a share stands.
 struct walk_state {
     int share_begin, share_end;
+    int end_counts;  // the end of an item counts like so many chunks, which follow it in the line
     item_part item;
 };
 
@@ -114,15 +120,15 @@ struct item_walk : walk_state {
 
     __device__ __forceinline__ bool done() const { return item.begin >= share_end; }
     __device__ __forceinline__ void clip() {
-        item.from = larger(share_begin - item.begin, 0);
-        item.to = smaller(share_end - item.begin, item.count);
+        item.from = smaller(larger(share_begin - item.begin, 0), item.chunks());
+        item.to = smaller(share_end - item.begin, item.chunks());
     }
-    /// Which chunks the item's sequence has; returns their number.
-    __device__ __forceinline__ int measure(bool hint = false) {
+    /// Which chunks the item's sequence has.
+    __device__ __forceinline__ void measure(bool hint = false) {
         const auto span = work.template chunks<Tokens>(item.sequence, hint);
         item.first = span.first;
         item.real = span.real;
-        return span.count;
+        item.count = span.count + end_counts;
     }
     __device__ __forceinline__ void next() {
         item.begin += item.count;
@@ -132,7 +138,7 @@ struct item_walk : walk_state {
         }
         if (++item.line == work.lines) {
             item.line = item.kv_head = 0;
-            if (++item.sequence < work.sequences) item.count = measure();
+            if (++item.sequence < work.sequences) measure();
         }
         clip();
     }
@@ -243,10 +249,11 @@ __device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool
     return n;
 }
 
-/// Finds where the share of a team begins. Every warp does it for itself: no barrier.
+/// Finds where the share of a team begins. Every warp does it for itself: no barrier. end_counts: for sequences of different lengths,
+/// since shares of short ones would have more ends of items than others.
 template <int Tokens>
 __device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut,
-                                                 const warp_team& team, const batch_count& n,
+                                                 const warp_team& team, int end_counts, const batch_count& n,
                                                  item_walk<Tokens>& walk, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int share = team.share;
@@ -254,9 +261,10 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     const auto start = [&] {
         item.kv_head = work.row_blocks == 1 ? item.line : item.line / work.row_blocks;
         item.row_block = item.line - item.kv_head * work.row_blocks;
-        item.count = walk.measure(hint);
+        walk.measure(hint);
         walk.clip();
     };
+    walk.end_counts = 0;
     if (n.same) {
         int shares;
         const auto plan = cut.plan(work.sequences * work.lines, n.first,
@@ -275,7 +283,8 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
         start();
         return plan;
     }
-    const int sum = n.sum * work.lines;
+    walk.end_counts = end_counts;
+    const int sum = (n.sum + (n.to - n.from) * walk.end_counts) * work.lines;
     int before = sum;
 #pragma unroll
     for (int step = 1; step < warp_size; step *= 2) {
@@ -297,7 +306,7 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     if (mine) {
 #pragma unroll 1
         for (int b = n.from; b < n.to; ++b) {
-            const int count = work.template chunks<Tokens>(b, hint).count;
+            const int count = work.template chunks<Tokens>(b, hint).count + walk.end_counts;
             if (walk.share_begin < before + count * work.lines) {
                 sequence = b;
                 line = (walk.share_begin - before) / count;
@@ -312,6 +321,10 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     item.line = __shfl_sync(~0u, line, source);
     item.begin = __shfl_sync(~0u, begin, source);
     start();
+    if (item.from == item.chunks()) {  // the share before has them
+        walk.next();
+        if (walk.done()) walk.share_begin = walk.share_end;
+    }
     return plan;
 }
 
