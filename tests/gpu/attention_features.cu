@@ -582,7 +582,24 @@ void check_errors() {
 
 }  // namespace
 
+/// So many sequences that thread blocks of any device are split into teams: of different lengths, of one length, and with a sequence
+/// that is much longer than others, for which they are not.
+template <class Format>
+void check_many(const char* name) {
+    test::rng r(17);
+    std::vector<int> ragged(80), even(80, 130);
+    for (int& length : ragged) length = std::uniform_int_distribution<int>(0, 300)(r);
+    std::vector<int> long_one = ragged;
+    long_one[11] = 4000;
+    for (const int heads_of_group : {4, 8, 16})
+        for (const auto& lengths : {ragged, even, long_one})
+            test::check_attention<Format, float16>(
+                r, {.kv_heads = 8, .group = heads_of_group, .lengths = lengths}, name);
+}
+
 int main() {
+    check_many<cuda::format<int8, int8, 64, 32>>("many sequences, int8");
+    check_many<cuda::kivi_format<4, 64, 64, 64>>("many sequences, kivi4");
     check_mixed();
     check_repeatable();
     check_early();

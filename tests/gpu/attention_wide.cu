@@ -15,7 +15,7 @@ static_assert(!cuda::detail::joins_pages<cuda::format<int8, affine<3, per_token<
 static_assert(!cuda::detail::joins_pages<cuda::kivi_format<2, 32, 80, 16>>);
 
 // 16 rows of a block need more shared memory than any device has: 8 rows are taken.
-using wide_half = cuda::format<full<float16>, full<float16>, 512, 16>;
+using wide_half = cuda::format<full<float16>, full<float16>, 640, 16>;
 static_assert(cuda::detail::attention_memory<wide_half, 4>::bytes > 227 * 1024);
 static_assert(cuda::detail::warps_can<wide_half>);
 // And here 4 do.
@@ -46,7 +46,7 @@ int main() {
     check_format<cuda::kivi_format<2, 32, 80, 16>, float16>("kivi2, dim 80, page 16");
     check_format<cuda::format<int8, affine<3, per_token<>>, 128, 16>, float16>("int8 and 3 bit, page 16");
     check_format<cuda::kivi_format<4, 128, 128, 256>, float16>("kivi4 g128, page 256");
-    check_format<wide_half, float16>("fp16, dim 512, page 16");
+    check_format<wide_half, float16>("fp16, dim 640, page 16");
 #endif
 #if !defined(PART) || PART == 1
     check_format<cuda::format<affine<3, per_token<32>>, affine<3, per_channel<64>>, 128, 64>, float16>(
