@@ -77,9 +77,8 @@ struct attention_memory {
     static constexpr int notes_bytes = round_up(static_cast<int>(sizeof(warp_notes)), 128);
     static constexpr int query_stride = Format::head_dim;
     static constexpr int output_stride = Format::value_dim + (split_rows<Rows4> ? 4 : 8);  // banks
-    static constexpr int output_part =
-        larger(rows * output_stride, round_up(rows* query_stride, 4));  // floats
-    static constexpr int note_words = 16;                               // of a team, for merge_note
+    static constexpr int output_part = rows * larger(output_stride, query_stride);         // floats
+    static constexpr int note_words = 16;  // what a team notes for merge_parts
     struct size {
         int warps, slot_count;
         int parts;  // that add up to the output of a block's team; each can be that of a team of its own
@@ -438,10 +437,10 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         if constexpr (fold_once<keys>)
             fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
 
-        int index = item.from + notes->team.member,
-            in_step = 0;     // the chunk at hand: step of the item, chunk of the step
-        std::uint32_t at;    // its keys
-        int first, in_page;  // its first token, in the sequence and in its page
+        // The chunk at hand: step of the item, chunk of the step; its keys; its first token, in the sequence and in its page.
+        int index = item.from + notes->team.member, in_step = 0;
+        std::uint32_t at;
+        int first, in_page;
         bool present, masked, plain;
         int held_begin = 0, held_end = memory::tokens;  // its tokens whose pages are there
         const auto look = [&] {

@@ -34,19 +34,19 @@ struct merge_note {
 
 /// What the warps of a team share, in shared memory.
 struct team_memory {
-    float* output;  // [parts][output_part], each [rows][output_stride]; the query of the item at hand before
+    float* output;  // [parts][output_part], each [rows][output_stride]; before, the query of the item at hand
     int parts;      // that add up to the output
     float *max, *sum;  // [rows] of the merged state
     float* warp_max;   // [warps of the team][rows]
     float* warp_sum;
-    unsigned*
-        warp_bad;  // [warps of the team] bit per row: has the warp met numbers in the query that are not finite?
+    unsigned* warp_bad;  // [warps of the team] bit per row: has the warp met numbers that are not finite?
     merge_note* later;
 
     /// In a block's shared memory, behind what warps have for themselves.
     template <class Memory>
     static __device__ __forceinline__ team_memory of(std::byte* shared, const warp_team& team) {
         constexpr int warps = Memory::warps, rows = Memory::rows, most = Memory::most_teams;
+        static_assert(sizeof(merge_note) <= 4 * Memory::note_words);
         float* const outputs = reinterpret_cast<float*>(shared + warps * Memory::warp_bytes);
         float* const notes = outputs + Memory::output_bytes / 4;
         float* const states = notes + most * Memory::note_words;
