@@ -345,7 +345,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             if (before.same) walk.measure(waits);
             const batch_count now = count_chunks<memory::step_tokens>(a.work, waits);
             if (!(before.same && now.same && now.first == before.first)) {
-                const int split = now.split(a.work, a.cut);
+                const int split = split_block(walk, a.cut, now);
                 team = warp_team(warp, memory::warps, split);
                 const share_plan plan =
                     find_share(a.work, a.cut, team, memory::end_chunks >> split, now, walk, waits);

@@ -25,7 +25,6 @@ struct query_rows {
         const int first_row = item.row_block * Memory::rows;
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
-            if (i > 0 && i * team.threads() >= pieces) break;
             const int piece = i * team.threads() + team.thread();
             const int row = first_row + piece / (Format::head_dim / per_load);
             const int channel = piece % (Format::head_dim / per_load) * per_load;
@@ -48,30 +47,29 @@ struct query_rows {
             }
         }
     }
-    /// plan: of keys of mixed widths, which want channels in another order; or null. What was fetched is used up.
+    /// plan: of keys of mixed widths, which want channels in another order; or null.
     __device__ __forceinline__ unsigned store(float* query, float scale, const std::uint16_t* plan,
-                                              const warp_team& team) {
+                                              const warp_team& team) const {
         unsigned bad = 0;
-        // Not unrolled: code that runs once per item waits for its instructions.
-#pragma unroll 1
-        for (int piece = team.thread(); piece < pieces; piece += team.threads()) {
-            bad |= store_piece(query, piece, scale, plan);
 #pragma unroll
-            for (int i = 1; i < loads; ++i) __builtin_memcpy(values[i - 1], values[i], sizeof values[i]);
+        for (int i = 0; i < loads; ++i) {
+            const int piece = i * team.threads() + team.thread();
+            if (piece < pieces) bad |= store_piece(values[i], query, piece, scale, plan);
         }
         return bad;
     }
 
 private:
-    __device__ __forceinline__ unsigned store_piece(float* query, int piece, float scale,
-                                                    [[maybe_unused]] const std::uint16_t* plan) const {
+    __device__ __forceinline__ static unsigned store_piece(const T (&from)[per_load], float* query, int piece,
+                                                           float scale,
+                                                           [[maybe_unused]] const std::uint16_t* plan) {
         const int row = piece / (Format::head_dim / per_load),
                   byte = piece % (Format::head_dim / per_load) * per_load * 4;
         std::byte* const to = reinterpret_cast<std::byte*>(query + row * Format::head_dim);
         float x[per_load], zero = 0.0f;
 #pragma unroll
         for (int k = 0; k < per_load; ++k) {
-            x[k] = to_float(values[0][k]) * (Memory::decodes ? 1.0f : scale);
+            x[k] = to_float(from[k]) * (Memory::decodes ? 1.0f : scale);
             zero = fmaf(x[k], 0.0f, zero);
         }
         const unsigned bad = zero != 0.0f ? 1u << row : 0u;

@@ -218,16 +218,6 @@ struct batch_count {
     int first;  // of the first sequence
     int most;   // of one of the lane's sequences
     bool same;  // are all alike?
-
-    /// How many teams a thread block has. An item that is much longer than a share of a small team would make too many parts, which
-    /// the small team with the last one merges.
-    __device__ __forceinline__ int split(const work_shape& work, const item_shares& cut) const {
-        if (same || cut.split == 0) [[likely]]
-            return cut.split;
-        const long long total = 1LL * __reduce_add_sync(~0u, sum) * work.lines,
-                        shares = 1LL * static_cast<int>(gridDim.x) << cut.split;
-        return __reduce_max_sync(~0u, most) * shares <= 4 * total ? cut.split : 0;
-    }
 };
 template <int Tokens>
 __device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool hint) {
@@ -247,6 +237,18 @@ __device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool
     }
     n.same = __all_sync(~0u, n.same);
     return n;
+}
+
+/// How many teams a thread block has: 1 << the result. An item that is much longer than a share of a small team would make too many
+/// parts, which the small team with the last one merges.
+template <int Tokens>
+__device__ __forceinline__ int split_block(const item_walk<Tokens>& walk, const item_shares& cut,
+                                           const batch_count& n) {
+    if (n.same || cut.split == 0) [[likely]]
+        return cut.split;
+    const long long total = 1LL * __reduce_add_sync(~0u, n.sum) * walk.work.lines,
+                    shares = 1LL * static_cast<int>(gridDim.x) << cut.split;
+    return __reduce_max_sync(~0u, n.most) * shares <= 4 * total ? cut.split : 0;
 }
 
 /// Finds where the share of a team begins. Every warp does it for itself: no barrier. end_counts: for sequences of different lengths,
