@@ -9,7 +9,8 @@
 // The lengths of the sequences are read on the device, so a captured graph stays valid while they grow. An item that
 // spans several shares leaves one partial softmax state per share; who has the last one merges them, in token order.
 // A sequence without tokens counts as one chunk, so that its output is written too.
-// Contract: shares differ by at most one chunk; the result does not depend on the order in which blocks run.
+// Contract: shares differ by at most one chunk (in ragged batches with what ends of items count); the result does not depend on the
+// order in which blocks run.
 #pragma once
 
 #include "chunk.cuh"
