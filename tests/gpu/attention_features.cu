@@ -548,6 +548,12 @@ void check_errors() {
     };
     refused_options(65536, 0, {.query_tokens = 65536}, memory.get(), "are 4294967296");
     refused_options(1, 1 << 30, {.query_tokens = 1 << 30}, memory.get(), "8589934592 query rows");
+    const auto many_rows =
+        cuda::attend<coded, float16>(c, {x, 1 << 20, 128, dim}, {x, 1 << 20, 128, dim},
+                                     {.query_tokens = 1 << 20}, memory.get(), 1 << 16, nullptr);
+    CHECK(many_rows.code == cudaErrorInvalidValue &&
+              std::strstr(many_rows.message, "1048576 query tokens are too many"),
+          "got '%s'", many_rows.message);
     refused_options(1, 1, {.softcap = INFINITY}, memory.get(), "softcap");
     refused_options(1, 1, {.scale = NAN}, memory.get(), "scale is nan");
     refused_options(1, 1, {}, memory.get() + 8, "workspace must start on 16 bytes");

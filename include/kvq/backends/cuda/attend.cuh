@@ -141,6 +141,10 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
                          cache.sequences, o.query_tokens, tokens);
     if (tokens * q.heads > 2147483647LL)
         return bad_value("%lld query rows are too many for one launch", tokens * q.heads);
+    const long long group = q.heads / cache.kv_heads;
+    if (group * group * o.query_tokens > 4294967295LL)  // see attention_args::row_query
+        return bad_value("%d query tokens are too many for one launch with %lld query heads per kv head",
+                         o.query_tokens, group);
     if (q.tokens > 0 && q.data == nullptr) return bad_value("q is a null pointer");
     if (q.tokens > 0 && out.data == nullptr && o.state_out == nullptr)
         return bad_value("neither out nor state_out is given");

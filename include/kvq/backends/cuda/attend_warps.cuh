@@ -336,7 +336,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
     item_walk<memory::step_tokens> walk(a.work);
     const int* entry = nullptr;  // of the first page, and what it says
     int first_page = -1;
-    warp_team team(warp, memory::warps, 0);
+    warp_team team;
     {
         // Without `early` the share is found while the previous launch runs out, and it stays what it is if the numbers of chunks
         // have not changed since.

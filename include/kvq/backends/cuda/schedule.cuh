@@ -65,6 +65,7 @@ struct warp_team {
     int warps;   // of the team
     int member;  // the warp's number in its team
     int share;   // the team's
+    int teams;   // of the grid
 
     warp_team() = default;
     /// 1 << split teams in a block of so many warps.
@@ -72,7 +73,8 @@ struct warp_team {
         : index((warp << split) / block_warps),
           warps(block_warps >> split),
           member(warp - index * warps),
-          share((static_cast<int>(blockIdx.x) << split) + index) {}
+          share((static_cast<int>(blockIdx.x) << split) + index),
+          teams(static_cast<int>(gridDim.x) << split) {}
     __device__ __forceinline__ int threads() const { return warps * warp_size; }
     /// The thread's number in its team.
     __device__ __forceinline__ int thread() const {
@@ -148,11 +150,12 @@ struct item_walk : walk_state {
 /// How the line is cut; the same for all teams. Where all sequences have the same number of chunks, cuts fall on
 /// items: `unit` chunks (an item, or a few whole ones) make `parts` shares. Otherwise the whole line is one unit.
 struct share_plan {
+    int shares;  // teams that get some
     int unit, parts;
     int size, longer;  // of a share of a unit: the first `longer` ones have one chunk more
 
-    __device__ __forceinline__ share_plan(int unit_chunks, int parts_of_unit)
-        : unit(unit_chunks), parts(parts_of_unit) {
+    __device__ __forceinline__ share_plan(int units, int unit_chunks, int parts_of_unit)
+        : shares(units * parts_of_unit), unit(unit_chunks), parts(parts_of_unit) {
         size = parts == 1 ? unit : divide(unit, parts);
         longer = unit - size * parts;
     }
@@ -192,24 +195,15 @@ struct item_shares {
             if (items % fit == 0 && items / fit * 8 >= teams * 7) each = fit;
         }
     }
-    /// The plan for items of `count` chunks, of which a share handles `warps` at a time, and the number of its shares. Fewer shares
-    /// leave fewer partial states, so no more are taken than make the work shorter.
-    __device__ __forceinline__ share_plan plan(int items, int count, int teams, int warps,
-                                               int& shares) const {
+    /// The plan for items of `count` chunks, of which a share handles `warps` at a time. Fewer shares leave fewer partial states, so no
+    /// more are taken than make the work shorter.
+    __device__ __forceinline__ share_plan plan(int items, int count, int teams, int warps) const {
         if (parts > 0) {
             const int rounds = divide_up(count, parts * warps);
-            if (rounds == 1 || !few) {
-                const int needed = divide_up(count, rounds * warps);
-                shares = items * needed;
-                return {count, needed};
-            }
+            if (rounds == 1 || !few) return {items, count, divide_up(count, rounds * warps)};
         }
-        if (each > 0) {
-            shares = divide(items, each);
-            return {count * each, 1};
-        }
-        shares = smaller(teams, items * count);
-        return {items * count, shares};
+        if (each > 0) return {divide(items, each), count * each, 1};
+        return {1, items * count, smaller(teams, items * count)};
     }
 };
 
@@ -269,12 +263,10 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     };
     walk.end_counts = 0;
     if (n.same) {
-        int shares;
-        const auto plan = cut.plan(work.sequences * work.lines, n.first,
-                                   static_cast<int>(gridDim.x) << cut.split, team.warps, shares);
+        const auto plan = cut.plan(work.sequences * work.lines, n.first, team.teams, team.warps);
         item.begin = 0;
         walk.share_begin = walk.share_end = 0;
-        if (share >= shares) return plan;
+        if (share >= plan.shares) return plan;
         const int whole = plan.parts == 1 ? share : divide(share, plan.parts),
                   part = share - whole * plan.parts;
         walk.share_begin = plan.begin(whole, part);
@@ -296,11 +288,10 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     }
     const int total = __shfl_sync(~0u, before, warp_size - 1);
     before -= sum;
-    const int teams = static_cast<int>(gridDim.x * blockDim.x) / team.threads();
-    const share_plan plan{total, smaller(teams, ceil_div(total, team.warps))};
+    const share_plan plan{1, total, smaller(team.teams, ceil_div(total, team.warps))};
     item.begin = 0;
     walk.share_begin = walk.share_end = 0;
-    if (share >= plan.parts) return plan;
+    if (share >= plan.shares) return plan;
     walk.share_begin = plan.begin(0, share);
     walk.share_end = plan.begin(0, share + 1);
     // The lane whose sequences hold the share's first chunk finds the item and tells the others.
