@@ -91,7 +91,11 @@ struct code_chunk {
     static constexpr int step_units = traits::units_per_step;
     static constexpr int group_steps = ceil_div(group_units, step_units);
     static constexpr int lane_steps = ceil_div(group_steps, 4);
-    static constexpr int lane_units = lane_steps * step_units;    // of one column group
+    /// Where there are fewer than four steps, lanes may share words of the narrower planes: half a step each.
+    static constexpr bool shares_words = column_groups == 1 && group_units % 4 == 0 &&
+                                         group_units / 4 < step_units && step_units % (group_units / 4) == 0 &&
+                                         group_units / 4 >= traits::units_per_word(0) && group_units >= 8;
+    static constexpr int lane_units = shares_words ? group_units / 4 : lane_steps * step_units;  // of one column group
     static constexpr int pairs = ceil_div(lane_units, 2);         // products of k = 2 units per lane
     static constexpr int lines = traits::lines(units);            // of a tile in shared memory
     static constexpr int page_lines = traits::lines(page_units);  // of a tile in the page
@@ -112,9 +116,11 @@ struct code_chunk {
     }
 
     // Shared memory.
+    /// Neighbouring lanes that share the words of plane `p`.
+    KVQ_HD static constexpr int sharers(int p) { return larger(1, traits::units_per_word(p) / lane_units); }
     /// Lines of a quarter of plane `p`: those of a lane, of one column group.
     KVQ_HD static constexpr int lane_lines(int p) {
-        return lane_steps * (step_units / traits::units_per_word(p));
+        return larger(1, lane_units / traits::units_per_word(p));
     }
     KVQ_HD static constexpr int plane_lines(int p) { return ceil_div(units, traits::units_per_word(p)); }
     /// Quarters that hold the same number of lines, 0 if they do not. Short chunks may have only one or two: then other lanes read
@@ -125,7 +131,8 @@ struct code_chunk {
             ? group_units / lane_units
             : 0;
     static constexpr bool aligned = quarters > 0;
-    static constexpr int last_quarter = aligned ? quarters - 1 : 3;
+    /// The number of plane p's last quarter.
+    KVQ_HD static constexpr int last_quarter(int p) { return (aligned ? quarters : 4) / sharers(p) - 1; }
     static constexpr int codes_bytes = rows * lines * 4;
     static constexpr int scale_at = round_up(codes_bytes, 16);
     static constexpr int bias_at = scale_at + section;
@@ -250,13 +257,18 @@ struct code_chunk {
                 uint4 words[traits::lines(step_units)];
                 static_for<traits::plane_count>([&](auto plane) {
                     constexpr int p = decltype(plane)::value;
-                    constexpr int n = step_units / traits::units_per_word(p);
+                    constexpr int n = smaller(lane_lines(p), step_units / traits::units_per_word(p));
                     static_for<n>([&](auto x) {
-                        words[traits::first_line(p, step_units) + decltype(x)::value] =
-                            line_words<Tile, Group, J, p, decltype(x)::value>(at, id);
+                        uint4& v = words[traits::first_line(p, step_units) + decltype(x)::value];
+                        v = line_words<Tile, Group, J, p, decltype(x)::value>(at, id);
+                        if constexpr (sharers(p) > 1) {
+                            constexpr int bits = 8 / traits::units_per_word(p) * lane_units;  // of a lane
+                            const int right = id.t % sharers(p) * bits;
+                            v = {v.x >> right, v.y >> right, v.z >> right, v.w >> right};
+                        }
                     });
                 });
-                static_for<step_units / 2>([&](auto x) {
+                static_for<smaller(step_units, lane_units) / 2>([&](auto x) {
                     constexpr int X = decltype(x)::value;
                     constexpr std::integral_constant<int, J * step_units + 2 * X> unit_a;
                     constexpr std::integral_constant<int, J * step_units + 2 * X + 1> unit_b;
@@ -368,7 +380,7 @@ struct code_chunk {
                 constexpr int T = decltype(tile)::value;
                 constexpr int height = T + 1 == tiles ? last_height : tile_height;
                 const std::uint32_t turned =
-                    height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter) << 5 : 0u;
+                    height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter(0)) << 5 : 0u;
                 const std::uint32_t address =
                     at +
                     (static_cast<std::uint32_t>(4 * (T * tile_height * lines + line * height + id.lane)) ^
@@ -408,19 +420,19 @@ private:
                                                       [[maybe_unused]] int skew, int lane,
                                                       std::uint32_t bytes_of_piece) {
         constexpr int pieces = Lines * Height / 4, turns = ceil_div(pieces, warp_size);
-        constexpr int of_quarter = lane_lines(Plane);
+        constexpr int of_quarter = lane_lines(Plane), last = last_quarter(Plane);
         constexpr bool full_turns = pieces % warp_size == 0;
-        static_assert(!skewed || Lines % (quarters * of_quarter) == 0);
+        static_assert(!skewed || Lines % ((last + 1) * of_quarter) == 0);
         static_for<turns>([&](auto i) {
             constexpr int I = decltype(i)::value;
             int t = 0;
             if constexpr (Height == 32) {
                 if constexpr (of_quarter % 4 == 0)
-                    t = (I / (of_quarter / 4)) & last_quarter;
+                    t = (I / (of_quarter / 4)) & last;
                 else if constexpr (4 % of_quarter == 0)
-                    t = (lane / (8 * of_quarter) + I * (4 / of_quarter)) & last_quarter;
+                    t = (lane / (8 * of_quarter) + I * (4 / of_quarter)) & last;
                 else
-                    t = ((lane / 8 + 4 * I) / of_quarter) & last_quarter;
+                    t = ((lane / 8 + 4 * I) / of_quarter) & last;
             }
             int at = ((lane * 16) ^ (t << 5)) + I * 512, distance = I * 512;
             bool inside = full_turns || I * warp_size + lane - skew < pieces;
@@ -483,14 +495,14 @@ private:
         constexpr int line = (Group * group_steps + Step) * per + X;  // of the first quarter
         if constexpr (aligned && height == 32) {
             constexpr int offset = Tile * tile_height * lines * 4 + (before + line) * 128;
-            const int quarter = id.t & last_quarter;
+            const int quarter = id.t / sharers(Plane) & last_quarter(Plane);
             const auto behind = static_cast<std::uint32_t>(quarter * (of_quarter * 128));
             if constexpr (skewed) {
                 // The piece may fall into the next line, and behind the quarter's last one into the next quarter.
                 const std::uint32_t in_line = (at & 127u) + 16u * static_cast<std::uint32_t>(id.g);
                 std::uint32_t t = static_cast<std::uint32_t>(quarter);
                 if constexpr ((line + 1) % of_quarter == 0)
-                    t = (t + (in_line >> 7)) & static_cast<std::uint32_t>(last_quarter);
+                    t = (t + (in_line >> 7)) & static_cast<std::uint32_t>(last_quarter(Plane));
                 return load_shared_16((at & ~127u) + behind + (in_line ^ (t << 5)) + offset);
             } else {
                 return load_shared_16(at + behind + static_cast<std::uint32_t>((id.g * 16) ^ (quarter << 5)) +
@@ -498,7 +510,7 @@ private:
             }
         } else {
             constexpr int last = plane_lines(Plane) - 1;
-            const int own = smaller(line + id.t * of_quarter, last);
+            const int own = smaller(line + id.t / sharers(Plane) * of_quarter, last);
             const std::uint32_t tile = at + Tile * tile_height * lines * 4 + before * (height * 4);
             if constexpr (height == 32)
                 return load_shared_16(

@@ -63,7 +63,7 @@ struct joined_chunk : code_chunk<Role, two_pages<Format>, 2 * Format::page_token
                     const std::byte* const block = behind ? second : first;
                     const int from = base::key ? line * 64 + piece % (of_line / 2) * 16
                                                : (line - (behind ? n / 2 : 0)) * page_height * 4 + piece * 16;
-                    const int turned = height == 32 ? (line / of_quarter & base::last_quarter) << 5 : 0;
+                    const int turned = height == 32 ? (line / of_quarter & base::last_quarter(p)) << 5 : 0;
                     if (block != nullptr && (pieces % warp_size == 0 || number < pieces))
                         copy_async(begin + static_cast<std::uint32_t>((number * 16) ^ turned),
                                    block + source + from);
