@@ -56,6 +56,13 @@ int main() {
     check_format<cuda::format<affine<7, per_token<64>>, affine<1, per_token<64>>, 128, 128>, float16>(
         "7 and 1 bit");
     check_format<cuda::format<affine<8, per_token<32>>, affine<8, per_channel<>>, 128, 64>, float16>("8 bit");
+    // Chunks so short that lanes share words.
+    check_format<cuda::format<affine<5, per_token<>>, affine<1, per_channel<>>, 64, 64>, float16>(
+        "5 and 1 bit, dim 64");
+    check_format<cuda::format<affine<7, per_channel<>>, affine<3, per_token<>>, 64, 32>, float16>(
+        "7 and 3 bit, dim 64, page 32");
+    check_format<cuda::format<affine<2, per_token<>>, affine<2, per_token<>>, 128, 16>, float16>(
+        "2 bit token, page 16");
 #endif
 #if !defined(PART) || PART == 2
     check_format<cuda::format<int8, int8, 80, 64>, float16>("int8, dim 80");

@@ -36,7 +36,8 @@ constexpr int chunk_tokens() {
     constexpr int most = is_mixed<typename Format::keys> ? 8192 : 9216;
     while (tokens > least && tokens * widest > most) tokens /= 2;
     if (joins_pages<Format> && 2 * page * widest <= most) return 2 * page;
-    if (Rows4 == 2 && tokens > 64 && tokens * widest > 5120) tokens /= 2;
+    constexpr int most_of_8_rows = is_mixed<typename Format::keys> ? 5120 : 7680;
+    if (Rows4 == 2 && tokens > 64 && tokens * widest > most_of_8_rows) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
     if (!values::full && !values::token_parameters)
         while (tokens > least && tokens > values::group) tokens /= 2;

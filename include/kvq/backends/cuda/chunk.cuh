@@ -91,11 +91,11 @@ struct code_chunk {
     static constexpr int step_units = traits::units_per_step;
     static constexpr int group_steps = ceil_div(group_units, step_units);
     static constexpr int lane_steps = ceil_div(group_steps, 4);
-    /// Where there are fewer than four steps, lanes may share words of the narrower planes: half a step each.
-    static constexpr bool shares_words = column_groups == 1 && group_units % 4 == 0 &&
-                                         group_units / 4 < step_units && step_units % (group_units / 4) == 0 &&
-                                         group_units / 4 >= traits::units_per_word(0) && group_units >= 8;
-    static constexpr int lane_units = shares_words ? group_units / 4 : lane_steps * step_units;  // of one column group
+    /// Where there are fewer than four steps, neighbouring lanes share words: each takes a part of a step.
+    static constexpr bool shares_words = column_groups == 1 && group_units % 8 == 0 &&
+                                         group_units / 4 < step_units && step_units % (group_units / 4) == 0;
+    static constexpr int lane_units =
+        shares_words ? group_units / 4 : lane_steps * step_units;  // of one column group
     static constexpr int pairs = ceil_div(lane_units, 2);         // products of k = 2 units per lane
     static constexpr int lines = traits::lines(units);            // of a tile in shared memory
     static constexpr int page_lines = traits::lines(page_units);  // of a tile in the page
@@ -107,9 +107,18 @@ struct code_chunk {
     /// own ("set" 1): that saves the shifts. Quads q and q + 2 of 2-bit words need one shift for both; 4-bit words go by two.
     /// Sums stay below 2^31 for up to 256 columns; more than 4 query rows have no registers for two sets.
     KVQ_HD static constexpr int sets(int rows4) {
-        if (rows4 > 1 || full || traits::plane_count != 1 || 4 * group_units > 256) return 1;
+        if (rows4 > 1 || full || traits::plane_count != 1 || 4 * group_units > 256 || sharers(0) > 1) return 1;
         const int per_word = traits::units_per_word(0);
         return per_word == 4 || (per_word == 2 && lane_steps % 2 == 0) ? 2 : 1;
+    }
+    /// By how many bits for_pairs leaves codes too high in the sums of `sets` sets. Narrow ones go to the top of their bytes: shifts
+    /// to the left can be multiplications, which spares the integer pipe (4 bits with fp16 parameters: 1 % slower). Sums stay below
+    /// 2^31.
+    KVQ_HD static constexpr int raised(int sets) {
+        const bool can = !full && traits::plane_count == 1 && 4 * group_units <= (key ? 256 : 128);
+        return can && sets == 1 && (coded || traits::units_per_word(0) > 2)
+                   ? 8 - 8 / traits::units_per_word(0)
+                   : 0;
     }
     KVQ_HD static constexpr int set_weight(int sets) {
         return sets == 1 ? 1 : traits::units_per_word(0) == 2 ? 16 : 4;
@@ -211,7 +220,8 @@ struct code_chunk {
     // ---- from shared memory ----
 
     /// Units of the lane in tile `Tile`, column group `Group`, two at a time: f(set, number of unit a, of unit b, rows of
-    /// unit a, of unit b). Those of set 1 are multiplied by set_weight.
+    /// unit a, of unit b). Those of set 1 are multiplied by set_weight, all by
+    /// 2^raised.
     template <int Tile, int Group, int Sets, class F>
     __device__ __forceinline__ static void for_pairs(std::uint32_t at, const lane_id& id, F&& f) {
         constexpr std::integral_constant<int, 0> first;
@@ -259,24 +269,26 @@ struct code_chunk {
                     constexpr int p = decltype(plane)::value;
                     constexpr int n = smaller(lane_lines(p), step_units / traits::units_per_word(p));
                     static_for<n>([&](auto x) {
-                        uint4& v = words[traits::first_line(p, step_units) + decltype(x)::value];
-                        v = line_words<Tile, Group, J, p, decltype(x)::value>(at, id);
-                        if constexpr (sharers(p) > 1) {
-                            constexpr int bits = 8 / traits::units_per_word(p) * lane_units;  // of a lane
-                            const int right = id.t % sharers(p) * bits;
-                            v = {v.x >> right, v.y >> right, v.z >> right, v.w >> right};
-                        }
+                        words[traits::first_line(p, step_units) + decltype(x)::value] =
+                            own_part<p>(line_words<Tile, Group, J, p, decltype(x)::value>(at, id), id);
                     });
                 });
                 static_for<smaller(step_units, lane_units) / 2>([&](auto x) {
                     constexpr int X = decltype(x)::value;
                     constexpr std::integral_constant<int, J * step_units + 2 * X> unit_a;
                     constexpr std::integral_constant<int, J * step_units + 2 * X + 1> unit_b;
-                    f(first, unit_a, unit_b, traits::template codes<2 * X>(words),
-                      traits::template codes<2 * X + 1>(words));
+                    f(first, unit_a, unit_b, traits::template codes<2 * X, raised(Sets) != 0>(words),
+                      traits::template codes<2 * X + 1, raised(Sets) != 0>(words));
                 });
             });
         }
+    }
+    /// The lane's units of words of plane `Plane` that it shares come first.
+    template <int Plane>
+    __device__ __forceinline__ static uint4 own_part(const uint4& v, const lane_id& id) {
+        if constexpr (sharers(Plane) == 1) return v;
+        const int right = id.t % sharers(Plane) * (8 / traits::units_per_word(Plane) * lane_units);
+        return {v.x >> right, v.y >> right, v.z >> right, v.w >> right};
     }
     __device__ __forceinline__ static uint4 masked(const uint4& v, std::uint32_t mask) {
         return {v.x & mask, v.y & mask, v.z & mask, v.w & mask};
@@ -294,8 +306,9 @@ struct code_chunk {
                                                            F&& f) requires(!full &&
                                                                            traits::plane_count == 1) {
         constexpr int per_word = traits::units_per_word(0);
-        const uint4 a = line_words<Tile, 0, Line, 0, 0>(at, id), b{a.x >> 8, a.y >> 8, a.z >> 8, a.w >> 8};
-        static_for<per_word>([&](auto x) {
+        const uint4 a = own_part<0>(line_words<Tile, 0, Line, 0, 0>(at, id), id),
+                    b{a.x >> 8, a.y >> 8, a.z >> 8, a.w >> 8};
+        static_for<smaller(per_word, lane_units)>([&](auto x) {
             constexpr std::integral_constant<int, Line * per_word + decltype(x)::value> unit;
             constexpr std::uint32_t mask = ((1u << 8 / per_word) - 1u) * 0x00010001u << place(unit.value);
             f(unit, masked(a, mask), masked(b, mask));
@@ -304,7 +317,7 @@ struct code_chunk {
     /// Of all lines.
     template <int Tile, class F>
     __device__ __forceinline__ static void for_half_units(std::uint32_t at, const lane_id& id, F&& f) {
-        static_for<lane_units / traits::units_per_word(0)>(
+        static_for<larger(1, lane_units / traits::units_per_word(0))>(
             [&](auto line) { for_line_halves<Tile, decltype(line)::value>(at, id, f); });
     }
 

@@ -39,8 +39,9 @@ struct code_words_of {
     }
     KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
 
-    /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each.
-    template <int Quad>
+    /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each. Top: at the top of their
+    /// bytes, for a single plane.
+    template <int Quad, bool Top = false>
     __device__ __forceinline__ static uint4 codes(const uint4 (&words)[planes::vectors(units_per_step)]) {
         uint4 result{0, 0, 0, 0};
         static_for<plane_count>([&](auto plane) {
@@ -50,7 +51,13 @@ struct code_words_of {
             constexpr int right = width * (Quad % per), left = planes::shift(p);
             constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
             const uint4& w = words[first_line(p, units_per_step) + Quad / per];
-            const auto part = [](std::uint32_t x) { return ((x >> right) & mask) << left; };
+            static_assert(!Top || plane_count == 1);
+            const auto part = [](std::uint32_t x) {
+                if constexpr (Top)
+                    return (x << (8 - width - right)) & (mask << (8 - width));
+                else
+                    return ((x >> right) & mask) << left;
+            };
             result.x |= part(w.x);
             result.y |= part(w.y);
             result.z |= part(w.z);

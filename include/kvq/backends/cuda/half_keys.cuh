@@ -34,7 +34,8 @@ inline constexpr bool decodes_keys = [] {
     } else {
         return std::is_same_v<typename Chunk::parameter, float16> && Chunk::traits::plane_count == 1 &&
                Chunk::scheme::code_bits <= 4 && 4 * Chunk::lane_units == Chunk::group_units &&
-               Chunk::lane_units % 2 == 0 && Chunk::group <= longest_decoded_group<Chunk, Rows4>;
+               Chunk::lane_units % Chunk::traits::units_per_word(0) == 0 && Chunk::lane_units % 2 == 0 &&
+               Chunk::group <= longest_decoded_group<Chunk, Rows4>;
     }
 }();
 

@@ -389,14 +389,14 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
                 if constexpr (Chunk::full) {
                     s = (sums.high + sums.low) * query[n].step[G];
                 } else {
-                    constexpr int weight = Chunk::set_weight(sets);
-                    const float step = query[n].step[G] * (1.0f / weight);
+                    constexpr int weight = Chunk::set_weight(sets), unit = weight << Chunk::raised(sets);
+                    const float step = query[n].step[G] * (1.0f / unit);
                     int whole = 256 * sums.high + sums.low;
                     if constexpr (sets == 2) {
                         const piece_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
                         whole = weight * whole + (256 * upper.high + upper.low);
                     }
-                    if constexpr (traits::zero_code != 0) whole -= weight * query[n].zero[G];
+                    if constexpr (traits::zero_code != 0) whole -= unit * query[n].zero[G];
                     s = static_cast<float>(whole);
                     if constexpr (traits::has_bias)
                         s = fmaf(s, step, query[n].offset[G]);

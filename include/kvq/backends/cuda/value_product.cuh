@@ -382,15 +382,16 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                         if constexpr (Values::full) {
                             output = fmaf(sums.high + sums.low, factors.step[S][n], output);
                         } else {
-                            constexpr int weight = Values::set_weight(sets);
+                            constexpr int weight = Values::set_weight(sets),
+                                          unit = weight << Values::raised(sets);
                             int whole = 256 * sums.high + sums.low;
                             if constexpr (sets == 2) {
                                 const piece_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
                                 whole = weight * whole + (256 * upper.high + upper.low);
                             }
                             if constexpr (traits::zero_code != 0)
-                                whole -= weight * traits::zero_code * total[n];
-                            const float step = factors.step[S][n] * (line.unit / weight);
+                                whole -= unit * traits::zero_code * total[n];
+                            const float step = factors.step[S][n] * (line.unit * (1.0f / unit));
                             if constexpr (Values::coded) {
                                 output = fmaf(static_cast<float>(whole) * step, parameters.scale[r],
                                               output + base[n]);
