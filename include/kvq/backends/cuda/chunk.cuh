@@ -96,9 +96,9 @@ struct code_chunk {
                                          group_units / 4 < step_units && step_units % (group_units / 4) == 0;
     static constexpr int lane_units =
         shares_words ? group_units / 4 : lane_steps * step_units;  // of one column group
-    static constexpr int pairs = ceil_div(lane_units, 2);         // products of k = 2 units per lane
-    static constexpr int lines = traits::lines(units);            // of a tile in shared memory
-    static constexpr int page_lines = traits::lines(page_units);  // of a tile in the page
+    static constexpr int pairs = ceil_div(lane_units, 2);          // products of k = 2 units per lane
+    static constexpr int lines = traits::lines(units);             // of a tile in shared memory
+    static constexpr int page_lines = traits::lines(page_units);   // of a tile in the page
     static constexpr int tile_height = key ? smaller(32, page) : 32;
     static constexpr int tiles = ceil_div(rows, tile_height);
     static constexpr int last_height = rows - (tiles - 1) * tile_height;
@@ -107,18 +107,23 @@ struct code_chunk {
     /// own ("set" 1): that saves the shifts. Quads q and q + 2 of 2-bit words need one shift for both; 4-bit words go by two.
     /// Sums stay below 2^31 for up to 256 columns; more than 4 query rows have no registers for two sets.
     KVQ_HD static constexpr int sets(int rows4) {
-        if (rows4 > 1 || full || traits::plane_count != 1 || 4 * group_units > 256 || sharers(0) > 1) return 1;
+        if (rows4 > 1 || full || traits::plane_count != 1 || 4 * group_units > 256 || sharers(0) > 1)
+            return 1;
         const int per_word = traits::units_per_word(0);
         return per_word == 4 || (per_word == 2 && lane_steps % 2 == 0) ? 2 : 1;
     }
     /// By how many bits for_pairs leaves codes too high in the sums of `sets` sets. Narrow ones go to the top of their bytes: shifts
-    /// to the left can be multiplications, which spares the integer pipe (4 bits with fp16 parameters: 1 % slower). Sums stay below
-    /// 2^31.
+    /// to the left can be multiplications, which spares the integer pipe (4 bits with fp16 parameters and more: 0 to 1 % slower). Sums
+    /// stay below 2^31.
     KVQ_HD static constexpr int raised(int sets) {
-        const bool can = !full && traits::plane_count == 1 && 4 * group_units <= (key ? 256 : 128);
-        return can && sets == 1 && (coded || traits::units_per_word(0) > 2)
-                   ? 8 - 8 / traits::units_per_word(0)
-                   : 0;
+        if constexpr (full) {
+            return 0;
+        } else {
+            constexpr int bits = scheme::code_bits;
+            const bool fits = 4 * group_units <= (key ? 256 : 128);
+            if (sets == 2) return bits == 2 ? 4 : 0;
+            return fits && bits < (coded ? 5 : 4) ? 8 - bits : 0;
+        }
     }
     KVQ_HD static constexpr int set_weight(int sets) {
         return sets == 1 ? 1 : traits::units_per_word(0) == 2 ? 16 : 4;
@@ -257,9 +262,9 @@ struct code_chunk {
                 constexpr std::integral_constant<int, J + 2> unit_2;
                 constexpr std::integral_constant<int, J + 3> unit_3;
                 const uint4 a = line_words<Tile, Group, decltype(j)::value, 0, 0>(at, id);
-                const uint4 b{a.x >> 4, a.y >> 4, a.z >> 4, a.w >> 4};
-                f(first, unit_0, unit_2, masked(a, 0x03030303u), masked(b, 0x03030303u));
-                f(second, unit_1, unit_3, masked(a, 0x0c0c0c0cu), masked(b, 0x0c0c0c0cu));
+                const uint4 b{a.x << 4, a.y << 4, a.z << 4, a.w << 4};
+                f(first, unit_0, unit_2, masked(b, 0x30303030u), masked(a, 0x30303030u));
+                f(second, unit_1, unit_3, masked(b, 0xc0c0c0c0u), masked(a, 0xc0c0c0c0u));
             });
         } else {
             static_for<lane_steps>([&](auto j) {
@@ -393,7 +398,8 @@ struct code_chunk {
                 constexpr int T = decltype(tile)::value;
                 constexpr int height = T + 1 == tiles ? last_height : tile_height;
                 const std::uint32_t turned =
-                    height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter(0)) << 5 : 0u;
+                    height == 32 ? static_cast<std::uint32_t>(line / lane_lines(0) & last_quarter(0)) << 5
+                                 : 0u;
                 const std::uint32_t address =
                     at +
                     (static_cast<std::uint32_t>(4 * (T * tile_height * lines + line * height + id.lane)) ^

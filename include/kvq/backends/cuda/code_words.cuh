@@ -40,7 +40,7 @@ struct code_words_of {
     KVQ_HD static constexpr int lines(int units) { return planes::vectors(units); }
 
     /// Codes of quad `Quad` of a step, one byte each, for four rows; words: of all planes, four rows each. Top: at the top of their
-    /// bytes, for a single plane.
+    /// bytes.
     template <int Quad, bool Top = false>
     __device__ __forceinline__ static uint4 codes(const uint4 (&words)[planes::vectors(units_per_step)]) {
         uint4 result{0, 0, 0, 0};
@@ -48,15 +48,14 @@ struct code_words_of {
             constexpr int p = decltype(plane)::value;
             constexpr int per = units_per_word(p);
             constexpr int width = 8 / per;
-            constexpr int right = width * (Quad % per), left = planes::shift(p);
-            constexpr std::uint32_t mask = ((1u << width) - 1u) * 0x01010101u;
+            constexpr int to = (Top ? 8 - Bits : 0) + planes::shift(p), left = to - width * (Quad % per);
+            constexpr std::uint32_t mask = (((1u << width) - 1u) << to) * 0x01010101u;
             const uint4& w = words[first_line(p, units_per_step) + Quad / per];
-            static_assert(!Top || plane_count == 1);
             const auto part = [](std::uint32_t x) {
-                if constexpr (Top)
-                    return (x << (8 - width - right)) & (mask << (8 - width));
+                if constexpr (left >= 0)
+                    return (x << left) & mask;
                 else
-                    return ((x >> right) & mask) << left;
+                    return (x >> -left) & mask;
             };
             result.x |= part(w.x);
             result.y |= part(w.y);

@@ -322,15 +322,20 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
 }
 
 /// Codes of two neighbouring quads of a segment of `Bits`, at the top of bytes of `Top` bits, from words of all planes.
-/// The first of the quads, of lane t, is 2t of a step: `turn` says by how many bits a plane's word is to be rotated.
+/// The first of the quads, of lane t, is 2t of a step: `turn` says by how many bits a plane's word is to be rotated, or what it is
+/// multiplied by where all its quads move to the left, which spares the integer pipe.
 template <int Bits, int Top>
 struct quad_pair {
     using planes = code_planes<Bits>;
-    /// Left, so that the first quad's bits of plane P stand where they belong in a code.
+    template <int P>
+    static constexpr bool multiplies =
+        planes::quads_per_word(P) > 2 && Top - Bits + planes::shift(P) + planes::width(P) == 8;
+    /// Left, so that the first quad's bits of plane P stand where they belong in a code; of factors, the second one's.
     template <int P>
     __device__ __forceinline__ static unsigned turn(int t) {
         constexpr int width = planes::width(P), to = Top - Bits + planes::shift(P);
-        return static_cast<unsigned>(to - 2 * t % planes::quads_per_word(P) * width) & 31u;
+        const int left = to - 2 * t % planes::quads_per_word(P) * width;
+        return multiplies<P> ? 1u << (left - width) : static_cast<unsigned>(left) & 31u;
     }
     template <int P>
     __device__ __forceinline__ static void add(std::uint32_t word, unsigned turn, std::uint32_t& a,
@@ -342,6 +347,10 @@ struct quad_pair {
             b |=
                 (to > width ? word << (to > width ? to - width : 0) : word >> (to > width ? 0 : width - to)) &
                 mask;
+        } else if constexpr (multiplies<P>) {
+            const std::uint32_t second = word * turn;
+            a |= (second << width) & mask;
+            b |= second & mask;
         } else {
             a |= __funnelshift_l(word, word, turn) & mask;
             b |= __funnelshift_l(word, word, turn - width) & mask;
