@@ -63,6 +63,9 @@ int main() {
         "7 and 3 bit, dim 64, page 32");
     check_format<cuda::format<affine<2, per_token<>>, affine<2, per_token<>>, 128, 16>, float16>(
         "2 bit token, page 16");
+    // The largest sums of codes at the top of their bytes.
+    check_format<cuda::format<affine<3, per_channel<>>, affine<3, per_channel<>>, 256, 128>, float16>(
+        "3 bit, dim 256, page 128");
 #endif
 #if !defined(PART) || PART == 2
     check_format<cuda::format<int8, int8, 80, 64>, float16>("int8, dim 80");
