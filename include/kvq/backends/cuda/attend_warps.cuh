@@ -24,7 +24,8 @@ namespace kvq::inline v0_1::cuda {
 namespace detail {
 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two pages where pages are
-/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only where codes are few.
+/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only for codes
+/// of up to 3 bits (with a plan, of 2).
 template <class Format, int Rows4>
 constexpr int chunk_tokens() {
     constexpr int page = Format::page_tokens;

@@ -225,8 +225,7 @@ struct code_chunk {
     // ---- from shared memory ----
 
     /// Units of the lane in tile `Tile`, column group `Group`, two at a time: f(set, number of unit a, of unit b, rows of
-    /// unit a, of unit b). Those of set 1 are multiplied by set_weight, all by
-    /// 2^raised.
+    /// unit a, of unit b). Those of set 1 are multiplied by set_weight, all by 2^raised.
     template <int Tile, int Group, int Sets, class F>
     __device__ __forceinline__ static void for_pairs(std::uint32_t at, const lane_id& id, F&& f) {
         constexpr std::integral_constant<int, 0> first;
