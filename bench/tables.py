@@ -9,6 +9,7 @@ tables.py windows   RESULTS...                        a scheme with several wind
 tables.py transfer  NAME TEXT RESULTS [TEXT RESULTS]... [, NAME ...]     statistics of several texts, the judged text's first
 tables.py parts     NAME RESULTS [NAME RESULTS]...    bench_ablation: keys alone and values alone
 tables.py changes   NAME RESULTS [NAME RESULTS]...    presets with one ingredient changed
+tables.py gpu       RESULTS                           docs/gpu.md, of `scripts/gpu-bench --json`
 """
 
 import json
@@ -72,12 +73,28 @@ CHANGES = (
 )
 
 
-def read(path):
+GPU_SHAPES = [(1, 131072), (8, 32768), (16, 2048), (64, 4096), (128, 8192)]
+GPU_FORMATS = ["fp16", "int8", "token4-g128", "kivi4-g128", "kivi4-g64", "kivi4-g32", "kivi2-g128", "kivi2-g32"]
+GPU_PRESETS = {
+    "plain8": ["ref8"],
+    "plain6": ["hi6"],
+    "plain5": ["std5"],
+    "plain4": ["std4", "mix4", "mix4-plan"],
+    "plain3": ["low3", "low3-plan"],
+    "plain2": ["low2", "low2-plan"],
+}
+
+
+def read_lines(path):
     with open(path, encoding="utf-8") as file:
-        rows = {row["scheme"]: row for row in map(json.loads, (line for line in file if line.startswith("{")))}
+        rows = [json.loads(line) for line in file if line.startswith("{")]
     if not rows:
         sys.exit(f"tables.py: no JSON lines in {path}")
     return rows
+
+
+def read(path):
+    return {row["scheme"]: row for row in read_lines(path)}
 
 
 def print_table(head, rows):
@@ -202,8 +219,65 @@ def changes(*words):
     print_table(("factor", *(f"{n} {p}" if p == "mix4" else p for n in names for p in presets)), rows)
 
 
+def gpu(path):
+    rows = read_lines(path)
+    attention = {}  # of pages of 64 tokens, or 128 where a format has no others; small ones apart
+    small = {}
+    for r in rows:
+        if r["op"] == "attention":
+            key = (r["scheme"], r["batch"], r["tokens"], r["ragged"], r["q_heads"], r["kv_heads"])
+            (attention if r["page_tokens"] >= 64 else small.setdefault(r["page_tokens"], {}))[key] = r
+
+    def row(scheme, heads, cell, of=attention, shapes=GPU_SHAPES, ragged=False):
+        found = [of.get((scheme, *shape, ragged, *heads)) for shape in shapes]
+        return [cell(r) if r else "-" for r in found]
+
+    def figures(r):
+        text = f"{r['us']:.1f}, {100 * r['ceiling_share']:.0f} %"
+        of_torch = r["vs_torch_cudnn"]
+        return f"{text}, {of_torch:.2f} x; {of_torch * r['us'] / r['us_early']:.2f} x" if of_torch else text
+
+    names = [f"{batch} x {tokens}" for batch, tokens in GPU_SHAPES]
+    for heads in ((32, 8), (32, 32), (64, 8)):
+        torch = ", ".join(row("fp16", heads, lambda r: f"{r['us'] * r['vs_torch_cudnn']:.1f}"))
+        print(f"\n{heads[0]} query heads, {heads[1]} kv heads (torch: {torch} us)\n")
+        print_table(("format", *names), [[f, *row(f, heads, figures)] for f in GPU_FORMATS])
+    print("\nRagged batches: microseconds, share of the read ceiling\n")
+    both = ((32, 8), (64, 8))
+    ragged = [[f, *(row(f, h, figures, shapes=[(64, 4096)], ragged=True)[0] for h in both)] for f in GPU_FORMATS]
+    print_table(("format", *(f"{q}/{kv} heads" for q, kv in both)), ragged)
+    print("\nSmall pages, 32/8 heads\n")
+    formats = ("fp16", "int8", "token4-g128")
+    lines = [[f"{f}, {page}", *row(f, (32, 8), figures, of=small[page])] for page in sorted(small) for f in formats]
+    print_table(("format, tokens of a page", *names), lines)
+    for heads in ((32, 8), (64, 8), (32, 32)):
+        print(f"\nPresets, {heads[0]} query heads, {heads[1]} kv heads\n")
+        lines = []
+        for plain, presets in GPU_PRESETS.items():
+            base = row(plain, heads, lambda r: r["us"])
+            lines.append([plain.replace("plain", "plain "), *(us if us == "-" else f"{us:.1f}" for us in base)])
+            for preset in presets:
+                own = row(preset, heads, lambda r: r["us"])
+                cells = [us if us == "-" else f"{us:.1f} ({us / b:.2f})" for us, b in zip(own, base)]
+                lines.append([preset.replace("-plan", ", plan"), *cells])
+        print_table(("format", *names), lines)
+
+    def by_tokens(op, title, cell):
+        of = [r for r in rows if r["op"] == op]
+        tokens = sorted({r["tokens"] for r in of})
+        found = {(r["scheme"], r["tokens"]): r for r in of}
+        print(f"\n{title}\n")
+        schemes = dict.fromkeys(r["scheme"] for r in of)
+        print_table(("format", *(f"{t} tokens" for t in tokens)), [[s, *(cell(found[s, t]) for t in tokens)] for s in schemes])
+
+    by_tokens("store", "Store: microseconds, share of a copy", lambda r: f"{r['us']:.1f}, {100 * r['ceiling_share']:.0f} %")
+    by_tokens("pages", "Whole pages: microseconds (numbers per ns)", lambda r: f"{r['us']:.1f} ({r['numbers_per_ns']:.1f})")
+    by_tokens("commit", "Tokens of full pages among 128 sequences: microseconds", lambda r: f"{r['us']:.1f}")
+    print(f"\nlargest error {max(r['rel_error'] for r in attention.values()):.1e}")
+
+
 def main():
-    kinds = {f.__name__: f for f in (ratios, reference, windows, transfer, parts, changes)}
+    kinds = {f.__name__: f for f in (ratios, reference, windows, transfer, parts, changes, gpu)}
     if len(sys.argv) < 3 or sys.argv[1] not in kinds:
         sys.exit(__doc__.strip())
     kinds[sys.argv[1]](*sys.argv[2:])

@@ -24,8 +24,8 @@ namespace kvq::inline v0_1::cuda {
 namespace detail {
 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two pages where pages are
-/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only for codes
-/// of up to 3 bits (with a plan, of 2).
+/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only where units
+/// are small: 2 bits of 128 channels, and 3 without a plan.
 template <class Format, int Rows4>
 constexpr int chunk_tokens() {
     constexpr int page = Format::page_tokens;
@@ -37,9 +37,13 @@ constexpr int chunk_tokens() {
     constexpr int most = is_mixed<typename Format::keys> ? 8192 : 9216;
     while (tokens > least && tokens * widest > most) tokens /= 2;
     if (joins_pages<Format> && 2 * page * widest <= most) return 2 * page;
-    constexpr int most_of_8_rows = is_mixed<typename Format::keys> ? 5120 : 7680;
-    if (Rows4 == 2 && tokens > 64 && tokens * widest > most_of_8_rows) tokens /= 2;
     using values = chunk<tensor::value, Format, page>;
+    constexpr int most_of_8_rows = [] {
+        if constexpr (!is_mixed<typename Format::keys> && !values::full)
+            if (values::scheme::code_bits <= 3) return 7680;
+        return 5120;
+    }();
+    if (Rows4 == 2 && tokens > 64 && tokens * widest > most_of_8_rows) tokens /= 2;
     if (!values::full && !values::token_parameters)
         while (tokens > least && tokens > values::group) tokens /= 2;
     while (tokens > least && page % tokens != 0) tokens /= 2;

@@ -103,26 +103,25 @@ struct code_chunk {
     static constexpr int tiles = ceil_div(rows, tile_height);
     static constexpr int last_height = rows - (tiles - 1) * tile_height;
 
+    /// Do sums of products with codes of up to 8 bits stay below 2^31? The query has 15 bits and a sign, weights have 16.
+    static constexpr bool byte_sums_fit = 4 * group_units <= (key ? 256 : 128);
     /// Products may leave the upper quads of a word where they are, as codes times set_weight, and add them to sums of their
     /// own ("set" 1): that saves the shifts. Quads q and q + 2 of 2-bit words need one shift for both; 4-bit words go by two.
-    /// Sums stay below 2^31 for up to 256 columns; more than 4 query rows have no registers for two sets.
+    /// More than 4 query rows have no registers for two sets.
     KVQ_HD static constexpr int sets(int rows4) {
-        if (rows4 > 1 || full || traits::plane_count != 1 || 4 * group_units > 256 || sharers(0) > 1)
-            return 1;
+        if (rows4 > 1 || full || traits::plane_count != 1 || !byte_sums_fit || sharers(0) > 1) return 1;
         const int per_word = traits::units_per_word(0);
         return per_word == 4 || (per_word == 2 && lane_steps % 2 == 0) ? 2 : 1;
     }
     /// By how many bits for_pairs leaves codes too high in the sums of `sets` sets. Narrow ones go to the top of their bytes: shifts
-    /// to the left can be multiplications, which spares the integer pipe (4 bits with fp16 parameters and more: 0 to 1 % slower). Sums
-    /// stay below 2^31.
+    /// to the left can be multiplications, which spares the integer pipe (4 bits with fp16 parameters and more: 0 to 1 % slower).
     KVQ_HD static constexpr int raised(int sets) {
         if constexpr (full) {
             return 0;
         } else {
             constexpr int bits = scheme::code_bits;
-            const bool fits = 4 * group_units <= (key ? 256 : 128);
             if (sets == 2) return bits == 2 ? 4 : 0;
-            return fits && bits < (coded ? 5 : 4) ? 8 - bits : 0;
+            return byte_sums_fit && bits < (coded ? 5 : 4) ? 8 - bits : 0;
         }
     }
     KVQ_HD static constexpr int set_weight(int sets) {
