@@ -183,6 +183,7 @@ void copy_wait() {
         groups.pop_front();
     }
 }
+inline void prefetch_line(const void*) {}
 inline void prefetch_lines(const std::byte*, int, int) {}
 inline void launch_dependents() {}
 inline void wait_for_predecessor() {}

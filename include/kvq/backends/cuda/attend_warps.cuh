@@ -362,7 +362,12 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             if (!waits) break;
             before = now;
             entry = first_entry<memory>(a, walk, team);
-            prefetch_page<memory>(a, walk, entry, team, id.lane);
+            // Thread blocks take their places in the order of their numbers, the second half hardly before the previous launch has
+            // ended: these would wait for the page number in vain, and last as long as they start late.
+            if (2 * blockIdx.x < gridDim.x)
+                prefetch_page<memory>(a, walk, entry, team, id.lane);
+            else if (entry != nullptr)
+                prefetch_line(entry);
             wait_for_predecessor();
             // The page and the query come while lengths are looked at again.
             if (entry != nullptr) first_page = __ldcg(entry);
@@ -388,8 +393,9 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                                         a.work.end(walk.item.sequence) - a.work.query_tokens)
             wait_for_predecessor();
     }
-    // One unit is on its way before the query is: more would keep warps from the barrier behind the query, since copies that memory
-    // has no room for stop the warp that asks. With `early` there is time for all.
+    // One unit is on its way until it is there: more would keep warps from the barrier behind the query, since copies that memory
+    // has no room for stop the warp that asks, and would hold up the first units of others. The second half of the warps starts behind
+    // that barrier, so that the two warps of a scheduler are not busy with the same all the time. With `early` there is time for all.
     const auto issue_units = [&](auto wanted) {
 #pragma unroll
         for (int i = 0; i < memory::slot_count; ++i) {
@@ -400,7 +406,8 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
                 feed.template issue<tensor::value>(ring, i, id.lane);
         }
     };
-    issue_units([&](int i) { return i == 0 || a.early; });
+    const bool starts_later = 2 * warp >= memory::warps && !a.early;
+    issue_units([&](int i) { return (i == 0 && !starts_later) || a.early; });
     if (a.early) wait_for_predecessor();
     if (!asked) query_part.fetch(a, walk.item, team);
     int slot = 0;
@@ -424,7 +431,11 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
         of_team.wait();
     };
     store_query(team);
-    issue_units([&](int i) { return i > 0 && !a.early; });
+    if (!a.early) {
+        issue_units([&](int i) { return i == 0 && starts_later; });
+        copy_wait<0>();
+        issue_units([](int i) { return i > 0; });
+    }
     while (true) {
         walk.fetch(&notes->reader);
         const item_part item = walk.item;

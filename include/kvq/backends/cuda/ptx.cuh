@@ -240,12 +240,14 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/// Asks for memory in the second-level cache. All lanes of a warp.
+/// Asks for memory in the second-level cache: a line, or `bytes` by all lanes of a warp.
+__device__ __forceinline__ void prefetch_line(const void* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 __device__ __forceinline__ void prefetch_lines(const std::byte* from, int bytes, int lane) {
     constexpr int line = 128;
 #pragma unroll 1
-    for (int at = lane * line; at < bytes; at += 32 * line)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + at));
+    for (int at = lane * line; at < bytes; at += 32 * line) prefetch_line(from + at);
 }
 
 /// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until the one before
