@@ -264,11 +264,13 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
         return detail::bad_value("k, v or mapping is a null pointer");
     const bool few = k.tokens <= 512;
     const int groups = kvq::detail::ceil_div(k.tokens, few ? detail::store_warps : 32);
-    // A block takes several heads where there are many blocks: it loads while it computes, and a launch takes 0.6 us per 1000
-    // blocks.
-    const int most = few ? detail::few_heads : 4, enough = few ? 512 : 4096;
+    // Where there are many blocks, they take two or four heads each: a block loads while it computes, and a launch takes 0.6 us
+    // per 1000 blocks.
     int heads = cache.kv_heads;  // thread blocks along the heads
-    while (heads % 2 == 0 && cache.kv_heads / heads < most && groups * heads >= enough) heads /= 2;
+    for (int enough = few ? 512 : 1024;
+         heads % 2 == 0 && cache.kv_heads / heads < (few ? detail::few_heads : 4) && groups * heads >= enough;
+         enough = 4096)
+        heads /= 2;
     const detail::store_tensor<T> keys{cache.key_pages, cache.key_page_bytes, k.data, k.token_stride,
                                        k.head_stride},
         values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
