@@ -21,7 +21,7 @@ std::vector<float> hostile_values(test::rng& r, int tokens, int dim) {
         if (tokens > 5) x[static_cast<std::size_t>(5 * dim + c)] = NAN;
         if (tokens > 6) x[static_cast<std::size_t>(6 * dim + c)] = c % 3 ? 2.0f : -0.0f;
         if (tokens > 7) x[static_cast<std::size_t>(7 * dim + c)] = static_cast<float>(c % 5) * 6e-8f;
-        if (tokens > 8) x[static_cast<std::size_t>(8 * dim + c)] = static_cast<float>(c % 7) * 1e-35f;
+        if (tokens > 8) x[static_cast<std::size_t>(8 * dim + c)] = static_cast<float>(c % 7) * 1e-37f;
         if (tokens > 9) x[static_cast<std::size_t>(9 * dim + c)] = static_cast<float>(c % 7 - 3) * 2e33f;
     }
     for (int t = 0; t < tokens; ++t)
@@ -427,7 +427,7 @@ int main() {
     check_store<f<affine<4, per_token<16>>, int8, 64, 64, 32>, bfloat16>("4 and 8 bit, 576 tokens", 2, 9);
     check_store<f<affine<4, per_token<64>>, affine<3, per_token<>>, 128, 64>, float16>("4 and 3 bit, 8 heads",
                                                                                        8);
-    check_store<f<affine<2, per_token<128>>, affine<4, per_token<128>>, 256, 32>, float>(
+    check_store<f<affine<2, per_token<128>, params<float>>, affine<4, per_token<128>>, 256, 32>, float>(
         "2 and 4 bit, head_dim 256, float");
     check_store<f<full<float16>, full<bfloat16>, 48, 24, 40>, float>("fp16 and bf16 from float, page 24");
     using w128 = f<full<float16>, full<float16>, 128, 64>;
