@@ -20,6 +20,9 @@ std::vector<float> hostile_values(test::rng& r, int tokens, int dim) {
             x[static_cast<std::size_t>(4 * dim + c)] = c % 2 ? 0.0f : -0.0f;  // zeros of both signs
         if (tokens > 5) x[static_cast<std::size_t>(5 * dim + c)] = NAN;
         if (tokens > 6) x[static_cast<std::size_t>(6 * dim + c)] = c % 3 ? 2.0f : -0.0f;
+        if (tokens > 7) x[static_cast<std::size_t>(7 * dim + c)] = static_cast<float>(c % 5) * 6e-8f;
+        if (tokens > 8) x[static_cast<std::size_t>(8 * dim + c)] = static_cast<float>(c % 7) * 1e-37f;
+        if (tokens > 9) x[static_cast<std::size_t>(9 * dim + c)] = static_cast<float>(c % 7 - 3) * 2e33f;
     }
     for (int t = 0; t < tokens; ++t)
         x[static_cast<std::size_t>(t * dim + dim / 2)] = -2.25f;  // a constant channel
@@ -116,23 +119,24 @@ void fill_with_others(test::rng& r, pool<Format>& p, int) {
     CUDA_OK(cudaDeviceSynchronize());
 }
 
-/// Stores pages in several ways: whole, in two calls at odd places, one token at a time, with skipped and shuffled tokens.
+/// Stores pages in several ways: whole, at odd places, with skipped and shuffled tokens, few at a time, rows aligned for nothing.
+/// `used` pages; one more is no multiple of 3.
 template <class Format, class T>
-void check_store(const char* name) {
+void check_store(const char* name, int heads = 3, int used = 4) {
     test::rng r(static_cast<unsigned>(Format::page_tokens + 7 * Format::head_dim));
-    constexpr int page_tokens = Format::page_tokens, heads = 3, pages = 5;
-    const int n = 4 * page_tokens;
+    constexpr int page_tokens = Format::page_tokens;
+    const int n = used * page_tokens, pages = used + 1;
     const int k_row = heads * Format::head_dim, v_row = heads * Format::value_dim;
     const std::vector<float> k = rounded<T>(hostile_values(r, n, k_row)),
                              v = rounded<T>(hostile_values(r, n, v_row));
     pool<Format> p(heads, pages);
     p.keys.clear();  // padding is zero on the CPU
     p.values.clear();
-    for (int way = 0; way < 4; ++way) {
+    for (int way = 0; way < 5; ++way) {
         fill_with_others<Format, T>(r, p, n);  // what is stored now must replace what was there
         std::vector<int> token_of_row, slot_of_row;
-        const int page_of[4] = {2, 0, 4, 1};
-        const auto slot = [&](int t) { return page_of[t / page_tokens] * page_tokens + t % page_tokens; };
+        const auto page_of = [&](int i) { return (3 * i + 2) % pages; };
+        const auto slot = [&](int t) { return page_of(t / page_tokens) * page_tokens + t % page_tokens; };
         for (int t = 0; t < n; ++t) {
             if (way == 1 && t == 5) {  // the rows are no longer aligned with the pages
                 token_of_row.push_back(0);
@@ -155,15 +159,16 @@ void check_store(const char* name) {
         }
         const int rows = static_cast<int>(token_of_row.size());
         const bool hnd = way == 1;
+        const int lead = way == 4 ? 1 : 0;  // a number before the first row
         const auto gather = [&](const std::vector<float>& x, int dim) {
-            std::vector<T> out(static_cast<std::size_t>(rows) * heads * static_cast<std::size_t>(dim));
+            std::vector<T> out(static_cast<std::size_t>(rows * heads * dim + lead));
             for (int i = 0; i < rows; ++i)
                 for (int h = 0; h < heads; ++h)
                     for (int c = 0; c < dim; ++c) {
                         const float value = x[static_cast<std::size_t>(
                             (token_of_row[static_cast<std::size_t>(i)] * heads + h) * dim + c)];
-                        const std::size_t at = hnd ? static_cast<std::size_t>((h * rows + i) * dim + c)
-                                                   : static_cast<std::size_t>((i * heads + h) * dim + c);
+                        const auto at = static_cast<std::size_t>(
+                            lead + (hnd ? (h * rows + i) * dim + c : (i * heads + h) * dim + c));
                         if constexpr (std::is_same_v<T, float>)
                             out[at] = value;
                         else
@@ -178,12 +183,13 @@ void check_store(const char* name) {
         const test::device_buffer<long long> mapping(wide_slots);
         test::device_buffer<unsigned> bad(1);
         bad.clear();
-        const auto view = [&](const T* data, int dim) {
+        const auto view = [&](const T* buffer, int dim) {
+            const T* const data = buffer + lead;
             return hnd ? token_view<const T>(data, rows, heads, dim, dim,
                                              static_cast<std::ptrdiff_t>(rows) * dim)
                        : token_view<const T>(data, rows, heads, dim);
         };
-        const int step = way == 3 ? 7 : rows;
+        const int step = way == 3 ? 7 : way == 4 ? 100 : rows;
         for (int first = 0; first < rows; first += step) {
             const int count = std::min(step, rows - first);
             const auto status =
@@ -194,13 +200,14 @@ void check_store(const char* name) {
         }
         CUDA_OK(cudaDeviceSynchronize());
         const auto keys = p.keys.download(), values = p.values.download();
-        for (int i = 0; i < 4; ++i)
-            compare_page(p, keys, values, page_of[i], tokens_of(k, i * page_tokens, page_tokens, k_row),
+        for (int i = 0; i < used; ++i)
+            compare_page(p, keys, values, page_of(i), tokens_of(k, i * page_tokens, page_tokens, k_row),
                          tokens_of(v, i * page_tokens, page_tokens, v_row),
                          way == 0   ? "store"
                          : way == 1 ? "store, shifted"
                          : way == 2 ? "store, shuffled"
-                                    : "store, few",
+                         : way == 3 ? "store, few"
+                                    : "store, not aligned",
                          name);
         unsigned expected = 0;
         for (const float x : k) expected += !kvq::detail::is_finite(x);
@@ -415,6 +422,14 @@ int main() {
     check_store<f<affine<5, per_token<32>>, affine<6, per_token<32>>, 96, 128>, float16>("5 and 6 bit");
     check_store<f<affine<7, per_token<20>>, affine<8, per_token<24>>, 72, 24, 48>, float16>(
         "7 and 8 bit, odd shape");
+    // Many tokens; few with two heads for each warp.
+    check_store<f<full<float16>, full<float16>, 64, 64>, float16>("fp16, 576 tokens", 2, 9);
+    check_store<f<affine<4, per_token<16>>, int8, 64, 64, 32>, bfloat16>("4 and 8 bit, 576 tokens", 2, 9);
+    check_store<f<affine<4, per_token<64>>, affine<3, per_token<>>, 128, 64>, float16>("4 and 3 bit, 8 heads",
+                                                                                       8);
+    check_store<f<affine<2, per_token<128>, params<float>>, affine<4, per_token<128>>, 256, 32>, float>(
+        "2 and 4 bit, head_dim 256, float");
+    check_store<f<full<float16>, full<bfloat16>, 48, 24, 40>, float>("fp16 and bf16 from float, page 24");
     using w128 = f<full<float16>, full<float16>, 128, 64>;
     check_requantize<w128, cuda::kivi_format<4, 64, 128, 64>, cuda::kivi_format<2, 32, 128, 64>>(
         "kivi4 g64 -> kivi2 g32");

@@ -5,13 +5,13 @@
 //
 // For full<T> formats and for schemes with parameters per token. (Parameters per channel need a whole group of tokens: such
 // tokens go to 16-bit window pages first and are coded when a page is full: pages.cuh.)
-// One thread block takes 32 input tokens of one head and tensor. Where 32 of them fill 32 slots in a row, it codes them as a
-// tile from shared memory: lane = token for parameters and keys, lane = 4 channels for values, whole words, no atomics. Other
-// tokens go one by one; only the bits of their own codes are changed, so tokens of a call may share bytes.
+// Of many tokens, one thread block takes 32 of one head and tensor; of few, which are usually one per sequence, each warp takes
+// one. 32 tokens that fill 32 slots in a row are coded as a tile, others one by one (store_tile.cuh, store_token.cuh); only the
+// bits of their own codes are changed, so tokens of a call may share bytes.
 // Contract: a page whose slots have all been written holds the bytes that the CPU writes for the same tokens.
 #pragma once
 
-#include "store_tile.cuh"
+#include "store_token.cuh"
 
 namespace kvq::inline v0_1::cuda {
 
@@ -41,45 +41,44 @@ __device__ __forceinline__ void fetch_tile(const token_view<const T>& x, int fir
     copy_commit();
 }
 
-/// One tensor: 32 input tokens, heads blockIdx.y, blockIdx.y + gridDim.y, ... Few: `parts` blocks share the tokens that go
-/// one by one, of which each warp has at most one.
-template <class Format, class T, tensor Role, bool Few>
-__device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, const token_view<const T>& x,
-                                             const long long* mapping, unsigned* not_finite, int part,
-                                             int parts, std::byte* shared) {
+/// Where an input token goes; negative: nowhere.
+template <class T>
+__device__ __forceinline__ long long slot_of(const token_view<const T>& x, const long long* mapping,
+                                             int token) {
+    return static_cast<unsigned>(token) < static_cast<unsigned>(x.tokens) ? mapping[token] : -1;
+}
+
+/// Many tokens of one tensor: 32 of them, heads blockIdx.y, blockIdx.y + gridDim.y, ...
+template <class Format, class T, tensor Role>
+__device__ __forceinline__ void store_many(const cache_ref<Format>& cache, const token_view<const T>& x,
+                                           const long long* mapping, unsigned* not_finite,
+                                           std::byte* shared) {
     using S = scheme_of<Role, Format>;
-    constexpr int dim = dim_of<Role, Format>;
-    using store = store_traits<S, dim, Format::page_tokens>;
+    constexpr int dim = dim_of<Role, Format>, page_tokens = Format::page_tokens;
+    using store = store_traits<S, dim, page_tokens>;
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
     const int heads = static_cast<int>(gridDim.y);
     const int head = static_cast<int>(blockIdx.y);
-    const int begin = static_cast<int>(blockIdx.x) / parts * 32;
-    const auto slot_of = [&](int token) {
-        return token >= 0 && token < x.tokens ? static_cast<int>(larger(mapping[token], -1LL)) : -1;
-    };
+    const int begin = static_cast<int>(blockIdx.x) * 32;
     auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
-    // Numbers are fetched before it is known where they go. Many tokens are mostly whole tiles, few mostly are not.
-    const bool guess = store::tiles && !Few && begin + 32 <= x.tokens;
+    // Numbers are fetched before it is known where they go: they are mostly whole tiles.
+    const bool guess = store::tiles && begin + 32 <= x.tokens;
     if (guess) fetch_tile<Role, Format, T>(x, begin, head, own.rows[0]);
-    const int here = slot_of(begin + lane);
-    [[maybe_unused]] int before = -1, behind = -1;
-    [[maybe_unused]] token_numbers<Role, Format, T> single;
-    const int single_at = part * store_warps + warp;
-    if constexpr (Few) {
-        if constexpr (store::tiles) before = slot_of(begin - 32 + lane), behind = slot_of(begin + 32 + lane);
-        if (begin + single_at < x.tokens) single.fetch(x.at(begin + single_at, head), lane);
-    }
+    const auto slot_at = [&](int token) {
+        return static_cast<int>(larger(slot_of(x, mapping, token), -1LL));
+    };
+    const int here = slot_at(begin + lane);
     unsigned bad = 0;
     unsigned covered = 0;
     if constexpr (store::tiles) {
         // Which tokens start 32 slots in a row that a tile of the page takes? Often the block's first token alone.
-        unsigned leads_here = 1u;
+        unsigned leads = 1u;
         covered = ~0u;
         if (!__all_sync(~0u, here == __shfl_sync(~0u, here, 0) + lane &&
                                  (lane > 0 || (here >= 0 && here % 32 == 0)))) {
             // Which continue the slot of the token before them: 32 before, here, 32 behind.
-            if constexpr (!Few) before = slot_of(begin - 32 + lane), behind = slot_of(begin + 32 + lane);
+            const int before = slot_at(begin - 32 + lane), behind = slot_at(begin + 32 + lane);
             const auto runs = [&](int slot, int previous_last) {
                 int previous = __shfl_up_sync(~0u, slot, 1);
                 if (lane == 0) previous = previous_last;
@@ -87,18 +86,17 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
             };
             const unsigned run_before = runs(before, -1), run_here = runs(here, __shfl_sync(~0u, before, 31)),
                            run_behind = runs(behind, __shfl_sync(~0u, here, 31));
-            const auto leads = [&](int slot, unsigned low, unsigned high) {
+            const auto leads_of = [&](int slot, unsigned low, unsigned high) {
                 const unsigned follow = static_cast<unsigned>(
                     ((static_cast<unsigned long long>(high) << 32 | low) >> (lane + 1)) & 0x7fffffffu);
                 return __ballot_sync(~0u, slot >= 0 && slot % 32 == 0 && follow == 0x7fffffffu);
             };
-            const unsigned leads_before = leads(before, run_before, run_here);
-            leads_here = leads(here, run_here, run_behind);
+            const unsigned leads_before = leads_of(before, run_before, run_here);
+            leads = leads_of(here, run_here, run_behind);
             const int lead = lane - here % 32;  // of this lane's token, if it has one
             covered = __ballot_sync(
-                ~0u, here >= 0 && ((lead >= 0 ? leads_here >> lead : leads_before >> (32 + lead)) & 1u));
+                ~0u, here >= 0 && ((lead >= 0 ? leads >> lead : leads_before >> (32 + lead)) & 1u));
         }
-        unsigned leads = part == 0 ? leads_here : 0u;
         int at = __ffs(static_cast<int>(leads)) - 1;
         if (leads && !(guess && at == 0)) {
             copy_wait<0>();
@@ -129,40 +127,118 @@ __device__ __forceinline__ void store_tokens(const cache_ref<Format>& cache, con
             }
         }
     }
-    unsigned left = __ballot_sync(~0u, here >= 0) & ~covered;
-    if constexpr (Few) {
-        if (left >> single_at & 1u)
-            bad += store_numbers<Role, Format, T>(cache, single, __shfl_sync(~0u, here, single_at), head);
-    } else {
-        for (; left; left &= left - 1) {
-            const int at = __ffs(static_cast<int>(left)) - 1;
-            if (at % (parts * store_warps) != part * store_warps + warp) continue;
-            const int slot = __shfl_sync(~0u, here, at);
-            for (int h = head; h < x.heads; h += heads)
-                bad += store_token<Role, Format, T>(cache, x.at(begin + at, h), slot, h);
-        }
+    for (unsigned left = __ballot_sync(~0u, here >= 0) & ~covered; left; left &= left - 1) {
+        const int at = __ffs(static_cast<int>(left)) - 1;
+        if (at % store_warps != warp) continue;
+        const int slot = __shfl_sync(~0u, here, at);
+        for (int h = head; h < x.heads; h += heads)
+            bad += store_token<Role, Format, T>(
+                x.at(begin + at, h), cache.template block<Role>(slot / page_tokens, h), slot % page_tokens);
     }
     if (not_finite && bad) atomicAdd(not_finite, bad);
     copy_wait<0>();  // of a tile that was fetched in vain
 }
 
-inline constexpr int few_parts = 32 / store_warps;  // one warp per token
+/// Heads of a token that a warp stores where there are few tokens, at most.
+inline constexpr int few_heads = 2;
 
-/// Few tokens are usually one per sequence and wait for memory; of many, as many thread blocks as possible shall be under way.
+/// Few tokens of one tensor, usually one per sequence: each warp has one of them, of heads blockIdx.y and blockIdx.y + gridDim.y.
+template <class Format, class T, tensor Role>
+__device__ __forceinline__ void store_few(const cache_ref<Format>& cache, const token_view<const T>& x,
+                                          const long long* mapping, unsigned* not_finite, std::byte* shared) {
+    constexpr int page_tokens = Format::page_tokens;
+    constexpr bool tiles = store_traits<scheme_of<Role, Format>, dim_of<Role, Format>, page_tokens>::tiles;
+    const int warp = static_cast<int>(threadIdx.x / warp_size),
+              lane = static_cast<int>(threadIdx.x % warp_size);
+    const int head = static_cast<int>(blockIdx.y), heads = static_cast<int>(gridDim.y);
+    const int token = static_cast<int>(blockIdx.x) * store_warps + warp;
+    // Slots of this token and the 31 before it, and of the 32 behind it.
+    const long long before = slot_of(x, mapping, token - 31 + lane);
+    [[maybe_unused]] const long long behind = tiles ? slot_of(x, mapping, token + 1 + lane) : -1;
+    token_row<Role, Format, T> rows[few_heads];
+#pragma unroll
+    for (int i = 0; i < few_heads; ++i)
+        if (token < x.tokens && head + i * heads < x.heads)
+            rows[i].fetch(x.at(token, head + i * heads), lane);
+    // Not at the start: attend as the next launch then took 1 to 10 us longer.
+    launch_dependents();
+    const long long here = __shfl_sync(~0u, before, 31);
+    const unsigned slot = static_cast<unsigned>(here);
+    const int page = static_cast<int>(slot / page_tokens), at = static_cast<int>(slot % page_tokens);
+    bool covered = false;
+    if constexpr (tiles) {
+        // Is the token one of 32 in a row that a tile of the page takes?
+        const unsigned long long in_a_row =
+            static_cast<unsigned long long>(__ballot_sync(~0u, behind == here + 1 + lane)) << 32 |
+            __ballot_sync(~0u, before == here - 31 + lane);
+        covered = here >= 0 && static_cast<unsigned>(in_a_row >> (31 - slot % 32)) == ~0u;
+    }
+    unsigned bad = 0;
+    if (here >= 0 && !covered) {
+#pragma unroll 1
+        for (int h = head; h < x.heads; h += heads) {
+            std::byte* const block = cache.template block<Role>(page, h);
+            if (!rows[0].store(block, at, lane))
+                bad += store_token<Role, Format, T>(x.at(token, h), block, at);
+#pragma unroll
+            for (int i = 1; i < few_heads; ++i) rows[i - 1] = rows[i];
+        }
+    }
+    if constexpr (tiles) {
+        // Every fourth token of a tile stands for one head of the tile, and at most one of the four of a block.
+        const int tile_head = head + static_cast<int>(slot % 32 / store_warps) * heads;
+        const bool takes = covered && slot % store_warps == 0 && tile_head < x.heads;
+        auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
+        int* const told = reinterpret_cast<int*>(own.tile.of);
+        if (takes) told[0] = static_cast<int>(slot), told[1] = token;
+        if (__syncthreads_or(takes)) {
+            const int place = told[0] % 32, h = head + place / store_warps * heads;
+            const int first_slot = told[0] - place;
+            fetch_tile<Role, Format, T>(x, told[1] - place, h, own.rows[0]);
+            copy_wait<0>();
+            __syncthreads();
+            bad += store_tile<Role, Format, T>(cache, own.rows[0], first_slot, h, own.tile);
+        }
+    }
+    if (bad && not_finite) atomicAdd(not_finite, bad);
+}
+
+/// What a kernel needs of one tensor: parameters of a launch are not in any cache, so they shall fill few lines of 64 bytes.
+template <class T>
+struct store_tensor {
+    std::byte* pages;
+    std::size_t page_bytes;
+    const T* from;
+    std::ptrdiff_t token_stride, head_stride;
+};
+
+/// As many thread blocks as possible shall be under way.
 template <class Format, class T, bool Few>
-__global__ void __launch_bounds__(store_threads, Few ? 4 : 8)
-    store_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<const T> k,
-                 token_view<const T> v, const long long* mapping, unsigned* not_finite) {
+__global__ void __launch_bounds__(store_threads, 8)
+    store_kernel(const store_tensor<T> k, const store_tensor<T> v, const long long* mapping,
+                 unsigned* not_finite, int tokens, int heads) {
     __shared__ __align__(16) std::byte shared[larger(sizeof(store_memory<tensor::key, Format, T>),
                                                      sizeof(store_memory<tensor::value, Format, T>))];
-    launch_dependents();
-    wait_for_predecessor();
-    constexpr int parts = Few ? few_parts : 1;
-    const int part = static_cast<int>(blockIdx.x) % parts;
+    if constexpr (!Few) {
+        launch_dependents();
+        wait_for_predecessor();
+    }
+    const auto go = [&](auto role, const store_tensor<T>& t) {
+        constexpr tensor Role = decltype(role)::value;
+        cache_ref<Format> cache;
+        cache.key_pages = cache.value_pages = t.pages;
+        cache.key_page_bytes = cache.value_page_bytes = t.page_bytes;
+        const token_view<const T> x(t.from, tokens, heads, dim_of<Role, Format>, t.token_stride,
+                                    t.head_stride);
+        if constexpr (Few)
+            store_few<Format, T, Role>(cache, x, mapping, not_finite, shared);
+        else
+            store_many<Format, T, Role>(cache, x, mapping, not_finite, shared);
+    };
     if (blockIdx.z == 0)
-        store_tokens<Format, T, tensor::key, Few>(cache, k, mapping, not_finite, part, parts, shared);
+        go(std::integral_constant<tensor, tensor::key>{}, k);
     else
-        store_tokens<Format, T, tensor::value, Few>(cache, v, mapping, not_finite, part, parts, shared);
+        go(std::integral_constant<tensor, tensor::value>{}, v);
 }
 
 }  // namespace detail
@@ -188,19 +264,24 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
     if (k.tokens == 0) return {};
     if (k.data == nullptr || v.data == nullptr || mapping == nullptr)
         return detail::bad_value("k, v or mapping is a null pointer");
-    // Few tokens are usually one per sequence: then more blocks share the tokens that do not make tiles. Of many, a block takes
-    // several heads, so that it loads while it computes.
     const bool few = k.tokens <= 512;
-    const int parts = few ? detail::few_parts : 1, tiles = (k.tokens + 31) / 32;
-    int heads = cache.kv_heads;  // thread blocks along the heads: all, or as few as leave 4096 blocks in all
-    if (!few)
-        while (heads % 2 == 0 && cache.kv_heads / heads < 4 && tiles * heads >= 4096) heads /= 2;
-    const dim3 grid(static_cast<unsigned>(tiles * parts), static_cast<unsigned>(heads), 2);
+    const int groups = kvq::detail::ceil_div(k.tokens, few ? detail::store_warps : 32);
+    // Where there are many blocks, they take two or four heads each: a block loads while it computes, and a launch takes 0.6 us
+    // per 1000 blocks.
+    int heads = cache.kv_heads;  // thread blocks along the heads
+    for (int enough = few ? 512 : 1024;
+         heads % 2 == 0 && cache.kv_heads / heads < (few ? detail::few_heads : 4) && groups * heads >= enough;
+         enough = 4096)
+        heads /= 2;
+    const detail::store_tensor<T> keys{cache.key_pages, cache.key_page_bytes, k.data, k.token_stride,
+                                       k.head_stride},
+        values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
+    const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), 2);
     // Small launches that overlap took longer than small launches that follow each other.
     return detail::launch(
         "launching store", few ? detail::overlap::no : detail::overlap::yes,
         few ? detail::store_kernel<Format, T, true> : detail::store_kernel<Format, T, false>, grid,
-        detail::store_threads, 0, stream, cache, k, v, mapping, not_finite);
+        detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens, cache.kv_heads);
 }
 
 }  // namespace kvq::inline v0_1::cuda

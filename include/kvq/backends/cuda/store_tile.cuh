@@ -1,7 +1,7 @@
-// Coding new tokens: 32 in a row as a tile, or one at a time.
+// Coding 32 new tokens in a row as a tile.
 //
 // A tile lies in shared memory: lane = token for ranges, parameters and keys, lane = 4 channels for values; whole words, no
-// atomics. A single token is coded by a warp and changes the bits of its own codes only.
+// atomics.
 // Contract: the bytes that the CPU writes for the same tokens (core/rounding.hpp). Ranges of 16-bit input come from packed
 // minima and maxima, which are exact; rows with NaN or infinities take the careful path.
 #pragma once
@@ -89,6 +89,15 @@ __device__ __forceinline__ std::uint32_t quad_of_codes(const float (&x)[4], cons
     return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
 }
 
+/// Parameters of a token's group. (The scheme's own function does not know that blocks are aligned.)
+template <class S>
+__device__ __forceinline__ void write_parameters(const block_shape& s, std::byte* block, int group, int token,
+                                                 const stored_parameters<typename S::parameter>& stored) {
+    auto* const at = reinterpret_cast<typename S::parameter*>(block + S{}.parameter_offset(s, group, token));
+    *at = stored.scale;
+    if constexpr (S::levels::has_bias) at[S{}.section_bytes(s) / sizeof *at] = stored.bias;
+}
+
 /// The words of one step of quads of a row: f(vector of the row, word) for all planes. `unit` is the step's first quad.
 template <class S, class F>
 __device__ __forceinline__ void pack_step(int unit, int units,
@@ -116,165 +125,6 @@ __device__ __forceinline__ void read_numbers(const std::byte* at, float (&x)[N])
     __builtin_memcpy(raw, __builtin_assume_aligned(at, N * sizeof(T) > 16 ? 16 : N * sizeof(T)), sizeof raw);
 #pragma unroll
     for (int k = 0; k < N; ++k) x[k] = to_float(raw[k]);
-}
-
-/// The numbers of one token of one head that a warp codes by itself, fetched before it is known where they go: channel c is
-/// number c / 32 of lane c % 32; for words that hold codes of one token only, the channels of the lane's words as well.
-template <tensor Role, class Format, class T>
-struct token_numbers {
-    using S = scheme_of<Role, Format>;
-    static constexpr int dim = dim_of<Role, Format>;
-    using store = store_traits<S, dim, Format::page_tokens>;
-    static constexpr int per_lane = ceil_div(dim, warp_size);
-    static constexpr bool own_words = Role == tensor::key && store::coded && store::tiles;
-    static constexpr int step = word_traits<S>::units_per_step;  // quads
-    static constexpr int jobs = own_words ? ceil_div(dim, 4 * step * warp_size) : 1;
-    T numbers[per_lane];
-    T of_words[jobs][own_words ? 4 * step : 1];
-
-    __device__ __forceinline__ void fetch(const T* from, int lane) {
-#pragma unroll
-        for (int i = 0; i < per_lane; ++i)
-            if (i * warp_size + lane < dim) numbers[i] = from[i * warp_size + lane];
-        if constexpr (own_words) {
-#pragma unroll
-            for (int j = 0; j < jobs; ++j) {
-                const int c = (j * warp_size + lane) * 4 * step;
-                if (c >= dim) continue;
-                constexpr int bytes = 4 * step * static_cast<int>(sizeof(T)), wide = smaller(bytes, 16);
-                if (reinterpret_cast<std::uintptr_t>(from + c) % wide == 0) {
-                    __builtin_memcpy(of_words[j], __builtin_assume_aligned(from + c, wide), bytes);
-                } else {
-#pragma unroll
-                    for (int k = 0; k < 4 * step; ++k) of_words[j][k] = from[c + k];
-                }
-            }
-        }
-    }
-};
-
-/// Numbers of a float whose order as unsigned integers is that of the floats, -0 before +0.
-__device__ __forceinline__ unsigned ordered_bits(float x) {
-    const unsigned bits = __float_as_uint(x);
-    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
-__device__ __forceinline__ float from_ordered_bits(unsigned bits) {
-    return __uint_as_float(bits ^ (bits >> 31 ? 0x80000000u : 0xffffffffu));
-}
-
-/// One token of one head, by a warp, whatever its neighbours are.
-template <tensor Role, class Format, class T>
-__device__ __forceinline__ unsigned store_numbers(const cache_ref<Format>& cache,
-                                                  const token_numbers<Role, Format, T>& token_row, int slot,
-                                                  int head) {
-    using S = scheme_of<Role, Format>;
-    using row_type = token_numbers<Role, Format, T>;
-    constexpr block_shape s = shape_of<Role, Format>;
-    constexpr int dim = dim_of<Role, Format>;
-    constexpr int per_lane = row_type::per_lane;
-    const T(&numbers)[per_lane] = token_row.numbers;
-    const int lane = static_cast<int>(threadIdx.x) % warp_size;
-    const int token = slot % Format::page_tokens;
-    std::byte* const block = cache.template block<Role>(slot / Format::page_tokens, head);
-    unsigned not_finite = 0;
-    if constexpr (full_precision<S>) {
-        using W = typename S::value_type;
-#pragma unroll
-        for (int i = 0; i < per_lane; ++i) {
-            const int c = i * warp_size + lane;
-            if (c >= dim) continue;
-            not_finite += !kvq::detail::is_finite(to_float(numbers[i]));
-            *reinterpret_cast<W*>(block + sizeof(W) * S::element(value_layout<W>(s), s, token, c)) =
-                window_value<W>(numbers[i]);
-        }
-    } else {
-        using store = typename row_type::store;
-        constexpr int group = store::group;
-        // Lane g makes the parameters of group first + g.
-        for (int first = 0; first < store::groups; first += warp_size) {
-            constexpr int together = smaller(store::groups, warp_size);
-            unsigned own_low = ~0u, own_high = 0u;
-#pragma unroll
-            for (int g = 0; g < together; ++g) {
-                unsigned low = ~0u, high = 0u;
-#pragma unroll
-                for (int i = 0; i < per_lane; ++i) {
-                    const int c = i * warp_size + lane, begin = (first + g) * group;
-                    if (c < begin || c >= smaller(dim, begin + group)) continue;
-                    const float x = to_float(numbers[i]);
-                    if (!kvq::detail::is_finite(x)) {
-                        ++not_finite;
-                        continue;
-                    }
-                    low = smaller(low, ordered_bits(x));
-                    high = larger(high, ordered_bits(x));
-                }
-                low = __reduce_min_sync(~0u, low);
-                high = __reduce_max_sync(~0u, high);
-                if (lane == g) own_low = low, own_high = high;
-            }
-            const bool any = own_low <= own_high;  // anything finite
-            const auto stored = fit_range<S>(any ? from_ordered_bits(own_low) : 0.0f,
-                                             any ? from_ordered_bits(own_high) : 0.0f);
-            if (lane < together && first + lane < store::groups)
-                S{}.store_parameters(s, block, first + lane, token, stored);
-            const float own_bias = to_float(stored.bias), own_inverse = inverse_scale(to_float(stored.scale));
-            // Is channel c in one of these groups? All lanes.
-            const auto find = [&](int c, float& bias, float& inverse) {
-                const int g = c / group - first;
-                bias = __shfl_sync(~0u, own_bias, g & 31);
-                inverse = __shfl_sync(~0u, own_inverse, g & 31);
-                return c < dim && g >= 0 && g < together;
-            };
-            const auto code = [&](T x, float bias, float inverse) {
-                return static_cast<unsigned>(
-                    S::levels::template code<S::code_bits>(to_float(x), bias, inverse));
-            };
-            float bias, inverse;
-            if constexpr (row_type::own_words) {
-                constexpr int step = row_type::step, units = dim / 4;
-                constexpr int tile_words = 32 * word_traits<S>::lines(units);
-                auto* const row =
-                    reinterpret_cast<std::uint32_t*>(block) + token / 32 * tile_words + token % 32;
-#pragma unroll
-                for (int j = 0; j < row_type::jobs; ++j) {
-                    const int unit = (j * warp_size + lane) * step;
-                    if (!find(4 * unit, bias, inverse)) continue;
-                    std::uint32_t quads[step];
-#pragma unroll
-                    for (int q = 0; q < step; ++q) {
-                        quads[q] = 0;
-#pragma unroll
-                        for (int n = 0; n < 4; ++n)
-                            quads[q] |= code(token_row.of_words[j][4 * q + n], bias, inverse) << (8 * n);
-                    }
-                    pack_step<S>(unit, units, quads, [&](int v, std::uint32_t word) { row[v * 32] = word; });
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < per_lane; ++i) {
-                    const int c = i * warp_size + lane;
-                    if (find(c, bias, inverse))
-                        store_code_shared<S>(s, block, token, c, code(numbers[i], bias, inverse));
-                }
-            }
-        }
-    }
-    return not_finite;
-}
-
-/// The same from memory, out of line: tokens that make no tile are rare where there are many. (With -rdc=true a function out of line
-/// has registers of its own, more than the kernel may have.)
-template <tensor Role, class Format, class T>
-#ifdef __CUDACC_RDC__
-__device__ __forceinline__ unsigned store_token(
-#else
-__device__ __attribute__((noinline)) unsigned store_token(
-#endif
-    const cache_ref<Format>& cache, const T* from, int slot, int head) {
-    token_numbers<Role, Format, T> row;
-    row.fetch(from, static_cast<int>(threadIdx.x) % warp_size);
-    return store_numbers<Role, Format, T>(cache, row, slot, head);
 }
 
 /// What the threads of a tile tell each other: [group][token] bias and 1 / scale; parts of ranges.
@@ -365,7 +215,7 @@ __device__ __forceinline__ unsigned store_tile(
         const auto fit = [&](float lo, float hi, int g) {
             if (lo > hi) lo = hi = 0.0f;  // nothing finite
             const auto stored = fit_range<S>(lo, hi);
-            S{}.store_parameters(s, block, g, first + lane, stored);
+            write_parameters<S>(s, block, g, first + lane, stored);
             const float bias = to_float(stored.bias), inverse = inverse_scale(to_float(stored.scale));
             clean = clean && fits_grid<S>(lo, hi, bias, inverse);
             return float2{bias, inverse};
