@@ -219,10 +219,8 @@ __global__ void __launch_bounds__(store_threads, 8)
                  unsigned* not_finite, int tokens, int heads) {
     __shared__ __align__(16) std::byte shared[larger(sizeof(store_memory<tensor::key, Format, T>),
                                                      sizeof(store_memory<tensor::value, Format, T>))];
-    if constexpr (!Few) {
-        launch_dependents();
-        wait_for_predecessor();
-    }
+    if constexpr (!Few) launch_dependents();
+    wait_for_predecessor();
     const auto go = [&](auto role, const store_tensor<T>& t) {
         constexpr tensor Role = decltype(role)::value;
         cache_ref<Format> cache;
@@ -277,9 +275,8 @@ status store(const cache_ref<Format>& cache, const token_view<const T>& k, const
                                        k.head_stride},
         values{cache.value_pages, cache.value_page_bytes, v.data, v.token_stride, v.head_stride};
     const dim3 grid(static_cast<unsigned>(groups), static_cast<unsigned>(heads), 2);
-    // Small launches that overlap took longer than small launches that follow each other.
     return detail::launch(
-        "launching store", few ? detail::overlap::no : detail::overlap::yes,
+        "launching store", detail::overlap::yes,
         few ? detail::store_kernel<Format, T, true> : detail::store_kernel<Format, T, false>, grid,
         detail::store_threads, 0, stream, keys, values, mapping, not_finite, k.tokens, cache.kv_heads);
 }
