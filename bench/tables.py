@@ -273,6 +273,12 @@ def gpu(path):
     by_tokens("store", "Store: microseconds, share of a copy", lambda r: f"{r['us']:.1f}, {100 * r['ceiling_share']:.0f} %")
     by_tokens("pages", "Whole pages: microseconds (numbers per ns)", lambda r: f"{r['us']:.1f} ({r['numbers_per_ns']:.1f})")
     by_tokens("commit", "Tokens of full pages among 128 sequences: microseconds", lambda r: f"{r['us']:.1f}")
+    print("\nstore, then attend; with `early`; attend alone: microseconds\n")
+    steps = [r for r in rows if r["op"] == "step"]
+    shapes = dict.fromkeys((r["batch"], r["tokens"]) for r in steps)
+    of = {(r["scheme"], r["batch"], r["tokens"]): "{us:.1f}; {us_early:.1f}; {us_attend:.1f}".format(**r) for r in steps}
+    schemes = dict.fromkeys(r["scheme"] for r in steps)
+    print_table(("format", *(f"{b} x {t}" for b, t in shapes)), [[s, *(of[s, *shape] for shape in shapes)] for s in schemes])
     print(f"\nlargest error {max(r['rel_error'] for r in attention.values()):.1e}")
 
 

@@ -104,21 +104,6 @@ void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json
 constexpr int dim = 128, page_tokens = 128;
 using window_format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
 
-/// About normal numbers, in place of random bits.
-__global__ void make_normal(std::uint32_t* words, std::size_t n) {
-    const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
-    for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
-         i += threads) {
-        std::uint32_t word = 0, x = words[i];
-        for (int half = 0; half < 2; ++half) {
-            int sum = -4 * 128;
-            for (int k = 0; k < 4; ++k, x = x * 0x9e3779b9u + 0x7f4a7c15u) sum += static_cast<int>(x >> 24);
-            word |= static_cast<std::uint32_t>(float16(static_cast<float>(sum) / 148.0f).bits) << (16 * half);
-        }
-        words[i] = word;
-    }
-}
-
 template <class Format>
 cuda::cache_ref<Format> pages_at(std::byte* keys, int pages) {
     cuda::cache_ref<Format> cache;
@@ -133,14 +118,6 @@ template <class Format>
 std::size_t bytes_of(int pages) {
     return static_cast<std::size_t>(pages) * heads * (Format::key_block_bytes + Format::value_block_bytes);
 }
-template <class T>
-T* on_device(const std::vector<T>& host) {
-    T* device = nullptr;
-    BENCH_OK(cudaMalloc(&device, host.size() * sizeof(T) + 16));
-    BENCH_OK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-    return device;
-}
-
 /// Channels of different importance and queries whose neighbouring channels are alike.
 const calibration& statistics() {
     static const calibration c = [] {
@@ -174,13 +151,13 @@ void add_statistics(cuda::cache_ref<Format>& cache, bool plan, bool feedback) {
         if (plan) {
             std::vector<std::uint16_t> plans(static_cast<std::size_t>(heads * cuda::key_plan_words<Format>));
             cuda::write_key_plan<Format>(*keys.plan(), 0, plans.data());
-            cache.key_plans = on_device(plans);
+            cache.key_plans = bench::on_device(plans);
         }
     if constexpr (requires { keys.encoder.matrices; })
         if (feedback) {
             std::vector<float> matrices(static_cast<std::size_t>(heads * dim * dim));
             cuda::write_key_feedback<Format>(*keys.encoder.matrices, 0, matrices.data());
-            cache.key_feedback = on_device(matrices);
+            cache.key_feedback = bench::on_device(matrices);
         }
 }
 
@@ -209,11 +186,11 @@ void run_pages(const char* name, int pages, const bench::ceilings& ceiling, bool
         std::max<std::size_t>(1, std::min<std::size_t>((std::size_t{3} << 28) / set + 1, bytes / set)));
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
                                         static_cast<std::size_t>(sets) * set / 4, 7u);
-    make_normal<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
-                               static_cast<std::size_t>(sets) * set / 4);
+    bench::normal_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
+                                        static_cast<std::size_t>(sets) * set / 4);
     std::vector<int> numbers(static_cast<std::size_t>(pages));
     for (int i = 0; i < pages; ++i) numbers[static_cast<std::size_t>(i)] = i;
-    int* const list = on_device(numbers);
+    int* const list = bench::on_device(numbers);
     auto to = pages_at<To>(nullptr, pages);
     add_statistics(to, plan, feedback);
     const auto go = [&](const auto& source, const auto& target, cudaStream_t stream) {
@@ -252,21 +229,21 @@ void run_commit(const char* name, int due, const bench::ceilings& ceiling, bool 
         lengths[static_cast<std::size_t>(i * sequences / std::max(due, 1))] = page_tokens + recent;
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
                                         bytes_of<window_format>(sequences * columns) / 4, 7u);
-    make_normal<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
-                               bytes_of<window_format>(sequences * columns) / 4);
+    bench::normal_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
+                                        bytes_of<window_format>(sequences * columns) / 4);
     auto window = pages_at<window_format>(memory, sequences * columns);
     auto to = pages_at<To>(memory + bytes_of<window_format>(sequences * columns), sequences * columns);
     const std::size_t entries = table.size();
     // Every launch finds the tables as they were.
-    int* const state = on_device([&] {
+    int* const state = bench::on_device([&] {
         std::vector<int> all = table;
         all.resize(2 * entries, -1);
         all.insert(all.end(), fresh.begin(), fresh.end());
         return all;
     }());
     const std::size_t state_bytes = (2 * entries + sequences) * sizeof(int);
-    int* const work = on_device(std::vector<int>(2 * entries + sequences));
-    int* const lengths_device = on_device(lengths);
+    int* const work = bench::on_device(std::vector<int>(2 * entries + sequences));
+    int* const lengths_device = bench::on_device(lengths);
     window.block_table = work;
     to.block_table = work + entries;
     window.tokens = to.tokens = lengths_device;

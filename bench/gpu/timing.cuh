@@ -1,6 +1,8 @@
 // Timing on the device: graph replay, medians of events, the read ceiling.
 #pragma once
 
+#include <kvq/core/float_formats.hpp>
+
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -19,6 +21,14 @@ namespace bench {
             std::exit(2);                                                                          \
         }                                                                                          \
     } while (0)
+
+template <class T>
+T* on_device(const std::vector<T>& host) {
+    T* device = nullptr;
+    BENCH_OK(cudaMalloc(&device, host.size() * sizeof(T) + 16));
+    BENCH_OK(cudaMemcpy(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return device;
+}
 
 /// Microseconds per launch: `launch(i, stream)` is captured `count` times, the graph replayed, the median taken.
 template <class F>
@@ -83,6 +93,22 @@ __global__ void random_kernel(std::uint32_t* to, std::size_t words, std::uint32_
         x = (x ^ (x >> 16)) * 0x85ebca6bu;
         x = (x ^ (x >> 13)) * 0xc2b2ae35u;
         to[i] = x ^ (x >> 16);
+    }
+}
+
+/// About normal fp16 numbers, in place of random bits.
+__global__ void normal_kernel(std::uint32_t* words, std::size_t n) {
+    const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
+    for (std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n;
+         i += threads) {
+        std::uint32_t word = 0, x = words[i];
+        for (int half = 0; half < 2; ++half) {
+            int sum = -4 * 128;
+            for (int k = 0; k < 4; ++k, x = x * 0x9e3779b9u + 0x7f4a7c15u) sum += static_cast<int>(x >> 24);
+            word |= static_cast<std::uint32_t>(kvq::float16(static_cast<float>(sum) / 148.0f).bits)
+                    << (16 * half);
+        }
+        words[i] = word;
     }
 }
 
