@@ -23,6 +23,15 @@ KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shap
     return stored;
 }
 
+/// (The scheme's own function does not know that blocks are aligned.)
+template <class S>
+__device__ __forceinline__ void write_parameters(const block_shape& s, std::byte* block, int group, int slot,
+                                                 const stored_parameters<typename S::parameter>& stored) {
+    auto* const at = reinterpret_cast<typename S::parameter*>(block + S{}.parameter_offset(s, group, slot));
+    *at = stored.scale;
+    if constexpr (S::levels::has_bias) at[S{}.section_bytes(s) / sizeof *at] = stored.bias;
+}
+
 /// x^ of one number.
 template <class S>
 KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token, int channel) noexcept {

@@ -110,7 +110,7 @@ __device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte
                 range.add(x);
             }
             const auto p = fit_range<S>(range.lo, range.hi);
-            S{}.store_parameters(s, block, g, lines.slot(line), p);
+            write_parameters<S>(s, block, g, lines.slot(line), p);
             if constexpr (scratch)
                 parameters[i] = {static_cast<float>(p.bias), inverse_scale(static_cast<float>(p.scale))};
         }

@@ -17,10 +17,29 @@ namespace kvq::inline v0_1::cuda {
 
 namespace detail {
 
+/// What a kernel needs to know of one tensor, and nothing else: parameters of a launch are not in any cache, so they shall fill few
+/// lines of 64 bytes.
+template <class T>
+struct store_tensor {
+    std::byte* pages;
+    std::size_t page_bytes;
+    const T* from;
+    std::ptrdiff_t token_stride, head_stride;
+
+    __device__ __forceinline__ const T* at(int token, int head) const {
+        return from + token * token_stride + head * head_stride;
+    }
+    template <tensor Role, class Format>
+    __device__ __forceinline__ std::byte* block(int page, int head) const {
+        constexpr std::size_t bytes =
+            Role == tensor::key ? Format::key_block_bytes : Format::value_block_bytes;
+        return pages + static_cast<std::size_t>(page) * page_bytes + static_cast<std::size_t>(head) * bytes;
+    }
+};
+
 /// Starts copying 32 input tokens of one head to shared memory. All threads of a block.
 template <tensor Role, class Format, class T>
-__device__ __forceinline__ void fetch_tile(const token_view<const T>& x, int first, int head,
-                                           std::byte* rows) {
+__device__ __forceinline__ void fetch_tile(const store_tensor<T>& x, int first, int head, std::byte* rows) {
     constexpr int dim = dim_of<Role, Format>;
     constexpr int per_row = dim * static_cast<int>(sizeof(T)) / 16;
     constexpr int row_bytes = store_rows<T, dim>::row_bytes;
@@ -42,15 +61,13 @@ __device__ __forceinline__ void fetch_tile(const token_view<const T>& x, int fir
 }
 
 /// Where an input token goes; negative: nowhere.
-template <class T>
-__device__ __forceinline__ long long slot_of(const token_view<const T>& x, const long long* mapping,
-                                             int token) {
-    return static_cast<unsigned>(token) < static_cast<unsigned>(x.tokens) ? mapping[token] : -1;
+__device__ __forceinline__ long long slot_of(const long long* mapping, int tokens, int token) {
+    return static_cast<unsigned>(token) < static_cast<unsigned>(tokens) ? mapping[token] : -1;
 }
 
 /// Many tokens of one tensor: 32 of them, heads blockIdx.y, blockIdx.y + gridDim.y, ...
 template <class Format, class T, tensor Role>
-__device__ __forceinline__ void store_many(const cache_ref<Format>& cache, const token_view<const T>& x,
+__device__ __forceinline__ void store_many(const store_tensor<T>& x, int tokens, int all_heads,
                                            const long long* mapping, unsigned* not_finite,
                                            std::byte* shared) {
     using S = scheme_of<Role, Format>;
@@ -63,10 +80,10 @@ __device__ __forceinline__ void store_many(const cache_ref<Format>& cache, const
     const int begin = static_cast<int>(blockIdx.x) * 32;
     auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
     // Numbers are fetched before it is known where they go: they are mostly whole tiles.
-    const bool guess = store::tiles && begin + 32 <= x.tokens;
+    const bool guess = store::tiles && begin + 32 <= tokens;
     if (guess) fetch_tile<Role, Format, T>(x, begin, head, own.rows[0]);
     const auto slot_at = [&](int token) {
-        return static_cast<int>(larger(slot_of(x, mapping, token), -1LL));
+        return static_cast<int>(larger(slot_of(mapping, tokens, token), -1LL));
     };
     const int here = slot_at(begin + lane);
     unsigned bad = 0;
@@ -107,7 +124,7 @@ __device__ __forceinline__ void store_many(const cache_ref<Format>& cache, const
         for (int tile_head = head, buffer = 0; leads; buffer ^= buffers - 1) {
             const int slot = __shfl_sync(~0u, here, at), this_head = tile_head;
             tile_head += heads;
-            if (tile_head >= x.heads) {
+            if (tile_head >= all_heads) {
                 tile_head = head;
                 leads &= leads - 1;
                 at = __ffs(static_cast<int>(leads)) - 1;
@@ -120,7 +137,8 @@ __device__ __forceinline__ void store_many(const cache_ref<Format>& cache, const
                 copy_wait<0>();
             }
             __syncthreads();
-            bad += store_tile<Role, Format, T>(cache, own.rows[buffer], slot, this_head, own.tile);
+            bad += store_tile<Role, Format, T>(x.template block<Role, Format>(slot / page_tokens, this_head),
+                                               own.rows[buffer], slot % page_tokens, own.tile);
             if (buffers == 1 && leads) {
                 __syncthreads();
                 fetch_tile<Role, Format, T>(x, begin + at, tile_head, own.rows[0]);
@@ -131,9 +149,10 @@ __device__ __forceinline__ void store_many(const cache_ref<Format>& cache, const
         const int at = __ffs(static_cast<int>(left)) - 1;
         if (at % store_warps != warp) continue;
         const int slot = __shfl_sync(~0u, here, at);
-        for (int h = head; h < x.heads; h += heads)
-            bad += store_token<Role, Format, T>(
-                x.at(begin + at, h), cache.template block<Role>(slot / page_tokens, h), slot % page_tokens);
+        for (int h = head; h < all_heads; h += heads)
+            bad += store_token<Role, Format, T>(x.at(begin + at, h),
+                                                x.template block<Role, Format>(slot / page_tokens, h),
+                                                slot % page_tokens);
     }
     if (not_finite && bad) atomicAdd(not_finite, bad);
     copy_wait<0>();  // of a tile that was fetched in vain
@@ -144,7 +163,7 @@ inline constexpr int few_heads = 2;
 
 /// Few tokens of one tensor, usually one per sequence: each warp has one of them, of heads blockIdx.y and blockIdx.y + gridDim.y.
 template <class Format, class T, tensor Role>
-__device__ __forceinline__ void store_few(const cache_ref<Format>& cache, const token_view<const T>& x,
+__device__ __forceinline__ void store_few(const store_tensor<T>& x, int tokens, int all_heads,
                                           const long long* mapping, unsigned* not_finite, std::byte* shared) {
     constexpr int page_tokens = Format::page_tokens;
     constexpr bool tiles = store_traits<scheme_of<Role, Format>, dim_of<Role, Format>, page_tokens>::tiles;
@@ -153,12 +172,12 @@ __device__ __forceinline__ void store_few(const cache_ref<Format>& cache, const 
     const int head = static_cast<int>(blockIdx.y), heads = static_cast<int>(gridDim.y);
     const int token = static_cast<int>(blockIdx.x) * store_warps + warp;
     // Slots of this token and the 31 before it, and of the 32 behind it.
-    const long long before = slot_of(x, mapping, token - 31 + lane);
-    [[maybe_unused]] const long long behind = tiles ? slot_of(x, mapping, token + 1 + lane) : -1;
+    const long long before = slot_of(mapping, tokens, token - 31 + lane);
+    [[maybe_unused]] const long long behind = tiles ? slot_of(mapping, tokens, token + 1 + lane) : -1;
     token_row<Role, Format, T> rows[few_heads];
 #pragma unroll
     for (int i = 0; i < few_heads; ++i)
-        if (token < x.tokens && head + i * heads < x.heads)
+        if (token < tokens && head + i * heads < all_heads)
             rows[i].fetch(x.at(token, head + i * heads), lane);
     // Not at the start: attend as the next launch then took 1 to 10 us longer.
     launch_dependents();
@@ -176,8 +195,8 @@ __device__ __forceinline__ void store_few(const cache_ref<Format>& cache, const 
     unsigned bad = 0;
     if (here >= 0 && !covered) {
 #pragma unroll 1
-        for (int h = head; h < x.heads; h += heads) {
-            std::byte* const block = cache.template block<Role>(page, h);
+        for (int h = head; h < all_heads; h += heads) {
+            std::byte* const block = x.template block<Role, Format>(page, h);
             if (!rows[0].store(block, at, lane))
                 bad += store_token<Role, Format, T>(x.at(token, h), block, at);
 #pragma unroll
@@ -187,30 +206,22 @@ __device__ __forceinline__ void store_few(const cache_ref<Format>& cache, const 
     if constexpr (tiles) {
         // Every fourth token of a tile stands for one head of the tile, and at most one of the four of a block.
         const int tile_head = head + static_cast<int>(slot % 32 / store_warps) * heads;
-        const bool takes = covered && slot % store_warps == 0 && tile_head < x.heads;
+        const bool takes = covered && slot % store_warps == 0 && tile_head < all_heads;
         auto& own = *reinterpret_cast<store_memory<Role, Format, T>*>(shared);
         int* const told = reinterpret_cast<int*>(own.tile.of);
         if (takes) told[0] = static_cast<int>(slot), told[1] = token;
         if (__syncthreads_or(takes)) {
             const int place = told[0] % 32, h = head + place / store_warps * heads;
-            const int first_slot = told[0] - place;
+            const int first = told[0] - place;
             fetch_tile<Role, Format, T>(x, told[1] - place, h, own.rows[0]);
             copy_wait<0>();
             __syncthreads();
-            bad += store_tile<Role, Format, T>(cache, own.rows[0], first_slot, h, own.tile);
+            bad += store_tile<Role, Format, T>(x.template block<Role, Format>(first / page_tokens, h),
+                                               own.rows[0], first % page_tokens, own.tile);
         }
     }
     if (bad && not_finite) atomicAdd(not_finite, bad);
 }
-
-/// What a kernel needs of one tensor: parameters of a launch are not in any cache, so they shall fill few lines of 64 bytes.
-template <class T>
-struct store_tensor {
-    std::byte* pages;
-    std::size_t page_bytes;
-    const T* from;
-    std::ptrdiff_t token_stride, head_stride;
-};
 
 /// As many thread blocks as possible shall be under way.
 template <class Format, class T, bool Few>
@@ -221,17 +232,12 @@ __global__ void __launch_bounds__(store_threads, 8)
                                                      sizeof(store_memory<tensor::value, Format, T>))];
     if constexpr (!Few) launch_dependents();
     wait_for_predecessor();
-    const auto go = [&](auto role, const store_tensor<T>& t) {
+    const auto go = [&](auto role, const store_tensor<T>& x) {
         constexpr tensor Role = decltype(role)::value;
-        cache_ref<Format> cache;
-        cache.key_pages = cache.value_pages = t.pages;
-        cache.key_page_bytes = cache.value_page_bytes = t.page_bytes;
-        const token_view<const T> x(t.from, tokens, heads, dim_of<Role, Format>, t.token_stride,
-                                    t.head_stride);
         if constexpr (Few)
-            store_few<Format, T, Role>(cache, x, mapping, not_finite, shared);
+            store_few<Format, T, Role>(x, tokens, heads, mapping, not_finite, shared);
         else
-            store_many<Format, T, Role>(cache, x, mapping, not_finite, shared);
+            store_many<Format, T, Role>(x, tokens, heads, mapping, not_finite, shared);
     };
     if (blockIdx.z == 0)
         go(std::integral_constant<tensor, tensor::key>{}, k);

@@ -89,15 +89,6 @@ __device__ __forceinline__ std::uint32_t quad_of_codes(const float (&x)[4], cons
     return __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
 }
 
-/// Parameters of a token's group. (The scheme's own function does not know that blocks are aligned.)
-template <class S>
-__device__ __forceinline__ void write_parameters(const block_shape& s, std::byte* block, int group, int token,
-                                                 const stored_parameters<typename S::parameter>& stored) {
-    auto* const at = reinterpret_cast<typename S::parameter*>(block + S{}.parameter_offset(s, group, token));
-    *at = stored.scale;
-    if constexpr (S::levels::has_bias) at[S{}.section_bytes(s) / sizeof *at] = stored.bias;
-}
-
 /// The words of one step of quads of a row: f(vector of the row, word) for all planes. `unit` is the step's first quad.
 template <class S, class F>
 __device__ __forceinline__ void pack_step(int unit, int units,
@@ -189,10 +180,10 @@ __device__ __forceinline__ int row_range(const std::byte* row, float& lo, float&
     return not_finite;
 }
 
-/// Tokens in shared memory (`rows`, row_bytes apart) to slots [slot, slot + 32), which share a page. All threads of a block.
+/// Tokens in shared memory (`rows`, row_bytes apart) to tokens [first, first + 32) of a page's block. All threads of a thread block.
 template <tensor Role, class Format, class T>
 __device__ __forceinline__ unsigned store_tile(
-    const cache_ref<Format>& cache, const std::byte* rows, int slot, int head,
+    std::byte* block, const std::byte* rows, int first,
     tile_parameters<store_traits<scheme_of<Role, Format>, dim_of<Role, Format>, Format::page_tokens>::groups>&
         shared) {
     using S = scheme_of<Role, Format>;
@@ -205,8 +196,6 @@ __device__ __forceinline__ unsigned store_tile(
     constexpr int lines = traits::lines(units);  // of a tile of 32 rows
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
-    const int first = slot % page;
-    std::byte* const block = cache.template block<Role>(slot / page, head);
     const std::byte* const own_row = rows + lane * row_bytes;  // lane = token
     unsigned not_finite = 0;
     bool clean = true;

@@ -21,43 +21,6 @@ __device__ __forceinline__ std::uint32_t odd_halves(std::uint32_t word) {
     return ((word & exponent) + one) & 0x80008000u;
 }
 
-/// a / b rounded to nearest, where neither a, b nor the quotient is near the ends of what floats hold; r: 1 / b rounded to nearest.
-__device__ __forceinline__ float near_quotient(float a, float b, float r) {
-    const float q = __fmul_rn(a, r);
-    return fmaf(fmaf(-q, b, a), r, q);
-}
-
-/// fit_range and 1 / scale for numbers of type T that are neither too close nor too far from each other (otherwise the result is
-/// false): the same bits without a branch.
-template <class S, class T>
-__device__ __forceinline__ bool quick_fit(float lo, float hi,
-                                          stored_parameters<typename S::parameter>& stored, float& bias,
-                                          float& inverse) {
-    using P = typename S::parameter;
-    using levels = typename S::levels;
-    constexpr int steps = levels::template top<S::code_bits> - levels::template zero_code<S::code_bits>;
-    float range;
-    if constexpr (levels::has_bias) {
-        stored.bias = std::is_same_v<T, P> ? from_float<P>(lo + 0.0f) : round_outside<P>(lo + 0.0f, false);
-        bias = std::is_same_v<T, P> ? lo + 0.0f : to_float(stored.bias);
-        range = hi - bias;
-    } else {
-        stored.bias = P{};
-        bias = 0.0f;
-        range = fmaxf(-lo, hi);
-    }
-    constexpr float n = static_cast<float>(steps);
-    const float scale = near_quotient(range, n, 1.0f / n);
-    if constexpr (std::is_same_v<P, float16>)
-        stored.scale = P::from_bits(half_above(fminf(scale, P::max_finite)));
-    else
-        stored.scale = round_outside<P>(scale, true);
-    const float b = to_float(stored.scale), near = reciprocal(b);
-    const float r = fmaf(fmaf(-b, near, 1.0f), near, near);
-    inverse = near_quotient(1.0f, b, r);
-    return range > 0x1p-100f && range < 0x1p100f;
-}
-
 /// The numbers of a token of a 16- or 32-bit format: channel i * 32 + lane is number i of a lane.
 template <tensor Role, class Format, class T>
 struct plain_row {
@@ -106,7 +69,7 @@ struct coded_row {
     using store_type = store_traits<S, dim_of<Role, Format>, Format::page_tokens>;
     static constexpr int dim = dim_of<Role, Format>, group = store_type::group, groups = store_type::groups;
     static constexpr int quads = ceil_div(dim, 4), per_lane = ceil_div(quads, warp_size);
-    /// Does quick_fit know the levels, and do neighbouring lanes have the quads of a group?
+    /// Does quick_code know the levels, and do neighbouring lanes have the quads of a group?
     static constexpr bool known_levels =
         std::is_same_v<typename S::levels, asymmetric> || std::is_same_v<typename S::levels, symmetric>;
     static constexpr bool whole_lanes =
@@ -149,8 +112,10 @@ struct coded_row {
             for (int i = 0; i < per_lane; ++i) {
                 if (groups > 1 || i == 0) {
                     const float2 range = range_from(i, lane);
-                    const bool ordinary = quick_fit<S, T>(range.x, range.y, stored[i], bias, inverse);
-                    clean = clean && ((ordinary && fits_grid<S>(range.x, range.y, bias, inverse)) ||
+                    stored[i] = fit_range<S>(range.x, range.y);
+                    bias = to_float(stored[i].bias), inverse = inverse_scale(to_float(stored[i].scale));
+                    const bool finite = range.x > -INFINITY && range.y < INFINITY;
+                    clean = clean && ((finite && fits_grid<S>(range.x, range.y, bias, inverse)) ||
                                       (groups > 1 && i * warp_size + lane >= quads));
                 }
                 const float x[4] = {number<0>(i), number<1>(i), number<2>(i), number<3>(i)};
