@@ -227,11 +227,7 @@ void run(const char* name, const shape& s, settings& set) {
     const auto launch = [&](int i, cudaStream_t stream) {
         ref_type c = cache;
         c.block_table = table + static_cast<std::size_t>(i) % sets * case_entries;
-        const auto status = cuda::attend(c, q_view, out_view, {.early = early}, workspace, space, stream);
-        if (!status) {
-            std::fprintf(stderr, "%s\n", status.message);
-            std::exit(2);
-        }
+        bench::check(cuda::attend(c, q_view, out_view, {.early = early}, workspace, space, stream));
     };
     launch(0, nullptr);
     std::vector<float16> got(q_count);

@@ -19,19 +19,10 @@ using namespace kvq;
 
 constexpr int heads = 8, q_heads = 32, dim = 128, page_tokens = 64;
 
-void check(const cuda::status& s) {
-    if (s) return;
-    std::fprintf(stderr, "%s\n", s.message);
-    std::exit(2);
-}
-
 float16* random_numbers(std::size_t n) {
     float16* numbers = nullptr;
     BENCH_OK(cudaMalloc(&numbers, n * sizeof(float16)));
-    auto* const words = reinterpret_cast<std::uint32_t*>(numbers);
-    bench::random_kernel<<<1056, 256>>>(words, n / 2, static_cast<std::uint32_t>(n));
-    bench::normal_kernel<<<1056, 256>>>(words, n / 2);
-    BENCH_OK(cudaGetLastError());
+    bench::fill_normal(numbers, n * sizeof(float16), static_cast<std::uint32_t>(n));
     return numbers;
 }
 
@@ -73,9 +64,9 @@ void run(const char* name, int batch, int tokens, bool json) {
     float16* const k = random_numbers(std::size_t{most} * heads * dim);
     float16* const v = random_numbers(std::size_t{most} * heads * dim);
     const auto store = [&](int layer, int count, const long long* mapping, cudaStream_t stream) {
-        check(cuda::store<Format, float16>(cache_of(layer), token_view<const float16>(k, count, heads, dim),
-                                           token_view<const float16>(v, count, heads, dim), mapping, nullptr,
-                                           stream));
+        bench::check(cuda::store<Format, float16>(
+            cache_of(layer), token_view<const float16>(k, count, heads, dim),
+            token_view<const float16>(v, count, heads, dim), mapping, nullptr, stream));
     };
     for (int layer = 0; layer < layers; ++layer)
         for (int first = 0; first < pages * page_tokens; first += most)
@@ -92,9 +83,9 @@ void run(const char* name, int batch, int tokens, bool json) {
     const auto time = [&](bool stores, bool early) {
         return bench::time_launches(std::max(16, layers), [&](int i, cudaStream_t stream) {
             if (stores) store(i % layers, batch, newest_device, stream);
-            check(cuda::attend(cache_of(i % layers), token_view<const float16>(q, batch, q_heads, dim),
-                               token_view<float16>(out, batch, q_heads, dim), {.early = early}, workspace,
-                               space, stream));
+            bench::check(cuda::attend(cache_of(i % layers), token_view<const float16>(q, batch, q_heads, dim),
+                                      token_view<float16>(out, batch, q_heads, dim), {.early = early},
+                                      workspace, space, stream));
         });
     };
     const double step = time(true, false), early = time(true, true), attend = time(false, false);

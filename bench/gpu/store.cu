@@ -73,14 +73,10 @@ void run(const char* name, int tokens, const bench::ceilings& ceiling, bool json
                 static_cast<std::size_t>(pages) * Format::page_tokens, slots_device);
             return;
         }
-        const auto status = cuda::store<Format, float16>(
+        bench::check(cuda::store<Format, float16>(
             cache, token_view<const float16>(k, tokens, heads, Format::head_dim),
             token_view<const float16>(k + in / 2, tokens, heads, Format::value_dim), slots_device, nullptr,
-            stream);
-        if (!status) {
-            std::fprintf(stderr, "%s\n", status.message);
-            std::exit(2);
-        }
+            stream));
     };
     // What earlier runs wrote is no input.
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory), sets * set / 4, 7u);
@@ -118,6 +114,7 @@ template <class Format>
 std::size_t bytes_of(int pages) {
     return static_cast<std::size_t>(pages) * heads * (Format::key_block_bytes + Format::value_block_bytes);
 }
+
 /// Channels of different importance and queries whose neighbouring channels are alike.
 const calibration& statistics() {
     static const calibration c = [] {
@@ -184,21 +181,14 @@ void run_pages(const char* name, int pages, const bench::ceilings& ceiling, bool
                       set = one + two + bytes_of<To>(pages);
     const int sets = static_cast<int>(
         std::max<std::size_t>(1, std::min<std::size_t>((std::size_t{3} << 28) / set + 1, bytes / set)));
-    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
-                                        static_cast<std::size_t>(sets) * set / 4, 7u);
-    bench::normal_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
-                                        static_cast<std::size_t>(sets) * set / 4);
+    bench::fill_normal(memory, static_cast<std::size_t>(sets) * set, 7u);
     std::vector<int> numbers(static_cast<std::size_t>(pages));
     for (int i = 0; i < pages; ++i) numbers[static_cast<std::size_t>(i)] = i;
     int* const list = bench::on_device(numbers);
     auto to = pages_at<To>(nullptr, pages);
     add_statistics(to, plan, feedback);
     const auto go = [&](const auto& source, const auto& target, cudaStream_t stream) {
-        const auto status = cuda::requantize_pages(source, target, list, list, pages, nullptr, stream);
-        if (!status) {
-            std::fprintf(stderr, "%s\n", status.message);
-            std::exit(2);
-        }
+        bench::check(cuda::requantize_pages(source, target, list, list, pages, nullptr, stream));
     };
     const auto base = [&](int i) { return memory + static_cast<std::size_t>(i % sets) * set; };
     if constexpr (!std::is_same_v<From, window_format>)
@@ -227,10 +217,7 @@ void run_commit(const char* name, int due, const bench::ceilings& ceiling, bool 
     for (int b = 0; b < sequences; ++b) fresh[static_cast<std::size_t>(b)] = b;
     for (int i = 0; i < due; ++i)
         lengths[static_cast<std::size_t>(i * sequences / std::max(due, 1))] = page_tokens + recent;
-    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
-                                        bytes_of<window_format>(sequences * columns) / 4, 7u);
-    bench::normal_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(memory),
-                                        bytes_of<window_format>(sequences * columns) / 4);
+    bench::fill_normal(memory, bytes_of<window_format>(sequences * columns), 7u);
     auto window = pages_at<window_format>(memory, sequences * columns);
     auto to = pages_at<To>(memory + bytes_of<window_format>(sequences * columns), sequences * columns);
     const std::size_t entries = table.size();
@@ -255,12 +242,8 @@ void run_commit(const char* name, int due, const bench::ceilings& ceiling, bool 
     const double copies = bench::time_launches(20, reset);
     const double us = bench::time_launches(20, [&](int i, cudaStream_t stream) {
         reset(i, stream);
-        const auto status = cuda::commit_full_pages(window, to, work, work + entries, recent,
-                                                    work + 2 * entries, nullptr, stream);
-        if (!status) {
-            std::fprintf(stderr, "%s\n", status.message);
-            std::exit(2);
-        }
+        bench::check(cuda::commit_full_pages(window, to, work, work + entries, recent, work + 2 * entries,
+                                             nullptr, stream));
     });
     report("commit", name, due, us - copies,
            static_cast<double>(bytes_of<window_format>(due) + bytes_of<To>(due)), ceiling, json);

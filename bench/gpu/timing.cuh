@@ -22,6 +22,15 @@ namespace bench {
         }                                                                                          \
     } while (0)
 
+/// Ends the program where a kvq::cuda::status is an error.
+template <class Status>
+void check(const Status& status) {
+    if (status) return;
+    std::fprintf(stderr, "%s\n", status.message);
+    std::exit(2);
+}
+
+/// A copy on the device, with room for 16 bytes behind it.
 template <class T>
 T* on_device(const std::vector<T>& host) {
     T* device = nullptr;
@@ -110,6 +119,14 @@ __global__ void normal_kernel(std::uint32_t* words, std::size_t n) {
         }
         words[i] = word;
     }
+}
+
+/// Fills `bytes` with about normal fp16 numbers.
+inline void fill_normal(void* to, std::size_t bytes, std::uint32_t seed) {
+    auto* const words = static_cast<std::uint32_t*>(to);
+    random_kernel<<<1056, 256>>>(words, bytes / 4, seed);
+    normal_kernel<<<1056, 256>>>(words, bytes / 4);
+    BENCH_OK(cudaGetLastError());
 }
 
 struct ceilings {
