@@ -24,8 +24,8 @@ namespace kvq::inline v0_1::cuda {
 namespace detail {
 
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two pages where pages are
-/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only where units
-/// are small: 2 bits of 128 channels, and 3 without a plan.
+/// small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows only where units are small: 2 bits of 128
+/// channels, and 3 without a plan.
 template <class Format, int Rows4>
 constexpr int chunk_tokens() {
     constexpr int page = Format::page_tokens;
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
             before = now;
             entry = first_entry<memory>(a, walk, team);
             // Thread blocks take their places in the order of their numbers, the second half hardly before the previous launch has
-            // ended: these would wait for the page number in vain, and last as long as they start late.
+            // ended: these would only start later, by the time that the page number takes to come.
             if (2 * blockIdx.x < gridDim.x)
                 prefetch_page<memory>(a, walk, entry, team, id.lane);
             else if (entry != nullptr)
