@@ -55,6 +55,8 @@ template <class T, int Half>
 float unpack_half(std::uint32_t word) {
     return static_cast<float>(T::from_bits(static_cast<std::uint16_t>(word >> 16 * Half)));
 }
+inline std::uint32_t opaque_factor(std::uint32_t factor) { return factor; }
+
 template <class T>
 std::uint32_t pack_halves(float low, float high) {
     return T(low).bits | static_cast<std::uint32_t>(T(high).bits) << 16;

@@ -102,11 +102,11 @@ struct attention_memory {
     static constexpr bool many_pay =
         Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::coded && tokens <= 64));
     /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an item best. Two
-    /// units per warp are under way instead of three where memory is short, and warps take turns with the output.
+    /// units per warp are under way instead of three where memory is short, then warps take turns with the output.
     static constexpr size chosen = [] {
         for (const int warps : {many_pay ? 12 : 8, 8, 4})
-            for (const int slot_count : {3, 2})
-                for (const int parts : {4, 2})
+            for (const int parts : {4, 2})
+                for (const int slot_count : {3, 2})
                     if (!(Rows4 == 4 && parts == 4) &&
                         size{warps, slot_count, parts}.bytes() <= shared_memory_budget<Format>)
                         return size{warps, slot_count, parts};

@@ -204,10 +204,23 @@ struct cache_ref {
     }
 };
 
-/// Shared memory that a thread block may take where it has a choice, in bytes: what compute capability 8.0, 9.0 and 10.0 have.
-/// Programs for 8.6, 8.9 and 12.0 specialize it for their formats: 99 * 1024.
+namespace detail {
+
+/// Shared memory of a thread block, in bytes: what compute capability 8.0 has (9.0 and 10.0 have more, which hardly ever helps), or
+/// 8.6, 8.9 and 12.0, if the program is compiled for one of these.
+constexpr int shared_memory_of_targets() noexcept {
+#ifdef __CUDA_ARCH_LIST__
+    for (const int target : {__CUDA_ARCH_LIST__})
+        if (target == 860 || target == 890 || target >= 1200) return 99 * 1024;
+#endif
+    return 163 * 1024;
+}
+
+}  // namespace detail
+
+/// Shared memory that a thread block may take where it has a choice, in bytes. Programs may specialize it for their formats.
 template <class Format>
-inline constexpr int shared_memory_budget = 163 * 1024;
+inline constexpr int shared_memory_budget = detail::shared_memory_of_targets();
 
 namespace detail {
 

@@ -81,6 +81,12 @@ struct code_chunk {
     static constexpr bool centred = token_parameters || full || scheme::code_bits > 4;  // see fold_rows
     /// Are the weights of tokens multiplied by anything?
     static constexpr bool scales_tokens = token_parameters || has_factors;
+    static constexpr int scale_lift = [] {
+        if constexpr (has_factors)
+            return factor_lift<factor>;
+        else
+            return 1;
+    }();
 
     // Rows and columns.
     static constexpr int rows = key ? Tokens : dim;
@@ -336,8 +342,8 @@ struct code_chunk {
                                                         float4& b) {
         if constexpr (coded) {
             const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(scale_at + r * run + index));
-            a = small_values<kvq::detail::scale_float>(v.x);
-            b = small_values<kvq::detail::scale_float>(v.y);
+            a = small_halves<kvq::detail::scale_float>(v.x).floats();
+            b = small_halves<kvq::detail::scale_float>(v.y).floats();
         } else {
             load_eight<parameter>(at + scale_at, (r * run + index) * width, a, b);
         }
@@ -355,7 +361,7 @@ struct code_chunk {
         const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(bias_at + r * run + index));
         a = v.x, b = v.y;
     }
-    /// What the weights of four tokens are multiplied by, in run `r`.
+    /// What the weights of four tokens are multiplied by, in run `r`, times scale_lift.
     __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
         if constexpr (has_factors)
             return load_factors<factor, factor_skew % 4>(

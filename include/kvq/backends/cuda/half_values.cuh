@@ -254,7 +254,7 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
         for (int i = 0; i < units; ++i) w[m][i] = {pairs[i].x, pairs[i].y};
     }
     constexpr bool scaled = Values::scales_tokens;
-    [[maybe_unused]] constexpr float codes = half_codes * (Values::has_factors ? 0.5f : 1.0f);
+    [[maybe_unused]] constexpr float codes = half_codes / Values::scale_lift;
     [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
     // Parameters of channels: output += scale * (product - rounded + m * total) + bias * total.
     [[maybe_unused]] float total[Rows4], shift[Rows4], base[Rows4], slope[Rows4];
@@ -278,7 +278,7 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                 constexpr int skew = Values::factor_skew % 4;
 #pragma unroll
                 for (auto& four : part) {
-                    four = half_quad::of_factors(load_factor_codes<skew>(
+                    four = small_halves<kvq::detail::factor_float>(load_factor_codes<skew>(
                         slot + static_cast<std::uint32_t>(Values::factor_at + token)));
                     token += 4;
                 }
@@ -312,7 +312,7 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                 rest = fmaf(-0.5f * half_codes, rounded[m][i], rest);
                 if constexpr (traits::has_bias) rest += fmaf(middle, dots[m][i], dots[m][2 + i]);
             } else {
-                total[n] = dots[m][i] * (Values::has_factors ? 0.5f : 1.0f);
+                total[n] = dots[m][i] * (1.0f / Values::scale_lift);
                 shift[n] = line.unit *
                            fmaf(-0.5f * codes, rounded[m][i], traits::has_bias ? middle * total[n] : 0.0f);
                 if constexpr (Values::coded) {

@@ -64,9 +64,15 @@ struct mixed_chunk {
         for (const int bits : width_list::values) own += bits > 0;
         return (quads + (step_quads - 1) * own) / step_quads;
     }();
-    /// Words of a column; those of four neighbouring columns fall into different banks.
-    static constexpr int stride = round_up(larger(step_quads * most_steps, 8) - 8, 32) + 8;
-    KVQ_HD static constexpr int scratch_bytes(int rows4) { return rows4 * 8 * stride * 4; }
+    /// Words of a column: an odd number of steps, so that those of four neighbouring columns fall into different banks.
+    static constexpr int stride = step_quads * (most_steps | 1);
+    /// Groups whose scores are found together: half as many loops, each with more to do at a time. 16 rows have no registers for
+    /// it, and where 12 warps fit (narrow codes with 4 rows) these are worth more than what it takes of their memory.
+    KVQ_HD static constexpr int runs_together(int rows4) {
+        return rows4 == 4 || (rows4 == 1 && codes_bytes <= 4096) ? 1 : smaller(runs, 2);
+    }
+    KVQ_HD static constexpr int run_scratch(int rows4) { return rows4 * 8 * stride * 4; }
+    KVQ_HD static constexpr int scratch_bytes(int rows4) { return runs_together(rows4) * run_scratch(rows4); }
 
     static constexpr bool supported = dim % 16 == 0 && step_quads * most_steps < 256 && page % 32 == 0 &&
                                       Tokens % 32 == 0 && page % Tokens == 0 && width_list::values[0] < 8 &&
@@ -159,7 +165,8 @@ using chunk =
 /// What a fold leaves in registers; the pieces are in scratch.
 template <class Format, int Tokens>
 struct folded_row<mixed_chunk<Format, Tokens>> {
-    float step, offset;
+    static constexpr int runs = smaller(mixed_chunk<Format, Tokens>::runs, 2);
+    float step[runs], offset[runs];
 };
 
 /// What a warp knows of the keys of an item's head.
@@ -246,8 +253,8 @@ requires(mixed_chunk<Format, Tokens>::coded) struct key_query<mixed_chunk<Format
     }
 };
 
-/// fold_rows() of key_product.cuh for mixed widths.
-template <class Chunk, int Rows4>
+/// fold_rows() of key_product.cuh for mixed widths. Index: of the run among those whose pieces are there together.
+template <int Index, class Chunk, int Rows4>
 __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
                                            std::uint32_t slot, int first, int run,
                                            const head_keys<Chunk, Rows4>& head,
@@ -274,7 +281,7 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         else
             bias[i] = Chunk::biases(slot, run, channel);
     }
-    __syncwarp();  // other lanes may still read the pieces before
+    if constexpr (Index == 0) __syncwarp();  // other lanes may still read the pieces before
 #pragma unroll
     for (int m = 0; m < part_type::rows; ++m) {
         const std::uint32_t row =
@@ -296,7 +303,8 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         const float step = fixed_point<split>(x, high, low, total);
         const int column = split ? 16 * m + id.g : 8 * m + 2 * own_row;  // of the high pieces
         constexpr int to_low = (split ? 8 : 1) * Chunk::stride;          // words
-        const std::uint32_t at = head.scratch + 4u * static_cast<std::uint32_t>(column * Chunk::stride);
+        const std::uint32_t at = head.scratch + Index * Chunk::run_scratch(Rows4) +
+                                 4u * static_cast<std::uint32_t>(column * Chunk::stride);
 #pragma unroll
         for (int i = 0; i < own; ++i) {
             const unsigned word = head.word(i);
@@ -314,11 +322,10 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
 #pragma unroll
         for (int i = 0; i < (split ? 2 : 1); ++i) {
             folded_row<Chunk>& own_of = to[split ? 2 * m + i : m];
-            own_of.step = to_owner<split>(step * line.unit, i, id);
-            own_of.offset = to_owner<split>(offset, i, id);
+            own_of.step[Index] = to_owner<split>(step * line.unit, i, id);
+            own_of.offset[Index] = to_owner<split>(offset, i, id);
         }
     }
-    __syncwarp();
 }
 
 /// Codes of two neighbouring quads of a segment of `Bits`, at the top of bytes of `Top` bits, from words of all planes.
@@ -335,7 +342,7 @@ struct quad_pair {
     __device__ __forceinline__ static unsigned turn(int t) {
         constexpr int width = planes::width(P), to = Top - Bits + planes::shift(P);
         const int left = to - 2 * t % planes::quads_per_word(P) * width;
-        return multiplies<P> ? 1u << (left - width) : static_cast<unsigned>(left) & 31u;
+        return multiplies<P> ? opaque_factor(1u << (left - width)) : static_cast<unsigned>(left) & 31u;
     }
     template <int P>
     __device__ __forceinline__ static void add(std::uint32_t word, unsigned turn, std::uint32_t& a,
@@ -358,11 +365,12 @@ struct quad_pair {
     }
 };
 
-/// Scores of tiles First .. First + Count - 1, which share their parameters.
-template <class Chunk, int Rows4, int First, int Count>
+/// Scores of tiles First .. First + Runs * tiles of a run - 1.
+template <class Chunk, int Rows4, int First, int Runs>
 __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4][4],
                                             const folded_row<Chunk> (&query)[Rows4], std::uint32_t slot,
                                             const head_keys<Chunk, Rows4>& head, const lane_id& id) {
+    constexpr int tiles_of_run = Chunk::tiles / Chunk::runs, Count = Runs * tiles_of_run;
     std::uint32_t pieces = head.scratch + 4u * static_cast<std::uint32_t>(id.g * Chunk::stride + 2 * id.t);
     int sums[Count][2][Rows4][4] = {};
     std::uint32_t segment = slot + 16u * static_cast<std::uint32_t>(id.g);
@@ -384,13 +392,12 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
             });
 #pragma unroll 1
             for (int quad = 0; quad < n; quad += Chunk::step_quads) {
-                std::uint32_t b[Rows4][2];
+                uint2 b[Runs][Rows4];
 #pragma unroll
-                for (int m = 0; m < Rows4; ++m) {
-                    const uint2 v =
-                        load_shared_8(pieces + 4u * static_cast<std::uint32_t>(m * 8 * Chunk::stride));
-                    b[m][0] = v.x, b[m][1] = v.y;
-                }
+                for (int i = 0; i < Runs * Rows4; ++i)
+                    b[i / Rows4][i % Rows4] =
+                        load_shared_8(pieces + static_cast<std::uint32_t>(i / Rows4 * Chunk::run_scratch(Rows4) +
+                                                                          i % Rows4 * (32 * Chunk::stride)));
                 static_for<Count>([&](auto in_run) {
                     constexpr int I = decltype(in_run)::value;
                     uint4 c{0, 0, 0, 0}, d{0, 0, 0, 0};
@@ -404,8 +411,9 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
                     });
 #pragma unroll
                     for (int m = 0; m < Rows4; ++m) {
-                        mma_codes_signed(sums[I][0][m], c.x, c.y, d.x, d.y, b[m][0], b[m][1]);
-                        mma_codes_signed(sums[I][1][m], c.z, c.w, d.z, d.w, b[m][0], b[m][1]);
+                        const uint2 q = b[I / tiles_of_run][m];
+                        mma_codes_signed(sums[I][0][m], c.x, c.y, d.x, d.y, q.x, q.y);
+                        mma_codes_signed(sums[I][1][m], c.z, c.w, d.z, d.w, q.x, q.y);
                     }
                 });
                 pieces += 4 * Chunk::step_quads;
@@ -425,7 +433,8 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
             for (int r = 0; r < 4; ++r) {
                 const piece_sums<Rows4, int> both(sums[i][r / 2], m, 2 * (r % 2));
                 scores[First + i][m][r] =
-                    fmaf(static_cast<float>(256 * both.high + both.low), query[m].step, query[m].offset);
+                    fmaf(static_cast<float>(256 * both.high + both.low), query[m].step[i / tiles_of_run],
+                         query[m].offset[i / tiles_of_run]);
             }
 }
 
@@ -443,23 +452,35 @@ __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4]
                                             const Query& query, const lane_id& id) {
     constexpr int tiles_of_run =
         fold_once<Chunk> ? Chunk::tiles : smaller(Chunk::tiles, Chunk::group / Chunk::tile_height);
-    static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
-        constexpr int R = decltype(run)::value;
-        if constexpr (Chunk::mixed) {
-            if (fold) fold_mixed(folded, rows, stride, slot, first, R, head, query, id);
-            score_mixed<Chunk, Rows4, R * tiles_of_run, tiles_of_run>(scores, folded, slot, head, id);
-        } else if constexpr (decodes_keys<Chunk, Rows4>) {
-            score_decoded<R * tiles_of_run, tiles_of_run>(scores, query, slot, R, id);
-        } else {
-            if constexpr (!fold_once<Chunk>) {
-                if (fold) fold_rows(folded, rows, stride, slot, first, R, query, id);
+    if constexpr (Chunk::mixed) {
+        constexpr int together = Chunk::runs_together(Rows4);
+        static_for<Chunk::runs / together>([&](auto runs) {
+            constexpr int R = decltype(runs)::value * together;
+            if (fold) {
+                static_for<together>([&](auto run) {
+                    constexpr int I = decltype(run)::value;
+                    fold_mixed<I>(folded, rows, stride, slot, first, R + I, head, query, id);
+                });
+                __syncwarp();
             }
-            static_for<tiles_of_run>([&](auto in_run) {
-                constexpr int Tile = R * tiles_of_run + decltype(in_run)::value;
-                score_tile<Chunk, Rows4, Tile>(scores[Tile], folded, slot, id);
-            });
-        }
-    });
+            score_mixed<Chunk, Rows4, R * tiles_of_run, together>(scores, folded, slot, head, id);
+        });
+    } else {
+        static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
+            constexpr int R = decltype(run)::value;
+            if constexpr (decodes_keys<Chunk, Rows4>) {
+                score_decoded<R * tiles_of_run, tiles_of_run>(scores, query, slot, R, id);
+            } else {
+                if constexpr (!fold_once<Chunk>) {
+                    if (fold) fold_rows(folded, rows, stride, slot, first, R, query, id);
+                }
+                static_for<tiles_of_run>([&](auto in_run) {
+                    constexpr int Tile = R * tiles_of_run + decltype(in_run)::value;
+                    score_tile<Chunk, Rows4, Tile>(scores[Tile], folded, slot, id);
+                });
+            }
+        });
+    }
 }
 
 }  // namespace kvq::inline v0_1::cuda::detail

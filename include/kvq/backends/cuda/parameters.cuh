@@ -4,8 +4,8 @@
 //   P = coded                        bytes under three numbers of the group (quant/coded.hpp): scales come in units of
 //                                    group_line::unit, which folds into a product's last factor; biases = first + step * code
 //
-// A byte becomes a float without conversion: permuted to where a float's bits are, then one shift and addition (scales,
-// factors), or put behind the point of 2^15, which is subtracted (biases).
+// Two bytes at a time become half floats by a mask and a multiplication (scales, factors), or each is put behind the point of 2^15,
+// which is subtracted (biases).
 // Contract: unit * scales and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp); codes of
 // biases are integers, and first + step * code is left to who adds them up.
 #pragma once
@@ -48,19 +48,34 @@ struct group_line<coded> {
     }
 };
 
-/// small_float<M>::value of byte I of a word.
-template <class SmallFloat, int I>
-__device__ __forceinline__ float small_value(std::uint32_t word) {
-    constexpr int shift = SmallFloat::exponents == 8 ? 2 : 3;
-    static_assert(SmallFloat::value(1u) ==
-                  kvq::detail::bit_cast<float>((1u << (16 + shift)) + SmallFloat::offset));
-    return __uint_as_float((__byte_perm(word, 0u, 0x4044 | I << 8) << shift) + SmallFloat::offset);
-}
+/// Four half floats: 0 and 2 in one word, 1 and 3 in the other, which is the order in which masks leave the codes of a word.
+struct half_quad {
+    std::uint32_t even, odd;
+
+    /// Of neighbours 0 and 1, 2 and 3.
+    __device__ __forceinline__ static half_quad of(std::uint32_t front, std::uint32_t back) {
+        return {__byte_perm(front, back, 0x5410), __byte_perm(front, back, 0x7632)};
+    }
+    __device__ __forceinline__ half_quad times(const half_quad& other) const {
+        return {multiply_halves(even, other.even), multiply_halves(odd, other.odd)};
+    }
+    __device__ __forceinline__ float4 floats() const {
+        return {unpack_half<float16, 0>(even), unpack_half<float16, 0>(odd), unpack_half<float16, 1>(even),
+                unpack_half<float16, 1>(odd)};
+    }
+};
+/// The bytes of a word, codes of a small_float, as half floats; all times half_lift, where the smallest one would be subnormal.
 template <class SmallFloat>
-__device__ __forceinline__ float4 small_values(std::uint32_t word) {
-    return {small_value<SmallFloat, 0>(word), small_value<SmallFloat, 1>(word),
-            small_value<SmallFloat, 2>(word), small_value<SmallFloat, 3>(word)};
+inline constexpr int half_lift = SmallFloat::smallest < 0x1p-14f ? 2 : 1;
+template <class SmallFloat>
+__device__ __forceinline__ half_quad small_halves(std::uint32_t codes) {
+    constexpr int lowest = half_lift<SmallFloat> - SmallFloat::exponents;  // exponent of the smallest one
+    constexpr std::uint32_t step = 4 * SmallFloat::exponents;              // of its last bit
+    static_assert(SmallFloat::smallest * half_lift<SmallFloat> == 1.0f / (1 << -lowest));
+    return {__byte_perm(codes, 0u, 0x4240) * step + half_power(lowest),
+            __byte_perm(codes, 0u, 0x4341) * step + half_power(lowest)};
 }
+
 /// 2^15 + code for byte I of a word.
 inline constexpr float raised = 32768.0f;
 template <int I>
@@ -85,7 +100,7 @@ __device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
 template <class P>
 __device__ __forceinline__ float4 load_scales(std::uint32_t at) {
     if constexpr (std::is_same_v<P, coded>)
-        return small_values<kvq::detail::scale_float>(load_shared_4(at));
+        return small_halves<kvq::detail::scale_float>(load_shared_4(at)).floats();
     else
         return load_parameters<P>(at);
 }
@@ -97,36 +112,19 @@ __device__ __forceinline__ std::uint32_t load_factor_codes(std::uint32_t at) {
     const std::uint32_t word = load_shared_4(at - Skew);
     return Skew == 2 ? __byte_perm(word, load_shared_4(at + 2), 0x5432) : word;
 }
-/// Factors of four neighbouring tokens.
+/// Factors of four neighbouring tokens, times factor_lift.
+template <class P>
+inline constexpr int factor_lift = std::is_same_v<P, coded> ? half_lift<kvq::detail::factor_float> : 1;
 template <class P, int Skew>
 __device__ __forceinline__ float4 load_factors(std::uint32_t at) {
     if constexpr (std::is_same_v<P, coded>) {
-        return small_values<kvq::detail::factor_float>(load_factor_codes<Skew>(at));
+        return small_halves<kvq::detail::factor_float>(load_factor_codes<Skew>(at)).floats();
     } else {
         static_assert(Skew == 0);
         return load_parameters<P>(at);
     }
 }
 
-/// Four half floats: 0 and 2 in one word, 1 and 3 in the other, which is the order in which masks leave the codes of a word.
-struct half_quad {
-    std::uint32_t even, odd;
-
-    /// Of neighbours 0 and 1, 2 and 3.
-    __device__ __forceinline__ static half_quad of(std::uint32_t front, std::uint32_t back) {
-        return {__byte_perm(front, back, 0x5410), __byte_perm(front, back, 0x7632)};
-    }
-    /// Twice the factors whose codes are the bytes of a word: the smallest one alone would be subnormal.
-    __device__ __forceinline__ static half_quad of_factors(std::uint32_t codes) {
-        using small = kvq::detail::factor_float;
-        static_assert(small::exponents == 16 && small::smallest == 0x1p-15f);
-        return {(codes & 0x00ff00ffu) * 64u + half_power(-14),
-                (codes >> 8 & 0x00ff00ffu) * 64u + half_power(-14)};
-    }
-    __device__ __forceinline__ half_quad times(const half_quad& other) const {
-        return {multiply_halves(even, other.even), multiply_halves(odd, other.odd)};
-    }
-};
 /// N pairs of neighbouring words.
 template <int N>
 __device__ __forceinline__ void load_pairs(uint2 (&to)[N], std::uint32_t at) {

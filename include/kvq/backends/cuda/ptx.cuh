@@ -56,6 +56,14 @@ __device__ __forceinline__ void mma_values(float (&d)[4], std::uint32_t a0, std:
             : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/// `factor`, of which the compiler does not see that it is a power of two: products with it stay products, since shifts by a
+/// number of bits that varies would go to the integer pipe.
+__device__ __forceinline__ std::uint32_t opaque_factor(std::uint32_t factor) {
+    std::uint32_t same;
+    asm("mov.b32 %0, %1;" : "=r"(same) : "r"(factor));
+    return same;
+}
+
 /// Two floats as one word of two 16-bit floats, the first in the low half; round to nearest even.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack_halves(float low, float high) {

@@ -256,7 +256,8 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                         for (int r = 0; r < 4; ++r) w[tile][r] = s[tile][n][r];
                 }
                 const float inverse = largest > 1e-33f ? 65280.0f * reciprocal(largest) : 0.0f;
-                factors.step[S][n] = factors.take[n] * (largest * (1.0f / 65280.0f));
+                factors.step[S][n] =
+                    factors.take[n] * (largest * (1.0f / static_cast<float>(65280 * Values::scale_lift)));
 #pragma unroll
                 for (int tile = 0; tile < Keys::tiles; ++tile) {
                     std::uint32_t y[4];
