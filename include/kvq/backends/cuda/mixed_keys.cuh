@@ -395,9 +395,9 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
                 uint2 b[Runs][Rows4];
 #pragma unroll
                 for (int i = 0; i < Runs * Rows4; ++i)
-                    b[i / Rows4][i % Rows4] =
-                        load_shared_8(pieces + static_cast<std::uint32_t>(i / Rows4 * Chunk::run_scratch(Rows4) +
-                                                                          i % Rows4 * (32 * Chunk::stride)));
+                    b[i / Rows4][i % Rows4] = load_shared_8(
+                        pieces + static_cast<std::uint32_t>(i / Rows4 * Chunk::run_scratch(Rows4) +
+                                                            i % Rows4 * (32 * Chunk::stride)));
                 static_for<Count>([&](auto in_run) {
                     constexpr int I = decltype(in_run)::value;
                     uint4 c{0, 0, 0, 0}, d{0, 0, 0, 0};
