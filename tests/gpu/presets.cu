@@ -5,10 +5,6 @@
 
 using namespace kvq;
 
-#ifdef EXPECTED_BUDGET  // of the targets: scripts/gpu-test --compile-only
-static_assert(cuda::shared_memory_budget<cuda::preset_format<std4, 128>> == EXPECTED_BUDGET);
-#endif
-
 // A budget also holds for the kernel that reads keys of mixed widths without a plan.
 using small_mix4 = cuda::preset_format<mix4, 128, 64>;
 template <>

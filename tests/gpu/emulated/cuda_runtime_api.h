@@ -252,7 +252,7 @@ inline cudaError_t cudaGetDevice(int* device) {
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = attribute == cudaDevAttrMultiProcessorCount ? 3
              : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
-                 ? static_cast<int>(emulated::most_shared_memory)
+                 ? static_cast<int>(emulated::device_shared_memory)
                  : 9;
     return cudaSuccess;
 }
@@ -283,7 +283,7 @@ struct cudaLaunchConfig_t {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
-    if (config->dynamicSmemBytes > emulated::most_shared_memory || config->gridDim.x == 0)
+    if (config->dynamicSmemBytes > emulated::device_shared_memory || config->gridDim.x == 0)
         return cudaErrorInvalidConfiguration;
     const auto launch = [=, grid = config->gridDim, threads = config->blockDim] {
         for (unsigned z = 0; z < grid.z; ++z)

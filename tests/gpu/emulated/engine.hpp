@@ -34,6 +34,8 @@ namespace emulated {
 
 inline constexpr int warp_size = 32, exchange_words = 8, barriers = 16;
 inline constexpr std::size_t most_shared_memory = 227 * 1024;
+/// What the device says that it has, and what launches may ask for: tests may set less.
+inline std::size_t device_shared_memory = most_shared_memory;
 
 /// What a thread waits at. Threads of a warp must meet at the same.
 enum class meeting { none, shuffle, vote, warp, product, block };

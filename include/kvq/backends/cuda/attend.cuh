@@ -16,19 +16,27 @@ namespace kvq::inline v0_1::cuda {
 
 namespace detail {
 
-template <class Format, class T, int Rows4>
+/// Of a thread block on the current device, in bytes; 0 if there is none.
+inline int device_shared_memory() noexcept {
+    int device = 0, most = 0;
+    cudaError_t code = cudaGetDevice(&device);
+    if (code == cudaSuccess)
+        code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (code != cudaSuccess) (void)cudaGetLastError();
+    return most;
+}
+
+template <class Format, class T, int Rows4, bool Small>
 struct warp_launch {
-    using memory = attention_memory<Format, Rows4>;
+    using memory = attention_memory<Format, Rows4, Small>;
+    static constexpr auto* kernel = attend_warps_kernel<Format, T, Rows4, Small>;
 
     /// Does the current device have the shared memory?
     static bool fits() noexcept {
-        if constexpr (memory::bytes <= shared_memory_budget<Format>) return true;
-        int device = 0, most = 0;
-        cudaError_t code = cudaGetDevice(&device);
-        if (code == cudaSuccess)
-            code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-        if (code != cudaSuccess) (void)cudaGetLastError();
-        return memory::bytes <= most;
+        if constexpr (memory::bytes <= budget_on<Format, Small>)
+            return true;
+        else
+            return memory::bytes <= device_shared_memory();
     }
     /// Thread blocks that the current device holds at a time; 0 if the kernel cannot run there.
     static int grid(cudaError_t& code) noexcept {
@@ -37,11 +45,10 @@ struct warp_launch {
         if (code == cudaSuccess)
             code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
         if (code == cudaSuccess)
-            code = cudaFuncSetAttribute(attend_warps_kernel<Format, T, Rows4>,
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
+            code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
         if (code == cudaSuccess)
-            code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                &blocks, attend_warps_kernel<Format, T, Rows4>, memory::threads, memory::bytes);
+            code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, memory::threads,
+                                                                 memory::bytes);
         return code == cudaSuccess ? multiprocessors * blocks : 0;
     }
     static std::size_t workspace(int blocks) noexcept {
@@ -71,18 +78,28 @@ struct warp_launch {
             return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
         a.cut = item_shares(a.work.sequences * a.work.lines, blocks, memory::most_teams);
         a.partials = reinterpret_cast<std::uint32_t*>(space);
-        return launch("launching attention", overlap::yes, attend_warps_kernel<Format, T, Rows4>,
-                      dim3(static_cast<unsigned>(blocks)), memory::threads, memory::bytes, stream, a);
+        return launch("launching attention", overlap::yes, kernel, dim3(static_cast<unsigned>(blocks)),
+                      memory::threads, memory::bytes, stream, a);
     }
 };
 
 /// Calls f with the launch for so many query rows of a kv head: of the kernel that takes 4, 8 or 16 of them in a thread block,
 /// fewer where those do not fit into the device's shared memory.
-template <class Format, class T, class F>
+template <class Format, class T, bool Small, class F>
 auto with_rows(int rows, F&& f) {
-    if (rows > 8 && warp_launch<Format, T, 4>::fits()) return f(warp_launch<Format, T, 4>{});
-    if (rows > 4 && warp_launch<Format, T, 2>::fits()) return f(warp_launch<Format, T, 2>{});
-    return f(warp_launch<Format, T, 1>{});
+    if (rows > 8 && warp_launch<Format, T, 4, Small>::fits()) return f(warp_launch<Format, T, 4, Small>{});
+    if (rows > 4 && warp_launch<Format, T, 2, Small>::fits()) return f(warp_launch<Format, T, 2, Small>{});
+    return f(warp_launch<Format, T, 1, Small>{});
+}
+/// The same with the kernels that were compiled for devices like the current one.
+template <class Format, class T, class F>
+auto with_launch(int rows, F&& f) {
+    if constexpr (two_sizes<Format>) {
+        if (device_shared_memory() < shared_memory_budget<Format>) return with_rows<Format, T, true>(rows, f);
+        return with_rows<Format, T, false>(rows, f);
+    } else {
+        return with_rows<Format, T, targets().small>(rows, f);
+    }
 }
 
 /// The format whose kernel reads Format's pages as well: the same budget of shared memory.
@@ -167,7 +184,7 @@ template <class Format, class T>
 std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
     std::size_t bytes = 0;
     if constexpr (detail::warps_can<Format>)
-        bytes = detail::with_rows<Format, T>(group * query_tokens, [](auto launch) {
+        bytes = detail::with_launch<Format, T>(group * query_tokens, [](auto launch) {
             cudaError_t code = cudaSuccess;
             const int blocks = decltype(launch)::grid(code);
             if (code != cudaSuccess) (void)cudaGetLastError();
@@ -213,7 +230,7 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
     a.early = options.early;
     a.set_group(q.heads);
     if constexpr (detail::warps_can<Format>)
-        return detail::with_rows<Format, T>(a.rows, [&](auto launch) {
+        return detail::with_launch<Format, T>(a.rows, [&](auto launch) {
             return decltype(launch)::run(a, static_cast<std::byte*>(workspace), workspace_bytes, stream);
         });
     else

@@ -7,7 +7,8 @@
 //
 // Nothing is decoded to memory, warps wait for each other only at the end of an item, and copies run on across items.
 // Contract: error against double arithmetic on the decoded values below 2e-3 (measured: docs/gpu.md); deterministic for
-// a given grid. Instantiated once per (format, type of q, 4, 8 or 16 query rows).
+// a given grid. Instantiated once per (format, type of q, 4, 8 or 16 query rows), for one or two
+// sizes of shared memory.
 // Source: split keys with a merge, Flash-Decoding; shares of equal size over ragged work: stream-K, arXiv 2301.03598.
 #pragma once
 
@@ -61,8 +62,8 @@ struct warp_notes {
 /// Of a thread block, in bytes: what compute capability 9.0 and 10.0 have.
 inline constexpr int most_shared_memory = 227 * 1024;
 
-/// Shared memory of a thread block.
-template <class Format, int Rows4>
+/// Shared memory of a thread block. Small: on devices that have less than the budget.
+template <class Format, int Rows4, bool Small = false>
 struct attention_memory {
     static constexpr int tokens = chunk_tokens<Format, Rows4>();
     using keys = chunk<tensor::key, Format, tokens>;
@@ -108,7 +109,7 @@ struct attention_memory {
             for (const int parts : {4, 2})
                 for (const int slot_count : {3, 2})
                     if (!(Rows4 == 4 && parts == 4) &&
-                        size{warps, slot_count, parts}.bytes() <= shared_memory_budget<Format>)
+                        size{warps, slot_count, parts}.bytes() <= budget_on<Format, Small>)
                         return size{warps, slot_count, parts};
         return size{4, 2, 2};
     }();
@@ -313,11 +314,28 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a
                    lane);
 }
 
-template <class Format, class T, int Rows4>
-__global__ void __launch_bounds__((attention_memory<Format, Rows4>::threads),
-                                  attention_memory<Format, Rows4>::blocks)
+/// Are there kernels for devices of less shared memory and for others, of which the host takes the right one?
+template <class Format>
+inline constexpr bool two_sizes =
+    targets().large&& targets().small&& shared_memory_budget<Format> > small_shared_memory;
+
+/// Is code for this device never asked for kernels of this kind? (Code for 8.0 and 8.6 runs on later devices of either.)
+template <class Format, bool Small>
+__device__ constexpr bool of_other_devices() {
+#ifdef __CUDA_ARCH__
+    return two_sizes<Format> && (Small ? __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+                                       : __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200);
+#else
+    return false;
+#endif
+}
+
+template <class Format, class T, int Rows4, bool Small>
+__global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threads),
+                                  attention_memory<Format, Rows4, Small>::blocks)
     attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a) {
-    using memory = attention_memory<Format, Rows4>;
+    if constexpr (of_other_devices<Format, Small>()) return;
+    using memory = attention_memory<Format, Rows4, Small>;
     using keys = typename memory::keys;
     using values = typename memory::values;
     constexpr int rows = memory::rows;

@@ -57,7 +57,7 @@ struct grid_memory {
     static constexpr int tops = members + 2 * lines;
     static constexpr int numbers = round_up(tops + (is_mixed<S> ? dim : 0), 16);
 
-    static constexpr int budget = shared_memory_budget<Format>;
+    static constexpr int budget = common_budget<Format>;
     static constexpr int fit_bytes(int channels) { return 4 * channels * numbers_stride(slot_count); }
     static constexpr int code_bytes(int some) {
         return 4 * dim * numbers_stride(some) +
