@@ -92,6 +92,8 @@ int main() {
     check_decode<cuda::preset_format<low2, 128>>("low2");
     check_format<cuda::preset_format<low2, 128>, float16>("low2");
     check_format<cuda::preset_format<low3, 128>, float16>("low3");
+    check_format<cuda::format<mixed_width<widths<4, 2, 0>, 16, 32>, values<2>, 64, 96>, float16>(
+        "4, 2 and 0 bits, groups of 32, dim 64, page 96");
 #endif
 #if !defined(PART) || PART == 4
     check_format<cuda::preset_format<mix4, 128>, float16>("mix4");

@@ -7,8 +7,7 @@
 //
 // Nothing is decoded to memory, warps wait for each other only at the end of an item, and copies run on across items.
 // Contract: error against double arithmetic on the decoded values below 2e-3 (measured: docs/gpu.md); deterministic for
-// a given grid. Instantiated once per (format, type of q, 4, 8 or 16 query rows), for one or two
-// sizes of shared memory.
+// a given grid. Instantiated once per (format, type of q, 4, 8 or 16 query rows), for one or two sizes of shared memory.
 // Source: split keys with a merge, Flash-Decoding; shares of equal size over ragged work: stream-K, arXiv 2301.03598.
 #pragma once
 
@@ -123,7 +122,8 @@ struct attention_memory {
                          bytes = chosen.bytes();
     /// Thread blocks per multiprocessor: what registers (at most 128 to 255 per thread) and memory allow.
     static constexpr int blocks =
-        larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps, (most_shared_memory + 1024) / (bytes + 1024)));
+        larger(1, smaller((Rows4 == 1 ? 12 : 8) / warps,
+                          ((Small ? small_shared_memory : most_shared_memory) + 1024) / (bytes + 1024)));
     static constexpr int registers = smaller(255, 65536 / (threads * blocks));  // per thread
     /// Of one partial state in the workspace.
     static constexpr int partial_words = rows * (Format::value_dim + 2);
@@ -316,8 +316,7 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a
 
 /// Are there kernels for devices of less shared memory and for others, of which the host takes the right one?
 template <class Format>
-inline constexpr bool two_sizes =
-    targets().large&& targets().small&& shared_memory_budget<Format> > small_shared_memory;
+inline constexpr bool two_sizes = targets().both() && (shared_memory_budget<Format> > small_shared_memory);
 
 /// Is code for this device never asked for kernels of this kind? (Code for 8.0 and 8.6 runs on later devices of either.)
 template <class Format, bool Small>

@@ -217,6 +217,7 @@ inline constexpr int small_shared_memory = 99 * 1024;
 /// Is the program compiled for such devices, and for others?
 struct target_kinds {
     bool large, small;
+    constexpr bool both() const noexcept { return large && small; }
 };
 constexpr target_kinds targets() noexcept {
 #ifdef __CUDA_ARCH_LIST__

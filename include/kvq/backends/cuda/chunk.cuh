@@ -81,6 +81,7 @@ struct code_chunk {
     static constexpr bool centred = token_parameters || full || scheme::code_bits > 4;  // see fold_rows
     /// Are the weights of tokens multiplied by anything?
     static constexpr bool scales_tokens = token_parameters || has_factors;
+    /// By how much these numbers are too large where they are read.
     static constexpr int scale_lift = [] {
         if constexpr (has_factors)
             return factor_lift<factor>;

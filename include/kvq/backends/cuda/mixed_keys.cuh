@@ -69,7 +69,7 @@ struct mixed_chunk {
     /// Groups whose scores are found together: half as many loops, each with more to do at a time. 16 rows have no registers for
     /// it, and where 12 warps fit (narrow codes with 4 rows) these are worth more than what it takes of their memory.
     KVQ_HD static constexpr int runs_together(int rows4) {
-        return rows4 == 4 || (rows4 == 1 && codes_bytes <= 4096) ? 1 : smaller(runs, 2);
+        return rows4 == 4 || runs % 2 != 0 || (rows4 == 1 && codes_bytes <= 4096) ? 1 : 2;
     }
     KVQ_HD static constexpr int run_scratch(int rows4) { return rows4 * 8 * stride * 4; }
     KVQ_HD static constexpr int scratch_bytes(int rows4) { return runs_together(rows4) * run_scratch(rows4); }

@@ -4,8 +4,8 @@
 //   P = coded                        bytes under three numbers of the group (quant/coded.hpp): scales come in units of
 //                                    group_line::unit, which folds into a product's last factor; biases = first + step * code
 //
-// Two bytes at a time become half floats by a mask and a multiplication (scales, factors), or each is put behind the point of 2^15,
-// which is subtracted (biases).
+// Two bytes at a time are permuted and multiplied to where half floats have their bits (scales, factors), or each is put behind the
+// point of 2^15, which is subtracted (biases).
 // Contract: unit * scales and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp); codes of
 // biases are integers, and first + step * code is left to who adds them up.
 #pragma once
@@ -112,9 +112,9 @@ __device__ __forceinline__ std::uint32_t load_factor_codes(std::uint32_t at) {
     const std::uint32_t word = load_shared_4(at - Skew);
     return Skew == 2 ? __byte_perm(word, load_shared_4(at + 2), 0x5432) : word;
 }
-/// Factors of four neighbouring tokens, times factor_lift.
 template <class P>
 inline constexpr int factor_lift = std::is_same_v<P, coded> ? half_lift<kvq::detail::factor_float> : 1;
+/// Factors of four neighbouring tokens, times factor_lift.
 template <class P, int Skew>
 __device__ __forceinline__ float4 load_factors(std::uint32_t at) {
     if constexpr (std::is_same_v<P, coded>) {
