@@ -59,8 +59,8 @@ template <class Values, int Rows4>
 struct half_state {
     static constexpr int tiles = column_tiles<Rows4>;
     static constexpr int sets = Values::token_parameters ? Values::runs : 1;
-    /// Weights are at most 2^(lift + slack).
-    static constexpr float lift = 12.0f, slack = 2.0f;
+    /// Weights are at most 2^(lift + score_slack).
+    static constexpr float lift = 12.0f;
     float max[Rows4];  // r
     float sum[Rows4];  // this lane's part
     float rest[Rows4][sets];
@@ -112,30 +112,11 @@ struct half_state {
     }
 };
 
-/// Scores become weights; the state's sums move on. Lanes have to know of each other's scores only where r changes.
+/// Scores become weights; the state's sums move on.
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], half_state<Values, Rows4>& state,
                                        chunk_factors<Values, Rows4>&, const lane_id& id) {
-    float top[Rows4];
-    bool rises = false;
-#pragma unroll
-    for (int n = 0; n < Rows4; ++n) {
-        top[n] = largest_own<Keys, Rows4>(s, n, id);
-        rises = rises || top[n] > state.max[n] + state.slack;
-    }
-    if (__any_sync(~0u, rises)) [[unlikely]] {
-        float keep[Rows4];
-#pragma unroll
-        for (int n = 0; n < Rows4; ++n) {
-            // Rows that would not have asked stay: no row's bits depend on others.
-            const float highest = over_tokens(top[n], max_floats{});
-            const float next = highest > state.max[n] + state.slack ? highest : state.max[n];
-            keep[n] = kept(state.max[n], next);
-            state.max[n] = next;
-            state.sum[n] *= keep[n];
-        }
-        state.multiply(keep);
-    }
+    follow_maximum<Keys>(s, state, id);
 #pragma unroll
     for (int n = 0; n < Rows4; ++n)
         state.sum[n] += exponentiate<Keys, Rows4>(

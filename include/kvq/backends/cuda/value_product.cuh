@@ -4,6 +4,7 @@
 //   16-bit values: w = high + low, each rounded to the values' own type
 //   state:  max' = max(max, max of the chunk),  output' = output * 2^(max - max') + step * 2^(chunk max - max') * C w
 //
+// Where tokens have scales, the step comes from the largest w' and weights may be relative to an older maximum (follow_maximum).
 // Weights travel through shared memory once, as words of B: [group of value parameters][4 rows][column][unit].
 // Value biases are summed per group of channels and added at the end; value parameters of channels apply to the product.
 // Contract: weights are exact to 2^-17 of the largest weight of the chunk (codes), 2^-20 (fp16), 2^-15 (bf16).
@@ -49,6 +50,19 @@ struct warp_state {
     float bias[Rows4][weight_words<Values>::bias_sets + 1];
     float output[Values::tiles][Rows4][4];  // channel 32 * tile + 4g + i of row n
 
+    /// Multiplies the rows' sums of values.
+    __device__ __forceinline__ void multiply(const float (&factor)[Rows4]) {
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n)
+#pragma unroll
+            for (int i = 0; i < weight_words<Values>::bias_sets; ++i) bias[n][i] *= factor[n];
+#pragma unroll
+        for (int tile = 0; tile < Values::tiles; ++tile)
+#pragma unroll
+            for (int n = 0; n < Rows4; ++n)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) output[tile][n][r] *= factor[n];
+    }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {
@@ -108,7 +122,7 @@ __device__ __forceinline__ void load_weights(std::uint32_t (&b)[Registers], std:
     }
 }
 
-/// Factors of one chunk: of what the state holds, of what is added, and of each set's product.
+/// Factors of one chunk: of what the state holds (unless it follows), of what is added, and of each set's product.
 template <class Values, int Rows4>
 struct chunk_factors {
     float keep[Rows4];
@@ -155,19 +169,60 @@ __device__ __forceinline__ bool any_rises(const float (&keep)[Rows4]) {
     return __any_sync(~0u, rises);
 }
 
-/// Scores become weights relative to the largest of the chunk; the state moves on.
+/// How far (in powers of two) a state's maximum may stay below the largest score.
+inline constexpr float score_slack = 2.0f;
+
+/// state.max becomes the largest score so far where it was more than score_slack below. Lanes have to know of each other's scores
+/// only then.
+template <class Keys, class State, int Rows4>
+__device__ __forceinline__ void follow_maximum(float (&s)[Keys::tiles][Rows4][4], State& state,
+                                               const lane_id& id) {
+    float top[Rows4];
+    bool rises = false;
+#pragma unroll
+    for (int n = 0; n < Rows4; ++n) {
+        top[n] = largest_own<Keys, Rows4>(s, n, id);
+        rises = rises || top[n] > state.max[n] + score_slack;
+    }
+    if (__any_sync(~0u, rises)) [[unlikely]] {
+        float keep[Rows4];
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            // Rows that would not have asked stay: no row's bits depend on others.
+            const float highest = over_tokens(top[n], max_floats{});
+            const float next = highest > state.max[n] + score_slack ? highest : state.max[n];
+            keep[n] = kept(state.max[n], next);
+            state.max[n] = next;
+            state.sum[n] *= keep[n];
+        }
+        state.multiply(keep);
+    }
+}
+template <class Values>
+inline constexpr bool follows = !Values::full && Values::scales_tokens;
+
+/// Scores become weights relative to the largest of the chunk or, where it follows, to the state's; the state moves on.
 template <class Keys, class Values, int Rows4>
 __device__ __forceinline__ void soften(float (&s)[Keys::tiles][Rows4][4], warp_state<Values, Rows4>& state,
                                        chunk_factors<Values, Rows4>& factors, const lane_id& id) {
+    if constexpr (follows<Values>) {
+        follow_maximum<Keys>(s, state, id);
 #pragma unroll
-    for (int n = 0; n < Rows4; ++n) {
-        const float top = over_tokens(largest_own<Keys, Rows4>(s, n, id), max_floats{});
-        const float next = fmaxf(state.max[n], top);
-        const float sum = exponentiate<Keys, Rows4>(s, n, top == -INFINITY ? 0.0f : top);
-        factors.keep[n] = kept(state.max[n], next);
-        factors.take[n] = kept(top, next);
-        state.max[n] = next;
-        state.sum[n] = fmaf(state.sum[n], factors.keep[n], factors.take[n] * sum);
+        for (int n = 0; n < Rows4; ++n) {
+            state.sum[n] += exponentiate<Keys, Rows4>(s, n, state.max[n] == -INFINITY ? 0.0f : state.max[n]);
+            factors.take[n] = 1.0f;
+        }
+    } else {
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            const float top = over_tokens(largest_own<Keys, Rows4>(s, n, id), max_floats{});
+            const float next = fmaxf(state.max[n], top);
+            const float sum = exponentiate<Keys, Rows4>(s, n, top == -INFINITY ? 0.0f : top);
+            factors.keep[n] = kept(state.max[n], next);
+            factors.take[n] = kept(top, next);
+            state.max[n] = next;
+            state.sum[n] = fmaf(state.sum[n], factors.keep[n], factors.take[n] * sum);
+        }
     }
 }
 
@@ -235,8 +290,8 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                             part = 4 * tile + r < 2 ? s[tile][n][r] * bias[tile][r]
                                                     : fmaf(s[tile][n][r], bias[tile][r], part);
                         }
-                    state.bias[n][S] =
-                        fmaf(state.bias[n][S], factors.keep[n], factors.take[n] * (parts[0] + parts[1]));
+                    static_assert(follows<Values>);
+                    state.bias[n][S] += parts[0] + parts[1];
                 }
                 float w[Keys::tiles][4], largest = 1.0f;
                 if constexpr (Values::scales_tokens) {
@@ -307,14 +362,8 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
     constexpr bool needs_total = traits::zero_code != 0 || (channel_parameters && traits::has_bias);
     constexpr int tiles_of_set = ceil_div(Values::tiles, words::sets);
     [[maybe_unused]] const auto line = line_of<Values>(slot, first, 0);
-    if (any_rises(factors.keep)) {
-#pragma unroll
-        for (int tile = 0; tile < Values::tiles; ++tile)
-#pragma unroll
-            for (int n = 0; n < Rows4; ++n)
-#pragma unroll
-                for (int r = 0; r < 4; ++r) state.output[tile][n][r] *= factors.keep[n];
-    }
+    if constexpr (!follows<Values>)
+        if (any_rises(factors.keep)) state.multiply(factors.keep);
     static_for<words::sets>([&](auto set) {
         constexpr int S = decltype(set)::value;
         std::uint32_t b[Rows4][2 * Values::pairs];
