@@ -198,6 +198,7 @@ __device__ __forceinline__ void follow_maximum(float (&s)[Keys::tiles][Rows4][4]
         state.multiply(keep);
     }
 }
+/// Does it follow, rather than be the largest one exactly? Where weights get a step of their own anyway.
 template <class Values>
 inline constexpr bool follows = !Values::full && Values::scales_tokens;
 
