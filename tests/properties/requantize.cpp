@@ -114,6 +114,65 @@ TEST_CASE("the dry run says byte for byte what then happens, shared pages and th
     }
 }
 
+TEST_CASE("the dry run is the truth after any history: trims, forks, and pages that went back and forth") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 16};
+    const test::stream s(random, shape, 600);
+    const auto agree = [](ladder_cache& cache, ladder_sequence& one, const kvq::requantize_request& request) {
+        const auto planned = cache.plan_requantize(one, request), done = cache.requantize(one, request);
+        CHECK(test::same(planned, done));
+        CHECK(done.bytes_after == cache.bytes_in_use());
+    };
+    const auto room_is_enough = [](const ladder_cache& cache, const ladder_sequence& one) {
+        const auto& options = cache.options();
+        for (const auto& table : kvq::detail::sequence_access::tracks(one).front().tables)
+            CHECK(table.originals.size() <=
+                  kvq::detail::originals_capacity(options.rollback, options.page_tokens));
+    };
+    {  // An original that becomes useless within the call: a page behind it was coded long ago.
+        kvq::cache_options options{.recent = 1, .page_tokens = 4, .rollback = 18};
+        options.layers = {{0, 2}};
+        ladder_cache cache(shape, options);
+        auto one = cache.new_sequence();
+        test::append(one, 1, s, 0, 24);
+        cache.requantize(one, {.key = 2, .value = 2, .first_token = 4});
+        test::append(one, 1, s, 24, 11);
+        cache.requantize(one, {.key = 0, .value = 2, .first_token = 5, .new_pages = true});
+        one.trim(33);
+        one.trim(19);
+        agree(cache, one, {.key = 2, .value = 2});
+    }
+    for (int round = 0; round < 3000; ++round) {
+        INFO("round ", round);
+        kvq::cache_options options{
+            .recent = random.between(0, 4), .page_tokens = 4, .rollback = random.between(0, 20)};
+        options.layers = {{random.between(0, 3), random.between(0, 3)}};
+        ladder_cache cache(shape, options);
+        std::vector<ladder_sequence> held;
+        held.push_back(cache.new_sequence());
+        for (int step = 0; step < 14; ++step) {
+            auto& one = held[static_cast<std::size_t>(random.between(0, static_cast<int>(held.size()) - 1))];
+            const int what = random.between(0, 4);
+            if (what == 0) {
+                test::append(one, 1, s, one.tokens(), random.between(1, 30));
+            } else if (what == 1) {
+                one.trim(std::max(0, one.tokens() - random.between(0, 20)));
+            } else if (what == 2 && held.size() < 3) {
+                held.push_back(one.fork());
+                continue;  // `one` may have moved
+            } else {
+                auto request = test::random_request(random, 1, one.tokens());
+                request.first_layer = 0;
+                request.last_layer = 1;
+                agree(cache, one, request);
+            }
+            room_is_enough(cache, one);
+        }
+    }
+}
+
 TEST_CASE("16-bit pages become the bytes that direct coding would have written") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

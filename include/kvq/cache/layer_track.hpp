@@ -41,42 +41,50 @@ struct page_table {
         originals.assign(other.originals.begin(), other.originals.end());
     }
 
+    int first_original() const noexcept { return originals_end - static_cast<int>(originals.size()); }
     /// The window page from which page i was coded, if it is still there.
     page_ref* original(int i) noexcept {
-        const int first = originals_end - static_cast<int>(originals.size());
-        return i >= first && i < originals_end ? &originals[static_cast<std::size_t>(i - first)] : nullptr;
+        return has_original(i) ? &originals[static_cast<std::size_t>(i - first_original())] : nullptr;
     }
-    bool has_original(int i) const noexcept { return const_cast<page_table*>(this)->original(i) != nullptr; }
+    /// gone: so many originals, the first ones, count as dropped; for what is only planned.
+    bool has_original(int i, std::size_t gone = 0) const noexcept {
+        return i >= first_original() + static_cast<int>(gone) && i < originals_end;
+    }
     /// Is there a use for the original of page i? Not if a page behind it is coded and has none: no trim to page i is exact then.
-    bool can_keep_original(int i) const noexcept {
-        const int first = originals_end - static_cast<int>(originals.size());
-        return originals.empty() || i >= first ||
-               (uncoded(i + 1, first) && static_cast<std::size_t>(originals_end - i) <= originals.capacity());
+    bool can_keep_original(int i, std::size_t gone = 0) const noexcept {
+        const int first = first_original() + static_cast<int>(gone);
+        return uncoded(i + 1, first < originals_end && i < first ? first : static_cast<int>(pages.size()));
     }
-    /// Keeps the original of page i, which can be kept, without allocating.
+    /// Keeps the original of page i, which can be kept, where useless ones were dropped: the others are within `rollback` tokens, as
+    /// it is, and there is room for as many.
     void keep_original(int i, page_ref window_page) {
-        const int first = originals_end - static_cast<int>(originals.size());
+        const int first = first_original();
         const auto page = [&](int at) { return pages.begin() + at; };
         if (!originals.empty() && i < first) {
             originals.insert(originals.begin(), page(i + 1), page(first));
             originals.insert(originals.begin(), std::move(window_page));
             return;
         }
-        if (!originals.empty()) {
-            const bool all =
-                uncoded(originals_end, i) && static_cast<std::size_t>(i + 1 - first) <= originals.capacity();
-            if (all)
-                originals.insert(originals.end(), page(originals_end), page(i));
-            else
-                originals.clear();
-        }
+        if (!originals.empty()) originals.insert(originals.end(), page(originals_end), page(i));
         originals.push_back(std::move(window_page));
         originals_end = i + 1;
+    }
+    /// How many originals, the first ones, are of no use: those of pages that no trim goes back to (needed(page) is false), and all
+    /// of them if a page behind them is coded and has none.
+    template <class F>
+    std::size_t useless_originals(F&& needed) const {
+        if (!uncoded(originals_end, static_cast<int>(pages.size()))) return originals.size();
+        std::size_t n = 0;
+        while (n < originals.size() && !needed(first_original() + static_cast<int>(n))) ++n;
+        return n;
+    }
+    void drop_originals(std::size_t n) noexcept {
+        originals.erase(originals.begin(), originals.begin() + static_cast<std::ptrdiff_t>(n));
     }
 
     /// Pages that came from elsewhere as their own originals are one page again.
     void join_originals() noexcept {
-        int i = originals_end - static_cast<int>(originals.size());
+        int i = first_original();
         for (page_ref& original : originals) {
             const page_ref& p = pages[static_cast<std::size_t>(i++)];
             if (p->format == 0 && p->bytes == original->bytes &&

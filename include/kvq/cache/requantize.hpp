@@ -92,9 +92,13 @@ public:
           cache_(&cache),
           rows_(cache.pool().memory()),
           found_(cache.pool().memory()),
-          holders_(cache.pool().memory()) {
-        for (const Sequence* s : sequences)
-            expect(&sequence_access::cache(*s) == cache_, "a sequence belongs to another cache");
+          holders_(cache.pool().memory()),
+          dropped_(cache.pool().memory()) {
+        for (std::size_t i = 0; i < sequences.size(); ++i) {
+            expect(sequences[i] != nullptr, "sequence ", i, " of the request is null");
+            expect(&sequence_access::cache(*sequences[i]) == cache_, "sequence ", i,
+                   " of the request belongs to another cache");
+        }
         const auto check = [](const char* name, int format, int size) {
             expect(format >= requantize_request::keep && format < size - 1, name, " format ", format,
                    " is not among the ", size - 1, " listed ones");
@@ -126,6 +130,7 @@ public:
         found_.reserve(sequences_.size());
         holders_.reserve(workers * sequences_.size());
         reserve_originals();
+        drop_useless_originals();
         set_targets();
 
         for_each_job([&](const job& j) {
@@ -193,21 +198,61 @@ private:
     /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as an original. (One that a deep trim has
     /// left in the window, since the other tensor's page was coded, never comes back.)
     bool becomes_original(const layer_track& track, tensor role, int page, int format) const {
-        const int commit_at = cache_->geometry().commit_at(page);
-        return format == 0 && commit_at <= track.tokens &&
-               commit_at > track.tokens - cache_->options().rollback && !track[role].has_original(page) &&
-               track[role].can_keep_original(page);
+        if (format != 0 || cache_->geometry().commit_at(page) > track.tokens || !within_rollback(track, page))
+            return false;
+        const std::size_t gone = dry ? useless_originals(track, role) : 0;
+        return !track[role].has_original(page, gone) && track[role].can_keep_original(page, gone);
+    }
+    bool within_rollback(const layer_track& track, int page) const {
+        return cache_->geometry().commit_at(page) > track.tokens - cache_->options().rollback;
+    }
+    std::size_t useless_originals(const layer_track& track, tensor role) const {
+        return track[role].useless_originals([&](int page) { return within_rollback(track, page); });
+    }
+    /// f(track, role) for all tables that the request may add originals to.
+    template <class F>
+    void for_each_table(F&& f) {
+        for (Sequence* s : sequences_)
+            for (int layer = request_.first_layer; layer < last_layer(); ++layer)
+                for (const tensor role : {tensor::key, tensor::value})
+                    if (wanted(role) > 0) f(track_of(*s, layer), role);
     }
     /// Before anything changes: afterwards nothing may fail.
     void reserve_originals() {
         if constexpr (!dry) {
             const std::size_t most =
                 originals_capacity(cache_->options().rollback, cache_->options().page_tokens);
-            for (Sequence* s : sequences_)
-                for (int layer = request_.first_layer; layer < last_layer(); ++layer)
-                    for (const tensor role : {tensor::key, tensor::value})
-                        if (wanted(role) > 0) track_of(*s, layer)[role].originals.reserve(most);
+            for_each_table([&](layer_track& track, tensor role) { track[role].originals.reserve(most); });
         }
+    }
+    /// Originals that are of no use would go when others are added: first, so that it is known how many bytes that frees.
+    void drop_useless_originals() {
+        std::size_t freed = 0;
+        for_each_table([&](auto& track, tensor role) {
+            auto& table = track[role];
+            const std::size_t n = useless_originals(track, role);
+            for (std::size_t i = 0; i < n; ++i) {
+                const page_ref& original = table.originals[i];
+                if constexpr (dry)
+                    dropped_.push_back(original.get());
+                else if (original.references() == 1)
+                    freed += page_pool::allocation(original->bytes);
+            }
+            if constexpr (!dry) table.drop_originals(n);
+        });
+        std::sort(dropped_.begin(), dropped_.end(), std::less<>{});
+        for (std::size_t i = 0, same; i < dropped_.size(); i += same) {
+            same = references_dropped(*dropped_[i]);
+            if (dropped_[i]->references.load(std::memory_order_acquire) == same)
+                freed += page_pool::allocation(dropped_[i]->bytes);
+        }
+        report_.bytes_freed += freed;
+        report_.bytes_after -= freed;
+    }
+    /// Of a dry run: by how many originals the run would have forgotten this page.
+    std::size_t references_dropped(const page& p) const {
+        const auto [first, last] = std::equal_range(dropped_.begin(), dropped_.end(), &p, std::less<>{});
+        return static_cast<std::size_t>(last - first);
     }
 
     void set_targets() {
@@ -295,7 +340,7 @@ private:
     /// Is the page of a job, as it was found, gone once all of its holders have the new one?
     bool frees(const job& j) const {
         const page& p = *found_[j.first_holder].held;
-        if (p.references.load(std::memory_order_acquire) > j.holders) return false;
+        if (p.references.load(std::memory_order_acquire) - references_dropped(p) > j.holders) return false;
         for (std::size_t i = 0; i < j.holders; ++i)
             if (becomes_original(track_of(*sequences_[found_[j.first_holder + i].index], j.layer), j.role,
                                  j.page, p.format))
@@ -339,7 +384,7 @@ private:
 
     void replace(job& j) {
         const page_ref old = old_page(j);
-        std::uint32_t holders = 0;
+        std::size_t holders = 0;
         for (std::size_t i = 0; i < j.holders; ++i) {
             auto& track = track_of(*sequences_[holders_[j.first_holder + i]], j.layer);
             const bool original = becomes_original(track, j.role, j.page, old->format);
@@ -350,7 +395,8 @@ private:
                 table.pages[static_cast<std::size_t>(j.page)] = j.fresh;
             }
         }
-        const std::uint32_t elsewhere = old.references() - 1 - (dry ? holders : 0);
+        const std::size_t elsewhere =
+            old.references() - 1 - (dry ? holders + references_dropped(*old) : 0);
         if (elsewhere == 0) {
             const std::size_t bytes = page_pool::allocation(old->bytes);
             report_.bytes_freed += bytes;
@@ -365,6 +411,7 @@ private:
     std::pmr::vector<row> rows_;
     std::pmr::vector<holder> found_;
     std::pmr::vector<std::size_t> holders_;  // of the batch
+    std::pmr::vector<const page*> dropped_;  // of a dry run, sorted: originals of no use
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;

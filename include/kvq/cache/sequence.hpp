@@ -165,7 +165,7 @@ public:
                                detail::smaller(page_tokens(),
                                                track.tokens - geometry().first_token(static_cast<int>(i))),
                                u);
-                int i = table.originals_end - static_cast<int>(table.originals.size());
+                int i = table.first_original();
                 for (const page_ref& p : table.originals) {
                     if (p.get() == table.pages[static_cast<std::size_t>(i++)].get()) continue;
                     u.rollback += p->bytes;
@@ -405,7 +405,7 @@ private:
 
     /// Puts the coded pages into their places; n: tokens that the sequence holds then. Cannot fail.
     void commit(const detail::layer_track& track, detail::page_table& table, int n, staged_pages& staged) {
-        drop_originals(table, n);
+        table.drop_originals(table.useless_originals([&](int i) { return keeps_original(i, n); }));
         for (std::size_t j = 0; j < staged.coded.size(); ++j) {
             const int i = track.committed + static_cast<int>(j);
             page_ref& slot = table.pages[static_cast<std::size_t>(i)];
@@ -413,15 +413,6 @@ private:
             if (keeps_original(i, n)) table.keep_original(i, std::move(slot));
             slot = std::move(staged.coded[j]);
         }
-    }
-
-    /// Drops the originals that no trim can need any more once the sequence holds n tokens.
-    void drop_originals(detail::page_table& table, int n) {
-        std::size_t drop = 0;
-        const int first = table.originals_end - static_cast<int>(table.originals.size());
-        while (drop < table.originals.size() && !keeps_original(first + static_cast<int>(drop), n)) ++drop;
-        table.originals.erase(table.originals.begin(),
-                              table.originals.begin() + static_cast<std::ptrdiff_t>(drop));
     }
 
     /// A page in the format of `to`.

@@ -52,7 +52,7 @@ void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
     for (const tensor role : {tensor::key, tensor::value}) {
         const detail::page_table& table = track[role];
         if (table.sink) send(role, page_kind::sink, table.sink, 0, false);
-        int position = table.originals_end - static_cast<int>(table.originals.size());
+        int position = table.first_original();
         for (const page_ref& p : table.originals)
             send(role, page_kind::original, p, g.first_token(position++), true);
         for (int i = 0; i < static_cast<int>(table.pages.size()); ++i)
