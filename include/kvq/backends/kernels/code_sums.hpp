@@ -182,19 +182,23 @@ struct code_target {
     bool add;  ///< to what y holds
 };
 
-/// Integer sums as floats, with what parameters add.
-template <vector_form Form, class Lanes, int ZeroCode, int Vectors, int Queries>
-KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
+/// Integer sums as floats, with what parameters add. Whole: all vectors are full, and Scale and Bias are what the target has.
+template <vector_form Form, class Lanes, int ZeroCode, bool Whole, bool Scale, bool Bias, int Vectors,
+          int Queries>
+KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
+    const bool has_scale = Scale && (Whole || to.row_scale), has_bias = Bias && (Whole || to.row_bias),
+               whole = Whole || to.rows >= Vectors * Lanes::width;
+    const auto left = [&](int v) {
+        return Whole ? Lanes::width : detail::smaller(to.rows - v * Lanes::width, Lanes::width);
+    };
     // Parameters of the rows are the same for all queries: read once.
     typename Lanes::floats scale[Vectors], bias[Vectors];
-    const bool whole = to.rows >= Vectors * Lanes::width;
-    const auto left = [&](int v) { return detail::smaller(to.rows - v * Lanes::width, Lanes::width); };
     KVQ_UNROLL
     for (int v = 0; v < Vectors; ++v) {
         scale[v] = Lanes::splat_float(1.0f);
         bias[v] = Lanes::splat_float(0.0f);
-        if (to.row_scale) scale[v] = load_rows<Lanes>(to.row_scale + v * Lanes::width, left(v));
-        if (to.row_bias) bias[v] = load_rows<Lanes>(to.row_bias + v * Lanes::width, left(v));
+        if (has_scale) scale[v] = load_rows<Lanes>(to.row_scale + v * Lanes::width, left(v));
+        if (has_bias) bias[v] = load_rows<Lanes>(to.row_bias + v * Lanes::width, left(v));
     }
     KVQ_UNROLL
     for (int i = 0; i < Queries; ++i) {
@@ -212,8 +216,9 @@ KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, cons
             if constexpr (Form == vector_form::two_bytes)
                 y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(low));
             y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
-            if (to.row_scale) y = Lanes::multiply(y, scale[v]);
-            if (to.row_bias) y = Lanes::multiply_add(bias[v], Lanes::splat_float(s.sum), y);
+            // Rounded: else compilers choose which of the two products they fuse with the sum, kernel by kernel.
+            if (has_scale) y = Lanes::rounded_product(y, scale[v]);
+            if (has_bias) y = Lanes::multiply_add(bias[v], Lanes::splat_float(s.sum), y);
             if (to.add) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
             if (whole)
                 Lanes::store_floats(out + v * Lanes::width, y);
@@ -221,6 +226,18 @@ KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, cons
                 Lanes::store_floats(out + v * Lanes::width, y, left(v));
         }
     }
+}
+
+/// finish_rows for what the target has: decided once, since branches for every vector cost 3 % of attention.
+template <vector_form Form, class Lanes, int ZeroCode, int Vectors, int Queries>
+KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
+    const bool whole = to.rows >= Vectors * Lanes::width;
+    if (whole && !to.row_scale && !to.row_bias)
+        finish_rows<Form, Lanes, ZeroCode, true, false, false>(sums, to);
+    else if (whole && to.row_scale && to.row_bias)
+        finish_rows<Form, Lanes, ZeroCode, true, true, true>(sums, to);
+    else
+        finish_rows<Form, Lanes, ZeroCode, false, true, true>(sums, to);
 }
 
 template <vector_form Form, class Lanes, int Bits, int ZeroCode, int Vectors, int Queries, bool Partial>

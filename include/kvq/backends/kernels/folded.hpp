@@ -219,6 +219,8 @@ private:
             else
                 return load_rows<Lanes>(from + c, size - c);
         };
+        if (before + after > 0 || !Whole)
+            for (int i = 0; i < Queries; ++i) clear_around(scratch + i * scratch_stride);
         floats largest[Queries], sum[Queries], dot[Queries];
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) largest[i] = sum[i] = dot[i] = Lanes::splat_float(0.0f);
@@ -240,18 +242,29 @@ private:
         float range = Form == vector_form::byte ? 127.0f : 32512.0f;
         if constexpr (Form == vector_form::word)
             range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)));
+        // One kind of operation after the other, without branches: sums of all vectors are on their way at once.
+        float top[Queries];
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
-            float* const row = scratch + i * scratch_stride;
-            for (int c = 0; c < before; ++c) row[c] = 0.0f;
-            for (int c = before + size; c < detail::round_up(before + size + after, Lanes::width); ++c)
-                row[c] = 0.0f;
-            const float top = Lanes::largest(largest[i]);
-            // Vectors this small are zero next to anything float can hold.
-            inverse[i] = top > 1e-33f ? range / top : 0.0f;
-            s[i] = {top > 1e-33f ? top / range : 0.0f, sums ? Lanes::sum(sum[i]) : 0.0f, Lanes::sum(dot[i]),
-                    0, 0};
+            top[i] = Lanes::largest(largest[i]);
+            s[i].sum = sums ? Lanes::sum(sum[i]) : 0.0f;
+            s[i].bias_dot = Lanes::sum(dot[i]);
+            s[i].high_sum = s[i].low_sum = 0;
         }
+        KVQ_UNROLL
+        for (int i = 0; i < Queries; ++i) {
+            // Vectors this small are zero next to anything float can hold.
+            const bool some = top[i] > 1e-33f;
+            inverse[i] = some ? range / top[i] : 0.0f;
+            s[i].step = some ? top[i] / range : 0.0f;
+        }
+    }
+
+    /// Zeros around x', where a step of codes has columns of other groups.
+    KVQ_INLINE void clear_around(float* row) const {
+        for (int c = 0; c < before; ++c) row[c] = 0.0f;
+        for (int c = before + size; c < detail::round_up(before + size + after, Lanes::width); ++c)
+            row[c] = 0.0f;
     }
 
     template <int Queries>

@@ -126,14 +126,13 @@ struct register_ops<Arch> {
     }
 
     static KVQ_INLINE void store_pieces_of_four(std::uint32_t* out, const ints* a) {
-        // Byte 1 of a number plus 128 is its high piece, byte 0 its low piece plus 128: two numbers to a word.
+        // Two numbers to a word; plus 128, byte 1 of each is its high piece and byte 0 its low piece plus 128.
         const auto two = [](__m512i x, __m512i y) {
-            const __m512i half = _mm512_set1_epi32(128);
-            const __m512i words = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_add_epi32(x, half),
-                                                          _mm512_slli_epi32(_mm512_add_epi32(y, half), 16));
+            const __m512i half = _mm512_set1_epi16(128);
             const __m512i order =
-                _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
-            return _mm512_shuffle_epi8(_mm512_xor_si512(words, _mm512_set1_epi16(128)), order);
+                _mm512_broadcast_i32x4(_mm_setr_epi8(1, 3, 5, 7, 0, 2, 4, 6, 9, 11, 13, 15, 8, 10, 12, 14));
+            const __m512i sums = _mm512_add_epi16(_mm512_packs_epi32(x, y), half);
+            return _mm512_shuffle_epi8(_mm512_xor_si512(sums, half), order);
         };
         const __m512i first = two(a[0], a[1]), second = two(a[2], a[3]);
         _mm512_storeu_si512(
