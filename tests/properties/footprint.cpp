@@ -87,6 +87,23 @@ TEST_CASE_TEMPLATE("the longest context fits its budget at every length, and one
         for (int n = 0; n < longest; ++n) append(sequence, 2, s, n, 1);
         CHECK(memory.peak() <= budget);
     }
+    for (int round = 0; round < 20; ++round) {
+        C cache(shape, {.sinks = random.between(0, 5),
+                        .recent = random.between(0, 40),
+                        .page_tokens = random.pick(std::vector<int>{1, 8, 16, 30}),
+                        .rollback = random.between(0, 40)});
+        const int n = random.between(0, 300);
+        // Budgets around what that length takes, which is where a page more or less decides.
+        const auto f = kvq::footprint(cache, n);
+        const std::size_t budget = f.total + f.transient - static_cast<std::size_t>(random.between(0, 1));
+        int expected = -1;
+        for (int m = 0;; ++m) {
+            const auto each = kvq::footprint(cache, m);
+            if (each.total + (m > 0 ? each.transient : 0) > budget) break;
+            expected = m;
+        }
+        CHECK(kvq::longest_context(cache, budget) == expected);
+    }
     C cache(shape);
     CHECK(kvq::longest_context(cache, 10) == -1);
     // A short context, none of which is coded yet, holds nothing for a moment but what it keeps.

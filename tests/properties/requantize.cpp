@@ -501,6 +501,20 @@ TEST_CASE(
     }
 }
 
+TEST_CASE("threads beyond the pages take nothing") {
+    test::generator random(1);
+    fixture f(random, 1);
+    auto sequence = f.cache.new_sequence();
+    test::append(sequence, 1, test::stream(random, f.shape, 50), 0, 50);
+    const std::size_t held = f.memory.bytes();
+    f.memory.reset_peak();
+    const auto few = f.cache.plan_requantize(sequence, {.key = 3, .value = 3}, 1000);
+    const auto many =
+        f.cache.plan_requantize(sequence, {.key = 3, .value = 3}, std::numeric_limits<int>::max());
+    CHECK(test::same(few, many));
+    CHECK(f.memory.peak() - held < 100000);
+}
+
 TEST_CASE("impossible requests are refused with their numbers, before anything changes") {
     test::generator random(test::seed());
     fixture f(random);
@@ -541,12 +555,20 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     test::generator other_random(1);
     fixture other(other_random);
     auto foreign = other.cache.new_sequence();
-    CHECK_THROWS_WITH_AS(f.cache.requantize(foreign, {}), "kvq: a sequence belongs to another cache",
-                         kvq::error);
+    CHECK_THROWS_WITH_AS(f.cache.requantize(foreign, {}),
+                         "kvq: sequence 0 of the request belongs to another cache", kvq::error);
     ladder_cache::sequence_type* const twice[] = {&sequence, &sequence};
     const ladder_cache::sequence_type* const looked_at_twice[] = {&sequence, &sequence};
     const char* const what = "kvq: sequence 1 of the request is sequence 0 again";
     kvq::workspace space;
+    ladder_cache::sequence_type* const missing[] = {&sequence, nullptr};
+    const ladder_cache::sequence_type* const looked_at_missing[] = {&sequence, nullptr};
+    CHECK_THROWS_WITH_AS(f.cache.requantize(missing, {}, {}, kvq::serial_executor{}, space),
+                         "kvq: sequence 1 of the request is null", kvq::error);
+    CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(looked_at_missing, {}),
+                         "kvq: sequence 1 of the request is null", kvq::error);
+    CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span<ladder_cache::sequence_type* const>(missing), {}),
+                         "kvq: sequence 1 of those to step down is null", kvq::error);
     CHECK_THROWS_WITH_AS(f.cache.requantize(twice, {}, {}, kvq::serial_executor{}, space), what, kvq::error);
     CHECK_THROWS_WITH_AS((void)f.cache.plan_requantize(looked_at_twice, {}), what, kvq::error);
     CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span<ladder_cache::sequence_type* const>(twice), {}),

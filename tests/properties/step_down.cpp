@@ -288,6 +288,9 @@ TEST_CASE("impossible policies are refused with their numbers") {
            "kvq: tier 1 has formats 1 and 7, not among the 4 and 4 listed ones");
     refuse({.tiers = {}, .first_layers_kept = 2, .last_layers_kept = 1},
            "kvq: cannot keep 2 first and 1 last of 2 layers");
+    constexpr int most = std::numeric_limits<int>::max();
+    refuse({.tiers = {}, .first_layers_kept = most, .last_layers_kept = most},
+           "kvq: cannot keep 2147483647 first and 2147483647 last of 2 layers");
 }
 
 TEST_CASE("usage rows add up to the usage report") {

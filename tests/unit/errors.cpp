@@ -82,6 +82,7 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([&] { make(good, {.rollback = huge}); }, {"rollback", "2147483647"});
     check_message([&] { make(good, {.page_tokens = 0}); }, {"page_tokens", "0"});
     check_message([&] { make(good, {.page_tokens = 65537}); }, {"page_tokens", "65537", "65536"});
+    check_message([&] { make(good, {.memory = nullptr}); }, {"memory resource"});
     check_message([&] { make(good, {.layers = {{}, {}, {}}}); }, {"3 layers", "2"});
     check_message([&] { make(good, {.layers = {{.key = 2}, {}}}); }, {"key format 2", "2 listed"});
     check_message([&] { make(good, {.layers = {{}, {.value = -1}}}); }, {"value format -1", "2 listed"});
@@ -190,6 +191,35 @@ TEST_CASE(
     std::vector<float> out(32);
     sequence.attend(0, token_view<const float>(q.data(), 1, 4, 8), token_view<float>(out.data(), 1, 4, 8),
                     kvq::causal{}, growing_executor{}, space);
+}
+
+TEST_CASE("numbers that make no sense are refused, whoever is asked") {
+    constexpr int most = std::numeric_limits<int>::max();
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 8};
+    cache_type cache(shape, {.page_tokens = 8});
+    test::generator random(1);
+    const test::stream s(random, shape, 20);
+    auto sequence = cache.new_sequence();
+    test::append(sequence, 2, s, 0, 20);
+    const std::vector<float> q(16, 1.0f);
+    std::vector<float> out(16, 7.0f);
+    const token_view<const float> one(q.data(), 1, 2, 8);
+    const token_view<float> to(out.data(), 1, 2, 8);
+    for (const int window : {0, -5, std::numeric_limits<int>::min()}) {
+        check_message([&] { sequence.attend(0, one, to, kvq::sliding_window{window}); },
+                      {"window", std::to_string(window)});
+        check_message(
+            [&] {
+                sequence.attend(0, one, to, kvq::variant{kvq::softcap{3}, kvq::sliding_window{window}});
+            },
+            {"window", std::to_string(window)});
+    }
+    CHECK(out == std::vector<float>(16, 7.0f));
+    check_message([&] { (void)cache.attention_workspace(most, 2); }, {"2147483647 tokens"});
+    check_message([&] { (void)kvq::footprint(cache, most - 8, most); }, {"2147483647 sequences"});
+    check_message([&] { (void)kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 0); }, {"page", "0"});
+    check_message([&] { (void)kvq::bits_per_value<kvq::int8>({kvq::tensor::key, 0, 16}); }, {"0 tokens"});
+    check_message([&] { (void)kvq::preset_bits<kvq::std4>(shape, 0, {.page_tokens = 0}); }, {"page", "0"});
 }
 
 TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and allowed") {

@@ -540,7 +540,7 @@ template <class Backend, class Keys, class Values, class Variant, executor Execu
 void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer,
             const layer_pages& pages, const query_view& q, const output_view& out, const Variant& variant,
             Executor& ex, int threads, std::byte* memory) {
-    detail::expect_variant<Variant>();
+    detail::expect_variant(variant);
     detail::with_one_item<Backend>(keys, values, shape, {pages, q, out}, [&](const auto& batch) {
         batch.run(layer, variant, ex, threads, memory);
     });

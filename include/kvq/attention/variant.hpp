@@ -13,6 +13,7 @@
 #include <concepts>
 
 #include "../core/bits.hpp"
+#include "../core/error.hpp"
 
 namespace kvq::inline v0_1 {
 
@@ -33,7 +34,7 @@ struct softcap {
 
 /// A query sees itself and the `tokens - 1` keys before it.
 struct sliding_window {
-    int tokens;
+    int tokens;  ///< at least 1
     int first_key(int q_pos) const noexcept { return detail::larger(0, q_pos - tokens + 1); }
 };
 
@@ -68,13 +69,17 @@ concept hooks_are_const = (scaling<V> || !requires(V & v) { v.scale(1); }) &&
                           (changing_logits<V> || !requires(V & v) { v.logit(0.0f, 0, 0, 0); }) &&
                           (limiting_keys<V> || !requires(V & v) { v.first_key(0); });
 
+/// Raises kvq::error for a variant of this library whose numbers make no sense.
 template <class V>
-constexpr void expect_variant() {
+void expect_variant(const V& v) {
     static_assert(attention_variant<V>,
                   "kvq::attend: a variant has scale(int), logit(float, int, int, int) or first_key(int), all "
                   "const; use "
                   "kvq::causal for none of them");
     static_assert(hooks_are_const<V>, "kvq::attend: scale, logit and first_key of a variant must be const");
+    if constexpr (std::derived_from<V, sliding_window>)
+        expect(v.sliding_window::tokens >= 1, "a sliding window has at least 1 token, got ",
+               v.sliding_window::tokens);
 }
 
 }  // namespace detail

@@ -37,6 +37,7 @@ public:
           values_(std::move(values)),
           pool_(options.memory, options.byte_budget) {
         detail::check_shape(shape);
+        detail::expect(options.memory != nullptr, "a cache needs a memory resource");
         detail::expect(options.sinks >= 0, "sinks must not be negative, got ", options.sinks);
         detail::expect(options.recent >= 0, "recent must not be negative, got ", options.recent);
         detail::expect(options.rollback >= 0, "rollback must not be negative, got ", options.rollback);
@@ -109,10 +110,10 @@ public:
     /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
     [[nodiscard]] std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1,
                                                   int threads = 1) const {
-        detail::expect(tokens >= 0 && q_tokens >= 0 &&
-                           (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
-                       "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens,
-                       " tokens");
+        detail::expect(
+            tokens >= 0 && tokens <= (std::numeric_limits<int>::max)() - options_.page_tokens &&
+                q_tokens >= 0 && (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
+            "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens, " tokens");
         detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a workspace for ", q_heads,
                        " query heads, not a multiple of the ", shape_.kv_heads, " kv heads");
         detail::expect(threads >= 1, "a workspace for ", threads, " threads");
@@ -132,7 +133,7 @@ public:
     template <class Variant, class Executor>
     void attend(int layer, std::span<const attention_request> batch, const Variant& variant, Executor&& ex,
                 workspace& space) const {
-        detail::expect_variant<Variant>();
+        detail::expect_variant(variant);
         long long rows = 0;
         for (const attention_request& r : batch) {
             detail::expect(r.sequence != nullptr && r.sequence->cache_ == this, "sequence ",

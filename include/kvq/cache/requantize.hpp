@@ -118,7 +118,13 @@ public:
     template <class Executor>
     requantize_report run(const requantize_limit& limit, Executor& ex, workspace& space) {
         const auto start = std::chrono::steady_clock::now();
-        const auto workers = static_cast<std::size_t>(larger(1, static_cast<int>(ex.concurrency())));
+        // No more threads than there are pages.
+        std::size_t pages = 1;
+        for (Sequence* s : sequences_)
+            for (const layer_track& track : sequence_access::tracks(*s))
+                pages += 2 * static_cast<std::size_t>(track.committed);
+        const auto workers =
+            smaller(pages, static_cast<std::size_t>(larger(1, static_cast<int>(ex.concurrency()))));
         const cache_shape& shape = cache_->shape();
         scratch_floats_ = static_cast<std::size_t>(cache_->options().page_tokens) *
                           static_cast<std::size_t>(larger(shape.dim(tensor::key), shape.dim(tensor::value)));
@@ -395,8 +401,7 @@ private:
                 table.pages[static_cast<std::size_t>(j.page)] = j.fresh;
             }
         }
-        const std::size_t elsewhere =
-            old.references() - 1 - (dry ? holders + references_dropped(*old) : 0);
+        const std::size_t elsewhere = old.references() - 1 - (dry ? holders + references_dropped(*old) : 0);
         if (elsewhere == 0) {
             const std::size_t bytes = page_pool::allocation(old->bytes);
             report_.bytes_freed += bytes;

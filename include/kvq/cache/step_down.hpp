@@ -13,7 +13,7 @@
 // Pages only ever shrink; sinks, recent tokens and the page being filled are never touched. The result depends on the
 // pages, on who holds them and on the number of tokens, not on time or threads. It is a call and not a part of append():
 // call it after drafted tokens were accepted or trimmed, and speculation leaves no trace.
-// What it does is requantizing (cache/requantize.hpp): same dry run, same peak, same error.
+// What it does is requantizing (cache/requantize.hpp), tier by tier: same peak, same error.
 #pragma once
 
 #include "cache.hpp"
@@ -61,10 +61,13 @@ public:
           sequences_(sequences.begin(), sequences.end()),
           policy_(policy),
           space_(cache.pool().memory()) {
+        for (std::size_t i = 0; i < sequences.size(); ++i)
+            expect(sequences[i] != nullptr, "sequence ", i, " of those to step down is null");
         expect_distinct(sequences);
         const int layers = cache.shape().layers;
         expect(policy.first_layers_kept >= 0 && policy.last_layers_kept >= 0 &&
-                   policy.first_layers_kept + policy.last_layers_kept <= layers,
+                   policy.first_layers_kept <= layers &&
+                   policy.last_layers_kept <= layers - policy.first_layers_kept,
                "cannot keep ", policy.first_layers_kept, " first and ", policy.last_layers_kept, " last of ",
                layers, " layers");
         for (std::size_t i = 0; i < policy.tiers.size(); ++i) {

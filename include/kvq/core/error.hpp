@@ -64,14 +64,18 @@ std::string to_text(T number) {
     return std::to_string(number);
 }
 
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+    std::string message = "kvq: ";
+    ((message += to_text(parts)), ...);
+    raise<error>(message);
+}
+
 /// Raises kvq::error with all arguments joined, unless `condition` holds.
 template <class... Parts>
-inline void expect(bool condition, const Parts&... parts) {
-    if (!condition) [[unlikely]] {
-        std::string message = "kvq: ";
-        ((message += to_text(parts)), ...);
-        raise<error>(message);
-    }
+constexpr void expect(bool condition, const Parts&... parts) {
+    if (!condition) [[unlikely]]
+        fail(parts...);
 }
 
 }  // namespace detail

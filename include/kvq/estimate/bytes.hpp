@@ -15,14 +15,17 @@ namespace kvq::inline v0_1 {
 template <key_scheme Keys, value_scheme Values>
 [[nodiscard]] constexpr double bytes_per_token(const cache_shape& shape, int page_tokens,
                                                const Keys& keys = {}, const Values& values = {}) {
+    detail::expect(page_tokens >= 1, "a page has at least 1 token, got ", page_tokens);
     const std::size_t block = keys.block_bytes({tensor::key, page_tokens, shape.dim(tensor::key)}) +
                               values.block_bytes({tensor::value, page_tokens, shape.dim(tensor::value)});
     return static_cast<double>(block) * shape.kv_heads * shape.layers / page_tokens;
 }
 
-/// Bits per number of one tensor, parameters included.
+/// Bits per number of one tensor, parameters included; of a block with at least one token and channel.
 template <kv_scheme Scheme>
 [[nodiscard]] constexpr double bits_per_value(const block_shape& shape, const Scheme& scheme = {}) {
+    detail::expect(shape.tokens >= 1 && shape.dim >= 1, "a block of ", shape.tokens, " tokens x ", shape.dim,
+                   " channels has no values");
     return 8.0 * static_cast<double>(scheme.block_bytes(shape)) / static_cast<double>(shape.values());
 }
 

@@ -77,6 +77,8 @@ constexpr const preset_error& error_of(const char* name) noexcept {
 template <class Preset>
 double preset_bits(const cache_shape& shape, int context = 0,
                    const cache_options& options = preset_options()) {
+    detail::check_shape(shape);
+    detail::expect(options.page_tokens >= 1, "a page has at least 1 token, got ", options.page_tokens);
     const block_shape k{tensor::key, options.page_tokens, shape.dim(tensor::key)};
     const block_shape v{tensor::value, options.page_tokens, shape.dim(tensor::value)};
     const std::size_t bytes =

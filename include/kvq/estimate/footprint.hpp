@@ -88,8 +88,13 @@ template <class Cache>
     f.workspace = static_cast<std::size_t>(cache.options().page_tokens) *
                   static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
                   sizeof(float);
-    for (std::size_t* part : {&f.coded, &f.window, &f.rollback, &f.bookkeeping, &f.workspace})
+    for (std::size_t* part : {&f.coded, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
+        // Far above what any address space holds, and their sum does not overflow.
+        detail::expect(
+            sequences == 0 || *part <= (std::size_t{1} << 60) / static_cast<std::size_t>(sequences),
+            "a footprint of ", sequences, " sequences with ", *part, " bytes each is no number of bytes");
         *part *= static_cast<std::size_t>(sequences);
+    }
     if (use.q_heads > 0)
         f.attention = cache.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
     f.total = f.coded + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention;
@@ -98,13 +103,18 @@ template <class Cache>
 
 /// Longest context such that every length up to it fits `budget` bytes, the moment of coding included; -1 if not even an
 /// empty cache does. As `transient` is an upper bound, decoding token by token may come some pages further.
-/// O(page_tokens * log(result)) footprints.
+/// O(log(result)) footprints.
 template <class Cache>
 [[nodiscard]] int longest_context(const Cache& cache, std::size_t budget, int sequences = 1,
                                   const attention_use& use = {}) {
+    const page_geometry g = cache.geometry();
+    const int rollback = cache.options().rollback;
     const auto fits = [&](int n) {
-        // Bytes fall when a page is coded, so the last page's worth of lengths decides.
-        for (int m = detail::larger(0, n - cache.options().page_tokens); m <= n; ++m) {
+        // Bytes fall when a page is coded and when its original goes, so the lengths before that decide, over the last page's worth.
+        for (int m = detail::larger(0, n - g.page_tokens); m <= n; ++m) {
+            const bool falls = g.committed(m + 1) > g.committed(m) ||
+                               g.committed(m + 1 - rollback) > g.committed(m - rollback);
+            if (m < n && !falls) continue;
             const footprint_report f = footprint(cache, m, sequences, use);
             if (f.total + (m > 0 ? f.transient : 0) > budget) return false;
         }

@@ -34,6 +34,7 @@ public:
 
     std::size_t read(void* to, std::size_t bytes) { return std::fread(to, 1, bytes, file_); }
     bool write(const void* from, std::size_t bytes) { return std::fwrite(from, 1, bytes, file_) == bytes; }
+    bool failed() const { return std::ferror(file_) != 0; }
     bool close() { return std::fclose(std::exchange(file_, nullptr)) == 0; }
 
 private:
@@ -72,7 +73,11 @@ template <class Cache>
 [[nodiscard]] sequence<Cache> restore(Cache& cache, const std::string& path,
                                       const restore_options& options = {}) {
     detail::open_file file(path, "rb");
-    const auto read = [&](void* to, std::size_t bytes) { return file.read(to, bytes); };
+    const auto read = [&](void* to, std::size_t bytes) {
+        const std::size_t got = file.read(to, bytes);
+        detail::expect_io(!file.failed(), "cannot read ", path);
+        return got;
+    };
     sequence<Cache> s = restore(cache, read, options);
     char more = 0;
     detail::expect(file.read(&more, 1) == 0, path, " has data after the saved sequence");
