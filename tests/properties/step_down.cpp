@@ -2,7 +2,10 @@
 // Stepping down: pages take the tier of their age, then shrink until the budget holds; nothing else changes.
 #include <doctest/doctest.h>
 
+#include <kvq/estimate/footprint.hpp>
+
 #include "support/ladder.hpp"
+#include "support/memory.hpp"
 
 using test::ladder_cache;
 using ladder_sequence = ladder_cache::sequence_type;
@@ -274,6 +277,51 @@ TEST_CASE("sequences that share pages go on sharing; the oldest holder decides")
     }
     CHECK(b.pages(0).keys[10]->format == 2);
     CHECK(b.pages(0).keys[19]->format == 0);
+}
+
+TEST_CASE(
+    "footprint() with a policy equals what a cache holds that steps down, longest_context() what fits") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 40; ++round) {
+        INFO("round ", round);
+        const kvq::cache_shape shape = test::random_cache_shape(random, random.between(1, 4));
+        test::counting_resource memory;
+        kvq::cache_options options = test::ladder_options(random, shape.layers);
+        options.memory = &memory;
+        ladder_cache cache(shape, options);
+        kvq::step_down_policy policy = random_policy(random);
+        policy.first_layers_kept = random.between(0, shape.layers / 2);
+        policy.last_layers_kept = random.between(0, shape.layers / 2);
+        const test::stream s(random, shape, 400);
+        auto sequence = cache.new_sequence();
+        int tokens = 0;
+        while (tokens < 300) {
+            const int n = random.between(1, 60);
+            test::append(sequence, shape.layers, s, tokens, n);
+            tokens += n;
+            kvq::step_down(cache, sequence, policy);
+            const auto f = kvq::footprint(cache, tokens, 1, {}, policy);
+            const auto u = sequence.usage();
+            CHECK(f.coded == u.coded);
+            CHECK(f.window == u.window);
+            CHECK(f.rollback == u.rollback);
+            CHECK(f.bookkeeping == u.bookkeeping);
+            CHECK(f.total == memory.bytes());
+        }
+        const auto f = kvq::footprint(cache, random.between(0, 300), 1, {}, policy);
+        const std::size_t budget = f.total + f.transient - static_cast<std::size_t>(random.between(0, 1));
+        int expected = -1;
+        for (int m = 0;; ++m) {
+            const auto each = kvq::footprint(cache, m, 1, {}, policy);
+            if (each.total + (m > 0 ? each.transient : 0) > budget) break;
+            expected = m;
+        }
+        CHECK(kvq::longest_context(cache, budget, 1, {}, policy) == expected);
+    }
+    ladder_cache cache({2, 1, 32, 0}, {});
+    CHECK_THROWS_AS((void)kvq::footprint(cache, 10, 1, {}, {.tiers = {{8, {1, 7}}}}), kvq::error);
 }
 
 TEST_CASE("impossible policies are refused with their numbers") {

@@ -51,6 +51,27 @@ struct step_down_report {
 
 namespace detail {
 
+/// Raises kvq::error for a policy that the cache cannot follow.
+template <class Cache>
+void check_policy(const Cache& cache, const step_down_policy& policy) {
+    const int layers = cache.shape().layers;
+    expect(policy.first_layers_kept >= 0 && policy.last_layers_kept >= 0 &&
+               policy.first_layers_kept <= layers &&
+               policy.last_layers_kept <= layers - policy.first_layers_kept,
+           "cannot keep ", policy.first_layers_kept, " first and ", policy.last_layers_kept, " last of ",
+           layers, " layers");
+    for (std::size_t i = 0; i < policy.tiers.size(); ++i) {
+        const layer_format& f = policy.tiers[i].format;
+        expect(f.key >= 0 && f.key < Cache::key_table::size - 1 && f.value >= 0 &&
+                   f.value < Cache::value_table::size - 1,
+               "tier ", i, " has formats ", f.key, " and ", f.value, ", not among the ",
+               Cache::key_table::size - 1, " and ", Cache::value_table::size - 1, " listed ones");
+        const int before = i == 0 ? 0 : policy.tiers[i - 1].age;
+        expect(policy.tiers[i].age >= before, "tier ", i, " starts at age ", policy.tiers[i].age, ", before ",
+               before);
+    }
+}
+
 template <class Cache>
 class stepper {
 public:
@@ -64,22 +85,7 @@ public:
         for (std::size_t i = 0; i < sequences.size(); ++i)
             expect(sequences[i] != nullptr, "sequence ", i, " of those to step down is null");
         expect_distinct(sequences);
-        const int layers = cache.shape().layers;
-        expect(policy.first_layers_kept >= 0 && policy.last_layers_kept >= 0 &&
-                   policy.first_layers_kept <= layers &&
-                   policy.last_layers_kept <= layers - policy.first_layers_kept,
-               "cannot keep ", policy.first_layers_kept, " first and ", policy.last_layers_kept, " last of ",
-               layers, " layers");
-        for (std::size_t i = 0; i < policy.tiers.size(); ++i) {
-            const layer_format& f = policy.tiers[i].format;
-            expect(f.key >= 0 && f.key < Cache::key_table::size - 1 && f.value >= 0 &&
-                       f.value < Cache::value_table::size - 1,
-                   "tier ", i, " has formats ", f.key, " and ", f.value, ", not among the ",
-                   Cache::key_table::size - 1, " and ", Cache::value_table::size - 1, " listed ones");
-            const int before = i == 0 ? 0 : policy.tiers[i - 1].age;
-            expect(policy.tiers[i].age >= before, "tier ", i, " starts at age ", policy.tiers[i].age,
-                   ", before ", before);
-        }
+        check_policy(cache, policy);
         report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache.pool().bytes_in_use();
     }
 

@@ -1,4 +1,5 @@
-// Footprint: the bytes that a cache will hold, before it exists, and the longest context that fits.
+// Footprint: the bytes that a cache will hold, before it exists, and the longest context that fits; also where older pages step
+// down by age (cache/step_down.hpp).
 //
 //   total = sequences * (pages + rollback + bookkeeping + workspace) + attention workspace
 //
@@ -6,7 +7,7 @@
 // with a memory resource). `transient` bounds what an append holds on top for a moment while it codes pages.
 #pragma once
 
-#include "../cache/cache.hpp"
+#include "../cache/step_down.hpp"
 
 namespace kvq::inline v0_1 {
 
@@ -31,27 +32,51 @@ struct footprint_report {
 
 namespace detail {
 
+/// Pages that lie so far behind the end of n tokens, of those that are coded.
+inline int pages_of_age(const page_geometry& g, int age, int n) noexcept {
+    return smaller(g.committed(n), larger(0, n - age - g.sinks) / g.page_tokens);
+}
+
 template <tensor Role, class Cache>
-void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
+void add_layer(const Cache& cache, int layer, int tokens, const step_down_policy& policy,
+               footprint_report& f) {
     const page_geometry g = cache.geometry();
     const int target = cache.template target_format<Role>(layer);
     const auto pages = static_cast<std::size_t>(g.pages(tokens));
     const auto committed = static_cast<std::size_t>(target == 0 ? 0 : g.committed(tokens));
-    const std::size_t window_page = cache.template page_bytes<Role>(0, g.page_tokens);
-    f.coded += committed * cache.template page_bytes<Role>(target, g.page_tokens);
-    f.window += (pages - committed) * window_page;
+    const auto bytes = [&](int format) { return cache.template page_bytes<Role>(format, g.page_tokens); };
+    const std::size_t window_page = bytes(0);
+    // Youngest pages first: `format` is what the tiers so far have made of a page, which only ever shrinks.
+    const int in_reach =
+        g.committed(tokens - cache.options().rollback);  // the first page that a trim within it reaches
+    bool codes = target != 0;                            // may there be originals?
+    std::size_t originals = 0;
+    int format = target, left = g.committed(tokens);
+    const auto take = [&](int older) {
+        (format == 0 ? f.window : f.coded) += static_cast<std::size_t>(left - older) * bytes(format);
+        if (target != 0 || format != 0)
+            originals += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
+        left = older;
+    };
+    if (layer >= policy.first_layers_kept && layer < cache.shape().layers - policy.last_layers_kept)
+        for (const tier& t : policy.tiers) {
+            const int own =
+                cache.template table<Role>().index_of(Role == tensor::key ? t.format.key : t.format.value);
+            codes = codes || (own != 0 && tokens > t.age);
+            if (bytes(own) >= bytes(format)) continue;
+            take(pages_of_age(g, t.age, tokens));
+            format = own;
+        }
+    take(0);
+    f.window += (pages - static_cast<std::size_t>(g.committed(tokens))) * window_page;
     std::size_t headers = pages;
     if (g.sinks > 0 && tokens > 0) {
         f.window += cache.template page_bytes<Role>(0, g.sinks);
         ++headers;
     }
-    std::size_t originals = 0;
-    while (originals < committed &&
-           g.commit_at(static_cast<int>(committed - originals) - 1) > tokens - cache.options().rollback)
-        ++originals;
     f.rollback += originals * window_page;
     f.bookkeeping += (headers + originals) * sizeof(page) + table_capacity(pages) * sizeof(page_ref);
-    if (target != 0 && tokens > 0)
+    if (codes && tokens > 0)
         f.bookkeeping += originals_capacity(cache.options().rollback, g.page_tokens) * sizeof(page_ref);
     // Window pages that an append frees only after it has all its new pages: recent ones that it codes, originals that go
     // out of reach, one that was begun and one that serves as scratch.
@@ -69,10 +94,12 @@ void add_layer(const Cache& cache, int layer, int tokens, footprint_report& f) {
 
 }  // namespace detail
 
-/// Bytes for `sequences` sequences of `tokens` tokens each. O(layers).
+/// Bytes for `sequences` sequences of `tokens` tokens each. O(layers * tiers). With a policy: after step_down() by age at that length
+/// (its byte budget is not looked at).
 template <class Cache>
 [[nodiscard]] footprint_report footprint(const Cache& cache, int tokens, int sequences = 1,
-                                         const attention_use& use = {}) {
+                                         const attention_use& use = {}, const step_down_policy& policy = {}) {
+    detail::check_policy(cache, policy);
     detail::expect(tokens >= 0, "a footprint needs at least 0 tokens, got ", tokens);
     detail::expect(tokens <= (std::numeric_limits<int>::max)() - cache.options().page_tokens,
                    "a footprint of ", tokens, " tokens: no sequence takes that many");
@@ -80,8 +107,8 @@ template <class Cache>
     const cache_shape& shape = cache.shape();
     footprint_report f;
     for (int layer = 0; layer < shape.layers; ++layer) {
-        detail::add_layer<tensor::key>(cache, layer, tokens, f);
-        detail::add_layer<tensor::value>(cache, layer, tokens, f);
+        detail::add_layer<tensor::key>(cache, layer, tokens, policy, f);
+        detail::add_layer<tensor::value>(cache, layer, tokens, policy, f);
     }
     f.transient *= 2;
     f.bookkeeping += static_cast<std::size_t>(shape.layers) * sizeof(detail::layer_track);
@@ -103,19 +130,25 @@ template <class Cache>
 
 /// Longest context such that every length up to it fits `budget` bytes, the moment of coding included; -1 if not even an
 /// empty cache does. As `transient` is an upper bound, decoding token by token may come some pages further.
-/// O(log(result)) footprints.
+/// With a policy: where step_down() follows every append. O(log(result)) footprints.
 template <class Cache>
 [[nodiscard]] int longest_context(const Cache& cache, std::size_t budget, int sequences = 1,
-                                  const attention_use& use = {}) {
+                                  const attention_use& use = {}, const step_down_policy& policy = {}) {
     const page_geometry g = cache.geometry();
     const int rollback = cache.options().rollback;
     const auto fits = [&](int n) {
-        // Bytes fall when a page is coded and when its original goes, so the lengths before that decide, over the last page's worth.
+        // Bytes fall when a page is coded or steps down and when its original goes, so the lengths before that decide, over the last
+        // page's worth.
+        const auto falls = [&](int m) {
+            bool steps = g.committed(m + 1) > g.committed(m) ||
+                         g.committed(m + 1 - rollback) > g.committed(m - rollback);
+            for (const tier& t : policy.tiers)
+                steps = steps || detail::pages_of_age(g, t.age, m + 1) > detail::pages_of_age(g, t.age, m);
+            return steps;
+        };
         for (int m = detail::larger(0, n - g.page_tokens); m <= n; ++m) {
-            const bool falls = g.committed(m + 1) > g.committed(m) ||
-                               g.committed(m + 1 - rollback) > g.committed(m - rollback);
-            if (m < n && !falls) continue;
-            const footprint_report f = footprint(cache, m, sequences, use);
+            if (m < n && !falls(m)) continue;
+            const footprint_report f = footprint(cache, m, sequences, use, policy);
             if (f.total + (m > 0 ? f.transient : 0) > budget) return false;
         }
         return true;
