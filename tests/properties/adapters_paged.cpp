@@ -214,6 +214,20 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
     CHECK(test::contents(cache, s, true) == held);
 }
 
+TEST_CASE("more tokens than can be counted are refused before they are gathered") {
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1 << 16, .head_dim = 1 << 20};
+    kvq::cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape, {.page_tokens = 1});
+    auto s = cache.new_sequence();
+    float one = 1.0f;
+    // Every token of every block is the same memory; the bytes of all of them are 0 in 64 bits.
+    const paged_view<float> x{&one, 2, 1 << 27, shape.kv_heads, shape.head_dim, 0, 0, 0};
+    const std::vector<std::int32_t> table{1, 0};
+    CHECK_THROWS_WITH_AS(kvq::append_from_blocks(s, 0, x, x, std::span(table), 1 << 28),
+                         doctest::Contains("cannot gather 268435456 tokens x 65536 heads x 1048576 channels"),
+                         kvq::error);
+    CHECK(s.tokens() == 0);
+}
+
 TEST_CASE("when memory runs out in the middle of the blocks, the sequence is as it was") {
     test::generator random(test::seed());
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 8};

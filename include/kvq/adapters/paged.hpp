@@ -89,6 +89,9 @@ template <class T>
 token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std::int32_t> table, int tokens,
                                   std::pmr::vector<std::remove_const_t<T>>& memory) {
     const std::size_t per_token = static_cast<std::size_t>(from.heads) * static_cast<std::size_t>(from.dim);
+    constexpr std::size_t most = PTRDIFF_MAX / sizeof(T);
+    expect(static_cast<std::size_t>(tokens) <= most / per_token, "cannot gather ", tokens, " tokens x ",
+           from.heads, " heads x ", from.dim, " channels: more bytes than can be counted");
     memory.resize(static_cast<std::size_t>(tokens) * per_token);
     auto* to = memory.data();
     for (int t = 0; t < tokens; ++t) {
