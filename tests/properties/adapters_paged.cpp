@@ -146,8 +146,13 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
             put(shift(other.keys), slot, test::converted<T>(exact_k, test::order::nhd), first + i);
             put(shift(other.values), slot, test::converted<T>(exact_v, test::order::nhd), first + i);
         }
-        kvq::write_slots(gathered, 1, first, std::span<const std::int64_t>(mapping), other.keys,
-                         other.values);
+        // With 32-bit slots as with 64-bit ones.
+        if (random.one_in(2)) {
+            const std::vector<std::int32_t> narrow(mapping.begin(), mapping.end());
+            kvq::write_slots(gathered, 1, first, std::span(narrow), other.keys, other.values);
+        } else {
+            kvq::write_slots(gathered, 1, first, std::span(mapping), other.keys, other.values);
+        }
         REQUIRE(other.numbers() == expected.numbers());
     }
 }
@@ -208,6 +213,12 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
                          kvq::error);
     CHECK_THROWS_AS(scatter(-1, {0}), kvq::error);
     CHECK_THROWS_AS(scatter(7, {}), kvq::error);
+    const auto scatter_narrow = [&](std::vector<std::int32_t> mapping) {
+        kvq::write_slots(s, 0, 0, std::span<const std::int32_t>(mapping), engine.keys, engine.values);
+    };
+    CHECK_THROWS_WITH_AS(scatter_narrow({0, 12}), doctest::Contains("entry 1 of the mapping is slot 12"),
+                         kvq::error);
+    CHECK_THROWS_WITH_AS(scatter_narrow({-2}), doctest::Contains("slot -2"), kvq::error);
     CHECK(engine.numbers() == untouched);
     scatter(0, {-1, -1});
     CHECK(engine.numbers() == untouched);
