@@ -3,6 +3,7 @@
 //   float scale(int head_dim) const                                   instead of 1/sqrt(head_dim)
 //   float logit(float score, int q_head, int q_pos, int k_pos) const  on the scaled score
 //   int first_key(int q_pos) const                                    keys before it are not seen
+//   int kept_keys() const                                             but those before this one always are
 //
 // Hooks are const and have these parameters; a type without any of them, other than `causal`, is refused.
 // What a variant does not have costs nothing: without `logit` the scale is folded into the query, without `first_key` no
@@ -11,6 +12,7 @@
 
 #include <cmath>
 #include <concepts>
+#include <limits>
 
 #include "../core/bits.hpp"
 
@@ -37,6 +39,14 @@ struct sliding_window {
     int first_key(int q_pos) const noexcept { return detail::larger(0, q_pos - tokens + 1); }
 };
 
+/// The same, and the first `sinks` keys for ever; Xiao et al., arXiv 2309.17453.
+struct sink_window {
+    int tokens;
+    int sinks;
+    int first_key(int q_pos) const noexcept { return detail::larger(0, q_pos - tokens + 1); }
+    int kept_keys() const noexcept { return sinks; }
+};
+
 /// score - slope[q_head] * distance; Press et al., arXiv 2108.12409. `slopes` has one entry per query head.
 struct alibi {
     const float* slopes;
@@ -58,6 +68,11 @@ template <class V>
 concept limiting_keys = requires(const V v) {
     v.first_key(0);
 };
+/// Only what hides keys can keep some.
+template <class V>
+concept keeping_keys = limiting_keys<V> && requires(const V v) {
+    v.kept_keys();
+};
 template <class V>
 concept attention_variant =
     std::derived_from<V, causal> || scaling<V> || changing_logits<V> || limiting_keys<V>;
@@ -66,7 +81,17 @@ concept attention_variant =
 template <class V>
 concept hooks_are_const = (scaling<V> || !requires(V & v) { v.scale(1); }) &&
                           (changing_logits<V> || !requires(V & v) { v.logit(0.0f, 0, 0, 0); }) &&
-                          (limiting_keys<V> || !requires(V & v) { v.first_key(0); });
+                          (limiting_keys<V> || !requires(V & v) { v.first_key(0); }) &&
+                          (keeping_keys<V> || !requires(V & v) { v.kept_keys(); });
+
+/// Keys before this one are seen, wherever first_key() begins.
+template <class V>
+constexpr int kept_keys(const V& v) noexcept {
+    if constexpr (keeping_keys<V>)
+        return v.kept_keys();
+    else
+        return 0;
+}
 
 template <class V>
 constexpr void expect_variant() {
@@ -74,7 +99,10 @@ constexpr void expect_variant() {
                   "kvq::attend: a variant has scale(int), logit(float, int, int, int) or first_key(int), all "
                   "const; use "
                   "kvq::causal for none of them");
-    static_assert(hooks_are_const<V>, "kvq::attend: scale, logit and first_key of a variant must be const");
+    static_assert(
+        hooks_are_const<V>,
+        "kvq::attend: scale, logit, first_key and kept_keys of a variant must be const, and kept_keys "
+        "needs a first_key");
 }
 
 }  // namespace detail
@@ -97,6 +125,12 @@ struct variant : Parts... {
         (limit<Parts>(first, q_pos), ...);
         return first;
     }
+    /// Those that every part keeps which hides any.
+    int kept_keys() const noexcept requires(detail::keeping_keys<Parts> || ...) {
+        int kept = (std::numeric_limits<int>::max)();
+        (keep<Parts>(kept), ...);
+        return kept;
+    }
 
 private:
     template <class P>
@@ -110,6 +144,11 @@ private:
     template <class P>
     void limit(int& first, int q_pos) const noexcept {
         if constexpr (detail::limiting_keys<P>) first = detail::larger(first, P::first_key(q_pos));
+    }
+    template <class P>
+    void keep(int& kept) const noexcept {
+        if constexpr (detail::limiting_keys<P>)
+            kept = detail::smaller(kept, detail::kept_keys(static_cast<const P&>(*this)));
     }
 };
 template <class... Parts>
