@@ -123,8 +123,8 @@ int main() {
             ring.trim(500);
             ++failures;
         } catch (const kvq::error& e) {
-            std::printf("%-24s %d tokens, %d of them held; %s\n", "ring", ring.tokens(), ring.held().tokens(),
-                        e.what());
+            std::printf("%-24s %lld tokens, %d of them held; %s\n", "ring",
+                        static_cast<long long>(ring.tokens()), ring.held().tokens(), e.what());
         }
     }
     return failures == 0 ? 0 : 1;

@@ -9,6 +9,7 @@
 #include <kvq/backends/simd.hpp>
 #include <kvq/io/file.hpp>
 #include <kvq/kvq.hpp>
+#include <string>
 #include <vector>
 
 namespace {
@@ -103,6 +104,13 @@ void ring(cache_type& cache, int layer, tokens_in k, tokens_in v, tokens_in q, t
     ring.append(layer, k, v);
     ring.attend(layer, q, out);
     ring.trim(n);
+}
+void ring_goes_on(cache_type& cache, kvq::ring<cache_type>& ring, const std::string& path,
+                  std::int64_t first_token) {
+    auto draft = ring.fork();
+    cache.requantize(ring.held(), {.key = 0, .value = 0});
+    kvq::save(ring.held(), path);
+    kvq::ring<cache_type> again(kvq::restore(cache, path), ring.options(), first_token);
 }
 
 struct request {

@@ -357,6 +357,43 @@ TEST_CASE_TEMPLATE("a sequence takes its tokens from contiguous buffers and give
                         static_cast<float>(T(exact.view().at(t, h)[c])));
 }
 
+TEST_CASE("buffers append tokens that they hold themselves, whether they grow or not") {
+    test::generator random(test::seed());
+    kvq::contiguous_cache<float> buffers({.heads = 2, .head_dim = 16, .step = 8});
+    const auto k = test::random_tensor(random, 4, 2, 16), v = test::random_tensor(random, 4, 2, 16);
+    buffers.append(k.view(), v.view());
+    for (const int capacity : {8, 16, 32}) {  // 4 more tokens fit, the next 8 and 16 do not
+        const auto held = buffers.view();
+        buffers.append(held.keys(), held.values());
+        REQUIRE(buffers.capacity() == capacity);
+    }
+    const auto held = buffers.view();
+    REQUIRE(held.tokens == 32);
+    for (int t = 0; t < 32; ++t)
+        for (int h = 0; h < 2; ++h)
+            for (int c = 0; c < 16; ++c) {
+                REQUIRE(held.keys().at(t, h)[c] == k.view().at(t % 4, h)[c]);
+                REQUIRE(held.values().at(t, h)[c] == v.view().at(t % 4, h)[c]);
+            }
+}
+
+TEST_CASE("sizes that cannot be counted are refused before memory is taken") {
+    test::counting_resource memory;
+    memory.arm(0);
+    constexpr int heads = 1 << 16, dim = 1 << 20, tokens = 1 << 28;
+    kvq::contiguous_cache<kvq::float16> keys({.heads = heads, .head_dim = dim}, &memory);
+    CHECK_THROWS_WITH_AS(keys.prepare(tokens),
+                         doctest::Contains("65536 rows x 268435456 tokens x 1048576 elements of 2 bytes"),
+                         kvq::error);
+    CHECK(keys.capacity() == 0);
+    // One doubling below the overflow of the product is not too large to be counted, but nobody has it.
+    CHECK_THROWS_AS(keys.prepare(tokens / 256), std::bad_alloc);
+    kvq::contiguous_cache<kvq::float16> values({.heads = heads, .head_dim = 1, .value_dim = dim}, &memory);
+    memory.arm(0);
+    CHECK_THROWS_WITH_AS(values.prepare(tokens), doctest::Contains("x 1048576 elements"), kvq::error);
+    CHECK(values.capacity() == 0);
+}
+
 TEST_CASE("an allocation that fails leaves the buffers as they were") {
     test::generator random(test::seed());
     test::counting_resource memory;

@@ -146,8 +146,13 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
             put(shift(other.keys), slot, test::converted<T>(exact_k, test::order::nhd), first + i);
             put(shift(other.values), slot, test::converted<T>(exact_v, test::order::nhd), first + i);
         }
-        kvq::write_slots(gathered, 1, first, std::span<const std::int64_t>(mapping), other.keys,
-                         other.values);
+        // With 32-bit slots as with 64-bit ones.
+        if (random.one_in(2)) {
+            const std::vector<std::int32_t> narrow(mapping.begin(), mapping.end());
+            kvq::write_slots(gathered, 1, first, std::span(narrow), other.keys, other.values);
+        } else {
+            kvq::write_slots(gathered, 1, first, std::span(mapping), other.keys, other.values);
+        }
         REQUIRE(other.numbers() == expected.numbers());
     }
 }
@@ -208,10 +213,30 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
                          kvq::error);
     CHECK_THROWS_AS(scatter(-1, {0}), kvq::error);
     CHECK_THROWS_AS(scatter(7, {}), kvq::error);
+    const auto scatter_narrow = [&](std::vector<std::int32_t> mapping) {
+        kvq::write_slots(s, 0, 0, std::span<const std::int32_t>(mapping), engine.keys, engine.values);
+    };
+    CHECK_THROWS_WITH_AS(scatter_narrow({0, 12}), doctest::Contains("entry 1 of the mapping is slot 12"),
+                         kvq::error);
+    CHECK_THROWS_WITH_AS(scatter_narrow({-2}), doctest::Contains("slot -2"), kvq::error);
     CHECK(engine.numbers() == untouched);
     scatter(0, {-1, -1});
     CHECK(engine.numbers() == untouched);
     CHECK(test::contents(cache, s, true) == held);
+}
+
+TEST_CASE("more tokens than can be counted are refused before they are gathered") {
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1 << 16, .head_dim = 1 << 20};
+    kvq::cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape, {.page_tokens = 1});
+    auto s = cache.new_sequence();
+    float one = 1.0f;
+    // Every token of every block is the same memory; the bytes of all of them are 0 in 64 bits.
+    const paged_view<float> x{&one, 2, 1 << 27, shape.kv_heads, shape.head_dim, 0, 0, 0};
+    const std::vector<std::int32_t> table{1, 0};
+    CHECK_THROWS_WITH_AS(kvq::append_from_blocks(s, 0, x, x, std::span(table), 1 << 28),
+                         doctest::Contains("cannot gather 268435456 tokens x 65536 heads x 1048576 channels"),
+                         kvq::error);
+    CHECK(s.tokens() == 0);
 }
 
 TEST_CASE("when memory runs out in the middle of the blocks, the sequence is as it was") {

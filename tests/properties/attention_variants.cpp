@@ -71,6 +71,10 @@ TEST_CASE_TEMPLATE("scale, softcap, sliding window, ALiBi, alone and together", 
             check(kvq::alibi{slopes});
             check(odd_keys_fade{});
             for (const int window : {1, 2, 31, 32, 64, 1000}) check(kvq::sliding_window{window});
+            // Fewer than the sinks of the cache, as many, into the next page, and more than there are.
+            for (const int sinks : {0, 3, 4, 50, 1000})
+                for (const int window : {1, 40}) check(kvq::sink_window{window, sinks});
+            check(kvq::variant{kvq::softcap{5.0f}, kvq::sink_window{40, 4}});
             check(kvq::variant{kvq::softcap{5.0f}, kvq::sliding_window{40}});
             check(kvq::variant{kvq::score_scale{0.2f}, kvq::alibi{slopes}, odd_keys_fade{},
                                kvq::sliding_window{100}});
@@ -89,6 +93,15 @@ TEST_CASE(
     CHECK(both.first_key(11) == 10);
     CHECK(kvq::variant{kvq::sliding_window{2}, since_even{}}.first_key(13) == 12);
     CHECK(both.first_key(1) == 0);
+    // Kept is what no window of them hides.
+    struct since_even_but_4 : since_even {
+        int kept_keys() const noexcept { return 4; }
+    };
+    const kvq::variant kept{kvq::softcap{1.0f}, kvq::sink_window{3, 7}, since_even_but_4{}};
+    CHECK(kept.first_key(20) == 20);
+    CHECK(kept.kept_keys() == 4);
+    CHECK(kvq::variant{kvq::sink_window{3, 7}, since_even{}}.kept_keys() == 0);
+    static_assert(!kvq::detail::keeping_keys<decltype(both)>);
     const kvq::variant logits{kvq::alibi{slopes}, kvq::softcap{1.0f}};
     CHECK(logits.logit(0.5f, 0, 3, 2) == std::tanh(-1.5f));
     static_assert(!kvq::detail::limiting_keys<decltype(logits)> && !kvq::detail::scaling<decltype(logits)>);

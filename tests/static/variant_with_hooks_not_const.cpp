@@ -1,4 +1,4 @@
-// expect: scale, logit and first_key of a variant must be const
+// expect: scale, logit, first_key and kept_keys of a variant must be const
 // SPDX-License-Identifier: MIT
 #include <kvq/kvq.hpp>
 

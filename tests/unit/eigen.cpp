@@ -88,6 +88,9 @@ TEST_CASE("matrices that are not tokens are refused") {
     CHECK_THROWS_WITH_AS(kvq::tokens_of(m, 5), doctest::Contains("12 features per token cannot hold 5 heads"),
                          kvq::error);
     CHECK_THROWS_AS(kvq::tokens_of(m, 0), kvq::error);
+    const Eigen::Map<Eigen::MatrixXf> huge(m.data(), 1, (Eigen::Index{1} << 32) + 2);
+    CHECK_THROWS_WITH_AS(kvq::tokens_of(huge, 1),
+                         doctest::Contains("4294967298 tokens x 1 features is too large"), kvq::error);
     const Eigen::Map<Eigen::MatrixXf, 0, Eigen::Stride<Eigen::Dynamic, Eigen::Dynamic>> strided(
         m.data(), 4, 5, Eigen::Stride<Eigen::Dynamic, Eigen::Dynamic>(features, 2));
     CHECK_THROWS_WITH_AS(kvq::tokens_of(strided, 1), doctest::Contains("stride is 2"), kvq::error);

@@ -214,6 +214,8 @@ TEST_CASE("numbers that make no sense are refused, whoever is asked") {
             },
             {"window", std::to_string(window)});
     }
+    check_message([&] { sequence.attend(0, one, to, kvq::sink_window{0, 2}); }, {"window", "0 and 2"});
+    check_message([&] { sequence.attend(0, one, to, kvq::sink_window{4, -1}); }, {"window", "4 and -1"});
     CHECK(out == std::vector<float>(16, 7.0f));
     check_message([&] { (void)cache.attention_workspace(most, 2); }, {"2147483647 tokens"});
     check_message([&] { (void)kvq::footprint(cache, most - 8, most); }, {"2147483647 sequences"});

@@ -49,16 +49,16 @@ class contiguous_cache {
 public:
     explicit contiguous_cache(const contiguous_shape& shape,
                               std::pmr::memory_resource* memory = std::pmr::get_default_resource())
-        : buffers_((detail::check_contiguous(shape), shape),
-                   detail::growing_buffer<T>(shape.rows(), shape.dim(tensor::key), memory),
-                   detail::growing_buffer<T>(shape.rows(), shape.dim(tensor::value), memory)) {}
+        : buffers_(make(shape, memory)) {}
 
-    /// Appends n tokens. k, v: one view of [n][heads][dim] per row of the batch. Returns what is held then.
+    /// Appends n tokens. k, v: one view of [n][heads][dim] per row of the batch; they may be views of tokens that these
+    /// buffers hold. Returns what is held then. Raises kvq::error when rows or shapes do not fit or the buffers would have
+    /// more tokens or bytes than can be counted.
     template <class U>
     contiguous_view<T> append(std::span<const token_view<U>> k, std::span<const token_view<U>> v) {
         const int n = check(k, tensor::key, -1);
         check(v, tensor::value, n);
-        buffers_.reserve(n);
+        const auto left = buffers_.reserve(n);  // k and v may lie in it
         write<0>(k, n, shape().head_dim);
         write<1>(v, n, shape().dim(tensor::value));
         buffers_.tokens_ += n;
@@ -86,7 +86,8 @@ public:
     int capacity() const noexcept { return buffers_.capacity_; }
     std::size_t bytes() const noexcept { return buffers_.bytes(); }
 
-    /// For callers that write the next n tokens themselves: what is held and room for them, then that they are there.
+    /// For callers that write the next n tokens themselves: what is held and room for them, then that they are there. Raises
+    /// kvq::error for n < 0 and for more tokens or bytes than can be counted.
     contiguous_view<T> prepare(int n) {
         detail::expect(n >= 0, "cannot prepare ", n, " tokens");
         buffers_.reserve(n);
@@ -102,6 +103,13 @@ public:
     }
 
 private:
+    /// Arguments are evaluated in any order: the shape is checked before anything is made of it.
+    static detail::growing_buffers<T, T> make(const contiguous_shape& shape,
+                                              std::pmr::memory_resource* memory) {
+        detail::check_contiguous(shape);
+        return {shape, detail::growing_buffer<T>(shape.rows(), shape.dim(tensor::key), memory),
+                detail::growing_buffer<T>(shape.rows(), shape.dim(tensor::value), memory)};
+    }
     template <class U>
     int check(std::span<const token_view<U>> x, tensor role, int tokens) const {
         const char* const name = role == tensor::key ? "k" : "v";

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <Eigen/Core>
+#include <limits>
 
 #include "../core/error.hpp"
 #include "../core/token_view.hpp"
@@ -29,7 +30,7 @@ static_assert(sizeof(Eigen::half) == sizeof(float16) && sizeof(Eigen::bfloat16) 
 }  // namespace detail
 
 /// The tokens of a matrix, Map, Ref or Block with direct access. Raises kvq::error when the feature axis is not a multiple
-/// of `heads` or its elements are not contiguous.
+/// of `heads`, its elements are not contiguous, or either axis is longer than an int can count.
 template <class Derived>
 auto tokens_of(Derived&& matrix, int heads) {
     using plain = std::remove_cvref_t<Derived>;
@@ -39,6 +40,9 @@ auto tokens_of(Derived&& matrix, int heads) {
     using T = std::conditional_t<writable, element, const element>;
     const auto tokens = plain::IsRowMajor ? matrix.rows() : matrix.cols();
     const auto features = plain::IsRowMajor ? matrix.cols() : matrix.rows();
+    constexpr auto most = (std::numeric_limits<int>::max)();
+    detail::expect(tokens <= most && features <= most, "a matrix of ", tokens, " tokens x ", features,
+                   " features is too large, the limit is ", most);
     detail::expect(heads >= 1 && features % heads == 0, "a matrix with ", features,
                    " features per token cannot hold ", heads, " heads");
     detail::expect(matrix.innerStride() == 1, "features of a token must be contiguous, but their stride is ",

@@ -1,9 +1,11 @@
 // Buffers [batch * heads][capacity][width] that grow together, in steps: what contiguous caches are made of.
 //
-// Strong exception guarantee: all buffers change their capacity, or none.
+// Strong exception guarantee: all buffers change their capacity, or none; sizes that cannot be counted are refused before
+// any memory is taken.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <memory_resource>
 #include <tuple>
@@ -45,7 +47,14 @@ public:
     growing_buffer(int rows, int width, std::pmr::memory_resource* memory)
         : rows_(static_cast<std::size_t>(rows)), width_(static_cast<std::size_t>(width)), data_(memory) {}
 
-    /// The same tokens in room for `capacity`; nothing changes yet.
+    /// Raises kvq::error where the bytes of so many tokens are more than can be counted.
+    void check_capacity(int capacity) const {
+        constexpr std::size_t most = PTRDIFF_MAX / sizeof(E);
+        expect(static_cast<std::size_t>(capacity) <= most / rows_ / width_, "buffers of ", rows_, " rows x ",
+               capacity, " tokens x ", width_, " elements of ", sizeof(E),
+               " bytes have more bytes than can be counted");
+    }
+    /// The same tokens in room for `capacity`, which can be counted; nothing changes yet.
     std::pmr::vector<E> resized(int tokens, int old_capacity, int capacity) const {
         std::pmr::vector<E> fresh(rows_ * static_cast<std::size_t>(capacity) * width_, data_.get_allocator());
         const std::size_t used = static_cast<std::size_t>(tokens) * width_;
@@ -57,7 +66,7 @@ public:
                             static_cast<std::ptrdiff_t>(row * static_cast<std::size_t>(capacity) * width_));
         return fresh;
     }
-    void replace(std::pmr::vector<E>&& fresh) noexcept { data_.swap(fresh); }
+    void swap(std::pmr::vector<E>& other) noexcept { data_.swap(other); }
 
     E* at(int row, int token, int capacity) noexcept {
         return data_.data() + (static_cast<std::size_t>(row) * static_cast<std::size_t>(capacity) +
@@ -78,25 +87,31 @@ private:
 template <class... E>
 class growing_buffers {
 public:
+    using memory = std::tuple<std::pmr::vector<E>...>;
+
     growing_buffers(const contiguous_shape& shape, growing_buffer<E>... buffers)
         : shape_(shape), buffers_(std::move(buffers)...) {}
 
-    /// Room for `added` more tokens. A capacity is a multiple of step, whatever it was before.
-    void reserve(int added) {
+    /// Room for `added` more tokens. A capacity is a multiple of step, whatever it was before. Returns the memory that was
+    /// left, if any: what is to be appended may lie in it.
+    memory reserve(int added) {
         expect(added >= 0, "buffers of ", tokens_, " tokens cannot take ", added, " more");
         expect(added <= (std::numeric_limits<int>::max)() - tokens_ - shape_.step, "buffers of ", tokens_,
                " tokens cannot take ", added, " more");
         const int wanted = tokens_ + added;
-        if (wanted > capacity_) resize(round_up(wanted, shape_.step));
+        return wanted > capacity_ ? resize(round_up(wanted, shape_.step)) : memory{};
     }
-    void resize(int capacity) {
-        std::apply(
+    /// Returns the memory that was left.
+    memory resize(int capacity) {
+        return std::apply(
             [&](auto&... b) {
-                auto fresh = std::make_tuple(b.resized(tokens_, capacity_, capacity)...);
-                std::apply([&](auto&... f) { (b.replace(std::move(f)), ...); }, fresh);
+                (b.check_capacity(capacity), ...);
+                memory other(b.resized(tokens_, capacity_, capacity)...);
+                std::apply([&](auto&... o) { (b.swap(o), ...); }, other);
+                capacity_ = capacity;
+                return other;
             },
             buffers_);
-        capacity_ = capacity;
     }
     void trim(int n) {
         expect(n >= 0 && n <= tokens_, "cannot trim to ", n, " tokens: the buffers hold ", tokens_);

@@ -10,8 +10,9 @@
 //   kvq::write_slots(sequence, layer, first, mapping, keys, values);                  // back, -1 skips a token
 //
 // Nothing is owned and nothing kept. K and V in one allocation ([blocks][2][...] and the like) are two views whose
-// block_stride steps over both. Blocks may be shared and in any order. Shapes, blocks and slots are all checked before
-// anything is written; append_from_blocks gives all tokens or none (strong exception guarantee).
+// block_stride steps over both. Blocks may be shared and in any order; slots are numbers of 32
+// or 64 bits. Shapes, blocks and slots are all checked before anything is written; append_from_blocks gives all tokens
+// or none (strong exception guarantee).
 #pragma once
 
 #include <algorithm>
@@ -89,6 +90,9 @@ template <class T>
 token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std::int32_t> table, int tokens,
                                   std::pmr::vector<std::remove_const_t<T>>& memory) {
     const std::size_t per_token = static_cast<std::size_t>(from.heads) * static_cast<std::size_t>(from.dim);
+    constexpr std::size_t most = PTRDIFF_MAX / sizeof(T);
+    expect(static_cast<std::size_t>(tokens) <= most / per_token, "cannot gather ", tokens, " tokens x ",
+           from.heads, " heads x ", from.dim, " channels: more bytes than can be counted");
     memory.resize(static_cast<std::size_t>(tokens) * per_token);
     auto* to = memory.data();
     for (int t = 0; t < tokens; ++t) {
@@ -98,6 +102,41 @@ token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std
             std::copy_n(block.at(t % from.block_tokens, h), from.dim, to);
     }
     return token_view<const T>(memory.data(), tokens, from.heads, from.dim);
+}
+
+/// Slot: std::int32_t or std::int64_t.
+template <class Slot, class Cache, class T>
+void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const Slot> mapping,
+                 const paged_view<T>& keys, const paged_view<T>& values) {
+    check_paged_pair(keys, values, s);
+    const int held = s.tokens(layer);
+    expect(first >= 0 && first <= held && mapping.size() <= static_cast<std::size_t>(held - first),
+           "cannot write ", mapping.size(), " tokens from token ", first, " of layer ", layer, ": it holds ",
+           held);
+    for (std::size_t i = 0; i < mapping.size(); ++i)
+        expect(mapping[i] >= -1 && mapping[i] < keys.slot_count(), "entry ", i, " of the mapping is slot ",
+               mapping[i], ", neither -1 nor one of ", keys.slot_count());
+    const auto count = static_cast<int>(mapping.size());
+    std::pmr::vector<T> memory(sequence_access::cache(s).pool().memory());
+    const layer_pages pages = s.pages(layer);
+    for (const tensor role : {tensor::key, tensor::value}) {
+        const paged_view<T>& to = role == tensor::key ? keys : values;
+        for (int e = 0; e < pages.entries(); ++e) {
+            const layer_pages::entry entry = pages.at(e);
+            const int from = larger(first, entry.first_token);
+            const int end = smaller(first + count, entry.first_token + entry.tokens);
+            if (from >= end) continue;
+            memory.resize(static_cast<std::size_t>(end - from) * static_cast<std::size_t>(to.heads) *
+                          static_cast<std::size_t>(to.dim));
+            const token_view<T> part(memory.data(), end - from, to.heads, to.dim);
+            s.decode(layer, role, from, part);
+            for (int t = from; t < end; ++t) {
+                const Slot slot = mapping[static_cast<std::size_t>(t - first)];
+                if (slot < 0) continue;
+                for (int h = 0; h < to.heads; ++h) std::copy_n(part.at(t - from, h), to.dim, to.at(slot, h));
+            }
+        }
+    }
 }
 
 }  // namespace detail
@@ -136,39 +175,17 @@ void append_from_blocks(sequence<Cache>& s, int layer, const paged_view<T>& keys
 }
 
 /// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 leaves a token out.
-/// Where a slot comes twice the later token stays. Raises kvq::error when shapes, tokens or slots are out of range.
+/// Where a slot comes twice the later token stays. Slots are 32 or 64 bits wide, whatever the engine has. Raises kvq::error
+/// when shapes, tokens or slots are out of range.
 template <class Cache, float_format T>
 void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const std::int64_t> mapping,
                  const paged_view<T>& keys, const paged_view<T>& values) {
-    detail::check_paged_pair(keys, values, s);
-    const int held = s.tokens(layer);
-    detail::expect(first >= 0 && first <= held && mapping.size() <= static_cast<std::size_t>(held - first),
-                   "cannot write ", mapping.size(), " tokens from token ", first, " of layer ", layer,
-                   ": it holds ", held);
-    for (std::size_t i = 0; i < mapping.size(); ++i)
-        detail::expect(mapping[i] >= -1 && mapping[i] < keys.slot_count(), "entry ", i,
-                       " of the mapping is slot ", mapping[i], ", neither -1 nor one of ", keys.slot_count());
-    const auto count = static_cast<int>(mapping.size());
-    std::pmr::vector<T> memory(detail::sequence_access::cache(s).pool().memory());
-    const layer_pages pages = s.pages(layer);
-    for (const tensor role : {tensor::key, tensor::value}) {
-        const paged_view<T>& to = role == tensor::key ? keys : values;
-        for (int e = 0; e < pages.entries(); ++e) {
-            const layer_pages::entry entry = pages.at(e);
-            const int from = detail::larger(first, entry.first_token);
-            const int end = detail::smaller(first + count, entry.first_token + entry.tokens);
-            if (from >= end) continue;
-            memory.resize(static_cast<std::size_t>(end - from) * static_cast<std::size_t>(to.heads) *
-                          static_cast<std::size_t>(to.dim));
-            const token_view<T> part(memory.data(), end - from, to.heads, to.dim);
-            s.decode(layer, role, from, part);
-            for (int t = from; t < end; ++t) {
-                const std::int64_t slot = mapping[static_cast<std::size_t>(t - first)];
-                if (slot < 0) continue;
-                for (int h = 0; h < to.heads; ++h) std::copy_n(part.at(t - from, h), to.dim, to.at(slot, h));
-            }
-        }
-    }
+    detail::write_slots(s, layer, first, mapping, keys, values);
+}
+template <class Cache, float_format T>
+void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const std::int32_t> mapping,
+                 const paged_view<T>& keys, const paged_view<T>& values) {
+    detail::write_slots(s, layer, first, mapping, keys, values);
 }
 
 }  // namespace kvq::inline v0_1

@@ -5,14 +5,19 @@
 //   ring.append(layer, k, v);     ring.attend(layer, q, out);     ring.trim(n);
 //
 // Whole pages are dropped in front, so no token is ever moved or coded again, and pages may be of any format. Positions
-// count from the first token ever appended. Attention is that of sliding_window{W} over all tokens
-// (attention/variant.hpp): at decoding time, and for the queries of the tokens appended last. A cache without sinks:
-// dropped tokens are gone for good. Held: at most W + slack tokens before those appended last, and less than a page
-// more. Variants see positions that count from first_token(); what depends on distances, as all of kvq's own do, sees
-// no difference. Thread safety: as sequence.
+// count from the first token ever appended, in 64 bits: a ring has no end. Sinks of the cache stay where they are, and
+// the window slides behind them (Xiao et al., arXiv 2309.17453). Attention is that of sink_window{W, sinks} over all
+// tokens (attention/variant.hpp), without sinks that of sliding_window{W}: at decoding time, and for the queries of the
+// tokens appended last. Held: the sinks, at most W + slack tokens before those appended last, and less than a page more.
+// Variants see positions in held(), where nothing lies between sinks and window. What depends on distances, as all of
+// kvq's own do, sees no difference within the window; sinks are nearer than in the text. Keys stay as they were appended,
+// so whatever positions went into them stay, too: rotated sinks do not come nearer.
+// To go on elsewhere: fork(); or save held() and first_token() beside it, of which a ring can be made again.
+// Thread safety: as sequence.
 #pragma once
 
-#include <span>
+#include <cstdint>
+#include <limits>
 
 #include "../cache/sequence.hpp"
 
@@ -28,19 +33,33 @@ class ring {
 public:
     using sequence_type = sequence<Cache>;
 
-    /// A sequence with as many tokens in every layer, e.g. none. Raises kvq::error for options out of range or with
-    /// sinks.
-    ring(sequence_type s, const ring_options& options) : sequence_(std::move(s)), options_(options) {
+    /// s: a sequence with as many tokens in every layer, e.g. none. first_token: how many tokens of the text lie before
+    /// what s holds behind its sinks, which then are the first of the text; 0 if s begins where the text does. For what was
+    /// held() by another ring of as many sinks, that ring's first_token(). Raises kvq::error for options out of range, for
+    /// a position before the end of the sinks, and when the window before the next token is not whole.
+    ring(sequence_type s, const ring_options& options, std::int64_t first_token = 0)
+        : sequence_(std::move(s)), options_(options) {
         detail::expect(options.window >= 1, "a window has at least 1 token, got ", options.window);
         detail::expect(options.slack >= 0, "slack must not be negative, got ", options.slack);
         const page_geometry g = geometry();
-        detail::expect(g.sinks == 0, "a ring cannot keep ", g.sinks, " sinks");
         for (int layer = 1; layer < layers(); ++layer)
             detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",
                            sequence_.tokens(layer), " tokens but layer 0 ", sequence_.tokens(0));
         detail::expect(options.window <= (std::numeric_limits<int>::max)() - options.slack - g.page_tokens,
                        "a window of ", options.window, " tokens is too long");
+        constexpr std::int64_t most = (std::numeric_limits<std::int64_t>::max)() / 2;
+        detail::expect(first_token >= 0 && first_token <= most, "a sequence cannot begin at position ",
+                       first_token, ", only at 0 to ", most);
+        if (first_token == 0) return;
+        detail::expect(first_token >= g.sinks && sequence_.tokens() >= g.sinks, "tokens before position ",
+                       first_token, " cannot have been dropped behind ", g.sinks, " sinks of a sequence of ",
+                       sequence_.tokens(), " tokens");
+        dropped_ = first_token - g.sinks;
+        check_window(tokens(), "begin at");
     }
+
+    /// A ring over a fork of the sequence: it shares every page. As sequence::fork otherwise.
+    [[nodiscard]] ring fork() const { return ring(*this, 0); }
 
     /// Appends tokens to one layer; drops pages that lie before the window of the first of them, in all layers, as soon
     /// as every layer has come that far. As sequence::append otherwise.
@@ -64,45 +83,56 @@ public:
     template <class Variant, class Executor>
     void attend(int layer, const query_view& q, const output_view& out, const Variant& v, Executor&& executor,
                 workspace& space) const {
-        static_assert(!std::is_same_v<Variant, sliding_window>, "kvq::ring: a ring has its window already");
+        static_assert(!std::is_same_v<Variant, sliding_window> && !std::is_same_v<Variant, sink_window>,
+                      "kvq::ring: a ring has its window already");
         if (q.tokens >= 1 && q.tokens <= sequence_.tokens(layer))
             check_window(tokens(layer) - q.tokens, "attend from");
-        sequence_.attend(layer, q, out, variant{sliding_window{options_.window}, v}, executor, space);
+        sequence_.attend(layer, q, out, variant{sink_window{options_.window, sinks()}, v}, executor, space);
     }
 
     /// Forgets every token from position n on. Raises kvq::error when the window before n was overwritten.
-    void trim(int n) {
+    void trim(std::int64_t n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: ", tokens(),
                        " were appended");
         check_window(n, "trim to");
-        sequence_.trim(n - dropped_);
+        sequence_.trim(static_cast<int>(n - dropped_));
     }
 
     /// Tokens appended so far, those dropped included.
-    [[nodiscard]] int tokens(int layer) const { return dropped_ + sequence_.tokens(layer); }
-    [[nodiscard]] int tokens() const noexcept { return dropped_ + sequence_.tokens(); }
-    /// Position of the first token that is still held.
-    [[nodiscard]] int first_token() const noexcept { return dropped_; }
-    /// What is held, as a sequence that begins at first_token(): to look at, decode, measure.
+    [[nodiscard]] std::int64_t tokens(int layer) const { return dropped_ + sequence_.tokens(layer); }
+    [[nodiscard]] std::int64_t tokens() const noexcept { return dropped_ + sequence_.tokens(); }
+    /// Position from which on every token is still held. Before it only the sinks are.
+    [[nodiscard]] std::int64_t first_token() const noexcept { return dropped_ == 0 ? 0 : dropped_ + sinks(); }
+    /// What is held, as a sequence: the sinks, then the tokens from first_token() on. To look at, measure, save; and, if it
+    /// is not const, to requantize and to step down, alone or with other sequences (token numbers of a request count what is
+    /// held). Appending and trimming are the ring's: whoever does so here moves the positions of what comes after.
     [[nodiscard]] const sequence_type& held() const noexcept { return sequence_; }
-    /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V.
+    [[nodiscard]] sequence_type& held() noexcept { return sequence_; }
+    /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V: of sinks, or of tokens from first_token() on.
     template <float_format T>
-    void decode(int layer, tensor role, int first, const token_view<T>& out) const {
-        detail::expect(first >= dropped_, "tokens before ", dropped_,
-                       " were overwritten, cannot decode from ", first);
-        sequence_.decode(layer, role, first - dropped_, out);
+    void decode(int layer, tensor role, std::int64_t first, const token_view<T>& out) const {
+        detail::expect(first >= 0 && out.tokens >= 0 && first <= tokens(layer) - out.tokens, "cannot decode ",
+                       out.tokens, " tokens from ", first, " on: ", tokens(layer), " were appended");
+        const bool of_sinks = dropped_ > 0 && first + out.tokens <= sinks();
+        detail::expect(of_sinks || first >= first_token(), "tokens from ", sinks(), " to ", first_token(),
+                       " were overwritten, cannot decode ", out.tokens, " from ", first, " on");
+        sequence_.decode(layer, role, static_cast<int>(of_sinks ? first : first - dropped_), out);
     }
     const ring_options& options() const noexcept { return options_; }
 
 private:
+    ring(const ring& other, int)
+        : sequence_(other.sequence_.fork()), options_(other.options_), dropped_(other.dropped_) {}
+
+    int sinks() const noexcept { return geometry().sinks; }
     page_geometry geometry() const noexcept { return detail::sequence_access::cache(sequence_).geometry(); }
     int layers() const noexcept { return detail::sequence_access::cache(sequence_).shape().layers; }
 
     /// Is everything there that a query at position n sees?
-    void check_window(int n, const char* what) const {
-        const int first = detail::larger(0, n - options_.window + 1);
-        detail::expect(dropped_ <= first, "cannot ", what, " position ", n, ": its window of ",
-                       options_.window, " tokens begins at ", first, ", but tokens before ", dropped_,
+    void check_window(std::int64_t n, const char* what) const {
+        const std::int64_t first = detail::larger(std::int64_t{0}, n - options_.window + 1);
+        detail::expect(first_token() <= first, "cannot ", what, " position ", n, ": its window of ",
+                       options_.window, " tokens begins at ", first, ", but tokens before ", first_token(),
                        " were overwritten");
     }
 
@@ -111,8 +141,9 @@ private:
         int shortest = (std::numeric_limits<int>::max)();
         for (const detail::layer_track& track : detail::sequence_access::tracks(sequence_))
             shortest = detail::smaller(shortest, track.tokens);
+        const page_geometry g = geometry();
         const int first = shortest - options_.slack - options_.window + 1;
-        return first <= 0 ? 0 : first / geometry().page_tokens;
+        return first <= g.sinks ? 0 : (first - g.sinks) / g.page_tokens;
     }
 
     void drop(int pages) noexcept {
@@ -136,7 +167,7 @@ private:
 
     sequence_type sequence_;
     ring_options options_;
-    int dropped_ = 0;
+    std::int64_t dropped_ = 0;  // tokens behind the sinks
 };
 
 }  // namespace kvq::inline v0_1

@@ -294,7 +294,8 @@ private:
         for (int e = chunk * plan.chunk_entries; e < end; ++e) {
             const layer_pages::entry entry = pages.at(e);
             if (entry.first_token > last_pos) break;
-            if (entry.first_token + entry.tokens <= first_key) continue;
+            if (entry.first_token + entry.tokens <= first_key && entry.first_token >= kept_keys(kind))
+                continue;
             const layer_pages::entry next = e + 1 < plan.entries ? pages.at(e + 1) : entry;
             score_page(rows, entry, next, s, folded);
             mask_and_change(rows.head, first, n, entry, s);
@@ -340,7 +341,8 @@ private:
             for (int t = larger(0, pos + 1 - entry.first_token); t < entry.tokens; ++t) score[t] = never;
             if constexpr (limiting_keys<Variant>) {
                 const int hidden = smaller(entry.tokens, kind.first_key(pos) - entry.first_token);
-                for (int t = 0; t < hidden; ++t) score[t] = never;
+                for (int t = larger(0, kept_keys(kind) - entry.first_token); t < hidden; ++t)
+                    score[t] = never;
             }
         }
     }

@@ -30,9 +30,11 @@ void reference_attend(const token_view<const float>& k, const token_view<const f
             const int q_pos = k.tokens - q.tokens + t;
             int first = 0;
             if constexpr (detail::limiting_keys<Variant>) first = variant.first_key(q_pos);
+            const auto hidden = [&](int i) { return i < first && i >= detail::kept_keys(variant); };
 
             double top = -std::numeric_limits<double>::infinity();
-            for (int i = first; i <= q_pos; ++i) {
+            for (int i = 0; i <= q_pos; ++i) {
+                if (hidden(i)) continue;
                 double score = 0.0;
                 for (int d = 0; d < q.dim; ++d)
                     score += static_cast<double>(q.at(t, h)[d]) * static_cast<double>(k.at(i, h / group)[d]);
@@ -45,7 +47,8 @@ void reference_attend(const token_view<const float>& k, const token_view<const f
 
             double sum = 0.0;
             for (int c = 0; c < out.dim; ++c) out.at(t, h)[c] = 0.0;
-            for (int i = first; i <= q_pos; ++i) {
+            for (int i = 0; i <= q_pos; ++i) {
+                if (hidden(i)) continue;
                 const double weight = std::exp(p[static_cast<std::size_t>(i)] - top);
                 sum += weight;
                 for (int c = 0; c < out.dim; ++c)

@@ -3,6 +3,7 @@
 //   float scale(int head_dim) const                                   instead of 1/sqrt(head_dim)
 //   float logit(float score, int q_head, int q_pos, int k_pos) const  on the scaled score
 //   int first_key(int q_pos) const                                    keys before it are not seen
+//   int kept_keys() const                                             but those before this one always are
 //
 // Hooks are const and have these parameters; a type without any of them, other than `causal`, is refused.
 // What a variant does not have costs nothing: without `logit` the scale is folded into the query, without `first_key` no
@@ -11,6 +12,7 @@
 
 #include <cmath>
 #include <concepts>
+#include <limits>
 
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
@@ -38,6 +40,14 @@ struct sliding_window {
     int first_key(int q_pos) const noexcept { return detail::larger(0, q_pos - tokens + 1); }
 };
 
+/// The same, and the first `sinks` keys for ever; Xiao et al., arXiv 2309.17453.
+struct sink_window {
+    int tokens;  ///< at least 1
+    int sinks;   ///< at least 0
+    int first_key(int q_pos) const noexcept { return detail::larger(0, q_pos - tokens + 1); }
+    int kept_keys() const noexcept { return sinks; }
+};
+
 /// score - slope[q_head] * distance; Press et al., arXiv 2108.12409. `slopes` has one entry per query head.
 struct alibi {
     const float* slopes;
@@ -59,6 +69,11 @@ template <class V>
 concept limiting_keys = requires(const V v) {
     v.first_key(0);
 };
+/// Only what hides keys can keep some.
+template <class V>
+concept keeping_keys = limiting_keys<V> && requires(const V v) {
+    v.kept_keys();
+};
 template <class V>
 concept attention_variant =
     std::derived_from<V, causal> || scaling<V> || changing_logits<V> || limiting_keys<V>;
@@ -67,7 +82,17 @@ concept attention_variant =
 template <class V>
 concept hooks_are_const = (scaling<V> || !requires(V & v) { v.scale(1); }) &&
                           (changing_logits<V> || !requires(V & v) { v.logit(0.0f, 0, 0, 0); }) &&
-                          (limiting_keys<V> || !requires(V & v) { v.first_key(0); });
+                          (limiting_keys<V> || !requires(V & v) { v.first_key(0); }) &&
+                          (keeping_keys<V> || !requires(V & v) { v.kept_keys(); });
+
+/// Keys before this one are seen, wherever first_key() begins.
+template <class V>
+constexpr int kept_keys(const V& v) noexcept {
+    if constexpr (keeping_keys<V>)
+        return v.kept_keys();
+    else
+        return 0;
+}
 
 /// Raises kvq::error for a variant of this library whose numbers make no sense.
 template <class V>
@@ -76,10 +101,17 @@ void expect_variant(const V& v) {
                   "kvq::attend: a variant has scale(int), logit(float, int, int, int) or first_key(int), all "
                   "const; use "
                   "kvq::causal for none of them");
-    static_assert(hooks_are_const<V>, "kvq::attend: scale, logit and first_key of a variant must be const");
+    static_assert(
+        hooks_are_const<V>,
+        "kvq::attend: scale, logit, first_key and kept_keys of a variant must be const, and kept_keys "
+        "needs a first_key");
     if constexpr (std::derived_from<V, sliding_window>)
         expect(v.sliding_window::tokens >= 1, "a sliding window has at least 1 token, got ",
                v.sliding_window::tokens);
+    if constexpr (std::derived_from<V, sink_window>)
+        expect(v.sink_window::tokens >= 1 && v.sink_window::sinks >= 0,
+               "a sliding window has at least 1 token and 0 sinks, got ", v.sink_window::tokens, " and ",
+               v.sink_window::sinks);
 }
 
 }  // namespace detail
@@ -102,6 +134,12 @@ struct variant : Parts... {
         (limit<Parts>(first, q_pos), ...);
         return first;
     }
+    /// Those that every part keeps which hides any.
+    int kept_keys() const noexcept requires(detail::keeping_keys<Parts> || ...) {
+        int kept = (std::numeric_limits<int>::max)();
+        (keep<Parts>(kept), ...);
+        return kept;
+    }
 
 private:
     template <class P>
@@ -115,6 +153,11 @@ private:
     template <class P>
     void limit(int& first, int q_pos) const noexcept {
         if constexpr (detail::limiting_keys<P>) first = detail::larger(first, P::first_key(q_pos));
+    }
+    template <class P>
+    void keep(int& kept) const noexcept {
+        if constexpr (detail::limiting_keys<P>)
+            kept = detail::smaller(kept, detail::kept_keys(static_cast<const P&>(*this)));
     }
 };
 template <class... Parts>

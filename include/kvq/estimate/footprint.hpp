@@ -46,11 +46,11 @@ void add_layer(const Cache& cache, int layer, int tokens, const step_down_policy
     const auto committed = static_cast<std::size_t>(target == 0 ? 0 : g.committed(tokens));
     const auto bytes = [&](int format) { return cache.template page_bytes<Role>(format, g.page_tokens); };
     const std::size_t window_page = bytes(0);
-    // Youngest pages first: `format` is what the tiers so far have made of a page, which only ever shrinks.
-    const int in_reach =
-        g.committed(tokens - cache.options().rollback);  // the first page that a trim within it reaches
-    bool codes = target != 0;                            // may there be originals?
+    // Youngest pages first: `format` is what the tiers so far have made of a page, which only ever shrinks. Pages from `in_reach`
+    // on have originals, if they were ever coded: a trim within `rollback` may reach them.
+    const int in_reach = g.committed(tokens - cache.options().rollback);
     std::size_t originals = 0;
+    bool codes = target != 0;  // is there room for originals?
     int format = target, left = g.committed(tokens);
     const auto take = [&](int older) {
         (format == 0 ? f.window : f.coded) += static_cast<std::size_t>(left - older) * bytes(format);

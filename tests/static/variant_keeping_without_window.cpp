@@ -1,0 +1,9 @@
+// expect: kept_keys needs a first_key
+// SPDX-License-Identifier: MIT
+#include <kvq/kvq.hpp>
+
+struct kept : kvq::causal {
+    int kept_keys() const { return 4; }
+};
+
+void f(kvq::cache<kvq::int8>::sequence_type& s, kvq::token_view<float> x) { s.attend(0, x, x, kept{}); }
