@@ -9,7 +9,7 @@
 // made again until `pages_left` is 0. A page that several of the given sequences share is converted once and stays shared.
 // Peak: the old pages and one new page per thread, and the new ones of pages that stay (as originals, or because somebody else
 // holds them). The dry run counts what the run then does, byte for byte, as long as nobody else takes or drops references to
-// these pages meanwhile.
+// these pages meanwhile. Originals that no trim can use any more are dropped first, and count as freed.
 // Error: cache/convert.hpp. Originals kept for exact rollback stay what they are: 16-bit values.
 #pragma once
 
