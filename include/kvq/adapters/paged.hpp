@@ -10,9 +10,9 @@
 //   kvq::write_slots(sequence, layer, first, mapping, keys, values);                  // back, -1 skips a token
 //
 // Nothing is owned and nothing kept. K and V in one allocation ([blocks][2][...] and the like) are two views whose
-// block_stride steps over both. Blocks may be shared and in any order; slots are numbers of 32
-// or 64 bits. Shapes, blocks and slots are all checked before anything is written; append_from_blocks gives all tokens
-// or none (strong exception guarantee).
+// block_stride steps over both. Blocks may be shared and in any order; slots are numbers of 32 or 64 bits. Shapes, blocks and
+// slots are all checked before anything is written; append_from_blocks gives all tokens or none (strong exception
+// guarantee).
 #pragma once
 
 #include <algorithm>
