@@ -70,10 +70,12 @@ struct page_table {
         originals_end = i + 1;
     }
     /// How many originals, the first ones, are of no use: those of pages that no trim goes back to (needed(page) is false), and all
-    /// of them if a page behind them is coded and has none.
+    /// of them if a page behind them is coded and has none. Only the first `committed` pages may be coded, so that an append, which
+    /// asks every time, hardly ever looks at one.
     template <class F>
-    std::size_t useless_originals(F&& needed) const {
-        if (!uncoded(originals_end, static_cast<int>(pages.size()))) return originals.size();
+    std::size_t useless_originals(int committed, F&& needed) const {
+        if (originals.empty()) return 0;
+        if (!uncoded(originals_end, committed)) return originals.size();
         std::size_t n = 0;
         while (n < originals.size() && !needed(first_original() + static_cast<int>(n))) ++n;
         return n;

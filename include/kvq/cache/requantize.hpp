@@ -213,7 +213,8 @@ private:
         return cache_->geometry().commit_at(page) > track.tokens - cache_->options().rollback;
     }
     std::size_t useless_originals(const layer_track& track, tensor role) const {
-        return track[role].useless_originals([&](int page) { return within_rollback(track, page); });
+        return track[role].useless_originals(track.committed,
+                                             [&](int page) { return within_rollback(track, page); });
     }
     /// f(track, role) for all tables that the request may add originals to.
     template <class F>

@@ -405,7 +405,8 @@ private:
 
     /// Puts the coded pages into their places; n: tokens that the sequence holds then. Cannot fail.
     void commit(const detail::layer_track& track, detail::page_table& table, int n, staged_pages& staged) {
-        table.drop_originals(table.useless_originals([&](int i) { return keeps_original(i, n); }));
+        table.drop_originals(
+            table.useless_originals(track.committed, [&](int i) { return keeps_original(i, n); }));
         for (std::size_t j = 0; j < staged.coded.size(); ++j) {
             const int i = track.committed + static_cast<int>(j);
             page_ref& slot = table.pages[static_cast<std::size_t>(i)];
