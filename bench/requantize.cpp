@@ -65,12 +65,12 @@ double encode_seconds(const cache_type& cache, const cache_type::sequence_type& 
             for (int layer = t; layer < shape.layers; layer += threads) {
                 const kvq::layer_pages pages = s.pages(layer);
                 for (int i = 0; i < pages.geometry.committed(pages.tokens); ++i)
-                    for (const kvq::page* p : {pages.keys[i].get(), pages.values[i].get()})
+                    for (const kvq::page* p : {pages.at(i).keys, pages.at(i).values})
                         cache.keys().visit(cache.keys().index_of(format), [&](const auto& scheme) {
                             const std::size_t bytes = p->bytes / static_cast<std::size_t>(shape.kv_heads);
                             // Values have blocks of their own shape.
                             kvq::block_shape own = block;
-                            if (p != pages.keys[i].get()) own.role = kvq::tensor::value;
+                            if (p != pages.at(i).keys) own.role = kvq::tensor::value;
                             for (int h = 0; h < shape.kv_heads; ++h)
                                 kvq::simd<>::encode<kvq::float16>(
                                     scheme, own, kvq::block_id{layer, h},

@@ -92,7 +92,13 @@ int main() {
     const format_table<tensor::value, float16, formats<values>> value_formats;
     const cache_shape shape{1, kv_heads, dim, dim};
     const page_geometry geometry{0, 0, page_tokens};
-    const layer_pages layer{geometry, tokens, nullptr, nullptr, key_pages.data(), value_pages.data()};
+    std::vector<page_span> spans;
+    for (std::size_t i = 0; i < key_pages.size(); ++i) {
+        const int first = geometry.first_token(static_cast<int>(i));
+        spans.push_back(
+            {first, std::min(page_tokens, tokens - first), page_tokens, {key_pages[i], value_pages[i]}, {}});
+    }
+    const layer_pages layer{geometry, tokens, spans.data(), static_cast<int>(spans.size())};
     std::vector<float> on_cpu(q.size());
     std::vector<std::byte> memory(attention_workspace_bytes<scalar>(key_formats, value_formats, shape,
                                                                     geometry, tokens, q_heads, 1, 1) +

@@ -58,9 +58,8 @@ TEST_CASE_TEMPLATE("a trim within the rollback equals never having appended, and
     }
 }
 
-TEST_CASE_TEMPLATE(
-    "a trim to any position: surviving tokens keep their values, rounded to the window if their page is cut",
-    C, KVQ_TEST_CACHES) {
+TEST_CASE_TEMPLATE("a trim to any position: surviving tokens keep the values that they had", C,
+                   KVQ_TEST_CACHES) {
     using window = typename C::window;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -86,16 +85,16 @@ TEST_CASE_TEMPLATE(
                     const auto before = test::decoded(full, shape, layer, role);
                     const auto after = test::decoded(trimmed, shape, layer, role);
                     const auto input = role == kvq::tensor::key ? s.k.view() : s.v.view();
-                    const bool uncommitted = kept >= coded_tokens(full, layer);
                     int wrong = 0;
                     for (int t = 0; t < kept; ++t)
                         for (int h = 0; h < shape.kv_heads; ++h)
                             for (int c = 0; c < shape.dim(role); ++c) {
                                 const float is = after.view().at(t, h)[c], was = before.view().at(t, h)[c];
-                                // Going back to the original is as good as it gets.
+                                // A page that was committed within the rollback may be 16 bit again.
                                 const auto original = static_cast<float>(window(input.at(t, h)[c]));
-                                wrong += !(is == was || is == original ||
-                                           (!uncommitted && is == static_cast<float>(window(was))));
+                                const bool again =
+                                    t + options.page_tokens + options.recent > n - options.rollback;
+                                wrong += !(is == was || (again && is == original));
                             }
                     REQUIRE(wrong == 0);
                 }
@@ -193,7 +192,7 @@ TEST_CASE_TEMPLATE("speculative decoding: thousands of drafts cut back to what w
             REQUIRE(contents(cache, drafting) == contents(cache, plain));
             REQUIRE(attention_bits(cache, drafting) == attention_bits(cache, plain));
             REQUIRE(drafting.usage().coded == plain.usage().coded);
-            REQUIRE(drafting.usage().window == plain.usage().window);
+            REQUIRE(drafting.usage().window >= plain.usage().window);
             REQUIRE(drafting.usage().rollback <= plain.usage().rollback);
         }
     }

@@ -81,12 +81,11 @@ public:
         for (std::size_t i = 0; i < sequences_.size(); ++i) check(i);
         std::set<const kvq::page*> pages;
         for (const sequence_type& s : sequences_) {
-            const auto& track = kvq::detail::sequence_access::tracks(s)[0];
-            for (const auto role : roles) {
-                if (track[role].sink) pages.insert(track[role].sink.get());
-                for (const auto& p : track[role].pages) pages.insert(p.get());
-                for (const auto& p : track[role].originals) pages.insert(p.get());
-            }
+            for (const kvq::page_span& span : kvq::detail::sequence_access::tracks(s)[0].spans)
+                for (int role = 0; role < 2; ++role) {
+                    pages.insert(span.pages[role].get());
+                    if (span.copies[role]) pages.insert(span.copies[role].get());
+                }
         }
         std::size_t bytes = 0;
         for (const kvq::page* p : pages) bytes += kvq::page_pool::allocation(p->bytes);
@@ -272,23 +271,20 @@ private:
     /// Pages that are not what they were have been coded anew: their tokens may be off by half a step more.
     void account(std::size_t i) {
         model& m = models_[i];
-        const auto pages = sequences_[i].pages(0);
-        const kvq::page_geometry g = pages.geometry;
-        for (int role = 0; role < 2; ++role) {
-            const auto* const held = role == 0 ? pages.keys : pages.values;
-            std::vector<model::held> now(static_cast<std::size_t>(g.pages(pages.tokens)));
-            for (std::size_t p = 0; p < now.size(); ++p) {
-                now[p] = {held[p].get(), held[p]->format};
+        const auto& spans = kvq::detail::sequence_access::tracks(sequences_[i])[0].spans;
+        for (std::size_t role = 0; role < 2; ++role) {
+            std::vector<model::held> now;
+            for (std::size_t p = 0; p < spans.size(); ++p) {
+                now.push_back({spans[p].pages[role].get(), spans[p].pages[role]->format});
                 const bool known = p < m.pages[role].size();
                 if (known && m.pages[role][p].page == now[p].page && m.pages[role][p].format == now[p].format)
                     continue;
-                if (!known && now[p].format == 0) continue;
-                const int first = g.first_token(static_cast<int>(p));
-                const int last = std::min(first + g.page_tokens, pages.tokens);
+                // 16-bit pages grow, are copied when they are shared, and come back from copies: all of it exact.
+                if (now[p].format == 0 && (!known || m.pages[role][p].format == 0)) continue;
                 double reach = 1;
-                for (int t = first; t < last; ++t)
+                for (int t = spans[p].first_token; t < spans[p].end(); ++t)
                     reach = std::max(reach, 1 + m.tokens[static_cast<std::size_t>(t)].bound[role]);
-                for (int t = first; t < last; ++t)
+                for (int t = spans[p].first_token; t < spans[p].end(); ++t)
                     m.tokens[static_cast<std::size_t>(t)].bound[role] += half_step(now[p].format, reach);
             }
             m.pages[role] = std::move(now);
@@ -296,15 +292,13 @@ private:
     }
 
     void remember_pages(std::size_t i) {
-        const auto pages = sequences_[i].pages(0);
-        for (int role = 0; role < 2; ++role) {
-            const auto* const held = role == 0 ? pages.keys : pages.values;
+        const auto& spans = kvq::detail::sequence_access::tracks(sequences_[i])[0].spans;
+        for (std::size_t role = 0; role < 2; ++role)
             for (std::size_t p = 0; p < models_[i].pages[role].size(); ++p)
-                models_[i].pages[role][p] = {held[p].get(), held[p]->format};
-        }
+                models_[i].pages[role][p] = {spans[p].pages[role].get(), spans[p].pages[role]->format};
     }
 
-    /// Decoded values lie within the bound; tokens that are exact again (originals) forget theirs.
+    /// Decoded values lie within the bound; tokens that are exact again (16-bit copies) forget theirs.
     void check(std::size_t i) {
         model& m = models_[i];
         const int n = static_cast<int>(m.tokens.size());

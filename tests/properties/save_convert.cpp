@@ -159,21 +159,21 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     append(fresh, 2, s, 0, 90);
     fresh.trim(85);
     CHECK(converted.usage().bytes == fresh.usage().bytes);
-    // It is what requantizing the pages that have no originals any more gives.
+    // It is what requantizing the pages that have no 16-bit copies any more gives.
     auto by_hand = restored(smaller, file);
     smaller.requantize(by_hand, {.key = 0, .value = 0, .new_pages = true});
     const auto expected = contents(smaller, by_hand), got = contents(smaller, converted),
                exact = contents(smaller, fresh);
     REQUIRE(got.size() == expected.size());
-    int from_originals = 0, from_codes = 0;
+    int from_copies = 0, from_codes = 0;
     for (std::size_t i = 0; i < got.size(); ++i) {
         CHECK((got[i] == expected[i] || got[i] == exact[i]));
         CHECK(got[i].format == exact[i].format);
         if (got[i].format == 0) CHECK(got[i] == exact[i]);
-        from_originals += got[i].format != 0 && got[i] == exact[i];
+        from_copies += got[i].format != 0 && got[i] == exact[i];
         from_codes += got[i].format != 0 && got[i] == expected[i];
     }
-    CHECK(from_originals >= 2 * 2);
+    CHECK(from_copies >= 2 * 2);
     CHECK(from_codes > 2 * 2);
     append(converted, 2, s, 85, 30);
     CHECK(converted.tokens(0) == 115);

@@ -76,18 +76,18 @@ TEST_CASE_TEMPLATE("a restored sequence is the saved one, now and later", C, tes
         // A cache with the same formats for every layer has nothing to convert, unless pages were requantized.
         const bool as_listed = [&] {
             for (const auto& track : kvq::detail::sequence_access::tracks(sequence))
-                for (const auto& table : track.tables)
-                    for (int i = 0; i < track.committed; ++i)
-                        if (table.pages[static_cast<std::size_t>(i)]->format != table.target) return false;
+                for (int role = 0; role < 2; ++role)
+                    for (int i = track.sink_spans(cache.geometry()); i < track.committed; ++i)
+                        if (track[i].pages[role]->format != track.targets[role]) return false;
             return true;
         }();
         auto fresh = other.new_sequence();
         bool same_targets = true;
         for (std::size_t layer = 0; layer < static_cast<std::size_t>(shape.layers); ++layer)
             for (std::size_t role = 0; role < 2; ++role)
-                same_targets = same_targets &&
-                               kvq::detail::sequence_access::tracks(sequence)[layer].tables[role].target ==
-                                   kvq::detail::sequence_access::tracks(fresh)[layer].tables[role].target;
+                same_targets =
+                    same_targets && kvq::detail::sequence_access::tracks(sequence)[layer].targets[role] ==
+                                        kvq::detail::sequence_access::tracks(fresh)[layer].targets[role];
         if (as_listed && same_targets)
             test::require_same(cache, sequence, other, restored(other, file, {.convert = true}));
 

@@ -16,7 +16,7 @@ namespace {
 
 using cache_type = kvq::cache<kvq::formats<kvq::affine<4, kvq::per_channel<4>>, kvq::int8>, kvq::int8>;
 
-/// Small, but with everything in it: sinks, originals, pages of three formats, a last page that is not full, two layers.
+/// Small, but with everything in it: sinks, 16-bit copies, pages of three formats, a last page that is not full, two layers.
 struct small_file {
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 4};
     const kvq::cache_options options{.sinks = 1, .recent = 2, .page_tokens = 4, .rollback = 4};
@@ -132,7 +132,8 @@ TEST_CASE("pages that change places are noticed") {
         const auto at = swapped.begin() + static_cast<std::ptrdiff_t>(first);
         std::swap_ranges(at, at + page, at + page);
         ++swaps;
-        CHECK(test::contains(message_of([&] { restored(f.cache, swapped); }), "is damaged: page"));
+        CHECK(
+            test::contains(message_of([&] { restored(f.cache, swapped); }), "is damaged: the page of span"));
     }
     CHECK(swaps >= 4);
 }
@@ -155,10 +156,10 @@ TEST_CASE("foreign files are called what they are") {
     refused(file_of({{{"weight", "F16", {4, 4}, 0, 0}}, {}}), "its format is not given");
     refused(file_of({{{"weight", "F16", {4, 4}, 0, 0}}, {{"format", "pt"}}}), "its format is pt");
     refused(file_of({{}, {{"format", "kvq sequence"}}}), "format_version");
-    refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "1"}}}), "no seal");
+    refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "2"}}}), "no seal");
     refused(file_of({{}, {{"format", "kvq sequence"}, {"format_version", "one"}}}), "no number: one");
-    refused(edited(f.bytes, R"("format_version":"1")", R"("format_version":"2")"),
-            "version 2, this library reads version 1");
+    refused(edited(f.bytes, R"("format_version":"2")", R"("format_version":"1")"),
+            "version 1, this library reads version 2");
 }
 
 TEST_CASE("a file that contradicts itself is refused, even under a right seal") {
@@ -186,12 +187,12 @@ TEST_CASE("a file that contradicts itself is refused, even under a right seal") 
     metadata(R"("recent":"2")", R"("recent":"-2")", "impossible options");
     metadata(R"("recent":"2")", R"("recent":"2147483647")", "impossible options");
     metadata(R"("sinks":"1")", R"("sinks":"2000000000")", "impossible options");
-    metadata(R"("sinks":"1")", R"("sinks":"0")", "pages of sinks");
+    metadata(R"("sinks":"1")", R"("sinks":"0")", "out of place");
     metadata(R"("page_tokens":"4")", R"("page_tokens":"0")", "impossible options");
-    metadata(R"("page_tokens":"4")", R"("page_tokens":"1")", "coded pages, which 21 tokens cannot have");
+    metadata(R"("page_tokens":"4")", R"("page_tokens":"1")", "which has room for 1 of 21");
     metadata(R"("rollback":"4")", R"("rollback":"-1")", "impossible options");
     metadata(R"("window":"fp16")", R"("window":"fp32")", "is not its window");
-    metadata(R"("key_scheme.1":)", R"("key_scheme.9":)", "is coded to format 1 of 1");
+    metadata(R"("key_scheme.1":)", R"("key_scheme.9":)", "is quantized to format 1 of 1");
 
     // Numbers of the index.
     const std::size_t seal = offset_of(f.bytes, "seal"), index = offset_of(f.bytes, "index");
@@ -204,13 +205,11 @@ TEST_CASE("a file that contradicts itself is refused, even under a right seal") 
     };
     for (const std::uint32_t n : {0u, 17u, 25u, 30u, 0x7fffffffu, 0xffffffffu})
         number("tokens", 1, n, "layer 1");
-    for (const std::uint32_t n : {0u, 3u, 6u, 0x7fffffffu, 0xffffffffu}) number("committed", 0, n, "layer 0");
+    for (const std::uint32_t n : {0u, 3u, 7u, 0x7fffffffu, 0xffffffffu}) number("committed", 0, n, "layer 0");
     for (const std::uint32_t n : {3u, 4u, 0xffffffffu}) number("targets", 0, n, "layer 0 (keys)");
-    for (const std::uint32_t n : {0u, 3u, 5u, 0x80000000u, 0xffffffffu})
-        number("originals_end", 1, n, "layer 0 (values)");
     const std::size_t rows = (seal - index) / sizeof(kvq::detail::saved_page);
     for (std::size_t row = 0; row < rows; ++row)
-        for (std::size_t column = 0; column < 5; ++column)
+        for (std::size_t column = 0; column < 7; ++column)
             for (const std::uint32_t n : {0u, 1u, 2u, 3u, 4u, 5u, 77u, 0x7fffffffu, 0xffffffffu}) {
                 const std::size_t i = row * kvq::detail::saved_page::columns + column;
                 if (kvq::detail::load_as<std::uint32_t>(f.bytes.data() + index + 4 * i) == n) continue;
@@ -229,10 +228,10 @@ TEST_CASE("a coded page that would lie in the window is refused") {
     REQUIRE(cache.geometry().committed(18) == 3);
     file_bytes changed = saved(sequence);
     const std::size_t committed = offset_of(changed, "committed");
-    REQUIRE(kvq::detail::load_as<std::int32_t>(changed.data() + committed) == 4);
-    kvq::detail::store_as(changed.data() + committed, 3);
+    REQUIRE(kvq::detail::load_as<std::int32_t>(changed.data() + committed) == 5);
+    kvq::detail::store_as(changed.data() + committed, 4);
     reseal(changed, offset_of(changed, "seal"));
-    CHECK(test::contains(message_of([&] { restored(cache, changed); }), "page 3 in format 1"));
+    CHECK(test::contains(message_of([&] { restored(cache, changed); }), "out of place"));
 }
 
 TEST_CASE("random changes under a right seal end in a sequence or in kvq::error, never in anything else") {

@@ -29,6 +29,11 @@ int format_of(const ladder_cache& cache, const kvq::layer_format& f, kvq::tensor
     return role == kvq::tensor::key ? cache.keys().index_of(f.key) : cache.values().index_of(f.value);
 }
 
+/// page(i): the i-th entry that does not hold the sinks.
+auto pages_behind_sinks(const kvq::layer_pages& pages) {
+    return [pages](int i) { return pages.at(pages.geometry.sinks > 0 ? i + 1 : i); };
+}
+
 }  // namespace
 
 TEST_CASE("by age, every page has the format of its tier, and a second call finds nothing to do") {
@@ -59,7 +64,7 @@ TEST_CASE("by age, every page has the format of its tier, and a second call find
             for (int layer = 0; layer < shape.layers; ++layer) {
                 const bool kept =
                     layer < policy.first_layers_kept || layer >= shape.layers - policy.last_layers_kept;
-                const auto pages = sequence.pages(layer);
+                const auto page = pages_behind_sinks(sequence.pages(layer));
                 for (int i = 0; i < g.pages(tokens); ++i) {
                     int expected[2] = {0, 0};
                     if (i < g.committed(tokens) && !kept)
@@ -67,8 +72,8 @@ TEST_CASE("by age, every page has the format of its tier, and a second call find
                             if (tokens - g.first_token(i + 1) >= t.age)
                                 for (const auto role : {kvq::tensor::key, kvq::tensor::value})
                                     expected[static_cast<int>(role)] = format_of(cache, t.format, role);
-                    CHECK(pages.keys[i]->format == expected[0]);
-                    CHECK(pages.values[i]->format == expected[1]);
+                    CHECK(page(i).keys->format == expected[0]);
+                    CHECK(page(i).values->format == expected[1]);
                 }
             }
             CHECK(kvq::step_down(cache, sequence, policy).steps.empty());
@@ -99,21 +104,21 @@ TEST_CASE("under a budget, the oldest page of the widest tier goes first, no fur
         CHECK(report.bytes_after == cache.bytes_in_use());
         CHECK(report.fits == (report.bytes_after <= policy.byte_budget));
         const kvq::page_geometry g = cache.geometry();
-        const auto pages = sequence.pages(0);
-        // Coding a page that a trim within `rollback` would need again frees nothing.
+        const auto page = pages_behind_sinks(sequence.pages(0));
+        // Quantizing a page that a trim within `rollback` would need again frees nothing.
         int movable = g.committed(tokens);
         while (movable > 0 && g.commit_at(movable - 1) > tokens - options.rollback) --movable;
         int last = 4;
         for (int i = 0; i < movable; ++i) {
-            CHECK(pages.keys[i]->format <= last);  // older pages are never wider
-            CHECK(pages.keys[i]->format == pages.values[i]->format);
-            last = pages.keys[i]->format;
+            CHECK(page(i).keys->format <= last);  // older pages are never wider
+            CHECK(page(i).keys->format == page(i).values->format);
+            last = page(i).keys->format;
         }
         if (movable > 0) {
-            CHECK(tier_of(pages.keys[0]->format) - tier_of(last) <= 1);  // tier by tier
+            CHECK(tier_of(page(0).keys->format) - tier_of(last) <= 1);  // tier by tier
             if (!report.fits) CHECK(last == 4);
         }
-        for (int i = movable; i < g.pages(tokens); ++i) CHECK(pages.keys[i]->format == 0);
+        for (int i = movable; i < g.pages(tokens); ++i) CHECK(page(i).keys->format == 0);
         // One step less would not have been enough.
         if (report.steps.size() > 1)
             CHECK(report.steps[report.steps.size() - 2].bytes_after > policy.byte_budget);
@@ -221,9 +226,10 @@ TEST_CASE("after a deep trim, a page that is coded already takes part") {
         CHECK_FALSE(report.fits);
         CHECK(report.bytes_after == cache.bytes_in_use());
         const auto pages = sequence.pages(1);
-        for (int i = 0; i < cache.geometry().pages(tokens); ++i) {
-            CHECK(pages.keys[i]->format != 2);
-            beyond += i >= cache.geometry().committed(tokens) && pages.keys[i]->format == 4;
+        const int sinks = options.sinks > 0 ? 1 : 0;
+        for (int i = sinks; i < pages.entries(); ++i) {
+            CHECK(pages.at(i).keys->format != 2);
+            beyond += i - sinks >= cache.geometry().committed(tokens) && pages.at(i).keys->format == 4;
         }
         CHECK(cache.plan_requantize(sequence, {.key = 3, .value = 3}).bytes_freed == 0);
     }
@@ -272,11 +278,11 @@ TEST_CASE("sequences that share pages go on sharing; the oldest holder decides")
     ladder_sequence* both[] = {&a, &b};
     kvq::step_down(cache, both, policy);
     for (int i = 0; i < 10; ++i) {
-        CHECK(a.pages(0).keys[i].get() == b.pages(0).keys[i].get());
-        CHECK(a.pages(0).keys[i]->format == 3);  // 160 behind the end of b
+        CHECK(a.pages(0).at(i).keys == b.pages(0).at(i).keys);
+        CHECK(a.pages(0).at(i).keys->format == 3);  // 160 behind the end of b
     }
-    CHECK(b.pages(0).keys[10]->format == 2);
-    CHECK(b.pages(0).keys[19]->format == 0);
+    CHECK(b.pages(0).at(10).keys->format == 2);
+    CHECK(b.pages(0).at(19).keys->format == 0);
 }
 
 TEST_CASE(

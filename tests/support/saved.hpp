@@ -64,20 +64,19 @@ inline bool contains(const std::string& text, const char* part) {
     return text.find(part) != std::string::npos;
 }
 
-/// Bytes of originals that differ from the page in their place. A page may be its original again without being the same
-/// object: coded and, without loss, back to 16 bit. Restored, they are one.
+/// Bytes of 16-bit copies that differ from the page in their place. A page may be its copy again without being the same
+/// object: quantized and, without loss, back to 16 bit. Restored, they are one.
 template <class Cache>
 std::size_t rollback_of(const kvq::sequence<Cache>& sequence) {
     std::size_t bytes = 0;
     for (const auto& track : kvq::detail::sequence_access::tracks(sequence))
-        for (const auto& table : track.tables) {
-            auto i = static_cast<std::size_t>(table.originals_end) - table.originals.size();
-            for (const auto& original : table.originals) {
-                const kvq::page& p = *table.pages[i++];
-                if (p.format != original->format || std::memcmp(p.data(), original->data(), p.bytes) != 0)
-                    bytes += original->bytes;
+        for (const kvq::page_span& span : track.spans)
+            for (int role = 0; role < 2; ++role) {
+                const kvq::page& p = *span.pages[role];
+                const kvq::page_ref& copy = span.copies[role];
+                if (copy && (p.format != 0 || std::memcmp(p.data(), copy->data(), p.bytes) != 0))
+                    bytes += copy->bytes;
             }
-        }
     return bytes;
 }
 
@@ -91,7 +90,8 @@ void require_same(const Cache& cache, const kvq::sequence<Cache>& a, const Cache
     REQUIRE(saved(a) == saved(b));
     REQUIRE(a.usage().not_finite == b.usage().not_finite);
     REQUIRE(a.usage().coded == b.usage().coded);
-    REQUIRE(a.usage().window == b.usage().window);
+    // Pages that a trim has emptied in part keep their memory; restored ones have what they need.
+    REQUIRE(b.usage().window <= a.usage().window);
     REQUIRE(rollback_of(a) == rollback_of(b));
     REQUIRE(b.usage().rollback <= a.usage().rollback);
 }

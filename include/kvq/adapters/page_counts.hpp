@@ -56,12 +56,11 @@ private:
     template <class Sequence, class F>
     static void for_each_page(const Sequence& s, F&& f) {
         for (const layer_track& track : sequence_access::tracks(s))
-            for (const tensor role : {tensor::key, tensor::value}) {
-                const page_table& table = track[role];
-                if (table.sink) f(*table.sink);
-                for (const page_ref& p : table.pages) f(*p);
-                for (const page_ref& p : table.originals) f(*p);
-            }
+            for (const page_span& span : track.spans)
+                for (int role = 0; role < 2; ++role) {
+                    f(*span.pages[role]);
+                    if (span.copies[role]) f(*span.copies[role]);
+                }
     }
 
     counts held_;

@@ -138,8 +138,7 @@ public:
     }
 
     /// A sequence that holds as much of `tokens` as there is: its own from now on. On an exact hit nothing is left to
-    /// compute; who needs the logits of the last token trims by one. Raises kvq::out_of_memory when a page that a trim
-    /// cuts has no room.
+    /// compute; who needs the logits of the last token trims by one. What a trim cuts keeps its codes.
     fetch_result fetch(token_ids tokens) {
         std::shared_ptr<const sequence_type> held;
         lookup_result result;
@@ -330,9 +329,10 @@ private:
     }
     void quantize(sequence_type& s) {
         cache_->requantize(s, request());
-        // 16-bit copies of coded pages make short trims exact while decoding; here they would outlive their use.
+        // 16-bit copies of quantized pages make short trims exact while decoding; here they would outlive their use.
         for (detail::layer_track& track : detail::sequence_access::tracks(s))
-            for (detail::page_table& table : track.tables) table.originals.clear();
+            for (page_span& span : track.spans)
+                for (page_ref& copy : span.copies) copy = page_ref{};
     }
 
     /// Takes the pages of `from` that hold the same: of the first `common` tokens, in the same format, with the same
@@ -343,17 +343,17 @@ private:
                 mine->bytes == theirs->bytes && std::memcmp(mine->data(), theirs->data(), mine->bytes) == 0)
                 mine = theirs;
         };
-        const page_geometry g = cache_->geometry();
-        const int whole = common < g.sinks ? 0 : (common - g.sinks) / g.page_tokens;
         auto& tracks = detail::sequence_access::tracks(s);
-        for (std::size_t layer = 0; layer < tracks.size(); ++layer)
-            for (const tensor role : {tensor::key, tensor::value}) {
-                detail::page_table& mine = tracks[layer][role];
-                const detail::page_table& theirs = detail::sequence_access::tracks(from)[layer][role];
-                if (mine.sink && common >= g.sinks) take(mine.sink, theirs.sink);
-                for (std::size_t i = 0; i < static_cast<std::size_t>(whole); ++i)
-                    take(mine.pages[i], theirs.pages[i]);
+        for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
+            detail::layer_track& mine = tracks[layer];
+            const detail::layer_track& theirs = detail::sequence_access::tracks(from)[layer];
+            for (int i = 0; i < detail::smaller(mine.size(), theirs.size()); ++i) {
+                if (mine[i].end() > common || mine[i].first_token != theirs[i].first_token ||
+                    mine[i].tokens != theirs[i].tokens || !mine[i].full())
+                    break;
+                for (int role = 0; role < 2; ++role) take(mine[i].pages[role], theirs[i].pages[role]);
             }
+        }
     }
 
     sequence_type fork(const sequence_type& s) const {

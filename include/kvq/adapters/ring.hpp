@@ -16,6 +16,7 @@
 // Thread safety: as sequence.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -65,9 +66,29 @@ public:
     /// as every layer has come that far. As sequence::append otherwise.
     template <class K, class V>
     void append(int layer, const token_view<K>& k, const token_view<V>& v) {
-        const int pages = droppable();
+        const int tokens = droppable();
         sequence_.append(layer, k, v);
-        drop(pages);
+        drop(tokens);
+    }
+    /// sequence::prefill of a chunk or of one token over the window; then drops as append() does. Every query of the chunk sees its
+    /// own window, since nothing goes before it was asked.
+    template <class K, class V>
+    void prefill(int layer, const token_view<K>& k, const token_view<V>& v, const query_view& q,
+                 const output_view& out) {
+        workspace space(detail::sequence_access::cache(sequence_).pool().memory());
+        prefill(layer, k, v, q, out, causal{}, serial_executor{}, space);
+    }
+    template <class K, class V, class Variant, class Executor>
+    void prefill(int layer, const token_view<K>& k, const token_view<V>& v, const query_view& q,
+                 const output_view& out, const Variant& variant_of, Executor&& executor, workspace& space) {
+        static_assert(!std::is_same_v<Variant, sliding_window> && !std::is_same_v<Variant, sink_window>,
+                      "kvq::ring: a ring has its window already");
+        if (q.tokens >= 1 && q.tokens <= sequence_.tokens(layer) + k.tokens)
+            check_window(tokens(layer) + k.tokens - q.tokens, "attend from");
+        const int tokens = droppable();
+        sequence_.prefill(layer, k, v, q, out, variant{sink_window{options_.window, sinks()}, variant_of},
+                          executor, space);
+        drop(tokens);
     }
 
     /// As sequence::attend, over the window. Raises kvq::error when a query's window was partly dropped: queries of
@@ -136,31 +157,39 @@ private:
                        " were overwritten");
     }
 
-    /// Pages that no query sees in any layer, from the next token on or after a trim by `slack`.
+    /// Tokens behind the sinks, in whole pages of every layer, that no query sees, from the next token on or after a trim by `slack`.
     int droppable() const {
+        const auto& tracks = detail::sequence_access::tracks(sequence_);
         int shortest = (std::numeric_limits<int>::max)();
-        for (const detail::layer_track& track : detail::sequence_access::tracks(sequence_))
-            shortest = detail::smaller(shortest, track.tokens);
-        const page_geometry g = geometry();
-        const int first = shortest - options_.slack - options_.window + 1;
-        return first <= g.sinks ? 0 : (first - g.sinks) / g.page_tokens;
+        for (const detail::layer_track& track : tracks) shortest = detail::smaller(shortest, track.tokens);
+        const int seen = shortest - options_.slack - options_.window + 1;
+        const auto begins = [](const detail::layer_track& track, int token) {
+            return std::any_of(track.spans.begin(), track.spans.end(),
+                               [&](const page_span& span) { return span.first_token == token; });
+        };
+        int first = sinks();
+        for (const page_span& span : tracks.front().spans) {
+            if (span.first_token > seen) break;
+            if (span.first_token <= first) continue;
+            const bool everywhere = std::all_of(tracks.begin(), tracks.end(), [&](const auto& track) {
+                return begins(track, span.first_token);
+            });
+            if (everywhere) first = span.first_token;
+        }
+        return first - sinks();
     }
 
-    void drop(int pages) noexcept {
-        if (pages == 0) return;
-        const int tokens = pages * geometry().page_tokens;
+    void drop(int tokens) noexcept {
+        if (tokens == 0) return;
+        const int kept = sinks() > 0 ? 1 : 0;
         for (detail::layer_track& track : detail::sequence_access::tracks(sequence_)) {
-            for (detail::page_table& table : track.tables) {
-                table.pages.erase(table.pages.begin(), table.pages.begin() + pages);
-                // Originals of the dropped pages go with them.
-                const int first = table.originals_end - static_cast<int>(table.originals.size());
-                const int gone = detail::smaller(static_cast<int>(table.originals.size()),
-                                                 detail::larger(0, pages - first));
-                table.originals.erase(table.originals.begin(), table.originals.begin() + gone);
-                table.originals_end = detail::larger(0, table.originals_end - pages);
-            }
+            int end = kept;
+            while (end < track.size() && track[end].first_token < sinks() + tokens) ++end;
+            track.spans.erase(track.spans.begin() + kept, track.spans.begin() + end);
+            for (int i = kept; i < track.size(); ++i) track[i].first_token -= tokens;
             track.tokens -= tokens;
-            track.committed = detail::larger(0, track.committed - pages);
+            track.committed = detail::larger(kept, track.committed - (end - kept));
+            track.first_copy = detail::larger(0, track.first_copy - (end - kept));
         }
         dropped_ += tokens;
     }

@@ -51,21 +51,22 @@ private:
 /// The shape of one attention call and how it is cut into tasks.
 struct attention_plan {
     int kv_heads, group, query_tokens, dim, value_dim;
-    int entries, chunk_entries;
+    int tokens, chunk_tokens;
 
-    attention_plan(const cache_shape& s, const page_geometry& g, int entry_count, int q_heads,
+    attention_plan(const cache_shape& s, const page_geometry& g, int key_tokens, int q_heads,
                    int q_tokens) noexcept
         : kv_heads(s.kv_heads),
           group(q_heads / s.kv_heads),
           query_tokens(q_tokens),
           dim(s.dim(tensor::key)),
           value_dim(s.dim(tensor::value)),
-          entries(entry_count),
-          chunk_entries(larger(1, attention_chunk / g.page_tokens)) {}
+          tokens(key_tokens),
+          chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens) {}
 
     int rows() const noexcept { return group * query_tokens; }
     int row_blocks() const noexcept { return ceil_div(rows(), attention_rows); }
-    int chunks() const noexcept { return ceil_div(entries, chunk_entries); }
+    /// By positions, so that cuts change neither tasks nor workspace. A page belongs to the chunk in which it begins.
+    int chunks() const noexcept { return ceil_div(tokens, chunk_tokens); }
     bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
     int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
     /// Floats that one row's partial state takes.
@@ -290,13 +291,14 @@ private:
         const int last_pos = q_pos(first + n - 1);
         int first_key = 0;
         if constexpr (limiting_keys<Variant>) first_key = kind.first_key(q_pos(first));
-        const int end = smaller((chunk + 1) * plan.chunk_entries, plan.entries);
-        for (int e = chunk * plan.chunk_entries; e < end; ++e) {
+        const int begin = chunk * plan.chunk_tokens;
+        const int last = smaller(last_pos, begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1);
+        for (int e = pages.lower_bound(begin); e < pages.entries(); ++e) {
             const layer_pages::entry entry = pages.at(e);
-            if (entry.first_token > last_pos) break;
+            if (entry.first_token > last) break;
             if (entry.first_token + entry.tokens <= first_key && entry.first_token >= kept_keys(kind))
                 continue;
-            const layer_pages::entry next = e + 1 < plan.entries ? pages.at(e + 1) : entry;
+            const layer_pages::entry next = e + 1 < pages.entries() ? pages.at(e + 1) : entry;
             score_page(rows, entry, next, s, folded);
             mask_and_change(rows.head, first, n, entry, s);
             weigh_page(rows, entry, next, s, max, sum);
@@ -376,6 +378,10 @@ private:
                 }
             }
         }
+        // Parameters are folded for the whole block: tokens that it does not show have no weight.
+        if (p.format != 0)
+            for (int i = 0; i < n; ++i)
+                for (int t = entry.tokens; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
         visit_element(rows.value_products, p.format, [&]<class Product>(const Product& product) {
             const std::byte* const block =
                 p.data() + product.block_bytes(shape) * static_cast<std::size_t>(rows.head);
@@ -498,7 +504,7 @@ private:
     };
 
     attention_plan plan_of(const attention_item& item) const noexcept {
-        return {shape_, geometry_, item.pages.entries(), item.q.heads, item.q.tokens};
+        return {shape_, geometry_, item.pages.tokens, item.q.heads, item.q.tokens};
     }
 
     const Keys& keys_;

@@ -1,5 +1,5 @@
-// The rows that attention reads (queries) and writes (outputs), in whatever float type the engine has them: float, float16 or
-// bfloat16. Any token_view converts to these; the type is known at run time only, so that kernels are compiled once.
+// The rows that a step reads (keys, values, queries) and writes (outputs), in the float type that the engine has: float, float16
+// or bfloat16. Any token_view converts to these; the type is known at run time only, so that kernels are compiled once.
 //
 //   query = float(q) * scale     out = T(output), rounded once
 //
@@ -40,6 +40,41 @@ struct row_view {
 };
 
 }  // namespace detail
+
+/// New keys or values, [tokens][kv_heads][dim], read: a token_view of a type that is known at run time.
+class input_view : public detail::row_view<const void> {
+public:
+    /// T: float, float16 or bfloat16, const or not.
+    template <class T>
+    requires float_format<std::remove_const_t<T>> input_view(const token_view<T>& v)
+    noexcept : row_view(v), type_(type_of<std::remove_const_t<T>>) {}
+
+    /// f(token_view<const T>) with the type that it has.
+    template <class F>
+    void visit(F&& f) const {
+        if (type_ == type_of<float>)
+            f(typed<float>());
+        else if (type_ == type_of<float16>)
+            f(typed<float16>());
+        else
+            f(typed<bfloat16>());
+    }
+    bool same_type(const input_view& other) const noexcept { return type_ == other.type_; }
+
+private:
+    template <class T>
+    static constexpr int type_of = std::is_same_v<T, float>     ? 0
+                                   : std::is_same_v<T, float16> ? 1
+                                                                : 2;
+
+    template <class T>
+    token_view<const T> typed() const noexcept {
+        constexpr auto bytes = static_cast<std::ptrdiff_t>(sizeof(T));
+        return {static_cast<const T*>(data), tokens, heads, dim, token_bytes / bytes, head_bytes / bytes};
+    }
+
+    int type_;
+};
 
 /// [tokens][q_heads][head_dim], read.
 class query_view : public detail::row_view<const void> {

@@ -8,6 +8,9 @@
 // Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
 #pragma once
 
+#include <atomic>
+#include <span>
+
 #include "../attention/attend.hpp"
 #include "../backends/scalar.hpp"
 #include "requantize.hpp"
@@ -133,24 +136,82 @@ public:
     template <class Variant, class Executor>
     void attend(int layer, std::span<const attention_request> batch, const Variant& variant, Executor&& ex,
                 workspace& space) const {
-        detail::expect_variant(variant);
-        long long rows = 0;
-        for (const attention_request& r : batch) {
-            detail::expect(r.sequence != nullptr && r.sequence->cache_ == this, "sequence ",
-                           &r - batch.data(), " of the batch is not one of this cache");
-            r.sequence->check_attention(layer, r.q, r.out);
-            rows += static_cast<long long>(r.q.tokens) * r.q.heads;
+        for (std::size_t i = 0; i < batch.size(); ++i) {
+            check_member(batch[i].sequence, i);
+            batch[i].sequence->check_attention(layer, batch[i].q, batch[i].out);
         }
-        detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
-        if (rows == 0) return;
         const auto items = [&](int i) {
             const attention_request& r = batch[static_cast<std::size_t>(i)];
             return detail::attention_item{r.sequence->pages(layer), r.q, r.out};
         };
-        const int threads = static_cast<int>(ex.concurrency());
-        const detail::attention_batch<Backend, key_table, value_table, decltype(items)> all(
-            keys_, values_, shape_, geometry(), items, static_cast<int>(batch.size()));
-        all.run(layer, variant, ex, threads, space.reserve(all.bytes(threads)));
+        attend_items(layer, static_cast<int>(batch.size()), items, variant, ex, space);
+    }
+
+    /// One sequence's part of a step: as the arguments of sequence::prefill. K and V have one type.
+    struct prefill_request {
+        sequence_type* sequence;
+        input_view k, v;
+        query_view q;
+        output_view out;
+    };
+    /// sequence::prefill of one layer for many sequences at once: prompts in chunks of any length beside sequences that decode one
+    /// token, as continuous batching has them. Pages and outputs are those that every sequence gets alone, bit for bit, on any
+    /// number of threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are as
+    /// they were then.
+    template <class Variant, class Executor>
+    void prefill(int layer, std::span<const prefill_request> batch, const Variant& variant, Executor&& ex,
+                 workspace& space) {
+        for (std::size_t i = 0; i < batch.size(); ++i) {
+            const prefill_request& r = batch[i];
+            check_member(r.sequence, i);
+            for (std::size_t j = 0; j < i; ++j)
+                detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ",
+                               j, " again");
+            detail::expect(r.k.same_type(r.v), "k and v of sequence ", i,
+                           " of the batch have different types");
+            r.sequence->check_chunk(layer, r.k, r.v);
+            r.sequence->check_attention(layer, r.q, r.out, r.k.tokens);
+        }
+        std::pmr::vector<detail::chunk<cache>> chunks(pool_.memory());
+        chunks.reserve(batch.size());
+        int jobs = 0;
+        for (const prefill_request& r : batch) {
+            if (r.k.tokens == 0) continue;
+            chunks.push_back(r.sequence->new_chunk(layer, r.k.tokens, detail::chunk_pages::after_attend));
+            chunks.back().stage();
+            jobs += chunks.back().jobs();
+        }
+        std::size_t written = 0;
+        for (const prefill_request& r : batch)
+            if (r.k.tokens > 0) write(chunks[written++], r);
+        const auto items = [&](int i) {
+            const prefill_request& r = batch[static_cast<std::size_t>(i)];
+            return detail::attention_item{r.sequence->pages(layer), r.q, r.out};
+        };
+        attend_items(layer, static_cast<int>(batch.size()), items, variant, ex, space);
+        const int workers = detail::larger(1, detail::smaller(static_cast<int>(ex.concurrency()), jobs));
+        const std::size_t scratch = detail::round_up(scratch_floats() * sizeof(float), std::size_t{64});
+        std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch);
+        std::atomic<int> next{0};
+        const auto quantize = [&](int worker) {
+            auto* const floats =
+                reinterpret_cast<float*>(memory + static_cast<std::size_t>(worker) * scratch);
+            for (int job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
+                int first = 0;
+                for (detail::chunk<cache>& c : chunks) {
+                    if (job < first + c.jobs()) {
+                        c.quantize(job - first, floats);
+                        break;
+                    }
+                    first += c.jobs();
+                }
+            }
+        };
+        if (workers == 1)
+            quantize(0);
+        else
+            ex.parallel_for(workers, quantize);
+        for (detail::chunk<cache>& c : chunks) c.commit();
     }
 
     /// Dry run of requantize() on `threads` threads: what it will do with the whole request. Nothing changes. O(pages).
@@ -186,6 +247,37 @@ public:
     }
 
 private:
+    void check_member(const sequence_type* s, std::size_t i) const {
+        detail::expect(s != nullptr && s->cache_ == this, "sequence ", i,
+                       " of the batch is not one of this cache");
+    }
+    /// Floats that quantizing one block takes as scratch.
+    std::size_t scratch_floats() const noexcept {
+        return static_cast<std::size_t>(options_.page_tokens) *
+               static_cast<std::size_t>(detail::larger(shape_.dim(tensor::key), shape_.dim(tensor::value)));
+    }
+    template <class Items, class Variant, class Executor>
+    void attend_items(int layer, int count, const Items& items, const Variant& variant, Executor& ex,
+                      workspace& space) const {
+        detail::expect_variant(variant);
+        long long rows = 0;
+        for (int i = 0; i < count; ++i) rows += static_cast<long long>(items(i).q.tokens) * items(i).q.heads;
+        detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
+        if (rows == 0) return;
+        const int threads = static_cast<int>(ex.concurrency());
+        const detail::attention_batch<Backend, key_table, value_table, Items> all(keys_, values_, shape_,
+                                                                                  geometry(), items, count);
+        all.run(layer, variant, ex, threads, space.reserve(all.bytes(threads)));
+    }
+    void write(detail::chunk<cache>& c, const prefill_request& r) {
+        r.k.visit([&]<class T>(const token_view<const T>& k) {
+            r.v.visit([&]<class U>(const token_view<const U>& v) {
+                if constexpr (std::is_same_v<T, U>)
+                    c.template write<detail::chunk_pages::after_attend, T>(k, v, nullptr);
+            });
+        });
+    }
+
     cache_shape shape_;
     cache_options options_;
     key_table keys_;

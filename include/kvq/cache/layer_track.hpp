@@ -1,10 +1,10 @@
-// One layer of one sequence: which pages it holds and how far they are coded.
+// One layer of one sequence: its spans (page/layer_pages.hpp) and how far they are committed.
 //
-//   tokens   [sink page][page 0][page 1] ...     K and V alike; the first `committed` pages are past the window
-//   originals   ... of pages [originals_end - n, originals_end), for a trim that must not lose anything
+//   spans   [sinks][page][page] ... [page]     the first `committed` of them are past the recent window
 //
-// Contract: K and V have as many pages, page i of both holds the same tokens (page/layer_pages.hpp), and `committed` is one number
-// for both. Vectors take their room before anything changes, so that what comes then cannot fail.
+// Committed means: quantized, or left in 16 bit if that is the format that the tensor's pages take. A span that is not committed
+// can be only the last ones: they hold 16-bit pages, and the very last may take more tokens.
+// Contract: K and V share the spans. The vector takes its room before anything changes, so that what comes then cannot fail.
 #pragma once
 
 #include <cstring>
@@ -16,108 +16,102 @@
 
 namespace kvq::inline v0_1::detail {
 
-/// K or V pages of a layer.
-struct page_table {
-    page_ref sink;
-    std::pmr::vector<page_ref> pages;
-    /// Window pages from which pages [originals_end - originals.size(), originals_end) were coded a moment ago. A page between
-    /// them that is not coded yet is its own original.
-    std::pmr::vector<page_ref> originals;
-    int originals_end = 0;
-    int target =
-        0;  ///< format that pages are coded to when they fall behind the window; 0: they stay as they are
-
-    page_table(std::pmr::memory_resource* memory, int target_format)
-        : pages(memory), originals(memory), target(target_format) {}
-    page_table(const page_table& other, std::pmr::memory_resource* memory)
-        : sink(other.sink),
-          pages(memory),
-          originals(memory),
-          originals_end(other.originals_end),
-          target(other.target) {
-        pages.reserve(table_capacity(other.pages.size()));
-        pages.assign(other.pages.begin(), other.pages.end());
-        originals.reserve(other.originals.capacity());
-        originals.assign(other.originals.begin(), other.originals.end());
-    }
-
-    int first_original() const noexcept { return originals_end - static_cast<int>(originals.size()); }
-    /// The window page from which page i was coded, if it is still there.
-    page_ref* original(int i) noexcept {
-        return has_original(i) ? &originals[static_cast<std::size_t>(i - first_original())] : nullptr;
-    }
-    /// gone: so many originals, the first ones, count as dropped; for what is only planned.
-    bool has_original(int i, std::size_t gone = 0) const noexcept {
-        return i >= first_original() + static_cast<int>(gone) && i < originals_end;
-    }
-    /// Is there a use for the original of page i? Not if a page behind it is coded and has none: no trim to page i is exact then.
-    bool can_keep_original(int i, std::size_t gone = 0) const noexcept {
-        const int first = first_original() + static_cast<int>(gone);
-        return uncoded(i + 1, first < originals_end && i < first ? first : static_cast<int>(pages.size()));
-    }
-    /// Keeps the original of page i, which can be kept, where useless ones were dropped: the others are within `rollback` tokens, as
-    /// it is, and there is room for as many.
-    void keep_original(int i, page_ref window_page) {
-        const int first = first_original();
-        const auto page = [&](int at) { return pages.begin() + at; };
-        if (!originals.empty() && i < first) {
-            originals.insert(originals.begin(), page(i + 1), page(first));
-            originals.insert(originals.begin(), std::move(window_page));
-            return;
-        }
-        if (!originals.empty()) originals.insert(originals.end(), page(originals_end), page(i));
-        originals.push_back(std::move(window_page));
-        originals_end = i + 1;
-    }
-    /// How many originals, the first ones, are of no use: those of pages that no trim goes back to (needed(page) is false), and all
-    /// of them if a page behind them is coded and has none. Only the first `committed` pages may be coded, so that an append, which
-    /// asks every time, hardly ever looks at one.
-    template <class F>
-    std::size_t useless_originals(int committed, F&& needed) const {
-        if (originals.empty()) return 0;
-        if (!uncoded(originals_end, committed)) return originals.size();
-        std::size_t n = 0;
-        while (n < originals.size() && !needed(first_original() + static_cast<int>(n))) ++n;
-        return n;
-    }
-    void drop_originals(std::size_t n) noexcept {
-        originals.erase(originals.begin(), originals.begin() + static_cast<std::ptrdiff_t>(n));
-    }
-
-    /// Pages that came from elsewhere as their own originals are one page again.
-    void join_originals() noexcept {
-        int i = first_original();
-        for (page_ref& original : originals) {
-            const page_ref& p = pages[static_cast<std::size_t>(i++)];
-            if (p->format == 0 && p->bytes == original->bytes &&
-                std::memcmp(p->data(), original->data(), p->bytes) == 0)
-                original = p;
-        }
-    }
-
-private:
-    bool uncoded(int begin, int end) const noexcept {
-        for (int i = begin; i < end; ++i)
-            if (pages[static_cast<std::size_t>(i)]->format != 0) return false;
-        return true;
-    }
-};
-
 struct layer_track {
     int tokens = 0;
     int committed =
-        0;  ///< leading pages that are past the window: coded (or left as they are, if their format is the window)
-    page_table tables[2];
+        0;  ///< leading spans that are past the window; the sinks count as soon as they are complete
+    int first_copy = 0;  ///< spans before it have no 16-bit copies
+    int targets[2];      ///< formats to which K and V pages are committed; 0: they stay as they are
+    std::pmr::vector<page_span> spans;
 
     layer_track(std::pmr::memory_resource* memory, int key_target, int value_target)
-        : tables{page_table(memory, key_target), page_table(memory, value_target)} {}
+        : targets{key_target, value_target}, spans(memory) {}
     layer_track(const layer_track& other, std::pmr::memory_resource* memory)
         : tokens(other.tokens),
           committed(other.committed),
-          tables{page_table(other.tables[0], memory), page_table(other.tables[1], memory)} {}
+          first_copy(other.first_copy),
+          targets{other.targets[0], other.targets[1]},
+          spans(memory) {
+        spans.reserve(table_capacity(other.spans.size()));
+        spans.assign(other.spans.begin(), other.spans.end());
+    }
 
-    page_table& operator[](tensor role) noexcept { return tables[static_cast<int>(role)]; }
-    const page_table& operator[](tensor role) const noexcept { return tables[static_cast<int>(role)]; }
+    page_span& operator[](int i) noexcept { return spans[static_cast<std::size_t>(i)]; }
+    const page_span& operator[](int i) const noexcept { return spans[static_cast<std::size_t>(i)]; }
+    int size() const noexcept { return static_cast<int>(spans.size()); }
+    int target(tensor role) const noexcept { return targets[static_cast<int>(role)]; }
+
+    /// Is span i the one of the sinks? Those are never quantized.
+    bool is_sinks(int i, const page_geometry& g) const noexcept { return g.sinks > 0 && i == 0; }
+    /// Spans in front that are not pages: 1 if the sinks are complete.
+    int sink_spans(const page_geometry& g) const noexcept { return g.sinks > 0 && committed > 0 ? 1 : 0; }
+
+    /// Number of tokens at which a whole span is committed.
+    static int commit_at(const page_span& s, const page_geometry& g) noexcept {
+        return s.first_token + s.room + g.recent;
+    }
+    /// Would a layer of n tokens that nobody has cut have span i committed?
+    bool is_due(int i, int n, const page_geometry& g) const noexcept {
+        const page_span& s = spans[static_cast<std::size_t>(i)];
+        return s.full() && (is_sinks(i, g) || commit_at(s, g) <= n);
+    }
+    /// Are 16-bit copies of span i of use to a layer of n tokens? Not if no trim by up to `rollback` tokens goes back to them.
+    static bool keeps_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
+        return commit_at(s, g) > n - rollback;
+    }
+    /// The last span, if it may take more tokens.
+    bool has_open_span() const noexcept { return size() > committed && !spans.back().full(); }
+    /// Spans once `added` more tokens are there.
+    int size_after(int added, const page_geometry& g) const noexcept {
+        int spans_after = size();
+        if (has_open_span()) added -= smaller(added, spans.back().room - spans.back().tokens);
+        if (added > 0 && spans_after == 0 && g.sinks > 0) {
+            added -= smaller(added, g.sinks);
+            ++spans_after;
+        }
+        return spans_after + ceil_div(added, g.page_tokens);
+    }
+
+    /// Forgets copies that are out of reach.
+    void drop_copies(const page_geometry& g, int rollback) noexcept {
+        for (; first_copy < committed; ++first_copy) {
+            page_span& s = spans[static_cast<std::size_t>(first_copy)];
+            if (!is_sinks(first_copy, g) && keeps_copies(s, tokens, g, rollback)) return;
+            for (page_ref& copy : s.copies) copy = page_ref{};
+        }
+    }
+    /// Forgets every token from position n on. Spans that are not due any more become 16 bit again where that is exact; what is
+    /// left of another quantized page keeps its codes.
+    void cut(int n, const page_geometry& g) noexcept {
+        if (n >= tokens) return;
+        while (size() > 0 && spans.back().first_token >= n) spans.pop_back();
+        if (size() > 0) spans.back().tokens = smaller(spans.back().tokens, n - spans.back().first_token);
+        tokens = n;
+        committed = smaller(committed, size());
+        while (committed > 0 && !is_due(committed - 1, n, g)) {
+            page_span& s = spans[static_cast<std::size_t>(committed - 1)];
+            // Only the last span may be filled.
+            const bool filled = s.full() || committed == size();
+            if (!filled || !s.has_window_page(0) || !s.has_window_page(1)) break;
+            for (int role = 0; role < 2; ++role)
+                if (s.copies[role]) s.pages[role] = std::move(s.copies[role]);
+            --committed;
+        }
+        // A copy of a page that shows a part of its tokens could only bring the others back.
+        if (committed > 0 && !spans[static_cast<std::size_t>(committed - 1)].full())
+            for (page_ref& copy : spans[static_cast<std::size_t>(committed - 1)].copies) copy = page_ref{};
+        first_copy = smaller(first_copy, committed);
+    }
+    /// Copies that came from elsewhere beside a page with the same bytes are that page.
+    void join_copies() noexcept {
+        for (page_span& s : spans)
+            for (int role = 0; role < 2; ++role) {
+                const page_ref &p = s.pages[role], &copy = s.copies[role];
+                if (copy && p->format == 0 && p->bytes == copy->bytes &&
+                    std::memcmp(p->data(), copy->data(), p->bytes) == 0)
+                    s.copies[role] = page_ref{};
+            }
+    }
 };
 
 }  // namespace kvq::inline v0_1::detail

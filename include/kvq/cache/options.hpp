@@ -33,7 +33,7 @@ struct usage_report {
     std::size_t coded = 0;        ///< data of coded pages
     std::size_t window = 0;       ///< data of 16/32-bit pages: sinks, recent, and pages not yet coded
     std::size_t slack = 0;        ///< part of `window` that no token uses yet
-    std::size_t rollback = 0;     ///< originals kept so that a short trim is exact
+    std::size_t rollback = 0;     ///< 16-bit copies kept so that a short trim is exact
     std::size_t bookkeeping = 0;  ///< page headers and tables
     std::size_t workspace = 0;    ///< scratch for coding
     std::size_t bytes = 0;        ///< everything above but `slack`
@@ -43,16 +43,11 @@ struct usage_report {
 
 namespace detail {
 
-/// Entries that a page table has room for when it must hold n.
+/// Spans that a layer has room for when it must hold n.
 constexpr std::size_t table_capacity(std::size_t n) noexcept {
     std::size_t capacity = 16;
     while (capacity < n) capacity *= 2;
     return n == 0 ? 0 : capacity;
-}
-
-/// Originals that a page table has room for: as many pages as `rollback` tokens can reach back into.
-constexpr std::size_t originals_capacity(int rollback, int page_tokens) noexcept {
-    return rollback == 0 ? 0 : static_cast<std::size_t>(ceil_div(rollback, page_tokens));
 }
 
 }  // namespace detail

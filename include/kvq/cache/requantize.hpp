@@ -7,10 +7,11 @@
 // Only pages that lie behind the recent window change; sinks, recent tokens and the page being filled stay 16 bit. There is no
 // state besides the pages themselves: a page that already has the wanted format needs no work, so the same request can be
 // made again until `pages_left` is 0. A page that several of the given sequences share is converted once and stays shared.
-// Peak: the old pages and one new page per thread, and the new ones of pages that stay (as originals, or because somebody else
+// Peak: the old pages and one new page per thread, and the new ones of pages that stay (as 16-bit copies, or because somebody else
 // holds them). The dry run counts what the run then does, byte for byte, as long as nobody else takes or drops references to
-// these pages meanwhile. Originals that no trim can use any more are dropped first, and count as freed.
-// Error: cache/convert.hpp. Originals kept for exact rollback stay what they are: 16-bit values.
+// these pages meanwhile.
+// A page of which a trim has hidden tokens is converted whole, and shows as many tokens as before.
+// Error: cache/convert.hpp. 16-bit copies kept for exact rollback stay what they are.
 #pragma once
 
 #include <algorithm>
@@ -72,8 +73,10 @@ struct planned_threads {
 struct requantize_extent {
     /// One per sequence instead of the request's: pages behind it change only where another sequence that holds them says so.
     std::span<const int> last_tokens{};
-    /// Leave pages that would not be freed: somebody else holds them, or they would be kept as originals.
+    /// Leave pages that would not be freed: somebody else holds them, or they would be kept as 16-bit copies.
     bool only_freed = false;
+    /// Only spans [first_span, last_span) of a layer.
+    int first_span = 0, last_span = (std::numeric_limits<int>::max)();
 };
 
 /// Sequence: const for a dry run.
@@ -92,8 +95,7 @@ public:
           cache_(&cache),
           rows_(cache.pool().memory()),
           found_(cache.pool().memory()),
-          holders_(cache.pool().memory()),
-          dropped_(cache.pool().memory()) {
+          holders_(cache.pool().memory()) {
         for (std::size_t i = 0; i < sequences.size(); ++i) {
             expect(sequences[i] != nullptr, "sequence ", i, " of the request is null");
             expect(&sequence_access::cache(*sequences[i]) == cache_, "sequence ", i,
@@ -135,8 +137,6 @@ public:
         rows_.resize(sequences_.size());
         found_.reserve(sequences_.size());
         holders_.reserve(workers * sequences_.size());
-        reserve_originals();
-        drop_useless_originals();
         set_targets();
 
         for_each_job([&](const job& j) {
@@ -168,9 +168,9 @@ private:
     };
     /// The pages of one sequence in one layer and tensor.
     struct row {
-        const page_ref* pages;
+        const page_span* spans;
         int committed;
-        int last;  // before it, the sequence says that pages change
+        int first, last;  // between them, the sequence says that pages change
     };
     /// A sequence that holds a page which has to change, and the first that does.
     struct holder {
@@ -201,65 +201,12 @@ private:
         return false;
     }
 
-    /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as an original. (One that a deep trim has
-    /// left in the window, since the other tensor's page was coded, never comes back.)
-    bool becomes_original(const layer_track& track, tensor role, int page, int format) const {
-        if (format != 0 || cache_->geometry().commit_at(page) > track.tokens || !within_rollback(track, page))
-            return false;
-        const std::size_t gone = dry ? useless_originals(track, role) : 0;
-        return !track[role].has_original(page, gone) && track[role].can_keep_original(page, gone);
-    }
-    bool within_rollback(const layer_track& track, int page) const {
-        return cache_->geometry().commit_at(page) > track.tokens - cache_->options().rollback;
-    }
-    std::size_t useless_originals(const layer_track& track, tensor role) const {
-        return track[role].useless_originals(track.committed,
-                                             [&](int page) { return within_rollback(track, page); });
-    }
-    /// f(track, role) for all tables that the request may add originals to.
-    template <class F>
-    void for_each_table(F&& f) {
-        for (Sequence* s : sequences_)
-            for (int layer = request_.first_layer; layer < last_layer(); ++layer)
-                for (const tensor role : {tensor::key, tensor::value})
-                    if (wanted(role) > 0) f(track_of(*s, layer), role);
-    }
-    /// Before anything changes: afterwards nothing may fail.
-    void reserve_originals() {
-        if constexpr (!dry) {
-            const std::size_t most =
-                originals_capacity(cache_->options().rollback, cache_->options().page_tokens);
-            for_each_table([&](layer_track& track, tensor role) { track[role].originals.reserve(most); });
-        }
-    }
-    /// Originals that are of no use would go when others are added: first, so that it is known how many bytes that frees.
-    void drop_useless_originals() {
-        std::size_t freed = 0;
-        for_each_table([&](auto& track, tensor role) {
-            auto& table = track[role];
-            const std::size_t n = useless_originals(track, role);
-            for (std::size_t i = 0; i < n; ++i) {
-                const page_ref& original = table.originals[i];
-                if constexpr (dry)
-                    dropped_.push_back(original.get());
-                else if (original.references() == 1)
-                    freed += page_pool::allocation(original->bytes);
-            }
-            if constexpr (!dry) table.drop_originals(n);
-        });
-        std::sort(dropped_.begin(), dropped_.end(), std::less<>{});
-        for (std::size_t i = 0, same; i < dropped_.size(); i += same) {
-            same = references_dropped(*dropped_[i]);
-            if (dropped_[i]->references.load(std::memory_order_acquire) == same)
-                freed += page_pool::allocation(dropped_[i]->bytes);
-        }
-        report_.bytes_freed += freed;
-        report_.bytes_after -= freed;
-    }
-    /// Of a dry run: by how many originals the run would have forgotten this page.
-    std::size_t references_dropped(const page& p) const {
-        const auto [first, last] = std::equal_range(dropped_.begin(), dropped_.end(), &p, std::less<>{});
-        return static_cast<std::size_t>(last - first);
+    /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as a copy. (One that a deep trim has
+    /// left in 16 bit, since the other tensor's page was quantized, never comes back.)
+    bool becomes_copy(const layer_track& track, tensor role, int i, int format) const {
+        const page_geometry g = cache_->geometry();
+        return format == 0 && track.is_due(i, track.tokens, g) && !track[i].copies[static_cast<int>(role)] &&
+               layer_track::keeps_copies(track[i], track.tokens, g, cache_->options().rollback);
     }
 
     void set_targets() {
@@ -268,29 +215,28 @@ private:
                 for (Sequence* s : sequences_)
                     for (int layer = request_.first_layer; layer < last_layer(); ++layer)
                         for (const tensor role : {tensor::key, tensor::value})
-                            if (wanted(role) >= 0) track_of(*s, layer)[role].target = wanted(role);
+                            if (wanted(role) >= 0)
+                                track_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
     }
 
     /// Calls f for every page that has to change, once for all sequences that hold it there, oldest pages of a layer first.
     template <class F>
     void for_each_job(F&& f) {
-        const page_geometry g = cache_->geometry();
-        const int skipped = larger(0, request_.first_token - g.sinks);
-        const int first = skipped / g.page_tokens + (skipped % g.page_tokens != 0);
         for (int layer = request_.first_layer; layer < last_layer(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
                 const int format = wanted(role);
                 if (format < 0) continue;
                 const std::size_t bytes = data_bytes(role, format);
                 if (request_.only_smaller && !some_larger(role, bytes)) continue;
-                const int last = find_rows(layer, role);
+                const auto [first, last] = find_rows(layer);
                 for (int i = first; i < last; ++i) {
-                    if (!find_holders(i, format, bytes)) continue;
+                    if (!find_holders(i, role, format, bytes)) continue;
                     for (std::size_t at = 0, next; at < found_.size(); at = next) {
                         bool wanted_here = false;
                         for (next = at; next < found_.size() && found_[next].first == found_[at].first;
                              ++next)
-                            wanted_here = wanted_here || i < rows_[found_[next].index].last;
+                            wanted_here = wanted_here || (i >= rows_[found_[next].index].first &&
+                                                          i < rows_[found_[next].index].last);
                         const job j{layer, role, i, format, at, next - at};
                         if (wanted_here && (!extent_.only_freed || frees(j))) f(j);
                     }
@@ -298,33 +244,43 @@ private:
             }
     }
 
-    /// Looks at one layer and tensor. Returns where the last page ends that some sequence wants to change.
-    int find_rows(int layer, tensor role) {
+    /// Looks at one layer. Returns the spans among which some sequence wants to change pages.
+    std::pair<int, int> find_rows(int layer) {
         const page_geometry g = cache_->geometry();
-        int end = 0;
+        int begin = (std::numeric_limits<int>::max)(), end = 0;
         for (std::size_t s = 0; s < sequences_.size(); ++s) {
             const auto& track = track_of(*sequences_[s], layer);
             const int token = extent_.last_tokens.empty() ? request_.last_token : extent_.last_tokens[s];
-            int last = track.committed;
-            if (token != requantize_request::all)
-                last = smaller(last, larger(0, token - g.sinks) / g.page_tokens);
-            rows_[s] = {track[role].pages.data(), track.committed, last};
-            end = larger(end, last);
+            const auto at = [&](int i) { return track.spans.begin() + i; };
+            const auto first_page = at(smaller(g.sinks > 0 ? 1 : 0, track.committed));
+            const auto first = std::partition_point(
+                first_page, at(track.committed),
+                [&](const page_span& span) { return span.first_token < request_.first_token; });
+            const auto last = std::partition_point(
+                first, at(track.committed), [&](const page_span& span) { return span.end() <= token; });
+            rows_[s] = {track.spans.data(), track.committed,
+                        larger(extent_.first_span, static_cast<int>(first - track.spans.begin())),
+                        smaller(extent_.last_span, static_cast<int>(last - track.spans.begin()))};
+            begin = smaller(begin, rows_[s].first);
+            end = larger(end, rows_[s].last);
         }
-        return end;
+        return {begin, end};
     }
 
     /// Fills found_ with those who hold page i and have it in another format, holders of the same page side by side, in
     /// the order of the sequences.
-    bool find_holders(int i, int format, std::size_t bytes) {
+    bool find_holders(int i, tensor role, int format, std::size_t bytes) {
         constexpr int ahead = 8;
+        const auto page_of = [role](const row& r, int at) {
+            return r.spans[at].pages[static_cast<int>(role)].get();
+        };
         found_.clear();
         bool one_page = true;
         for (std::size_t s = 0; s < rows_.size(); ++s) {
             if (i >= rows_[s].committed) continue;
             // Where nothing is to do, all of the time goes into waiting for pages.
-            if (i + ahead < rows_[s].committed) prefetch(rows_[s].pages[i + ahead].get());
-            const page* const p = rows_[s].pages[i].get();
+            if (i + ahead < rows_[s].committed) prefetch(page_of(rows_[s], i + ahead));
+            const page* const p = page_of(rows_[s], i);
             if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
             const std::size_t first = found_.empty() ? s : found_.front().index;
             one_page = one_page && (found_.empty() || found_.front().held == p);
@@ -347,10 +303,10 @@ private:
     /// Is the page of a job, as it was found, gone once all of its holders have the new one?
     bool frees(const job& j) const {
         const page& p = *found_[j.first_holder].held;
-        if (p.references.load(std::memory_order_acquire) - references_dropped(p) > j.holders) return false;
+        if (p.references.load(std::memory_order_acquire) > j.holders) return false;
         for (std::size_t i = 0; i < j.holders; ++i)
-            if (becomes_original(track_of(*sequences_[found_[j.first_holder + i].index], j.layer), j.role,
-                                 j.page, p.format))
+            if (becomes_copy(track_of(*sequences_[found_[j.first_holder + i].index], j.layer), j.role, j.page,
+                             p.format))
                 return false;
         return true;
     }
@@ -386,7 +342,7 @@ private:
 
     auto& old_page(const job& j) const {
         const std::size_t sequence = holders_[j.first_holder];
-        return track_of(*sequences_[sequence], j.layer)[j.role].pages[static_cast<std::size_t>(j.page)];
+        return track_of(*sequences_[sequence], j.layer)[j.page].pages[static_cast<int>(j.role)];
     }
 
     void replace(job& j) {
@@ -394,15 +350,18 @@ private:
         std::size_t holders = 0;
         for (std::size_t i = 0; i < j.holders; ++i) {
             auto& track = track_of(*sequences_[holders_[j.first_holder + i]], j.layer);
-            const bool original = becomes_original(track, j.role, j.page, old->format);
-            holders += !original;
+            const bool copy = becomes_copy(track, j.role, j.page, old->format);
+            holders += !copy;
             if constexpr (!dry) {
-                page_table& table = track[j.role];
-                if (original) table.keep_original(j.page, old);
-                table.pages[static_cast<std::size_t>(j.page)] = j.fresh;
+                page_span& span = track[j.page];
+                if (copy) {
+                    span.copies[static_cast<int>(j.role)] = old;
+                    track.first_copy = smaller(track.first_copy, j.page);
+                }
+                span.pages[static_cast<int>(j.role)] = j.fresh;
             }
         }
-        const std::size_t elsewhere = old.references() - 1 - (dry ? holders + references_dropped(*old) : 0);
+        const std::size_t elsewhere = old.references() - 1 - (dry ? holders : 0);
         if (elsewhere == 0) {
             const std::size_t bytes = page_pool::allocation(old->bytes);
             report_.bytes_freed += bytes;
@@ -417,7 +376,6 @@ private:
     std::pmr::vector<row> rows_;
     std::pmr::vector<holder> found_;
     std::pmr::vector<std::size_t> holders_;  // of the batch
-    std::pmr::vector<const page*> dropped_;  // of a dry run, sorted: originals of no use
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;

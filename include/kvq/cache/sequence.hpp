@@ -1,13 +1,14 @@
 // A sequence: the K and V of one token stream, layer by layer.
 //
-//   append   tokens go to window pages; a page that falls behind the recent window is coded (committed)
-//   attend   fused attention over whatever pages there are
+//   prefill  a chunk of new tokens with their queries: attention in which the whole chunk is 16 bit, then commit
+//   append   new tokens whose queries are not asked, or one token before attend
+//   attend   fused attention over the pages that there are
 //   trim     forget every token from a position on
-//   fork     a second sequence that shares all pages; whoever writes to a shared page copies it first
+//   fork     a second sequence that shares all pages; a shared page is copied before it is written
 //
-// The state after any history depends only on what tokens it holds, as long as trims reach back no further than
-// cache_options::rollback: pages coded meanwhile go back to their originals. A deeper trim into a coded page turns its
-// surviving tokens back into window values, exact to the scheme's error.
+// New tokens go to 16-bit pages; a page that falls behind the recent window is quantized (committed). The pages depend only on
+// the tokens, not on the sizes of the chunks, as long as trims reach back no further than cache_options::rollback: those go back
+// to 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the others keep their codes for ever.
 // Guarantees: arguments are checked and memory is allocated before anything changes (strong exception guarantee).
 // Thread safety: const members may run together; one writer per sequence; different sequences are independent.
 #pragma once
@@ -19,9 +20,7 @@
 
 #include "../attention/attend.hpp"
 #include "../attention/workspace.hpp"
-#include "convert.hpp"
-#include "layer_track.hpp"
-#include "window.hpp"
+#include "chunk.hpp"
 
 namespace kvq::inline v0_1 {
 
@@ -46,33 +45,43 @@ public:
     }
     sequence(const sequence&) = delete;  // fork() says what it does
 
+    /// One call for each layer of a prompt's chunk, or of a decode step: appends k.tokens tokens and gives
+    /// out = softmax(q K^T) V for the last q.tokens of them. The chunk, and everything that was 16 bit before it, is seen in 16 bit;
+    /// pages that fall behind the recent window are committed afterwards. The pages are then those of any other way to cut the
+    /// tokens into chunks. Shapes and types as append() and attend() have them; q.tokens may be less than k.tokens.
+    /// Memory: for a moment one layer's chunk in 16 bit (prefill_bytes()), and the workspace.
+    template <class K, class V>
+    void prefill(int layer, const token_view<K>& k, const token_view<V>& v, const query_view& q,
+                 const output_view& out) {
+        workspace space(memory());
+        prefill(layer, k, v, q, out, causal{}, serial_executor{}, space);
+    }
+    template <class K, class V, class Variant, class Executor>
+    void prefill(int layer, const token_view<K>& k, const token_view<V>& v, const query_view& q,
+                 const output_view& out, const Variant& variant, Executor&& executor, workspace& space) {
+        static_assert(float_format<std::remove_const_t<K>> &&
+                          std::is_same_v<std::remove_const_t<K>, std::remove_const_t<V>>,
+                      "kvq::sequence::prefill: K and V must both be float, float16 or bfloat16");
+        const typename Cache::prefill_request one{this, k, v, q, out};
+        cache_->prefill(layer, std::span(&one, 1), variant, executor, space);
+    }
+
     /// Appends k.tokens tokens to one layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; n may be 0.
-    /// O(n), plus the coding of pages that fall behind the recent window.
+    /// For tokens without queries: an import, or a draft. Queries of several appended tokens would see the quantized pages of
+    /// their own chunk in attend(); prefill() does not let that happen. O(n), plus the quantizing of pages that fall behind the
+    /// recent window.
     template <class K, class V>
     void append(int layer, const token_view<K>& k, const token_view<V>& v) {
         using T = std::remove_const_t<K>;
         static_assert(float_format<T> && std::is_same_v<T, std::remove_const_t<V>>,
                       "kvq::sequence::append: K and V must both be float, float16 or bfloat16");
-        check_layer(layer);
-        check_input(k, "k", shape().dim(tensor::key));
-        check_input(v, "v", shape().dim(tensor::value));
-        detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
-        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        check_added(track, k.tokens);
+        check_chunk(layer, token_view<const T>(k), token_view<const T>(v));
         if (k.tokens == 0) return;
-        auto keys = stage<tensor::key>(layer, k.tokens);
-        auto values = stage<tensor::value>(layer, k.tokens);
-        // A scheme may run out of memory while it codes: until both tensors are coded, only pages behind the last one are new.
-        unfinished_append guard{track, {track[tensor::key].pages.size(), track[tensor::value].pages.size()}};
-        write<tensor::key>(layer, token_view<const T>(k), keys);
-        write<tensor::value>(layer, token_view<const T>(v), values);
-        guard.finished = true;
-        const int after = track.tokens + k.tokens;
-        const int committed = detail::larger(track.committed, geometry().committed(after));
-        commit(track, track[tensor::key], after, keys);
-        commit(track, track[tensor::value], after, values);
-        track.tokens = after;
-        track.committed = committed;
+        detail::chunk<Cache> added = new_chunk(layer, k.tokens, detail::chunk_pages::at_once);
+        added.stage();
+        added.template write<detail::chunk_pages::at_once, T>(k, v, scratch_.data());
+        for (int i = 0; i < added.jobs(); ++i) added.quantize(i, scratch_.data());
+        added.commit();
     }
 
     /// out = softmax(q K^T) V for the last q.tokens tokens of the layer, each seeing itself and what came before.
@@ -94,29 +103,24 @@ public:
         cache_->attend(layer, std::span(&one, 1), variant, executor, space);
     }
 
-    /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are). Where it cuts a coded page,
-    /// the tokens that stay need a window page: kvq::out_of_memory if there is none, and nothing has changed then. Trims to
-    /// boundaries of pages and within `rollback` need none.
+    /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are). Within `rollback` tokens
+    /// the sequence is then what it was before them. Where a deeper trim cuts a quantized page, the tokens that stay keep their
+    /// codes, and the page its bytes; the next tokens begin a page of their own. Takes no memory. O(pages that go).
     void trim(int n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
                        tokens());
-        std::pmr::vector<trim_plan> plans(memory());
-        plans.reserve(tracks_.size());
-        for (std::size_t layer = 0; layer < tracks_.size(); ++layer)
-            plans.push_back(plan_trim(tracks_[layer], static_cast<int>(layer), n));
-        for (std::size_t layer = 0; layer < tracks_.size(); ++layer)
-            apply_trim(tracks_[layer], n, plans[layer]);
+        for (detail::layer_track& track : tracks_) track.cut(n, geometry());
     }
 
-    /// Bytes that appending n tokens to every layer takes from the pool at most: while so many are left of `byte_budget`, it cannot
-    /// run out of it. (It frees pages as well, which is not counted.) O(layers), and the pages that are added.
-    std::size_t append_bytes(int n) const {
-        std::size_t bytes = 0;
-        for (const detail::layer_track& track : tracks_) {
-            check_added(track, n);
-            if (n > 0) bytes += needed_bytes<tensor::key>(track, n) + needed_bytes<tensor::value>(track, n);
-        }
-        return bytes;
+    /// Bytes that append() of n tokens to every layer takes from the pool at most: while so many are left of `byte_budget`, it
+    /// cannot run out of it. (It frees pages as well, of which only those that it took itself are counted.) O(layers), and the
+    /// pages that are added.
+    [[nodiscard]] std::size_t append_bytes(int n) const {
+        return added_bytes(n, detail::chunk_pages::at_once);
+    }
+    /// The same for prefill() of a chunk of n tokens in every layer, one layer after the other: one layer's chunk in 16 bit more.
+    [[nodiscard]] std::size_t prefill_bytes(int n) const {
+        return added_bytes(n, detail::chunk_pages::after_attend);
     }
 
     /// A sequence with the same tokens that shares every page.
@@ -138,8 +142,7 @@ public:
     /// T: float, float16 or bfloat16; x^ is computed in float and rounded once.
     template <float_format T>
     void decode(int layer, tensor role, int first, const token_view<T>& out) const {
-        check_layer(layer);
-        const int held = tracks_[static_cast<std::size_t>(layer)].tokens;
+        const int held = tokens(layer);
         detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
                        "cannot decode ", out.tokens, " tokens from ", first, " on of layer ", layer,
                        ": it holds ", held);
@@ -156,19 +159,12 @@ public:
         u.bookkeeping = tracks_.capacity() * sizeof(detail::layer_track);
         for (const detail::layer_track& track : tracks_) {
             u.tokens = detail::larger(u.tokens, track.tokens);
-            for (const tensor role : {tensor::key, tensor::value}) {
-                const detail::page_table& table = track[role];
-                u.bookkeeping += (table.pages.capacity() + table.originals.capacity()) * sizeof(page_ref);
-                if (table.sink) count_page(*table.sink, detail::smaller(track.tokens, geometry().sinks), u);
-                for (std::size_t i = 0; i < table.pages.size(); ++i)
-                    count_page(*table.pages[i],
-                               detail::smaller(page_tokens(),
-                                               track.tokens - geometry().first_token(static_cast<int>(i))),
-                               u);
-                int i = table.first_original();
-                for (const page_ref& p : table.originals) {
-                    if (p.get() == table.pages[static_cast<std::size_t>(i++)].get()) continue;
-                    u.rollback += p->bytes;
+            u.bookkeeping += track.spans.capacity() * sizeof(page_span);
+            for (const page_span& s : track.spans) {
+                for (const page_ref& p : s.pages) count_page(*p, s.tokens, u);
+                for (const page_ref& copy : s.copies) {
+                    if (!copy) continue;
+                    u.rollback += copy->bytes;
                     u.bookkeeping += sizeof(page);
                 }
             }
@@ -181,8 +177,7 @@ public:
     [[nodiscard]] layer_pages pages(int layer) const {
         check_layer(layer);
         const detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        const detail::page_table &k = track[tensor::key], &v = track[tensor::value];
-        return {geometry(), track.tokens, k.sink.get(), v.sink.get(), k.pages.data(), v.pages.data()};
+        return {geometry(), track.tokens, track.spans.data(), track.size()};
     }
 
 private:
@@ -210,7 +205,6 @@ private:
     const cache_shape& shape() const noexcept { return cache_->shape(); }
     page_geometry geometry() const noexcept { return cache_->geometry(); }
     int page_tokens() const noexcept { return cache_->options().page_tokens; }
-    int rollback() const noexcept { return cache_->options().rollback; }
     std::pmr::memory_resource* memory() const noexcept { return cache_->pool().memory(); }
 
     void check_layer(int layer) const {
@@ -218,8 +212,8 @@ private:
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
     }
-    void check_attention(int layer, const query_view& q, const output_view& out) const {
-        const int held = tokens(layer);
+    void check_attention(int layer, const query_view& q, const output_view& out, int added = 0) const {
+        const int held = tokens(layer) + added;
         detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
                        " heads, not a multiple of the ", shape().kv_heads, " kv heads");
         detail::expect(q.dim == shape().dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
@@ -237,20 +231,35 @@ private:
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
                        "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
     }
-    template <class T>
-    void check_input(const token_view<T>& x, const char* name, int dim) const {
+    template <class View>
+    void check_chunk(int layer, const View& k, const View& v) const {
+        check_layer(layer);
+        check_input(k, "k", shape().dim(tensor::key));
+        check_input(v, "v", shape().dim(tensor::value));
+        detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
+        check_added(tracks_[static_cast<std::size_t>(layer)], k.tokens);
+    }
+    template <class View>
+    void check_input(const View& x, const char* name, int dim) const {
         detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
         detail::expect(x.heads == shape().kv_heads && x.dim == dim, name, " is ", x.heads, " heads x ", x.dim,
                        " channels but the cache holds ", shape().kv_heads, " x ", dim);
         detail::expect(x.data != nullptr || x.tokens == 0, name, " has no data for ", x.tokens, " tokens");
     }
 
-    template <tensor Role>
-    page_ref new_page(int format, int tokens) {
-        const std::size_t bytes = cache_->template page_bytes<Role>(format, tokens);
-        page_ref p = cache_->pool().allocate(bytes, format, tokens);
-        if (format == 0) std::memset(p->data(), 0, bytes);
-        return p;
+    detail::chunk<Cache> new_chunk(int layer, int n, detail::chunk_pages when) {
+        return {*cache_, tracks_[static_cast<std::size_t>(layer)], layer, n, when};
+    }
+    std::size_t added_bytes(int n, detail::chunk_pages when) const {
+        std::size_t held = 0, most = 0;
+        for (const detail::layer_track& track : tracks_) {
+            check_added(track, n);
+            if (n == 0) continue;
+            const auto needs = detail::chunk<Cache>::needs_of(*cache_, track, n, when);
+            most = detail::larger(most, held + needs.taken);
+            held += needs.taken - needs.returned;
+        }
+        return most;
     }
 
     void count_page(const page& p, int used, usage_report& u) const {
@@ -265,232 +274,6 @@ private:
         }
     }
 
-    // ---- append: first everything that can fail, then everything that cannot ----
-
-    /// New pages that an append will need, in the order in which it takes them.
-    struct staged_pages {
-        page_ref sink;                     // new, or the copy of a shared one
-        page_ref last;                     // copy of a shared last page that will be written
-        page_ref temporary;                // window page for pages that are coded at once
-        std::pmr::vector<page_ref> fresh;  // window pages that stay
-        std::pmr::vector<page_ref> coded;
-        explicit staged_pages(std::pmr::memory_resource* memory) : fresh(memory), coded(memory) {}
-    };
-
-    /// Forgets the pages that an append has added, unless it is finished.
-    struct unfinished_append {
-        detail::layer_track& track;
-        std::size_t pages[2];  // before
-        bool finished = false;
-        ~unfinished_append() {
-            if (finished) return;
-            for (int role = 0; role < 2; ++role) {
-                auto& list = track.tables[role].pages;
-                list.erase(list.begin() + static_cast<std::ptrdiff_t>(pages[role]), list.end());
-                if (track.tokens == 0) track.tables[role].sink = page_ref{};
-            }
-        }
-    };
-
-    /// Is the original of page i kept when the sequence holds n tokens?
-    bool keeps_original(int i, int n) const noexcept { return geometry().commit_at(i) > n - rollback(); }
-
-    /// Pages that an append needs before it frees any.
-    struct page_needs {
-        bool sink, last, temporary;
-        int fresh, coded;
-    };
-    page_needs needs(const detail::layer_track& track, tensor role, int added) const {
-        const detail::page_table& table = track[role];
-        const page_geometry g = geometry();
-        const int before = track.tokens, after = before + added;
-        const int pages_before = g.pages(before), pages_after = g.pages(after);
-        const int committed = detail::larger(track.committed, g.committed(after));
-        const bool writes_last = pages_before > 0 && before < g.first_token(pages_before);
-        page_needs n{before < g.sinks && (!table.sink || table.sink.shared()),
-                     writes_last && table.pages.back().shared(), false, pages_after - pages_before, 0};
-        if (table.target == 0) return n;
-        for (int i = pages_before; i < detail::smaller(pages_after, committed); ++i)
-            if (!keeps_original(i, after)) {
-                n.temporary = true;
-                --n.fresh;
-            }
-        n.coded = committed - track.committed;
-        return n;
-    }
-    template <tensor Role>
-    std::size_t needed_bytes(const detail::layer_track& track, int added) const {
-        const page_needs n = needs(track, Role, added);
-        const auto bytes = [&](int format, int tokens) {
-            return page_pool::allocation(cache_->template page_bytes<Role>(format, tokens));
-        };
-        return (n.sink ? bytes(0, geometry().sinks) : 0) +
-               static_cast<std::size_t>(n.last + n.temporary + n.fresh) * bytes(0, page_tokens()) +
-               static_cast<std::size_t>(n.coded) * bytes(track[Role].target, page_tokens());
-    }
-
-    template <tensor Role>
-    staged_pages stage(int layer, int added) {
-        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        detail::page_table& table = track[Role];
-        const page_needs n = needs(track, Role, added);
-        staged_pages staged(memory());
-        if (n.sink) staged.sink = new_page<Role>(0, geometry().sinks);
-        if (n.last) staged.last = new_page<Role>(0, page_tokens());
-        if (n.temporary) staged.temporary = new_page<Role>(0, page_tokens());
-        staged.fresh.reserve(static_cast<std::size_t>(n.fresh));
-        for (int i = 0; i < n.fresh; ++i) staged.fresh.push_back(new_page<Role>(0, page_tokens()));
-        staged.coded.reserve(static_cast<std::size_t>(n.coded));
-        for (int i = 0; i < n.coded; ++i) staged.coded.push_back(new_page<Role>(table.target, page_tokens()));
-        table.pages.reserve(
-            detail::table_capacity(static_cast<std::size_t>(geometry().pages(track.tokens + added))));
-        if (table.target != 0) table.originals.reserve(detail::originals_capacity(rollback(), page_tokens()));
-        return staged;
-    }
-
-    template <tensor Role, class T>
-    void write(int layer, const token_view<const T>& source, staged_pages& staged) {
-        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
-        detail::page_table& table = track[Role];
-        const page_geometry g = geometry();
-        const int dim = shape().dim(Role), heads = shape().kv_heads;
-        const int before = track.tokens, after = before + source.tokens;
-        const int pages_before = g.pages(before), pages_after = g.pages(after);
-        const int committed = detail::larger(track.committed, g.committed(after));
-        const bool codes = table.target != 0;
-
-        if (before < g.sinks) {
-            if (staged.sink) {
-                if (table.sink)
-                    detail::copy_tokens<window>(*table.sink, *staged.sink, Role, dim, heads, before);
-                table.sink = std::move(staged.sink);
-            }
-            detail::write_tokens<backend, window>(*table.sink, Role, dim, source, 0,
-                                                  detail::smaller(g.sinks, after) - before, before);
-        }
-        if (staged.last) {
-            detail::copy_tokens<window>(*table.pages.back(), *staged.last, Role, dim, heads,
-                                        before - g.first_token(pages_before - 1));
-            table.pages.back() = std::move(staged.last);
-        }
-        std::size_t next_fresh = 0;
-        const bool writes_last = pages_before > 0 && before < g.first_token(pages_before);
-        const int first_written = writes_last ? pages_before - 1 : pages_before;
-        for (int i = detail::smaller(track.committed, first_written); i < pages_after; ++i) {
-            const bool commit = codes && i >= track.committed && i < committed;
-            if (i < first_written && !commit) continue;
-            if (i >= pages_before) {
-                if (codes && i < committed && !keeps_original(i, after)) {
-                    page_ref& coded = staged.coded[static_cast<std::size_t>(i - track.committed)];
-                    detail::code_tokens<backend, window>(cache_->template table<Role>(), shape(), layer,
-                                                         source, g.first_token(i) - before, *staged.temporary,
-                                                         *coded, scratch_.data());
-                    table.pages.push_back(coded);
-                    continue;
-                }
-                table.pages.push_back(std::move(staged.fresh[next_fresh++]));
-            }
-            page& slot = *table.pages[static_cast<std::size_t>(i)];
-            if (i >= first_written) {
-                const int first = g.first_token(i);
-                const int from = detail::larger(first, before),
-                          to = detail::smaller(first + page_tokens(), after);
-                detail::write_tokens<backend, window>(slot, Role, dim, source, from - before, to - from,
-                                                      from - first);
-            }
-            if (commit)
-                convert<Role>(layer, slot, *staged.coded[static_cast<std::size_t>(i - track.committed)]);
-        }
-    }
-
-    /// Puts the coded pages into their places; n: tokens that the sequence holds then. Cannot fail.
-    void commit(const detail::layer_track& track, detail::page_table& table, int n, staged_pages& staged) {
-        table.drop_originals(
-            table.useless_originals(track.committed, [&](int i) { return keeps_original(i, n); }));
-        for (std::size_t j = 0; j < staged.coded.size(); ++j) {
-            const int i = track.committed + static_cast<int>(j);
-            page_ref& slot = table.pages[static_cast<std::size_t>(i)];
-            if (slot.get() == staged.coded[j].get()) continue;  // coded at once
-            if (keeps_original(i, n)) table.keep_original(i, std::move(slot));
-            slot = std::move(staged.coded[j]);
-        }
-    }
-
-    /// A page in the format of `to`.
-    template <tensor Role>
-    void convert(int layer, const page& from, page& to) {
-        detail::convert_page<backend, window>(cache_->template table<Role>(), shape(), layer, from, to,
-                                              scratch_.data());
-    }
-
-    // ---- trim ----
-
-    struct trim_plan {
-        int committed = 0;      // afterwards
-        page_ref survivors[2];  // window pages for what is left of a coded page
-    };
-
-    trim_plan plan_trim(const detail::layer_track& track, int layer, int n) {
-        trim_plan plan;
-        plan.committed = track.committed;
-        if (n >= track.tokens) return plan;
-        const page_geometry g = geometry();
-        // Pages whose originals are kept go back to them, as far as a sequence of n tokens would hold them uncoded.
-        const int at_most = detail::smaller(track.committed, g.pages(n));
-        int committed = track.committed;
-        while (committed > g.committed(n) && can_restore(track, committed - 1)) --committed;
-        plan.committed = detail::smaller(committed, at_most);
-        const int last = g.pages(n) - 1;
-        const bool cuts = last >= 0 && n < g.first_token(last + 1);
-        if (cuts && last < plan.committed) {
-            plan.committed = last;
-            plan.survivors[0] = survivor<tensor::key>(track, layer, last);
-            plan.survivors[1] = survivor<tensor::value>(track, layer, last);
-        }
-        return plan;
-    }
-
-    /// Do both tables hold a window version of coded page i?
-    bool can_restore(const detail::layer_track& track, int i) const {
-        const auto has = [&](const detail::page_table& table) {
-            return table.pages[static_cast<std::size_t>(i)]->format == 0 || table.has_original(i);
-        };
-        return has(track[tensor::key]) && has(track[tensor::value]);
-    }
-
-    template <tensor Role>
-    page_ref survivor(const detail::layer_track& track, int layer, int i) {
-        const page& coded = *track[Role].pages[static_cast<std::size_t>(i)];
-        if (coded.format == 0) return {};
-        page_ref p = new_page<Role>(0, page_tokens());
-        convert<Role>(layer, coded, *p);
-        return p;
-    }
-
-    void apply_trim(detail::layer_track& track, int n, trim_plan& plan) {
-        if (n >= track.tokens) return;
-        const int pages_left = geometry().pages(n);
-        for (const tensor role : {tensor::key, tensor::value}) {
-            detail::page_table& table = track[role];
-            page_ref& survivor_page = plan.survivors[static_cast<int>(role)];
-            if (survivor_page) {
-                table.pages[static_cast<std::size_t>(plan.committed)] = std::move(survivor_page);
-            } else {
-                for (int i = plan.committed; i < track.committed; ++i)
-                    if (page_ref* const original = table.original(i))
-                        table.pages[static_cast<std::size_t>(i)] = std::move(*original);
-            }
-            while (!table.originals.empty() && table.originals_end > plan.committed) {
-                table.originals.pop_back();
-                --table.originals_end;
-            }
-            table.pages.erase(table.pages.begin() + pages_left, table.pages.end());
-            if (n == 0) table.sink = page_ref{};
-        }
-        track.tokens = n;
-        track.committed = plan.committed;
-    }
-
     template <tensor Role, class T>
     void decode_tokens(int layer, int first, const token_view<T>& out) const {
         const layer_pages all = pages(layer);
@@ -500,8 +283,9 @@ private:
         // Pages that are wanted in part are decoded here first.
         std::pmr::vector<T> some(memory());
         const detail::default_arithmetic arithmetic;
-        for (int e = 0; e < all.entries(); ++e) {
+        for (int e = detail::larger(0, all.lower_bound(first + 1) - 1); e < all.entries(); ++e) {
             const layer_pages::entry entry = all.at(e);
+            if (entry.first_token >= first + out.tokens) break;
             const int from = detail::larger(first, entry.first_token);
             const int to = detail::smaller(first + out.tokens, entry.first_token + entry.tokens);
             if (from >= to) continue;

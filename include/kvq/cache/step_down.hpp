@@ -9,7 +9,7 @@
 // By age: a page takes the format of the last tier whose age all its tokens have reached, in any sequence that holds it.
 // By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one tier down; a
 // page that would not be freed stays as it is, because somebody outside of the given sequences holds it too or because it
-// would be kept as an original.
+// would be kept as a 16-bit copy.
 // Pages only ever shrink; sinks, recent tokens and the page being filled are never touched. The result depends on the
 // pages, on who holds them and on the number of tokens, not on time or threads. It is a call and not a part of append():
 // call it after drafted tokens were accepted or trimmed, and speculation leaves no trace.
@@ -138,15 +138,24 @@ private:
     /// Pages that would not be freed are left alone: the pool would only grow.
     template <class Executor>
     void by_budget(Executor& ex) {
-        const page_geometry g = cache_.geometry();
-        int pages = 0;  // more than the tokens say, where a trim went far back
+        struct extent_of_span {
+            int first, last;
+        };
+        std::vector<extent_of_span> spans;
         for (const sequence_type* s : sequences_)
             for (const layer_track& track : sequence_access::tracks(*s))
-                pages = larger(pages, track.committed);
+                for (int i = 0; i < track.committed; ++i) {
+                    if (i == static_cast<int>(spans.size()))
+                        spans.push_back({track[i].first_token, track[i].end()});
+                    extent_of_span& e = spans[static_cast<std::size_t>(i)];
+                    e = {smaller(e.first, track[i].first_token), larger(e.last, track[i].end())};
+                }
         for (std::size_t index = 1; index < policy_.tiers.size(); ++index)
-            for (int i = 0; i < pages; ++i) {
+            for (std::size_t i = 0; i < spans.size(); ++i) {
                 if (report_.bytes_after <= policy_.byte_budget) return;
-                lower(index, i == 0 ? 0 : g.first_token(i), g.first_token(i + 1), {.only_freed = true}, ex);
+                const auto span = static_cast<int>(i);
+                lower(index, spans[i].first, spans[i].last,
+                      {.only_freed = true, .first_span = span, .last_span = span + 1}, ex);
             }
     }
 

@@ -4,6 +4,8 @@
 // it is written; copies are exact. Nothing here looks at reference counts: who writes holds the page's only reference.
 #pragma once
 
+#include <cstring>
+
 #include "../core/float_environment.hpp"
 #include "../core/token_view.hpp"
 #include "../page/page.hpp"
@@ -23,19 +25,39 @@ void write_tokens(page& p, tensor role, int dim, const token_view<const T>& sour
                                                source.at(from, h), source.token_stride, count, at);
 }
 
-/// Copies the first `count` tokens of a window page to a fresh (zeroed) one.
+/// Copies the first `count` tokens of a window page to a fresh (zeroed) one, which may have memory for more or fewer.
 template <class Window>
 void copy_tokens(const page& from, page& to, tensor role, int dim, int heads, int count) {
-    const block_shape shape{role, from.tokens, dim};
-    const value_layout<Window> layout(shape);
-    const std::size_t block_bytes = full<Window>{}.block_bytes(shape);
-    for (int h = 0; h < heads; ++h) {
-        const std::size_t offset = block_bytes * static_cast<std::size_t>(h);
-        for (int t = 0; t < count; ++t)
-            for (int c = 0; c < dim; ++c) {
-                const std::size_t at = offset + sizeof(Window) * full<Window>::element(layout, shape, t, c);
-                store_as(to.data() + at, load_as<Window>(from.data() + at));
-            }
+    const block_shape from_shape{role, from.tokens, dim}, to_shape{role, to.tokens, dim};
+    const value_layout<Window> from_layout(from_shape), to_layout(to_shape);
+    const tile_layout &source = from_layout.tiles, &target = to_layout.tiles;
+    const std::size_t from_bytes = full<Window>{}.block_bytes(from_shape),
+                      to_bytes = full<Window>{}.block_bytes(to_shape);
+    constexpr int per_word = value_layout<Window>::values_per_word;
+    for (int h = 0; h < heads && count > 0; ++h) {
+        const std::byte* const block = from.data() + from_bytes * static_cast<std::size_t>(h);
+        std::byte* const copy = to.data() + to_bytes * static_cast<std::size_t>(h);
+        const auto copy_words = [&](int row, int vector, std::size_t words) {
+            std::memcpy(copy + 4 * target.word(row, vector), block + 4 * source.word(row, vector), 4 * words);
+        };
+        if (role == tensor::key) {  // a vector holds one word of each token of a tile
+            for (int t = 0; t < count; t += tile_layout::tile_rows)
+                for (int vector = 0; vector < source.words_per_row; ++vector)
+                    copy_words(t, vector,
+                               static_cast<std::size_t>(smaller(tile_layout::tile_rows, count - t)));
+            continue;
+        }
+        // Vectors of tokens follow each other.
+        const int whole = count / per_word;
+        for (int c = 0; c < dim; c += tile_layout::tile_rows) {
+            const int height = smaller(tile_layout::tile_rows, source.rows.padded_size() - c);
+            copy_words(c, 0, static_cast<std::size_t>(whole) * static_cast<std::size_t>(height));
+        }
+        for (int t = whole * per_word; t < count; ++t)
+            for (int c = 0; c < dim; ++c)
+                store_as(copy + sizeof(Window) * full<Window>::element(to_layout, to_shape, t, c),
+                         load_as<Window>(block + sizeof(Window) *
+                                                     full<Window>::element(from_layout, from_shape, t, c)));
     }
 }
 

@@ -3,30 +3,34 @@
 //
 //   total = sequences * (pages + rollback + bookkeeping + workspace) + attention workspace
 //
-// Contract: equal to what the cache allocates, byte for byte, after tokens were appended (tests/unit/footprint.cpp counts
-// with a memory resource). `transient` bounds what an append holds on top for a moment while it codes pages.
+// Contract: equal to what the cache allocates, byte for byte, after tokens were appended, whole prompts or one by one
+// (tests/unit/footprint.cpp counts with a memory resource). Cuts add to it: a trim into a quantized page leaves a page that shows
+// fewer tokens than it holds, at most one for every cut that is still in the sequence, until a deeper trim removes it.
+// `transient` bounds what a call holds on top for a moment: while append() quantizes pages, or while prefill() has a chunk of one
+// layer in 16 bit.
 #pragma once
 
 #include "../cache/step_down.hpp"
 
 namespace kvq::inline v0_1 {
 
-/// What attends to the cache; only needed for the attention workspace.
+/// What attends to the cache; for the attention workspace, and what prefill() holds for a moment.
 struct attention_use {
     int q_heads = 0;  ///< 0: leave the attention workspace out
     int q_tokens = 1;
     int threads = 1;
+    int chunk = 0;  ///< tokens of one prefill() call at most; 0: append() only
 };
 
 struct footprint_report {
     std::size_t coded = 0;        ///< data of coded pages
     std::size_t window = 0;       ///< data of 16/32-bit pages
-    std::size_t rollback = 0;     ///< originals of pages coded a moment ago
+    std::size_t rollback = 0;     ///< 16-bit copies of pages quantized a moment ago
     std::size_t bookkeeping = 0;  ///< page headers and tables
     std::size_t workspace = 0;    ///< scratch for coding
     std::size_t attention = 0;    ///< workspace of one attention call
     std::size_t total = 0;        ///< the sum of the above
-    /// Upper bound of what an append adds for a moment to what is held before or after it.
+    /// Upper bound of what a call adds for a moment to what is held before or after it.
     std::size_t transient = 0;
 };
 
@@ -38,58 +42,55 @@ inline int pages_of_age(const page_geometry& g, int age, int n) noexcept {
 }
 
 template <tensor Role, class Cache>
-void add_layer(const Cache& cache, int layer, int tokens, const step_down_policy& policy,
+void add_layer(const Cache& cache, int layer, int tokens, int chunk, const step_down_policy& policy,
                footprint_report& f) {
     const page_geometry g = cache.geometry();
     const int target = cache.template target_format<Role>(layer);
-    const auto pages = static_cast<std::size_t>(g.pages(tokens));
-    const auto committed = static_cast<std::size_t>(target == 0 ? 0 : g.committed(tokens));
-    const auto bytes = [&](int format) { return cache.template page_bytes<Role>(format, g.page_tokens); };
-    const std::size_t window_page = bytes(0);
+    const int pages = g.pages(tokens), committed = g.committed(tokens);
+    const auto bytes = [&](int format, int page_tokens) {
+        return cache.template page_bytes<Role>(format, page_tokens);
+    };
+    const std::size_t window_page = bytes(0, g.page_tokens);
     // Youngest pages first: `format` is what the tiers so far have made of a page, which only ever shrinks. Pages from `in_reach`
-    // on have originals, if they were ever coded: a trim within `rollback` may reach them.
+    // on have 16-bit copies, if they were ever quantized: a trim within `rollback` may reach them.
     const int in_reach = g.committed(tokens - cache.options().rollback);
-    std::size_t originals = 0;
-    bool codes = target != 0;  // is there room for originals?
-    int format = target, left = g.committed(tokens);
+    std::size_t copies = 0;
+    int format = target, left = committed;
     const auto take = [&](int older) {
-        (format == 0 ? f.window : f.coded) += static_cast<std::size_t>(left - older) * bytes(format);
+        (format == 0 ? f.window : f.coded) +=
+            static_cast<std::size_t>(left - older) * bytes(format, g.page_tokens);
         if (target != 0 || format != 0)
-            originals += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
+            copies += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
         left = older;
     };
     if (layer >= policy.first_layers_kept && layer < cache.shape().layers - policy.last_layers_kept)
         for (const tier& t : policy.tiers) {
             const int own =
                 cache.template table<Role>().index_of(Role == tensor::key ? t.format.key : t.format.value);
-            codes = codes || (own != 0 && tokens > t.age);
-            if (bytes(own) >= bytes(format)) continue;
+            if (bytes(own, g.page_tokens) >= bytes(format, g.page_tokens)) continue;
             take(pages_of_age(g, t.age, tokens));
             format = own;
         }
     take(0);
-    f.window += (pages - static_cast<std::size_t>(g.committed(tokens))) * window_page;
-    std::size_t headers = pages;
-    if (g.sinks > 0 && tokens > 0) {
-        f.window += cache.template page_bytes<Role>(0, g.sinks);
-        ++headers;
+    if (pages > committed) {
+        const int first = g.first_token(pages - 1);
+        f.window += static_cast<std::size_t>(pages - committed - 1) * window_page +
+                    bytes(0, g.window_tokens(first, tokens - first, g.page_tokens));
     }
-    f.rollback += originals * window_page;
-    f.bookkeeping += (headers + originals) * sizeof(page) + table_capacity(pages) * sizeof(page_ref);
-    if (codes && tokens > 0)
-        f.bookkeeping += originals_capacity(cache.options().rollback, g.page_tokens) * sizeof(page_ref);
-    // Window pages that an append frees only after it has all its new pages: recent ones that it codes, originals that go
-    // out of reach, one that was begun and one that serves as scratch.
-    // Without pages to code, only the one that was begun, if it was shared.
-    const std::size_t held = committed == 0
-                                 ? 1
-                                 : smaller(static_cast<std::size_t>(ceil_div(g.recent, g.page_tokens) + 2) +
-                                               originals_capacity(cache.options().rollback, g.page_tokens),
-                                           pages + 1);
-    // A table that grows, and the lists of new pages.
-    const std::size_t references = table_capacity(pages) / 2 + pages + committed;
-    f.transient =
-        larger(f.transient, held * page_pool::allocation(window_page) + references * sizeof(page_ref));
+    if (g.sinks > 0 && tokens > 0)
+        f.window += bytes(0, g.window_tokens(0, smaller(tokens, g.sinks), g.sinks));
+    f.rollback += copies * window_page;
+    f.bookkeeping += (static_cast<std::size_t>(g.spans(tokens)) + copies) * sizeof(page);
+    // Window pages that a call frees only after it has all its new pages: recent ones that it quantizes, copies that go out of
+    // reach, one that was begun, and one that serves as scratch or, in a chunk of prefill(), all of the chunk.
+    // Without pages to quantize, only the one that was begun, if it was shared or is made larger.
+    const int reach = cache.options().rollback == 0 ? 0 : ceil_div(cache.options().rollback, g.page_tokens);
+    const int chunk_pages = ceil_div(larger(0, chunk), g.page_tokens) + 1;
+    const auto held = static_cast<std::size_t>(
+        committed == 0 || target == 0
+            ? 1
+            : smaller(ceil_div(g.recent, g.page_tokens) + 2 + reach + chunk_pages, pages + 1));
+    f.transient = larger(f.transient, held * page_pool::allocation(window_page));
 }
 
 }  // namespace detail
@@ -103,15 +104,20 @@ template <class Cache>
     detail::expect(tokens >= 0, "a footprint needs at least 0 tokens, got ", tokens);
     detail::expect(tokens <= (std::numeric_limits<int>::max)() - cache.options().page_tokens,
                    "a footprint of ", tokens, " tokens: no sequence takes that many");
+    detail::expect(use.chunk >= 0, "a chunk of ", use.chunk, " tokens");
     detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
     const cache_shape& shape = cache.shape();
     footprint_report f;
     for (int layer = 0; layer < shape.layers; ++layer) {
-        detail::add_layer<tensor::key>(cache, layer, tokens, policy, f);
-        detail::add_layer<tensor::value>(cache, layer, tokens, policy, f);
+        detail::add_layer<tensor::key>(cache, layer, tokens, use.chunk, policy, f);
+        detail::add_layer<tensor::value>(cache, layer, tokens, use.chunk, policy, f);
     }
-    f.transient *= 2;
-    f.bookkeeping += static_cast<std::size_t>(shape.layers) * sizeof(detail::layer_track);
+    // A table of spans that grows, and the lists of a chunk.
+    const auto spans = static_cast<std::size_t>(cache.geometry().spans(tokens));
+    const std::size_t table = detail::table_capacity(spans) * sizeof(page_span);
+    f.transient =
+        2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk<Cache>);
+    f.bookkeeping += static_cast<std::size_t>(shape.layers) * (sizeof(detail::layer_track) + table);
     f.workspace = static_cast<std::size_t>(cache.options().page_tokens) *
                   static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
                   sizeof(float);

@@ -1,21 +1,33 @@
-// A page without what trimmed tokens left in it: nobody else's business, and no reason for two files to differ.
+// A page as it leaves its sequence: without what trimmed tokens left in it, in as many bytes as a new page would have.
+//
+//   span that is not committed    a 16-bit page for page_geometry::window_tokens(), tokens that are not shown are zero
+//   committed span                the page as it is: tokens that a deep trim has hidden share parameters with the others
+//
+// So two sequences in the same state give the same bytes.
 #pragma once
 
 #include <cstring>
 
+#include "../cache/layer_track.hpp"
 #include "../cache/window.hpp"
-#include "../page/page.hpp"
 
 namespace kvq::inline v0_1::detail {
 
-/// The page itself, or a copy of its `used` tokens, the rest zero, if it is a window page with room for more.
+/// The page of tensor `role` of span i, or a clean copy of it from `scratch`.
 template <class Window>
-page_ref clean_page(const page_ref& p, tensor role, const cache_shape& shape, int used, page_pool& scratch) {
-    if (p->format != 0 || used >= p->tokens) return p;
-    page_ref copy = scratch.allocate(p->bytes, 0, p->tokens);
-    std::memset(copy->data(), 0, p->bytes);
+page_ref clean_page(const layer_track& track, int i, tensor role, const cache_shape& shape,
+                    const page_geometry& g, page_pool& scratch) {
+    const page_span& s = track[i];
+    const page_ref& p = s.pages[static_cast<int>(role)];
+    if (i < track.committed) return p;
+    const int tokens = g.window_tokens(s.first_token, s.tokens, s.room);
+    if (s.tokens == p->tokens) return p;
+    const std::size_t bytes = full<Window>{}.block_bytes({role, tokens, shape.dim(role)}) *
+                              static_cast<std::size_t>(shape.kv_heads);
+    page_ref copy = scratch.allocate(bytes, 0, tokens);
+    std::memset(copy->data(), 0, bytes);
     copy->not_finite = p->not_finite;
-    copy_tokens<Window>(*p, *copy, role, shape.dim(role), shape.kv_heads, used);
+    copy_tokens<Window>(*p, *copy, role, shape.dim(role), shape.kv_heads, s.tokens);
     return copy;
 }
 

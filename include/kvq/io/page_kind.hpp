@@ -8,9 +8,8 @@
 namespace kvq::inline v0_1 {
 
 enum class page_kind : std::uint8_t {
-    sink,      ///< the first tokens of the sequence
-    original,  ///< window page from which a coded page was made; kept for exact rollback
-    page
+    copy,  ///< 16-bit page from which a quantized page was made; kept for exact rollback
+    page   ///< of a span: sinks, quantized pages, recent tokens
 };
 
 }  // namespace kvq::inline v0_1

@@ -18,7 +18,7 @@
 
 namespace kvq::inline v0_1 {
 
-/// Writes the pages of one layer to a sink, a message each: sinks, originals, pages, first K, then V.
+/// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first K, then V.
 template <class Cache, byte_sink Sink>
 void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
     const Cache& cache = detail::sequence_access::cache(s);
@@ -28,15 +28,15 @@ void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
     const detail::layer_track& track = detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
     const page_geometry g = cache.geometry();
     page_pool scratch(cache.pool().memory());
-    const auto send = [&](tensor role, page_kind kind, const page_ref& p, int first, bool committed) {
+    const auto send = [&](tensor role, page_kind kind, const page_ref& p, int i) {
         page_message m;
         m.role = role;
         m.kind = kind;
-        m.committed = committed;
+        m.committed = i < track.committed;
         m.layer = layer;
-        m.first_token = first;
+        m.first_token = track[i].first_token;
         m.tokens = p->tokens;
-        m.used = detail::smaller(p->tokens, track.tokens - first);
+        m.used = track[i].tokens;
         m.kv_heads = shape.kv_heads;
         m.dim = shape.dim(role);
         m.layer_tokens = track.tokens;
@@ -45,20 +45,16 @@ void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
             m.scheme = table.visit(p->format, [](const auto& scheme) { return identity_of(scheme); });
         };
         role == tensor::key ? name(cache.keys()) : name(cache.values());
-        const page_ref clean = detail::clean_page<typename Cache::window>(p, role, shape, m.used, scratch);
-        m.data = {clean->data(), clean->bytes};
+        m.data = {p->data(), p->bytes};
         encode_page(write, m);
     };
-    for (const tensor role : {tensor::key, tensor::value}) {
-        const detail::page_table& table = track[role];
-        if (table.sink) send(role, page_kind::sink, table.sink, 0, false);
-        int position = table.first_original();
-        for (const page_ref& p : table.originals)
-            send(role, page_kind::original, p, g.first_token(position++), true);
-        for (int i = 0; i < static_cast<int>(table.pages.size()); ++i)
-            send(role, page_kind::page, table.pages[static_cast<std::size_t>(i)], g.first_token(i),
-                 i < track.committed);
-    }
+    for (const tensor role : {tensor::key, tensor::value})
+        for (int i = 0; i < track.size(); ++i) {
+            if (const page_ref& copy = track[i].copies[static_cast<int>(role)])
+                send(role, page_kind::copy, copy, i);
+            send(role, page_kind::page,
+                 detail::clean_page<typename Cache::window>(track, i, role, shape, g, scratch), i);
+        }
 }
 
 /// Collects the pages of one sequence. Not for several threads at once.
@@ -91,15 +87,21 @@ public:
             extent found[2];
             for (std::size_t role = 0; role < 2; ++role)
                 found[role] = check(layer, role, received_[2 * layer + role]);
-            detail::expect(found[0].tokens == found[1].tokens && found[0].committed == found[1].committed,
-                           "layer ", layer, " was received with keys of ", found[0].tokens, " tokens (",
-                           found[0].committed, " pages committed) and values of ", found[1].tokens, " (",
-                           found[1].committed, ")");
+            const bool same_spans = std::equal(
+                received_[2 * layer].begin(), received_[2 * layer].end(), received_[2 * layer + 1].begin(),
+                received_[2 * layer + 1].end(), [](const auto& k, const auto& v) {
+                    return k.first == v.first && k.second.used == v.second.used;
+                });
+            detail::expect(same_spans && found[0].committed == found[1].committed, "layer ", layer,
+                           " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
+                           " pages committed) and values of ", found[1].tokens, " (", found[1].committed,
+                           ")");
             detail::layer_track& track = tracks[layer];
+            fill(track, &received_[2 * layer]);
             track.tokens = found[0].tokens;
             track.committed = found[0].committed;
-            for (std::size_t role = 0; role < 2; ++role)
-                fill(track.tables[role], received_[2 * layer + role], track.tokens);
+            track.drop_copies(cache_.geometry(), cache_.options().rollback);
+            track.join_copies();
         }
         for (auto& list : received_) list.clear();
         return s;
@@ -107,17 +109,22 @@ public:
 
 private:
     struct received {
-        int used;
-        int layer_tokens;
+        int used, layer_tokens;
         bool committed;
-        page_ref page;
+        page_ref page, copy;
     };
-    /// In the order of (kind, position).
-    using received_pages = std::map<std::pair<page_kind, int>, received>;
+    /// By the position of the first token.
+    using received_pages = std::map<int, received>;
     struct extent {
         int tokens = 0;
         int committed = 0;
     };
+
+    /// Tokens that the pages of a span are made for.
+    int room_at(int first_token) const noexcept {
+        const page_geometry g = cache_.geometry();
+        return first_token < g.sinks ? g.sinks : g.page_tokens;
+    }
 
     template <tensor Role>
     void accept_as(const page_message& m) {
@@ -129,31 +136,43 @@ private:
                        " channels does not belong to a cache of ", shape.layers, " layers, ", shape.kv_heads,
                        " x ", shape.dim(Role));
         const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(Role);
-        const bool sink = m.kind == page_kind::sink;
-        const int offset = m.first_token - g.sinks;
-        detail::expect(m.tokens == (sink ? g.sinks : g.page_tokens) &&
-                           (sink ? m.first_token == 0 : offset >= 0 && offset % g.page_tokens == 0),
+        const int room = room_at(m.first_token);
+        const bool sinks = m.first_token < g.sinks;
+        detail::expect(m.used >= 1 && m.used <= room && (!sinks || m.first_token == 0) &&
+                           m.tokens == (m.committed ? room : g.window_tokens(m.first_token, m.used, room)),
                        detail::layer_text(layer, Role), ": a page of ", m.tokens, " tokens at ",
-                       m.first_token, " does not belong to a cache with ", g.sinks, " sinks and ",
-                       g.page_tokens, " tokens per page");
+                       m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
+                       g.sinks, " sinks and ", g.page_tokens, " tokens per page");
+        const bool copy = m.kind == page_kind::copy;
         const int format = detail::find_format(cache_.template table<Role>(), m.scheme);
         if (format < 0)
             detail::raise_unknown_format(cache_.template table<Role>(), m.scheme,
                                          detail::layer_text(layer, Role) + " is");
-        detail::expect(format == 0 || (m.kind == page_kind::page && m.committed && m.used == m.tokens),
+        detail::expect(copy ? format == 0 && m.committed && m.used == m.tokens && !sinks
+                            : format == 0 || (m.committed && !sinks),
                        detail::layer_text(layer, Role), ": the page at ", m.first_token,
-                       " is coded before its time");
+                       " is quantized before its time");
         const std::size_t bytes = cache_.template page_bytes<Role>(format, m.tokens);
         detail::expect(bytes == m.data.size(), detail::layer_text(layer, Role), ": a page of ", m.scheme.name,
                        " has ", m.data.size(), " bytes, here it would have ", bytes);
-        const int position = sink ? 0 : offset / g.page_tokens;
         received_pages& list = received_[2 * layer + role];
-        detail::expect(list.count({m.kind, position}) == 0, detail::layer_text(layer, Role), ": the page at ",
-                       m.first_token, " came twice");
+        const auto known = list.find(m.first_token);
+        if (known != list.end()) {
+            const received& r = known->second;
+            detail::expect(!(copy ? r.copy : r.page), detail::layer_text(layer, Role), ": the page at ",
+                           m.first_token, " came twice");
+            detail::expect(r.used == m.used && r.committed == m.committed && r.layer_tokens == m.layer_tokens,
+                           detail::layer_text(layer, Role), ": the page at ", m.first_token,
+                           " and its 16-bit copy do not belong together");
+        }
         page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
         std::memcpy(p->data(), m.data.data(), bytes);
         p->not_finite = m.not_finite;
-        list.insert({{m.kind, position}, {m.used, m.layer_tokens, m.committed, std::move(p)}});
+        received& r =
+            known != list.end()
+                ? known->second
+                : list.insert({m.first_token, {m.used, m.layer_tokens, m.committed, {}, {}}}).first->second;
+        (copy ? r.copy : r.page) = std::move(p);
     }
 
     /// Checks that the pages are a sequence without holes.
@@ -161,55 +180,39 @@ private:
         const page_geometry g = cache_.geometry();
         const std::string me = detail::layer_text(layer, static_cast<tensor>(role));
         extent found;
-        int pages = 0, originals_end = -1, expected = 0;
-        for (const auto& [where, r] : list) {
-            const auto [kind, position] = where;
+        int spans = 0, expected = 0;
+        for (const auto& [first, r] : list) {
             expected = detail::larger(expected, r.layer_tokens);
-            if (kind == page_kind::sink) {
-                found.tokens = r.used;
-            } else if (kind == page_kind::original) {
-                detail::expect(r.committed && (originals_end < 0 || position == originals_end), me,
-                               ": originals with a gap before page ", position);
-                originals_end = position + 1;
-            } else {
-                detail::expect(position == pages && r.used > 0 && found.tokens == g.first_token(pages), me,
-                               ": the page before token ", g.first_token(position), " is missing");
-                detail::expect(!r.committed || found.committed == pages, me, ": page ", position,
-                               " is committed, but not the one before");
-                found.committed += r.committed;
-                found.tokens += r.used;
-                ++pages;
-            }
+            detail::expect(r.page && first == found.tokens, me, ": the page before token ",
+                           r.page ? first : first + r.used, " is missing");
+            detail::expect(!r.committed || found.committed == spans, me, ": the page at ", first,
+                           " is committed, but not the one before");
+            found.committed += r.committed;
+            found.tokens += r.used;
+            ++spans;
         }
-        detail::expect(list.empty() == (found.tokens == 0) && found.committed >= g.committed(found.tokens) &&
-                           (found.committed == 0 || g.first_token(found.committed) <= found.tokens) &&
-                           originals_end <= found.committed,
-                       me, " was received with ", found.tokens, " tokens and ", found.committed,
-                       " committed pages, which is inconsistent");
+        for (const auto& [first, r] : list) {
+            const page_span s{first, r.used, room_at(first), {}, {}};
+            const bool due =
+                s.full() && (first < g.sinks || detail::layer_track::commit_at(s, g) <= found.tokens);
+            detail::expect(r.committed || (!due && (s.full() || s.end() == found.tokens)), me,
+                           " was received with ", found.tokens, " tokens and ", found.committed,
+                           " committed pages, which is inconsistent");
+        }
         detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
                        " tokens were received, of ", expected);
         return found;
     }
 
-    void fill(detail::page_table& table, const received_pages& list, int tokens) const {
-        const page_geometry g = cache_.geometry();
-        const int rollback = cache_.options().rollback;
-        if (tokens == 0) return;
-        table.pages.reserve(detail::table_capacity(static_cast<std::size_t>(g.pages(tokens))));
-        const auto originals = static_cast<std::size_t>(std::count_if(
-            list.begin(), list.end(), [](const auto& r) { return r.first.first == page_kind::original; }));
-        const std::size_t usual = table.target == 0 ? 0 : detail::originals_capacity(rollback, g.page_tokens);
-        table.originals.reserve(detail::larger(usual, originals));
-        for (const auto& [where, r] : list) {
-            const auto [kind, position] = where;
-            if (kind == page_kind::sink)
-                table.sink = r.page;
-            else if (kind == page_kind::page)
-                table.pages.push_back(r.page);
-            else if (g.commit_at(position) > tokens - rollback)
-                table.keep_original(position, r.page);
-        }
-        table.join_originals();
+    /// lists: of K and V, which have the same spans.
+    void fill(detail::layer_track& track, received_pages* lists) const {
+        track.spans.reserve(detail::table_capacity(lists[0].size()));
+        for (auto k = lists[0].begin(), v = lists[1].begin(); k != lists[0].end(); ++k, ++v)
+            track.spans.push_back({k->first,
+                                   k->second.used,
+                                   room_at(k->first),
+                                   {k->second.page, v->second.page},
+                                   {k->second.copy, v->second.copy}});
     }
 
     Cache& cache_;

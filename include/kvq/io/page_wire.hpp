@@ -1,12 +1,12 @@
 // One page as a message: for sending pages to another process as they are coded (docs/save.md).
 //
 //   offset                                      offset
-//    0  "kvqpage" and a zero                     36  tokens that the page has room for
-//    8  version, 1                               40  tokens that are in use
+//    0  "kvqpage" and a zero                     36  tokens that the page has memory for
+//    8  version, 2                               40  tokens that it shows
 //   12  bytes of this header, H                  44  kv heads
 //   16  bytes of data, D (64 bits)               48  channels of a head
 //   24  0: keys, 1: values (8 bits)              52  values that were not finite
-//   25  0: sinks, 1: original, 2: page (8 bits)  56  fingerprint of the scheme (64 bits), 0 if it has none
+//   25  0: 16-bit copy, 1: page (8 bits)         56  fingerprint of the scheme (64 bits), 0 if it has none
 //   26  flags (16 bits): 1 committed,            64  bytes of the scheme's name
 //       2 the scheme has a fingerprint           68  CRC32C of the data
 //   28  layer                                    72  tokens that the layer held, 0: not said
@@ -37,8 +37,8 @@ struct page_message {
     bool committed = false;  ///< past the recent window
     int layer = 0;
     int first_token = 0;
-    int tokens = 0;  ///< that the page has room for
-    int used = 0;    ///< of them
+    int tokens = 0;  ///< that the page has memory for
+    int used = 0;    ///< that it shows: the first ones
     int kv_heads = 0;
     int dim = 0;
     int layer_tokens = 0;  ///< that the layer held when the page was sent; 0: not known yet
@@ -50,7 +50,7 @@ struct page_message {
 namespace detail {
 
 inline constexpr char page_wire_magic[8] = "kvqpage";
-inline constexpr std::uint32_t page_wire_version = 1;
+inline constexpr std::uint32_t page_wire_version = 2;
 
 struct page_wire_header {
     char magic[8];
@@ -98,7 +98,7 @@ inline page_message check_page_header(const page_wire_header& h, const char* res
     const std::uint32_t checksum = page_header_checksum(h, rest, h.header_bytes - sizeof(h));
     expect(checksum == h.header_checksum, "the page is damaged: its header has checksum ", checksum, ", not ",
            h.header_checksum);
-    expect(h.role <= 1 && h.kind <= 2 && h.flags <= 3 && h.layer_tokens >= 0 && h.layer >= 0 &&
+    expect(h.role <= 1 && h.kind <= 1 && h.flags <= 3 && h.layer_tokens >= 0 && h.layer >= 0 &&
                h.first_token >= 0 && h.tokens >= 1 && h.used >= 0 && h.used <= h.tokens && h.kv_heads >= 1 &&
                h.dim >= 1 && h.first_token <= (std::numeric_limits<int>::max)() - h.tokens,
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",

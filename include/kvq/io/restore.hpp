@@ -6,9 +6,9 @@
 //
 // A cache with the same options and a list of formats that has all of the file's (in any order) gets the sequence back as it
 // was: the same bytes, the same future. Any other needs restore_options::convert:
-//   other formats for a layer           coded pages become the cache's, page by page (error: cache/convert.hpp); from their
-//                                       originals where the file has them
-//   other sinks, recent, page_tokens    tokens are decoded and appended again; holds one layer of the file at a time
+//   other formats for a layer           quantized pages become the cache's, page by page (error: cache/convert.hpp); from their
+//                                       16-bit copies where the file has them
+//   other sinks, recent, page_tokens    tokens are dequantized and appended again; holds one layer of the file at a time
 //   or window
 #pragma once
 
@@ -49,10 +49,14 @@ public:
         for (int layer = 0; layer < cache_.shape().layers; ++layer) {
             if (same_layout_) {
                 layer_track& track = sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-                place<tensor::key>(layer, track[tensor::key]);
-                place<tensor::value>(layer, track[tensor::value]);
+                track.spans.reserve(table_capacity(saved(layer).spans.size()));
+                track.spans.assign(saved(layer).spans.begin(), saved(layer).spans.end());
+                place<tensor::key>(layer, track);
+                place<tensor::value>(layer, track);
                 track.tokens = saved(layer).tokens;
                 track.committed = saved(layer).committed;
+                track.drop_copies(cache_.geometry(), cache_.options().rollback);
+                track.join_copies();
             } else {
                 append_again(s, layer);
             }
@@ -129,13 +133,14 @@ private:
             if (count == 0) return;
             index_.expect_tensor(name, "U8", {count, heads, block_bytes<Role>(layer, format, tokens)});
         };
-        expect_pages(tensor_name(layer, Role, "sink"), table.sinks.size(), 0, g.sinks);
-        expect_pages(tensor_name(layer, Role, "originals"), table.originals.size(), 0, g.page_tokens);
+        expect_pages(tensor_name(layer, Role, "copies"), table.copies.size(), 0, g.page_tokens);
         for (std::size_t first = 0; first < table.pages.size();) {
-            const std::uint32_t format = table.pages[first].format;
+            const auto& [format, tokens] = std::pair(table.pages[first].format, table.pages[first].tokens);
             std::size_t count = 1;
-            while (first + count < table.pages.size() && table.pages[first + count].format == format) ++count;
-            expect_pages(pages_name(layer, Role, format), count, format, g.page_tokens);
+            while (first + count < table.pages.size() && table.pages[first + count].format == format &&
+                   table.pages[first + count].tokens == tokens)
+                ++count;
+            expect_pages(pages_name(layer, Role, format, tokens, g), count, format, static_cast<int>(tokens));
             first += count;
         }
     }
@@ -174,13 +179,14 @@ private:
     void read_page(int layer, const saved_page& row, page& p) {
         source_.restart();
         source_.read(p.data(), p.bytes, "a page");
-        expect(source_.checksum() == row.checksum, "the saved sequence is damaged: page ", row.position,
-               " of ", layer_text(static_cast<std::size_t>(layer), Role), " has checksum ",
+        expect(source_.checksum() == row.checksum, "the saved sequence is damaged: the page of span ",
+               row.span, " of ", layer_text(static_cast<std::size_t>(layer), Role), " has checksum ",
                source_.checksum(), ", not ", row.checksum);
         p.not_finite = row.not_finite;
     }
     template <tensor Role>
-    page_ref read_page(int layer, const saved_page& row, page_pool& pool, int tokens) {
+    page_ref read_page(int layer, const saved_page& row, page_pool& pool) {
+        const auto tokens = static_cast<int>(row.tokens);
         const std::size_t bytes =
             block_bytes<Role>(layer, row.format, tokens) * static_cast<std::size_t>(cache_.shape().kv_heads);
         page_ref p = pool.allocate(bytes, mapped<Role>(row.format), tokens);
@@ -190,63 +196,42 @@ private:
 
     /// Pages of a cache that lays them out as the file does: as they are, or one by one in another format.
     template <tensor Role>
-    void place(int layer, page_table& table) {
+    void place(int layer, layer_track& track) {
+        constexpr auto role = static_cast<std::size_t>(Role);
         const saved_table& from = saved<Role>(layer);
-        const page_geometry g = cache_.geometry();
-        const int rollback = cache_.options().rollback, tokens = saved(layer).tokens;
-        if (!options_.convert) table.target = mapped<Role>(static_cast<std::size_t>(from.target));
-        if (tokens > 0) {
-            table.pages.reserve(table_capacity(from.pages.size()));
-            const std::size_t usual = table.target == 0 ? 0 : originals_capacity(rollback, g.page_tokens);
-            table.originals.reserve(larger(usual, from.originals.size()));
-        }
-        for (const saved_page& row : from.sinks)
-            table.sink = read_page<Role>(layer, row, cache_.pool(), g.sinks);
-        // Originals that this cache would not keep may still be needed to code a page in another format.
-        std::vector<page_ref> originals;
-        const int first_original = from.originals_end - static_cast<int>(from.originals.size());
-        for (const saved_page& row : from.originals)
-            originals.push_back(read_page<Role>(layer, row, cache_.pool(), g.page_tokens));
-
-        table.pages.resize(from.pages.size());
+        const int tokens = cache_.geometry().page_tokens;
+        int& target = track.targets[role];
+        if (!options_.convert) target = mapped<Role>(static_cast<std::size_t>(from.target));
+        // Copies that this cache would not keep may still be needed to quantize a page to another format.
+        for (const saved_page& row : from.copies)
+            track.spans[row.span].copies[role] = read_page<Role>(layer, row, cache_.pool());
         for (const saved_page& row : from.pages) {
-            const int position = static_cast<int>(row.position), format = mapped<Role>(row.format);
-            page_ref& slot = table.pages[row.position];
-            const bool coded = position < saved(layer).committed;
-            if (!coded || !options_.convert || format == table.target) {
-                slot = read_page<Role>(layer, row, cache_.pool(), g.page_tokens);
+            page_span& span = track.spans[row.span];
+            page_ref& page = span.pages[role];
+            const bool quantized = static_cast<int>(row.span) < saved(layer).committed &&
+                                   !(cache_.geometry().sinks > 0 && row.span == 0);
+            if (!quantized || !options_.convert || mapped<Role>(row.format) == target) {
+                page = read_page<Role>(layer, row, cache_.pool());
                 continue;
             }
-            const page_ref old = read_page<Role>(layer, row, scratch_, g.page_tokens);
-            const int original = position - first_original;
-            page_ref* const exact = original >= 0 && original < static_cast<int>(originals.size())
-                                        ? &originals[static_cast<std::size_t>(original)]
-                                        : nullptr;
-            if (exact && table.target == 0) {
-                slot = std::move(*exact);
+            const page_ref old = read_page<Role>(layer, row, scratch_);
+            page_ref& copy = span.copies[role];
+            if (copy && target == 0) {
+                page = std::move(copy);
                 continue;
             }
-            const page_ref& source = exact ? *exact : old;
-            slot = cache_.pool().allocate(cache_.template page_bytes<Role>(table.target, g.page_tokens),
-                                          table.target, g.page_tokens);
-            numbers_.resize(static_cast<std::size_t>(g.page_tokens) *
+            page = cache_.pool().allocate(cache_.template page_bytes<Role>(target, tokens), target, tokens);
+            numbers_.resize(static_cast<std::size_t>(tokens) *
                             static_cast<std::size_t>(cache_.shape().dim(Role)));
-            convert_page<backend, window>(cache_.template table<Role>(), cache_.shape(), layer, *source,
-                                          *slot, numbers_.data());
+            convert_page<backend, window>(cache_.template table<Role>(), cache_.shape(), layer,
+                                          copy ? *copy : *old, *page, numbers_.data());
         }
-        for (std::size_t i = 0; i < originals.size(); ++i) {
-            const int position = first_original + static_cast<int>(i);
-            if (originals[i] && g.commit_at(position) > tokens - rollback)
-                table.keep_original(position, std::move(originals[i]));
-        }
-        table.join_originals();
     }
 
     // ---- a cache that lays pages out in another way ----
 
-    /// Pages of a layer's K or V, by position, from their originals where there are some.
+    /// Pages of a layer's K or V, by span, from their 16-bit copies where there are some.
     struct loaded {
-        page_ref sink;
         std::vector<page_ref> pages;
         std::vector<std::uint32_t> formats;
     };
@@ -254,22 +239,17 @@ private:
     template <tensor Role>
     loaded load(int layer) {
         const saved_table& from = saved<Role>(layer);
-        const page_geometry& g = index_.description().geometry;
         loaded l;
-        for (const saved_page& row : from.sinks) l.sink = read_page<Role>(layer, row, scratch_, g.sinks);
-        std::vector<page_ref> originals;
-        for (const saved_page& row : from.originals)
-            originals.push_back(read_page<Role>(layer, row, scratch_, g.page_tokens));
         l.pages.resize(from.pages.size());
         l.formats.resize(from.pages.size());
+        std::vector<page_ref> copies(from.pages.size());
+        for (const saved_page& row : from.copies) copies[row.span] = read_page<Role>(layer, row, scratch_);
         for (const saved_page& row : from.pages) {
-            l.pages[row.position] = read_page<Role>(layer, row, scratch_, g.page_tokens);
-            l.formats[row.position] = row.format;
-        }
-        for (std::size_t i = 0; i < originals.size(); ++i) {
-            const std::uint32_t position = from.originals[i].position;
-            l.pages[position] = std::move(originals[i]);
-            l.formats[position] = 0;
+            l.pages[row.span] = read_page<Role>(layer, row, scratch_);
+            l.formats[row.span] = row.format;
+            if (!copies[row.span]) continue;
+            l.pages[row.span] = std::move(copies[row.span]);
+            l.formats[row.span] = 0;
         }
         return l;
     }
@@ -292,19 +272,13 @@ private:
     }
 
     void append_again(sequence<Cache>& s, int layer) {
-        const page_geometry& g = index_.description().geometry;
-        const int tokens = saved(layer).tokens;
         const loaded keys = load<tensor::key>(layer), values = load<tensor::value>(layer);
         std::vector<float> k, v;
-        const auto append = [&](const page& key_page, std::uint32_t key_format, const page& value_page,
-                                std::uint32_t value_format, int used) {
-            s.append(layer, decode<tensor::key>(layer, key_page, key_format, used, k),
-                     decode<tensor::value>(layer, value_page, value_format, used, v));
-        };
-        if (keys.sink) append(*keys.sink, 0, *values.sink, 0, smaller(tokens, g.sinks));
-        for (std::size_t i = 0; i < keys.pages.size(); ++i)
-            append(*keys.pages[i], keys.formats[i], *values.pages[i], values.formats[i],
-                   smaller(g.page_tokens, tokens - g.first_token(static_cast<int>(i))));
+        for (std::size_t i = 0; i < keys.pages.size(); ++i) {
+            const int shown = saved(layer).spans[i].tokens;
+            s.append(layer, decode<tensor::key>(layer, *keys.pages[i], keys.formats[i], shown, k),
+                     decode<tensor::value>(layer, *values.pages[i], values.formats[i], shown, v));
+        }
     }
 
     Cache& cache_;

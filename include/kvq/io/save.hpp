@@ -1,8 +1,11 @@
 // Saves a sequence as a safetensors file that describes itself (docs/save.md): save(sequence, sink).
 //
 // Pages go out as they lie in memory, one after the other; besides the header and one row of numbers per page nothing is held.
-// A sequence in the same state always gives the same bytes: what trimmed tokens left behind is written as zeros.
+// A sequence in the same state always gives the same bytes: what trimmed tokens left behind in 16-bit pages that are still
+// filled is written as zeros.
 #pragma once
+
+#include <algorithm>
 
 #include "../cache/sequence.hpp"
 #include "clean_page.hpp"
@@ -25,10 +28,9 @@ public:
         add_tensor("tokens", "I32", {layers()});
         add_tensor("committed", "I32", {layers()});
         add_tensor("targets", "I32", {layers(), 2});
-        add_tensor("originals_end", "I32", {layers(), 2});
         add_tensor("index", "U32", {0, saved_page::columns});
         add_tensor("seal", "U32", {1});
-        const std::size_t index = 4;
+        const std::size_t index = 3;
         for_each_page([&](const saved_page& row, const page& p) {
             index_.push_back(row);
             index_.back().checksum = crc32c::of(p.data(), p.bytes);
@@ -56,10 +58,7 @@ public:
         using two = std::array<std::int32_t, 2>;
         numbers([](const layer_track& t) { return one{t.tokens}; });
         numbers([](const layer_track& t) { return one{t.committed}; });
-        numbers([](const layer_track& t) { return two{t.tables[0].target, t.tables[1].target}; });
-        // Without originals the end means nothing.
-        const auto end = [](const page_table& t) { return t.originals.empty() ? 0 : t.originals_end; };
-        numbers([&](const layer_track& t) { return two{end(t.tables[0]), end(t.tables[1])}; });
+        numbers([](const layer_track& t) { return two{t.targets[0], t.targets[1]}; });
         if (!index_.empty()) sealed(index_.data(), index_.size() * sizeof(saved_page));
         const std::uint32_t checksum = seal.value();
         sink(static_cast<const void*>(&checksum), sizeof(checksum));
@@ -93,56 +92,49 @@ private:
     void add_tensor(std::string name, const char* dtype, std::vector<std::uint64_t> shape) {
         header_.tensors.push_back({std::move(name), dtype, std::move(shape), 0, 0});
     }
-    /// Pages of one kind and format are one tensor.
+    /// Pages of one kind, format and size are one tensor.
     void add_page(const saved_page& row, const page& p) {
         const int layer = static_cast<int>(row.layer);
         const auto role = static_cast<tensor>(row.role);
-        const auto kind = static_cast<page_kind>(row.kind);
-        const std::string name = kind == page_kind::sink       ? tensor_name(layer, role, "sink")
-                                 : kind == page_kind::original ? tensor_name(layer, role, "originals")
-                                                               : pages_name(layer, role, row.format);
+        const std::string name = static_cast<page_kind>(row.kind) == page_kind::copy
+                                     ? tensor_name(layer, role, "copies")
+                                     : pages_name(layer, role, row.format, row.tokens, cache_.geometry());
         const auto heads = static_cast<std::uint64_t>(cache_.shape().kv_heads);
         if (header_.tensors.back().name != name) add_tensor(name, "U8", {0, heads, p.bytes / heads});
         ++header_.tensors.back().shape[0];
     }
 
-    /// Calls f(row, page) for every page in the order of the file.
+    /// Calls f(row, page) for every page in the order of the file: copies, then pages by format and size.
     template <class F>
     void for_each_page(F&& f) {
-        const auto& tracks = sequence_access::tracks(sequence_);
-        for (std::size_t layer = 0; layer < tracks.size(); ++layer)
+        const page_geometry g = cache_.geometry();
+        std::vector<std::pair<saved_page, page_ref>> pages;
+        for (std::size_t layer = 0; layer < sequence_access::tracks(sequence_).size(); ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
-                const layer_track& track = tracks[layer];
-                const page_table& table = track[role];
-                const auto row = [&](page_kind kind, int position, const page& p) {
-                    return saved_page{static_cast<std::uint32_t>(layer),
-                                      static_cast<std::uint32_t>(role),
-                                      static_cast<std::uint32_t>(kind),
-                                      static_cast<std::uint32_t>(position),
-                                      static_cast<std::uint32_t>(p.format),
-                                      p.not_finite,
-                                      0};
+                const layer_track& track = sequence_access::tracks(sequence_)[layer];
+                pages.clear();
+                const auto take = [&](page_kind kind, int i, page_ref p) {
+                    const saved_page row{static_cast<std::uint32_t>(layer),
+                                         static_cast<std::uint32_t>(role),
+                                         static_cast<std::uint32_t>(kind),
+                                         static_cast<std::uint32_t>(i),
+                                         static_cast<std::uint32_t>(p->format),
+                                         static_cast<std::uint32_t>(track[i].tokens),
+                                         static_cast<std::uint32_t>(p->tokens),
+                                         p->not_finite,
+                                         0};
+                    pages.emplace_back(row, std::move(p));
                 };
-                const page_geometry g = cache_.geometry();
-                if (table.sink) {
-                    const page_ref clean = cleaned(table.sink, role, track.tokens);
-                    f(row(page_kind::sink, 0, *clean), *clean);
+                for (int i = 0; i < track.size(); ++i) {
+                    if (const page_ref& copy = track[i].copies[static_cast<int>(role)])
+                        take(page_kind::copy, i, copy);
+                    take(page_kind::page, i,
+                         clean_page<typename Cache::window>(track, i, role, cache_.shape(), g, scratch_));
                 }
-                int position = table.originals_end - static_cast<int>(table.originals.size());
-                for (const page_ref& p : table.originals) f(row(page_kind::original, position++, *p), *p);
-                const int formats = role == tensor::key ? Cache::key_table::size : Cache::value_table::size;
-                for (int format = 0; format < formats; ++format)
-                    for (std::size_t i = 0; i < table.pages.size(); ++i) {
-                        if (table.pages[i]->format != format) continue;
-                        const int first = g.first_token(static_cast<int>(i));
-                        const page_ref clean = cleaned(table.pages[i], role, track.tokens - first);
-                        f(row(page_kind::page, static_cast<int>(i), *clean), *clean);
-                    }
+                std::sort(pages.begin(), pages.end(),
+                          [](const auto& a, const auto& b) { return a.first.order() < b.first.order(); });
+                for (const auto& [row, p] : pages) f(row, *p);
             }
-    }
-
-    page_ref cleaned(const page_ref& p, tensor role, int used) {
-        return clean_page<typename Cache::window>(p, role, cache_.shape(), used, scratch_);
     }
 
     const sequence<Cache>& sequence_;

@@ -6,6 +6,7 @@
 
 #include <span>
 
+#include "../cache/layer_track.hpp"
 #include "saved_sequence.hpp"
 
 namespace kvq::inline v0_1::detail {
@@ -13,14 +14,14 @@ namespace kvq::inline v0_1::detail {
 /// K or V of one layer, as the file has it.
 struct saved_table {
     int target = 0;
-    int originals_end = 0;
-    std::span<const saved_page> sinks, originals, pages;
+    std::span<const saved_page> copies, pages;
 };
 
 struct saved_layer {
     int tokens = 0;
     int committed = 0;
     saved_table tables[2];
+    std::vector<page_span> spans;  ///< without pages
 };
 
 class saved_index {
@@ -102,7 +103,6 @@ private:
         const auto tokens = take<std::int32_t>("tokens", "I32", {n});
         const auto committed = take<std::int32_t>("committed", "I32", {n});
         const auto targets = take<std::int32_t>("targets", "I32", {n, 2});
-        const auto originals_end = take<std::int32_t>("originals_end", "I32", {n, 2});
         const std::uint64_t rows = next_ < header_.tensors.size() && !header_.tensors[next_].shape.empty()
                                        ? header_.tensors[next_].shape[0]
                                        : 0;
@@ -116,11 +116,9 @@ private:
             saved_layer& layer = layers_[l];
             layer.tokens = tokens[l];
             layer.committed = committed[l];
-            check_counts(static_cast<int>(l), layer);
             for (std::size_t r = 0; r < 2; ++r) {
                 saved_table& table = layer.tables[r];
                 table.target = targets[2 * l + r];
-                table.originals_end = originals_end[2 * l + r];
                 const auto take_rows = [&](page_kind kind) {
                     const std::size_t first = row;
                     while (row < rows_.size() && rows_[row].layer == l && rows_[row].role == r &&
@@ -128,9 +126,9 @@ private:
                         ++row;
                     return std::span<const saved_page>(rows_).subspan(first, row - first);
                 };
-                table.sinks = take_rows(page_kind::sink);
-                table.originals = take_rows(page_kind::original);
+                table.copies = take_rows(page_kind::copy);
                 table.pages = take_rows(page_kind::page);
+                if (r == 0) find_spans(static_cast<int>(l), layer);
                 check_table(static_cast<int>(l), r, layer, table);
             }
         }
@@ -138,55 +136,78 @@ private:
                row, " is out of order");
     }
 
-    void check_counts(int l, const saved_layer& layer) const {
+    /// The spans of a layer, by what the rows of its keys say that they show.
+    void find_spans(int l, saved_layer& layer) const {
         const page_geometry& g = description_.geometry;
         expect(layer.tokens >= 0 && layer.tokens <= (std::numeric_limits<int>::max)() - g.page_tokens,
                "layer ", l, " of the saved sequence has ", layer.tokens, " tokens");
-        expect(layer.committed >= g.committed(layer.tokens) && layer.committed <= g.pages(layer.tokens) &&
-                   (layer.committed == 0 || g.first_token(layer.committed) <= layer.tokens),
-               "layer ", l, " of the saved sequence has ", layer.committed, " coded pages, which ",
-               layer.tokens, " tokens cannot have");
+        const auto rows = layer.tables[0].pages;
+        std::vector<std::uint32_t> shown(rows.size());
+        for (const saved_page& row : rows) {
+            expect(row.span < rows.size() && shown[row.span] == 0 && row.shown > 0,
+                   layer_text(static_cast<std::size_t>(l), tensor::key), " of the saved sequence has span ",
+                   row.span, " of ", row.shown, " tokens");
+            shown[row.span] = row.shown;
+        }
+        int at = 0;
+        for (std::size_t i = 0; i < shown.size(); ++i) {
+            const int room = g.sinks > 0 && i == 0 ? g.sinks : g.page_tokens;
+            expect(shown[i] <= static_cast<std::uint32_t>(smaller(room, layer.tokens - at)), "layer ", l,
+                   " of the saved sequence shows ", shown[i], " tokens in span ", i, " from token ", at,
+                   " on, which has room for ", room, " of ", layer.tokens);
+            layer.spans.push_back({at, static_cast<int>(shown[i]), room, {}, {}});
+            at = layer.spans.back().end();
+        }
+        expect(at == layer.tokens, "layer ", l, " of the saved sequence has ", layer.tokens,
+               " tokens, its pages show ", at);
+        const auto spans = static_cast<int>(layer.spans.size());
+        expect(layer.committed >= 0 && layer.committed <= spans, "layer ", l, " of the saved sequence has ",
+               layer.committed, " committed spans of ", spans);
+        for (int i = layer.committed; i < spans; ++i) {
+            const page_span& s = layer.spans[static_cast<std::size_t>(i)];
+            const bool sinks = g.sinks > 0 && i == 0;
+            const bool due = s.full() && (sinks || layer_track::commit_at(s, g) <= layer.tokens);
+            expect(!due && (s.full() || i == spans - 1), "layer ", l, " of the saved sequence has ",
+                   layer.committed, " committed spans, but ", s.tokens, " tokens in span ", i);
+        }
     }
 
     void check_table(int l, std::size_t r, const saved_layer& layer, const saved_table& table) const {
         const page_geometry& g = description_.geometry;
         const std::string who = layer_text(static_cast<std::size_t>(l), static_cast<tensor>(r));
         const auto formats = static_cast<std::uint32_t>(description_.schemes[r].size());
-        const bool has_sink = g.sinks > 0 && layer.tokens > 0;
-        expect(table.sinks.size() == (has_sink ? 1 : 0), who, " of the saved sequence has ",
-               table.sinks.size(), " pages of sinks for ", layer.tokens, " tokens");
         expect(table.target >= 0 && static_cast<std::uint32_t>(table.target) < formats, who,
-               " of the saved sequence is coded to format ", table.target, " of ", formats);
+               " of the saved sequence is quantized to format ", table.target, " of ", formats);
+        expect(table.pages.size() == layer.spans.size(), who, " of the saved sequence has ",
+               table.pages.size(), " pages instead of ", layer.spans.size());
 
-        const auto originals = static_cast<int>(table.originals.size());
-        expect(originals == 0 || (table.originals_end >= originals && table.originals_end <= layer.committed),
-               who, " of the saved sequence has ", originals, " originals up to page ", table.originals_end,
-               " of ", layer.committed, " coded ones");
-        const auto pages = static_cast<std::uint32_t>(g.pages(layer.tokens));
-        expect(table.pages.size() == pages, who, " of the saved sequence has ", table.pages.size(),
-               " pages instead of ", pages);
-
-        const auto check_window_pages = [&](std::span<const saved_page> list, int first) {
-            for (std::size_t i = 0; i < list.size(); ++i)
-                expect(list[i].format == 0 && list[i].position == static_cast<std::uint32_t>(first) +
-                                                                      static_cast<std::uint32_t>(i),
-                       who, " of the saved sequence has window page ", list[i].position, " in format ",
-                       list[i].format, " at place ", i);
+        // In this order whoever is behind its neighbour is nowhere twice.
+        const auto check_page = [&](const saved_page& p, bool in_order, bool possible) {
+            expect(in_order && possible, who, " of the saved sequence has a page of span ", p.span,
+                   " in format ", p.format, " for ", p.tokens, " tokens, of which it shows ", p.shown,
+                   ", out of place");
         };
-        check_window_pages(table.sinks, 0);
-        check_window_pages(table.originals, table.originals_end - originals);
-        // By format, then by position: whoever is behind its neighbour in this order is nowhere twice.
-        std::vector<bool> seen(pages);
-        for (std::size_t i = 0; i < pages; ++i) {
-            const saved_page& p = table.pages[i];
-            const bool in_order =
-                i == 0 || table.pages[i - 1].format < p.format ||
-                (table.pages[i - 1].format == p.format && table.pages[i - 1].position < p.position);
-            expect(in_order && p.position < pages && !seen[p.position] && p.format < formats &&
-                       (p.format == 0 || p.position < static_cast<std::uint32_t>(layer.committed)),
-                   who, " of the saved sequence has page ", p.position, " in format ", p.format, " at place ",
-                   i);
-            seen[p.position] = true;
+        for (const auto list : {table.copies, table.pages})
+            for (std::size_t i = 0; i < list.size(); ++i) {
+                const saved_page& p = list[i];
+                check_page(p, i == 0 || list[i - 1].order() < p.order(), p.span < layer.spans.size());
+                const page_span& s = layer.spans[p.span];
+                const auto index = static_cast<int>(p.span);
+                const bool sinks = g.sinks > 0 && index == 0, committed = index < layer.committed;
+                const bool copy = list.data() == table.copies.data() && !table.copies.empty();
+                const int tokens = committed ? s.room : g.window_tokens(s.first_token, s.tokens, s.room);
+                check_page(
+                    p, true,
+                    p.shown == static_cast<std::uint32_t>(s.tokens) &&
+                        p.tokens == static_cast<std::uint32_t>(tokens) &&
+                        p.format < (copy || sinks || !committed ? 1 : formats) &&
+                        (!copy || (committed && !sinks && s.full() &&
+                                   layer_track::keeps_copies(s, layer.tokens, g, description_.rollback))));
+            }
+        std::vector<bool> seen(layer.spans.size());
+        for (const saved_page& p : table.pages) {
+            check_page(p, !seen[p.span], true);
+            seen[p.span] = true;
         }
     }
 

@@ -2,11 +2,12 @@
 //
 //   metadata     format, versions, model, shapes, options, window, schemes with their fingerprints: everything as text
 //   tokens       I32 [layers]       committed     I32 [layers]
-//   targets      I32 [layers, 2]    originals_end I32 [layers, 2]       (K, V)
-//   index        U32 [pages, 7]     one row per page of the file, in its order: layer, tensor, kind, position, format,
-//                                   values that were not finite, CRC32C of the page's data
+//   targets      I32 [layers, 2]                                        (K, V)
+//   index        U32 [pages, 9]     one row per page of the file, in its order: layer, tensor, kind, span, format, tokens that
+//                                   the span shows, tokens that the page has memory for, values that were not finite, CRC32C
+//                                   of the page's data
 //   seal         U32 [1]            CRC32C of everything in front of it, from the first byte of the file
-//   layers.<l>.<key|value>.<sink|originals|pages.<format>>       U8 [pages, kv_heads, bytes of a block]
+//   layers.<l>.<key|value>.<copies|pages.<format>|pages.<format>.<tokens>>   U8 [pages, kv_heads, bytes of a block]
 #pragma once
 
 #include <array>
@@ -22,27 +23,34 @@ namespace kvq::inline v0_1::detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
 /// Changes whenever a reader of the version before would misunderstand the file, be it the bytes of pages.
-inline constexpr int saved_format_version = 1;
+inline constexpr int saved_format_version = 2;
 
 /// One row of the index.
 struct saved_page {
     std::uint32_t layer = 0;
     std::uint32_t role = 0;
     std::uint32_t kind = 0;
-    std::uint32_t position = 0;  ///< page of the layer, behind the sinks
-    std::uint32_t format = 0;    ///< in the file's list of schemes; 0 is the window
+    std::uint32_t span = 0;    ///< of the layer; 0 are the sinks, if there are any
+    std::uint32_t format = 0;  ///< in the file's list of schemes; 0 is the window
+    std::uint32_t shown = 0;   ///< tokens
+    std::uint32_t tokens = 0;  ///< that the page has memory for
     std::uint32_t not_finite = 0;
     std::uint32_t checksum = 0;
 
-    static constexpr std::size_t columns = 7;
+    static constexpr std::size_t columns = 9;
+    /// Rows of one layer and tensor follow each other in this order.
+    std::array<std::uint32_t, 4> order() const noexcept { return {kind, format, tokens, span}; }
 };
 static_assert(sizeof(saved_page) == 4 * saved_page::columns);
 
 inline std::string tensor_name(int layer, tensor role, const char* what) {
     return "layers." + std::to_string(layer) + (role == tensor::key ? ".key." : ".value.") + what;
 }
-inline std::string pages_name(int layer, tensor role, std::uint32_t format) {
-    return tensor_name(layer, role, "pages.") + std::to_string(format);
+/// tokens: that the pages have memory for; the usual number is not said.
+inline std::string pages_name(int layer, tensor role, std::uint32_t format, std::uint32_t tokens,
+                              const page_geometry& g) {
+    const std::string name = tensor_name(layer, role, "pages.") + std::to_string(format);
+    return tokens == static_cast<std::uint32_t>(g.page_tokens) ? name : name + "." + std::to_string(tokens);
 }
 
 /// The metadata as numbers.

@@ -1,14 +1,23 @@
-// One layer of one sequence, seen as a list of pages: what attention walks.
+// One layer of one sequence, seen as spans of tokens: the only place that says where a page's tokens are.
 //
-// Entry 0 holds the sinks (if there are any), the others `page_tokens` tokens each; the last may not be full.
+//   span      a key page and a value page that hold the same tokens: positions [first_token, first_token + tokens),
+//             which are tokens [0, tokens) of both pages
+//   spans     in the order of their positions, without gaps; entry 0 holds the sinks, if there are any
+//
+// A new span has room for a page of tokens. A cut (trim) into a quantized page leaves a span that shows fewer tokens than its
+// page holds; the next tokens begin a span of their own. So positions come from the spans, not from a fixed grid.
+// Contract: 1 <= tokens <= room; attention, saving, requantizing and everything else that walks pages reads spans.
 #pragma once
 
 #include "page.hpp"
 
 namespace kvq::inline v0_1 {
 
-/// How tokens fall into pages.
+/// How tokens fall into pages as long as nothing is cut.
 struct page_geometry {
+    /// 16-bit pages that are not full end at multiples of so many tokens, so that short sequences stay small.
+    static constexpr int window_step = 32;
+
     int sinks = 0;
     int recent = 0;
     int page_tokens = 0;
@@ -17,17 +26,43 @@ struct page_geometry {
     constexpr int pages(int n) const noexcept {
         return n <= sinks ? 0 : detail::ceil_div(n - sinks, page_tokens);
     }
-    /// Pages that are coded once n tokens are there: whole and behind the recent window.
+    /// Spans of n tokens: the pages, and the sinks.
+    constexpr int spans(int n) const noexcept { return pages(n) + (sinks > 0 && n > 0 ? 1 : 0); }
+    /// Pages that are committed once n tokens are there: whole and behind the recent window.
     constexpr int committed(int n) const noexcept {
         return n <= sinks + recent ? 0 : (n - sinks - recent) / page_tokens;
     }
-    /// Number of tokens at which page i is coded.
+    /// Number of tokens at which page i is committed.
     constexpr int commit_at(int i) const noexcept { return sinks + (i + 1) * page_tokens + recent; }
     constexpr int first_token(int i) const noexcept { return sinks + i * page_tokens; }
+
+    /// Tokens that a new 16-bit page has memory for, if it begins at position `first`, holds `used` tokens and may come to hold
+    /// `room`.
+    constexpr int window_tokens(int first, int used, int room) const noexcept {
+        const long long end = static_cast<long long>(first) + used;
+        return static_cast<int>(
+            detail::smaller(static_cast<long long>(room),
+                            detail::round_up(end, static_cast<long long>(window_step)) - first));
+    }
 };
 
+/// A run of tokens and the two pages that hold it.
+struct page_span {
+    int first_token = 0;  ///< position of its first token
+    int tokens = 0;       ///< that it shows: the first ones of both pages
+    int room = 0;         ///< that its pages are made for: page_tokens, or the number of sinks
+    page_ref pages[2];    ///< K, V
+    page_ref copies[2];   ///< the 16-bit pages from which they were quantized a moment ago, for an exact trim
+
+    int end() const noexcept { return first_token + tokens; }
+    bool full() const noexcept { return tokens == room; }
+    /// Does it hold the 16-bit values of tensor `role`?
+    bool has_window_page(int role) const noexcept { return pages[role]->format == 0 || copies[role]; }
+};
+
+/// What attention walks. Valid until the sequence changes.
 struct layer_pages {
-    /// A run of tokens that lies in one key page and one value page.
+    /// A span as its readers see it.
     struct entry {
         int first_token;
         int tokens;
@@ -37,20 +72,25 @@ struct layer_pages {
 
     page_geometry geometry;
     int tokens = 0;
-    const page* sink_keys = nullptr;
-    const page* sink_values = nullptr;
-    const page_ref* keys = nullptr;
-    const page_ref* values = nullptr;
+    const page_span* spans = nullptr;
+    int count = 0;  ///< of spans
 
-    int entries() const noexcept {
-        return (geometry.sinks > 0 && tokens > 0 ? 1 : 0) + geometry.pages(tokens);
-    }
-
+    int entries() const noexcept { return count; }
     entry at(int index) const noexcept {
-        const int i = geometry.sinks > 0 ? index - 1 : index;
-        if (i < 0) return {0, detail::smaller(tokens, geometry.sinks), sink_keys, sink_values};
-        const int first = geometry.first_token(i);
-        return {first, detail::smaller(geometry.page_tokens, tokens - first), keys[i].get(), values[i].get()};
+        const page_span& s = spans[index];
+        return {s.first_token, s.tokens, s.pages[0].get(), s.pages[1].get()};
+    }
+    /// The first entry that begins at `token` or behind it. O(log entries)
+    int lower_bound(int token) const noexcept {
+        int low = 0, high = count;
+        while (low < high) {
+            const int middle = low + (high - low) / 2;
+            if (spans[middle].first_token < token)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return low;
     }
 };
 

@@ -1,0 +1,265 @@
+// New tokens of one layer on their way into a sequence: from room to 16-bit pages to committed ones.
+//
+//   chunk c(cache, track, layer, n, chunk_pages::...);
+//   c.stage();          takes all memory; the layer holds n tokens more, not written yet
+//   c.write(k, v, ...); 16-bit values of the tokens
+//                       prefill attends here: nothing of the chunk is quantized yet
+//   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: pages that fall behind the recent window
+//   c.commit();         puts them into their places; cannot fail
+//
+// Contract: until commit() has run, the destructor puts the layer back into the state that it had. One layer, one writer.
+#pragma once
+
+#include <cstring>
+#include <memory_resource>
+#include <vector>
+
+#include "convert.hpp"
+#include "layer_track.hpp"
+#include "window.hpp"
+
+namespace kvq::inline v0_1::detail {
+
+/// When the pages of a chunk are quantized.
+enum class chunk_pages : bool {
+    at_once,       ///< append: long inputs are quantized as they are read, and hold one 16-bit page besides
+    after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
+};
+
+template <class Cache>
+class chunk {
+public:
+    using backend = typename Cache::backend;
+    using window = typename Cache::window;
+
+    chunk(Cache& cache, layer_track& track, int layer, int tokens, chunk_pages when) noexcept
+        : cache_(&cache),
+          track_(&track),
+          layer_(layer),
+          before_(track.tokens),
+          after_(track.tokens + tokens),
+          when_(when),
+          spans_before_(track.size()),
+          quantized_(cache.pool().memory()) {}
+    chunk(const chunk&) = delete;
+    chunk& operator=(const chunk&) = delete;
+    chunk(chunk&& other) noexcept
+        : cache_(other.cache_),
+          track_(std::exchange(other.track_, nullptr)),
+          layer_(other.layer_),
+          before_(other.before_),
+          after_(other.after_),
+          when_(other.when_),
+          spans_before_(other.spans_before_),
+          first_written_(other.first_written_),
+          last_before_(std::move(other.last_before_)),
+          temporary_{std::move(other.temporary_[0]), std::move(other.temporary_[1])},
+          quantized_(std::move(other.quantized_)),
+          jobs_(other.jobs_) {}
+    ~chunk() {
+        if (track_ == nullptr) return;
+        track_->spans.erase(track_->spans.begin() + spans_before_, track_->spans.end());
+        if (last_before_.pages[0]) track_->spans.back() = std::move(last_before_);
+        track_->tokens = before_;
+    }
+
+    /// Raises kvq::out_of_memory or std::bad_alloc, before anything is written.
+    void stage() {
+        layer_track& track = *track_;
+        const page_geometry g = cache_->geometry();
+        track.spans.reserve(table_capacity(static_cast<std::size_t>(track.size_after(after_ - before_, g))));
+        first_written_ = track.has_open_span() ? spans_before_ - 1 : spans_before_;
+        if (track.has_open_span()) stage_open_span();
+        for (int at = track.tokens; at < after_; at = track.tokens) stage_span(at);
+        for (int i = track.committed; i < track.size() && track.is_due(i, after_, g); ++i) stage_commit(i);
+    }
+
+    /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch as of quantize(); prefill needs none.
+    template <chunk_pages When, class T>
+    void write(const token_view<const T>& k, const token_view<const T>& v, float* scratch) {
+        write<When, tensor::key>(k, scratch);
+        write<When, tensor::value>(v, scratch);
+    }
+
+    /// Pages that quantize() is to be called for.
+    int jobs() const noexcept { return jobs_; }
+    /// scratch: page_tokens * max(head_dim, value_dim) floats.
+    void quantize(int job, float* scratch) {
+        for (std::size_t at = 0; at < quantized_.size(); ++at) {
+            const int i = track_->committed + static_cast<int>(at / 2);
+            const page_ref& from = (*track_)[i].pages[at % 2];
+            if (!quantized_[at] || !from || job-- > 0) continue;
+            if (at % 2 == 0)
+                convert_page<backend, window>(cache_->keys(), cache_->shape(), layer_, *from, *quantized_[at],
+                                              scratch);
+            else
+                convert_page<backend, window>(cache_->values(), cache_->shape(), layer_, *from,
+                                              *quantized_[at], scratch);
+            return;
+        }
+    }
+
+    void commit() noexcept {
+        layer_track& track = *track_;
+        const page_geometry g = cache_->geometry();
+        const int rollback = cache_->options().rollback;
+        for (std::size_t at = 0; at < quantized_.size(); ++at) {
+            if (!quantized_[at]) continue;
+            const int i = track.committed + static_cast<int>(at / 2);
+            page_span& s = track[i];
+            page_ref& page = s.pages[at % 2];
+            if (page && layer_track::keeps_copies(s, after_, g, rollback)) s.copies[at % 2] = std::move(page);
+            page = std::move(quantized_[at]);
+        }
+        track.committed += static_cast<int>(quantized_.size() / 2);
+        track.drop_copies(g, rollback);
+        track_ = nullptr;
+    }
+
+    /// Bytes that stage() takes from the pool, and how many of them commit() gives back.
+    struct needs {
+        std::size_t taken = 0, returned = 0;
+    };
+    static needs needs_of(const Cache& cache, const layer_track& track, int tokens, chunk_pages when) {
+        const page_geometry g = cache.geometry();
+        const int after = track.tokens + tokens;
+        needs n;
+        bool temporary[2] = {};
+        const auto add_span = [&](int i, int first, int room, bool is_new) {
+            const page_span whole{first, room, room, {}, {}};
+            const bool due = !track.is_sinks(i, g) && layer_track::commit_at(whole, g) <= after;
+            const bool kept = layer_track::keeps_copies(whole, after, g, cache.options().rollback);
+            for (int role = 0; role < 2; ++role) {
+                const int target = due ? track.targets[role] : 0;
+                if (target != 0) n.taken += allocation(cache, role, target, room);
+                if (!is_new) continue;
+                const bool passes = target != 0 && !kept;
+                if (passes && when == chunk_pages::at_once && std::exchange(temporary[role], true)) continue;
+                const std::size_t bytes =
+                    allocation(cache, role, 0, g.window_tokens(first, smaller(room, after - first), room));
+                n.taken += bytes;
+                n.returned += passes ? bytes : 0;
+            }
+        };
+        int at = track.tokens;
+        for (int i = track.committed; i < track.size(); ++i) {
+            const page_span& s = track[i];
+            if (i == track.size() - 1 && track.has_open_span()) {
+                const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
+                for (int role = 0; role < 2; ++role)
+                    if (needs_copy(s, role, shown))
+                        n.taken += allocation(cache, role, 0, g.window_tokens(s.first_token, shown, s.room));
+                at = s.first_token + shown;
+            }
+            add_span(i, s.first_token, s.room, false);
+        }
+        for (int i = track.size(); at < after; ++i) {
+            const int room = track.is_sinks(i, g) ? g.sinks : g.page_tokens;
+            add_span(i, at, room, true);
+            at += smaller(room, after - at);
+        }
+        return n;
+    }
+
+private:
+    static bool needs_copy(const page_span& s, int role, int tokens) noexcept {
+        return s.pages[role].shared() || s.pages[role]->tokens < tokens;
+    }
+    static std::size_t page_bytes(const Cache& cache, int role, int format, int tokens) {
+        return role == 0 ? cache.template page_bytes<tensor::key>(format, tokens)
+                         : cache.template page_bytes<tensor::value>(format, tokens);
+    }
+    static std::size_t allocation(const Cache& cache, int role, int format, int tokens) {
+        return page_pool::allocation(page_bytes(cache, role, format, tokens));
+    }
+    template <chunk_pages When, tensor Role, class T>
+    void write(const token_view<const T>& source, float* scratch) {
+        constexpr auto role = static_cast<std::size_t>(Role);
+        for (int i = first_written_; i < track_->size(); ++i) {
+            const page_span& s = (*track_)[i];
+            if constexpr (When == chunk_pages::at_once)
+                if (!s.pages[role]) {
+                    code_tokens<backend, window>(cache_->template table<Role>(), cache_->shape(), layer_,
+                                                 source, s.first_token - before_, *temporary_[role],
+                                                 *quantized(i, role), scratch);
+                    continue;
+                }
+            const int from = larger(s.first_token, before_);
+            write_tokens<backend, window>(*s.pages[role], Role, cache_->shape().dim(Role), source,
+                                          from - before_, s.end() - from, from - s.first_token);
+        }
+    }
+    page_ref window_page(int role, int tokens) {
+        const std::size_t bytes = page_bytes(*cache_, role, 0, tokens);
+        page_ref p = cache_->pool().allocate(bytes, 0, tokens);
+        std::memset(p->data(), 0, bytes);
+        return p;
+    }
+    page_ref& quantized(int i, std::size_t role) {
+        return quantized_[2 * static_cast<std::size_t>(i - track_->committed) + role];
+    }
+
+    /// The last span takes more tokens: in its own pages, or in larger ones, or in copies of shared ones.
+    void stage_open_span() {
+        page_span& s = track_->spans.back();
+        const int tokens = s.tokens + smaller(after_ - before_, s.room - s.tokens);
+        page_ref larger_pages[2];
+        for (int role = 0; role < 2; ++role) {
+            if (!needs_copy(s, role, tokens)) continue;
+            larger_pages[role] =
+                window_page(role, cache_->geometry().window_tokens(s.first_token, tokens, s.room));
+            copy_tokens<window>(*s.pages[role], *larger_pages[role], static_cast<tensor>(role),
+                                cache_->shape().dim(static_cast<tensor>(role)), cache_->shape().kv_heads,
+                                s.tokens);
+        }
+        last_before_ = s;
+        for (int role = 0; role < 2; ++role)
+            if (larger_pages[role]) s.pages[role] = std::move(larger_pages[role]);
+        s.tokens = tokens;
+        track_->tokens = s.end();
+    }
+
+    /// A span of its own for tokens from position `at` on.
+    void stage_span(int at) {
+        layer_track& track = *track_;
+        const page_geometry g = cache_->geometry();
+        const int i = track.size(), room = track.is_sinks(i, g) ? g.sinks : g.page_tokens;
+        page_span s{at, smaller(room, after_ - at), room, {}, {}};
+        const bool passes = when_ == chunk_pages::at_once && s.full() && !track.is_sinks(i, g) &&
+                            layer_track::commit_at(s, g) <= after_ &&
+                            !layer_track::keeps_copies(s, after_, g, cache_->options().rollback);
+        for (int role = 0; role < 2; ++role) {
+            if (!passes || track.targets[role] == 0)
+                s.pages[role] = window_page(role, g.window_tokens(at, s.tokens, room));
+            else if (!temporary_[role])
+                temporary_[role] = window_page(role, room);
+        }
+        track.spans.push_back(std::move(s));
+        track.tokens = at + track.spans.back().tokens;
+    }
+
+    void stage_commit(int i) {
+        const page_span& s = (*track_)[i];
+        const bool sinks = track_->is_sinks(i, cache_->geometry());
+        for (int role = 0; role < 2; ++role) {
+            const int target = sinks ? 0 : track_->targets[role];
+            quantized_.emplace_back();
+            if (target == 0) continue;
+            quantized_.back() =
+                cache_->pool().allocate(page_bytes(*cache_, role, target, s.room), target, s.room);
+            jobs_ += s.pages[role] ? 1 : 0;
+        }
+    }
+
+    Cache* cache_;
+    layer_track* track_;
+    int layer_, before_, after_;
+    chunk_pages when_;
+    int spans_before_, first_written_ = 0;
+    page_span last_before_;                 // the open span as it was, if it takes tokens
+    page_ref temporary_[2];                 // a 16-bit page for those that are quantized as they are read
+    std::pmr::vector<page_ref> quantized_;  // [span to commit][K, V]; null where the page stays 16 bit
+    int jobs_ = 0;
+};
+
+}  // namespace kvq::inline v0_1::detail
