@@ -1,4 +1,5 @@
-// A 4-bit cache: append tokens, attend, draft and roll back, fork.
+// A 4-bit cache: a prompt, decode steps, a draft that is rolled back, a fork.
+#include <algorithm>
 #include <cstdio>
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
@@ -14,16 +15,23 @@ int main() {
 
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
-    std::vector<float> k(tokens * kv_heads * dim), v(k.size()), q(q_heads * dim), out(q.size());
+    std::vector<float> k(tokens * kv_heads * dim), v(k.size()), q(tokens * q_heads * dim), out(q.size());
     for (auto* x : {&k, &v, &q})
         for (float& f : *x) f = normal(random);
 
     auto sequence = cache.new_sequence();
-    for (int layer = 0; layer < layers; ++layer)
-        sequence.append(layer, kvq::token_view(k.data(), tokens, kv_heads, dim),
-                        kvq::token_view(v.data(), tokens, kv_heads, dim));
-    sequence.attend(0, kvq::token_view(q.data(), 1, q_heads, dim),
-                    kvq::token_view(out.data(), 1, q_heads, dim));
+    // One call for each layer of a step: a chunk of the prompt, later a token. It sees itself in 16 bit.
+    const auto step = [&](int first, int count) {
+        for (int layer = 0; layer < layers; ++layer) {
+            const auto all = [&](std::vector<float>& x, int heads) {
+                return kvq::token_view(x.data(), tokens, heads, dim).slice(first, count);
+            };
+            sequence.prefill(layer, all(k, kv_heads), all(v, kv_heads), all(q, q_heads), all(out, q_heads));
+        }
+    };
+    const int prompt = 900, chunk = 512;
+    for (int first = 0; first < prompt; first += chunk) step(first, std::min(chunk, prompt - first));
+    for (int token = prompt; token < tokens; ++token) step(token, 1);
     std::printf("%d tokens in %zu bytes (16 bit: %zu); out[0] = %f\n", sequence.tokens(),
                 sequence.usage().bytes, 2 * 2 * k.size() * layers, static_cast<double>(out[0]));
 

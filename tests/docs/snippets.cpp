@@ -29,8 +29,7 @@ void first(int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int
                                                 {.sinks = 4, .recent = 128});
 
     auto sequence = cache.new_sequence();
-    sequence.append(layer, k, v);
-    sequence.attend(layer, q, out);
+    sequence.prefill(layer, k, v, q, out);
     sequence.trim(n_tokens);
     auto other = sequence.fork();
 }
@@ -94,15 +93,14 @@ void mlx(sequence_type& sequence, int layer, int heads, int dim, kvq::token_view
 void eigen(sequence_type& sequence, int layer, int heads, int q_heads, const Eigen::MatrixXf& k,
            const Eigen::MatrixXf& v, const Eigen::MatrixXf& q, Eigen::MatrixXf& out,
            Eigen::Matrix<Eigen::half, -1, -1>& half_matrix) {
-    sequence.append(layer, kvq::tokens_of(k, heads), kvq::tokens_of(v, heads));
-    sequence.attend(layer, kvq::tokens_of(q, q_heads), kvq::tokens_of(out, q_heads));
+    sequence.prefill(layer, kvq::tokens_of(k, heads), kvq::tokens_of(v, heads), kvq::tokens_of(q, q_heads),
+                     kvq::tokens_of(out, q_heads));
     sequence.decode(layer, kvq::tensor::key, 0, kvq::tokens_of(half_matrix, heads));
 }
 
 void ring(cache_type& cache, int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n) {
     kvq::ring<cache_type> ring(cache.new_sequence(), {.window = 4096, .slack = 16});
-    ring.append(layer, k, v);
-    ring.attend(layer, q, out);
+    ring.prefill(layer, k, v, q, out);
     ring.trim(n);
 }
 void ring_goes_on(cache_type& cache, kvq::ring<cache_type>& ring, const std::string& path,
@@ -115,17 +113,17 @@ void ring_goes_on(cache_type& cache, kvq::ring<cache_type>& ring, const std::str
 
 struct request {
     sequence_type sequence;
-    tokens_in q;
+    tokens_in k, v, q;
     tokens_out out;
 };
 std::vector<std::size_t> continuous(cache_type& cache, int layer, int tokens, std::span<request> running,
                                     kvq::workspace& workspace, int threads) {
-    std::vector<cache_type::attention_request> batch;
-    for (request& r : running) batch.push_back({&r.sequence, r.q, r.out});
-    cache.attend(layer, batch, kvq::causal{}, kvq::thread_executor(threads), workspace);
+    std::vector<cache_type::prefill_request> batch;
+    for (request& r : running) batch.push_back({&r.sequence, r.k, r.v, r.q, r.out});
+    cache.prefill(layer, batch, kvq::causal{}, kvq::thread_executor(threads), workspace);
 
     std::vector<std::size_t> wanted;
-    for (request& r : running) wanted.push_back(r.sequence.append_bytes(tokens));
+    for (request& r : running) wanted.push_back(r.sequence.prefill_bytes(tokens));
     return wanted;
 }
 
