@@ -73,6 +73,24 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     const std::uint32_t not_finite = scheme.encode(shape, id, values.data(), expected.data());
     CHECK(native::encode_values(scheme, shape, id, same.data(), got.data()) == not_finite);
     CHECK(got == expected);
+    // Values that were quantized before: on a grid of the scheme, near one, or on none; with factors of tokens and without.
+    if constexpr (kvq::detail::requantizing<S>) {
+        values = random.one_in(2) ? test::decoded(scheme, shape, block, id) : x;
+        if (random.one_in(2))
+            for (float& v : values) v *= 1.0f + 0.01f * random.normal();
+        std::vector<float> factors(static_cast<std::size_t>(shape.tokens)), same_factors;
+        for (float& f : factors) f = random.one_in(3) ? std::fabs(random.any_magnitude(-3, 0)) : 1.5f;
+        if constexpr (kvq::detail::with_factors<S>)
+            if (random.one_in(2)) scheme.read_factors(shape, block.data(), factors.data());
+        same = values;
+        same_factors = factors;
+        const bool known = random.one_in(2);
+        const auto bad =
+            scheme.requantize(shape, id, values.data(), known ? factors.data() : nullptr, expected.data());
+        CHECK(native::requantize_values(scheme, shape, id, same.data(), known ? same_factors.data() : nullptr,
+                                        got.data()) == bad);
+        CHECK(got == expected);
+    }
 }
 
 #define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                         \

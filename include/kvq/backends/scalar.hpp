@@ -14,6 +14,9 @@
 //       from one scheme to another by way of x^ as a block of full<float> in `values`; false: not here, take the long way
 //   encode_values(scheme, shape, id, values, block)
 //       scheme::encode; values: [tokens][dim], scratch afterwards
+//   requantize_values(scheme, shape, id, values, factors, block)
+//       the same for values that were quantized before: scheme::requantize where there is one; factors: those that their tokens
+//       had then, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
 //       `count` tokens, `stride` elements apart, become tokens [at, at + count) of a window block
 //   encode_tokens<Window>(scheme, shape, id, tokens, stride, window, block, values)
@@ -67,6 +70,15 @@ struct scalar : detail::plain_loads {
     static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
         return scheme.encode(shape, id, values, block);
+    }
+
+    template <kv_scheme Scheme>
+    static std::uint32_t requantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
+                                           float* values, float* factors, std::byte* block) {
+        if constexpr (detail::requantizing<Scheme>)
+            return scheme.requantize(shape, id, values, factors, block);
+        else
+            return scheme.encode(shape, id, values, block);
     }
 
     template <class Window, class T>

@@ -159,6 +159,21 @@ struct simd {
         return scheme.encode(shape, id, values, block);
     }
 
+    template <kv_scheme Scheme>
+    static std::uint32_t requantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
+                                           float* values, float* factors, std::byte* block) {
+        if constexpr (kernels::channel_scheme<Scheme>) {
+            if (kernels::channel_encoder<lanes, Scheme, true>(scheme, shape, id, values, block, factors)
+                    .run())
+                return 0;
+            return scheme.requantize(shape, id, values, factors, block);
+        } else if constexpr (detail::requantizing<Scheme>) {
+            return scheme.requantize(shape, id, values, factors, block);
+        } else {
+            return encode_values(scheme, shape, id, values, block);
+        }
+    }
+
     template <class Window, class T>
     static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
                              std::ptrdiff_t stride, int count, int at) {

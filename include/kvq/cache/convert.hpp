@@ -43,11 +43,17 @@ void convert_page(const format_table<Role, Window, List>& table, const cache_sha
                 return Backend::encode_block(s, block, scratch, target);
             });
             if (done) continue;
-            table.visit(from.format, [&](const auto& s) {
+            float factors[most_coded];
+            const bool known = table.visit(from.format, [&](const auto& s) {
                 Backend::decode(s, block, id, source, scratch, block.dim, scratch);
+                if constexpr (with_factors<std::remove_cvref_t<decltype(s)>>) {
+                    s.read_factors(block, source, factors);
+                    return true;
+                }
+                return false;
             });
             to.not_finite += table.visit(to.format, [&](const auto& s) {
-                return Backend::encode_values(s, block, id, scratch, target);
+                return Backend::requantize_values(s, block, id, scratch, known ? factors : nullptr, target);
             });
         }
     }

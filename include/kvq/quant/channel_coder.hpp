@@ -12,7 +12,7 @@
 #include <cstddef>
 
 #include "../core/shape.hpp"
-#include "encoders.hpp"
+#include "grid_keeper.hpp"
 
 namespace kvq::inline v0_1::detail {
 
@@ -88,7 +88,7 @@ void code_channels(const Encoder& encoder, block_id id, float* y, int tokens, in
             biases[c] = static_cast<float>(static_cast<double>(biases[c]) + errors[c] / finite[c]);
     if constexpr (Encoder::corrects_mean)
         Parameters::store_biases(parameters, groups, slot_count, group, biases, channels,
-                                 parameter_rounding::nearest);
+                                 corrected_rounding<Encoder>);
 }
 
 }  // namespace kvq::inline v0_1::detail

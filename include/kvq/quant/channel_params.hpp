@@ -38,8 +38,8 @@ struct channel_parameters<params<P>> {
         return 2 * sizeof(P) * static_cast<std::size_t>(groups * slot_count);
     }
     struct nothing {};
-    KVQ_HD static nothing scale_line(float) noexcept { return {}; }
-    KVQ_HD static nothing bias_line(float, float) noexcept { return {}; }
+    KVQ_HD static nothing scale_line(float, parameter_rounding = {}) noexcept { return {}; }
+    KVQ_HD static nothing bias_line(float, float, parameter_rounding = {}) noexcept { return {}; }
     KVQ_HD static void store_line(std::byte*, int, int, int, nothing) noexcept {}
     KVQ_HD static float store_scale(std::byte* at, int, int slot_count, int group, int slot, float scale,
                                     nothing, parameter_rounding rounding) noexcept {
@@ -99,11 +99,15 @@ struct channel_parameters<coded> {
                shared_bytes * static_cast<std::size_t>(groups);
     }
     /// For the largest scale.
-    KVQ_HD static bfloat16 scale_line(float largest) noexcept {
-        return detail::scale_float::unit_for(largest);
+    KVQ_HD static bfloat16 scale_line(float largest,
+                                      parameter_rounding rounding = parameter_rounding::nearest) noexcept {
+        return rounding == parameter_rounding::settled ? detail::scale_float::settled_unit_for(largest)
+                                                       : detail::scale_float::unit_for(largest);
     }
-    KVQ_HD static detail::bias_line bias_line(float lo, float hi) noexcept {
-        return detail::bias_line::through(lo, hi);
+    KVQ_HD static detail::bias_line bias_line(
+        float lo, float hi, parameter_rounding rounding = parameter_rounding::nearest) noexcept {
+        return rounding == parameter_rounding::settled ? detail::bias_line::settled(lo, hi)
+                                                       : detail::bias_line::through(lo, hi);
     }
     KVQ_HD static void store_line(std::byte* at, int groups, int slot_count, int group,
                                   bfloat16 unit) noexcept {
@@ -130,7 +134,7 @@ struct channel_parameters<coded> {
                              parameter_rounding rounding) noexcept {
         float largest = 0.0f;
         for (int i = 0; i < n; ++i) largest = detail::larger(largest, scales[i]);
-        const bfloat16 unit = scale_line(largest);
+        const bfloat16 unit = scale_line(largest, rounding);
         store_line(at, groups, slot_count, group, unit);
         for (int i = 0; i < n; ++i)
             scales[i] = store_scale(at, groups, slot_count, group, i, scales[i], unit, rounding);
@@ -142,7 +146,7 @@ struct channel_parameters<coded> {
             lo = detail::smaller(lo, biases[i]);
             hi = detail::larger(hi, biases[i]);
         }
-        const auto line = bias_line(lo, hi);
+        const auto line = bias_line(lo, hi, rounding);
         store_line(at, groups, slot_count, group, line);
         for (int i = 0; i < n; ++i)
             biases[i] = store_bias(at, groups, slot_count, group, i, biases[i], line, rounding);

@@ -21,10 +21,16 @@ struct coded {
     static constexpr const char* name = "coded";
 };
 
-/// Which neighbour a parameter is stored as: outside = scales up and biases down, so that a group stays inside its grid.
-enum class parameter_rounding : unsigned char { outside, nearest };
+/// Which neighbour a parameter is stored as: outside = scales up and biases down, so that a group stays inside its grid; settled =
+/// the nearest under shared numbers that are powers of two, so that what was stored so before is stored again without a change.
+enum class parameter_rounding : unsigned char { outside, nearest, settled };
 
 namespace detail {
+
+/// The largest power of two that is not above a normal float x > 0.
+KVQ_HD constexpr float power_below(float x) noexcept {
+    return bit_cast<float>(bit_cast<std::uint32_t>(x) & 0x7f800000u);
+}
 
 /// An unsigned float of 8 bits, Mantissa of them behind the point: (1 + m / 2^M) * 2^(e - e_max). Steps are 2^-M to 2^-(M+1) of a
 /// value; the smallest value stands 2^(8-M) octaves below the largest. The bits of a float, shifted.
@@ -60,6 +66,13 @@ struct small_float {
         if (!(x > 0.0f)) return bfloat16(0.0f);
         return round_up_to<bfloat16>(larger(rounded_quotient(x, largest) * (1.0f + 0x1p-22f), 0x1p-100f));
     }
+    /// The least power of two under which `x` is stored as the nearest value: all of them share one set of values.
+    KVQ_HD static constexpr bfloat16 settled_unit_for(float x) noexcept {
+        if (!(x > 0.0f)) return bfloat16(0.0f);
+        const float unit = power_below(larger(x, 0x1p-100f));
+        // The next value above `largest` would be 2: what is nearer to that begins the next octave.
+        return bfloat16(x > unit * (largest + 0x1p-6f) ? 2.0f * unit : unit);
+    }
 };
 /// Scales of channels: 32 steps an octave, 8 octaves. (What a range gains by being stored outside is lost in resolution, and a
 /// scale of less than 1/250 of the largest one does not matter.) Factors of tokens: 16 steps, 16 octaves.
@@ -74,7 +87,15 @@ static_assert(factor_float::value(255) == factor_float::largest &&
 /// Shared numbers of the biases of a group.
 struct bias_line {
     bfloat16 first;
-    bfloat16 step;
+    bfloat16 step{0.0f};
+
+    /// x, a bfloat16, rounded down to a multiple of a power of two: again a bfloat16.
+    KVQ_HD static constexpr float multiple_below(float x, float step) noexcept {
+        const float multiple = x / step;
+        if (!(multiple < 0x1p23f && multiple > -0x1p23f)) return x;
+        const auto whole = static_cast<float>(static_cast<std::int32_t>(multiple));
+        return (whole > multiple ? whole - 1.0f : whole) * step;
+    }
 
     KVQ_HD static constexpr bias_line through(float lo, float hi) noexcept {
         bias_line line;
@@ -83,6 +104,23 @@ struct bias_line {
         line.step = range > 0.0f ? round_up_to<bfloat16>(larger(rounded_quotient(range, 255.0f), 0x1p-120f))
                                  : bfloat16(0.0f);
         return line;
+    }
+    /// The step is a power of two and the first value a multiple of it, so that values of one such line are values of every
+    /// finer one.
+    KVQ_HD static constexpr bias_line settled(float lo, float hi) noexcept {
+        bias_line line;
+        line.first = round_down<bfloat16>(lo + 0.0f);
+        const float range = hi - static_cast<float>(line.first);
+        if (!(range > 0.0f)) return line;
+        float step = power_below(larger(rounded_quotient(range, 255.0f), 0x1p-120f));
+        for (;; step *= 2.0f) {
+            const float first = multiple_below(static_cast<float>(line.first), step);
+            if (hi - first <= 255.5f * step) {
+                line.first = bfloat16(first);
+                line.step = bfloat16(step);
+                return line;
+            }
+        }
     }
     KVQ_HD KVQ_INLINE constexpr float at(unsigned code) const noexcept {
         return static_cast<float>(first) + static_cast<float>(step) * static_cast<float>(code);

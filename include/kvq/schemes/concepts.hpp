@@ -17,6 +17,11 @@
 //   void check(cache_shape, tensor) const         raises kvq::error where state belongs to another shape; caches call it first
 //   static constexpr bool supports(tensor)        a scheme for keys only or values only
 //   std::uint64_t fingerprint() const             of state that decoding needs; required to save and send (io/scheme_identity.hpp)
+//   std::uint32_t requantize(block_shape, block_id, float* values, float* factors, std::byte* block) const
+//       encode() for values that were quantized before; factors: those of their tokens then, one each, may be overwritten; or null.
+//       Repeated with other schemes in between it must not drift (quant/grid_keeper.hpp)
+//   void read_factors(block_shape, const std::byte* block, float* factors) const
+//       the factors of tokens in a block, for the requantize() of another scheme
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
 //       a linear transform in front of the codes of a foldable or segmented scheme: decode() undoes it, attention applies it to q once,
 //       to the output once
@@ -61,6 +66,20 @@ namespace detail {
 /// names itself, which cannot be inherited, and a derived type is decoded unless it does so again.
 template <class S>
 concept read_by_attention = kv_scheme<S> && std::same_as<typename S::attends_as, S>;
+}  // namespace detail
+
+namespace detail {
+/// As with attention: derived types that do not name themselves have encode() and decode() alone.
+template <class S>
+concept requantizing = read_by_attention<S> &&
+    requires(const S s, block_shape shape, block_id id, float* values, std::byte* out) {
+    { s.requantize(shape, id, values, values, out) } -> std::convertible_to<std::uint32_t>;
+};
+template <class S>
+concept with_factors = read_by_attention<S> &&
+    requires(const S s, block_shape shape, const std::byte* in, float* factors) {
+    s.read_factors(shape, in, factors);
+};
 }  // namespace detail
 
 /// Which parameters a foldable scheme has, seen from the block's matrix:

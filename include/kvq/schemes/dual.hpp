@@ -75,11 +75,38 @@ struct channel_grid {
     }
 
     std::uint32_t encode(const block_shape& s, block_id id, float* values, std::byte* block) const {
+        return encode_by(encoder, s, id, values, nullptr, block);
+    }
+    /// Of values that were quantized before. token_factors: those that they had then (a float per token, overwritten), or null.
+    std::uint32_t requantize(const block_shape& s, block_id id, float* values, float* token_factors,
+                             std::byte* block) const {
+        return encode_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, token_factors, block);
+    }
+    /// What requantize() makes of known or fitted factors.
+    static void settle_factors(const block_shape& s, const float* values, float* token_factors) {
+        const grouped_axis tokens = token_axis(s);
+        for (int g = 0; g < tokens.groups(); ++g)
+            detail::settle_token_factors(values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, top,
+                                         token_factors + g * tokens.group);
+    }
+    /// Of every token, for the next scheme's requantize().
+    static void read_factors(const block_shape& s, const std::byte* block,
+                             float* out) requires(Factors::present) {
+        const grouped_axis tokens = token_axis(s);
+        for (int t = 0; t < s.tokens; ++t) out[t] = Factors::factor(block + factor_offset(s), tokens.slot(t));
+    }
+
+private:
+    template <class E>
+    std::uint32_t encode_by(const E& fitted, const block_shape& s, block_id id, float* values,
+                            [[maybe_unused]] float* known_factors, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const std::uint32_t not_finite = detail::bound_magnitudes(values, s.values());
         if constexpr (Factors::present) {
-            float token_factor[detail::most_coded];
-            detail::fit_token_factors(values, s.tokens, s.dim, token_factor);
+            float fitted_factors[detail::most_coded];
+            float* const token_factor = known_factors ? known_factors : fitted_factors;
+            if (!known_factors) detail::fit_token_factors(values, s.tokens, s.dim, token_factor);
+            if constexpr (E::rounding == parameter_rounding::settled) settle_factors(s, values, token_factor);
             const grouped_axis tokens = token_axis(s);
             for (int g = 0; g < tokens.groups(); ++g)
                 Factors::store(block + factor_offset(s), tokens.group_begin(g),
@@ -92,7 +119,7 @@ struct channel_grid {
         const block_id statistics_of = s.role == tensor::key ? id : block_id{-1, -1};
         for (int g = 0; g < tokens.groups(); ++g)
             detail::code_channels<parameters>(
-                encoder, statistics_of, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
+                fitted, statistics_of, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
                 [](int) { return top; }, block + parameter_offset(s), tokens.groups(), channel_slots(s), g);
         const auto layout = codes(s);
         for (int t = 0; t < s.tokens; ++t)
@@ -106,6 +133,7 @@ struct channel_grid {
         return not_finite;
     }
 
+public:
     void decode(const block_shape& s, block_id, const std::byte* block, float* values) const {
         const auto layout = codes(s);
         const grouped_axis tokens = token_axis(s);

@@ -143,6 +143,18 @@ struct mixed_width {
     }
 
     std::uint32_t encode(const block_shape& s, block_id id, float* values, std::byte* block) const {
+        return encode_by(encoder, s, id, values, block);
+    }
+    /// Of values that were quantized before.
+    std::uint32_t requantize(const block_shape& s, block_id id, float* values, float*,
+                             std::byte* block) const {
+        return encode_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, block);
+    }
+
+private:
+    template <class E>
+    std::uint32_t encode_by(const E& fitted, const block_shape& s, block_id id, float* values,
+                            std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const std::uint32_t not_finite = detail::bound_magnitudes(values, s.values());
         for (int t = 0; t < s.tokens; ++t) transform_query(s, id, values + t * s.dim);
@@ -153,7 +165,7 @@ struct mixed_width {
         const grouped_axis tokens = token_axis(s);
         for (int g = 0; g < tokens.groups(); ++g)
             detail::code_channels<parameters>(
-                encoder, id, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
+                fitted, id, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
                 [&](int c) { return static_cast<int>(top[c]); }, block + parameter_offset(s), tokens.groups(),
                 channel_slots(s), g);
         for_each_segment(s, id, [&]<int Bits>(const code_segment& segment) {
@@ -168,6 +180,7 @@ struct mixed_width {
         return not_finite;
     }
 
+public:
     void decode(const block_shape& s, block_id id, const std::byte* block, float* values) const {
         const grouped_axis tokens = token_axis(s);
         float scales[detail::most_coded], biases[detail::most_coded];

@@ -26,18 +26,20 @@ namespace kvq::inline v0_1::kernels {
 template <class S>
 concept channel_scheme = is_channel_scheme<S> && detail::encoder_traits<typename S::encoder_type>::known;
 
-template <class Lanes, channel_scheme Scheme>
+/// Again: Scheme::requantize, of values that were quantized before.
+template <class Lanes, channel_scheme Scheme, bool Again = false>
 class channel_encoder {
 public:
-    /// values: [tokens][dim]; run() leaves anything there if it succeeds.
+    /// values: [tokens][dim]; run() leaves anything there if it succeeds. factors: known ones of tokens, or null.
     channel_encoder(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
-                    std::byte* block)
+                    std::byte* block, const float* factors = nullptr)
         : scheme_(scheme),
           encoder_(scheme.encoder),
           shape_(shape),
           id_(id),
           tokens_(scheme.token_axis(shape)),
           values_(values),
+          factors_(factors),
           to_(block) {}
 
     bool run() {
@@ -62,6 +64,10 @@ public:
 
 private:
     using encoder = typename Scheme::encoder_type;
+    using keeper = detail::grid_keeper<encoder>;
+    static constexpr parameter_rounding rounding = Again ? keeper::rounding : encoder::rounding;
+    static constexpr parameter_rounding mean_rounding =
+        Again ? detail::corrected_rounding<keeper> : detail::corrected_rounding<encoder>;
     using parameters = typename Scheme::parameters;
     using floats = typename Lanes::floats;
     using doubles = typename Lanes::doubles;
@@ -98,7 +104,11 @@ private:
     void divide_by_factors() {
         using factors = typename Scheme::factors;
         float factor[most];
-        factor_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, factor);
+        if (factors_)
+            std::memcpy(factor, factors_, sizeof(float) * static_cast<std::size_t>(shape_.tokens));
+        else
+            factor_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, factor);
+        if constexpr (Again && keeper::keeps) scheme_.settle_factors(shape_, values_, factor);
         for (int g = 0; g < tokens_.groups(); ++g)
             factors::store(to_ + scheme_.factor_offset(shape_), tokens_.group_begin(g),
                            factor + g * tokens_.group, tokens_.group_size(g));
@@ -122,7 +132,7 @@ private:
             const int n = detail::smaller(width, dim - c);
             const auto grids =
                 channel_fits<Lanes>(token(g * tokens_.group) + c, dim, tokens_.group_size(g), n, top_ + c)
-                    .fit(fits);
+                    .fit(fits, Again && keeper::keeps);
             for (int i = 0; i < n; ++i) {
                 bias_[c + i] = grids.first[i];
                 scale_[c + i] = grids.last[i];
@@ -130,10 +140,10 @@ private:
         }
         std::byte* const at = to_ + scheme_.parameter_offset(shape_);
         const int groups = tokens_.groups(), slot_count = scheme_.channel_slots(shape_);
-        parameters::store_biases(at, groups, slot_count, g, bias_, dim, encoder::rounding);
+        parameters::store_biases(at, groups, slot_count, g, bias_, dim, rounding);
         for (int c = 0; c < dim; ++c)
             scale_[c] = top_[c] > 0 ? (scale_[c] - bias_[c]) / static_cast<float>(top_[c]) : 0.0f;
-        parameters::store_scales(at, groups, slot_count, g, scale_, dim, encoder::rounding);
+        parameters::store_scales(at, groups, slot_count, g, scale_, dim, rounding);
         for (int c = 0; c < dim; ++c) inverse_[c] = scale_[c] > 0.0f ? 1.0f / scale_[c] : 0.0f;
     }
 
@@ -183,8 +193,7 @@ private:
                 bias_[c] =
                     static_cast<float>(static_cast<double>(bias_[c]) + errors[c] / tokens_.group_size(g));
             parameters::store_biases(to_ + scheme_.parameter_offset(shape_), tokens_.groups(),
-                                     scheme_.channel_slots(shape_), g, bias_, dim,
-                                     parameter_rounding::nearest);
+                                     scheme_.channel_slots(shape_), g, bias_, dim, mean_rounding);
         }
     }
 
@@ -324,6 +333,7 @@ private:
     const block_id id_;
     const grouped_axis tokens_;
     float* const values_;
+    const float* const factors_;
     std::byte* const to_;
     int top_[most];
     alignas(64) float bias_[most], scale_[most], inverse_[most];

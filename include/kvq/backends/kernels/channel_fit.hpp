@@ -8,6 +8,7 @@
 #include <cstddef>
 
 #include "../../quant/encoder_traits.hpp"
+#include "../../quant/grid_keeper.hpp"
 
 namespace kvq::inline v0_1::kernels {
 
@@ -32,23 +33,28 @@ public:
         for (int i = 0; i < width; ++i) top_[i] = i < channels ? top[i] : 1;
     }
 
-    /// First and last values of the grids.
-    grids fit(const detail::grid_fits& fits) {
+    /// First and last values of the grids. keep: those of channels that lie on a grid already, as detail::grid_keeper does it.
+    grids fit(const detail::grid_fits& fits, bool keep = false) {
         using detail::grid_fit;
+        const grids range = range_of();
+        bool kept[width] = {};
+        const grids own = keep ? find_grids(range, kept) : range;
         bool searched = false, refitted = false, means = false;
         for (int i = 0; i < channels_; ++i) {
             const grid_fit f = fits.of(top_[i]);
-            searched = searched || (top_[i] > 0 && f != grid_fit::range);
-            refitted = refitted || (top_[i] > 0 && f == grid_fit::squares);
+            const bool fitted = top_[i] > 0 && !kept[i];
+            searched = searched || (fitted && f != grid_fit::range);
+            refitted = refitted || (fitted && f == grid_fit::squares);
             means = means || top_[i] == 0;
         }
-        const grids range = range_of(), found = searched ? search(range) : range,
-                    refit = refitted ? refine(found) : found, mean = means ? mean_of() : range;
+        const grids found = searched ? search(range) : range, refit = refitted ? refine(found) : found,
+                    mean = means ? mean_of() : range;
         grids r;
         for (int i = 0; i < channels_; ++i) {
             const grid_fit f = fits.of(top_[i]);
             copy(r,
                  top_[i] == 0            ? mean
+                 : kept[i]               ? own
                  : f == grid_fit::range  ? range
                  : f == grid_fit::search ? found
                                          : refit,
@@ -111,6 +117,56 @@ private:
         grids r;
         for (int i = 0; i < width; ++i) r.first[i] = r.last[i] = static_cast<float>(sum[i] / tokens_);
         return r;
+    }
+
+    /// detail::find_grid for every channel; kept: was there one?
+    grids find_grids(const grids& range, bool* kept) const {
+        using detail::grid_guess;
+        grids best = range;
+        bool open[width];
+        for (int i = 0; i < width; ++i) {
+            kept[i] = i < channels_ && top_[i] > 0 && !(range.last[i] > range.first[i]);
+            open[i] = i < channels_ && top_[i] > 0 && !kept[i];
+        }
+        column values;
+        sum_values(values);
+        for (int guess = 0; guess < grid_guess::guesses; ++guess) {
+            grids r = range;
+            bool any = false;
+            for (int i = 0; i < width; ++i) {
+                if (!open[i]) continue;
+                grid_range candidate;
+                open[i] = grid_guess::candidate({range.first[i], range.last[i]}, top_[i], guess, candidate);
+                if (!open[i]) continue;
+                r.first[i] = candidate.first;
+                r.last[i] = candidate.last;
+                any = true;
+            }
+            if (!any) break;
+            sums of;
+            pass<false, true>(r, of);
+            bool refitted[width] = {};
+            for (int i = 0; i < width; ++i) {
+                if (!open[i]) continue;
+                grid_range found;
+                refitted[i] = least_squares::refit(tokens_, of.codes.of[i], values.of[i], of.squares.of[i],
+                                                   of.products.of[i], top_[i], found);
+                if (!refitted[i]) continue;
+                r.first[i] = found.first;
+                r.last[i] = found.last;
+            }
+            sums after;
+            pass<true, false>(r, after);
+            for (int i = 0; i < width; ++i) {
+                if (!refitted[i] ||
+                    !grid_guess::fits(after.errors.of[i], tokens_, {r.first[i], r.last[i]}, top_[i]))
+                    continue;
+                kept[i] = true;
+                open[i] = false;
+                copy(best, r, i);
+            }
+        }
+        return best;
     }
 
     /// The range, or the narrower grid with the least error.

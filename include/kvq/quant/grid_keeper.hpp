@@ -1,0 +1,209 @@
+// Requantizing: what values that were quantized before keep, so that a chain of formats does not drift.
+//
+//   grids     A channel whose values lie on a grid of the wanted width already keeps that grid, refitted to them by least squares.
+//             Other channels are fitted as those of 16-bit values are.
+//   factors   Tokens keep the factors that they had. Without any they get those of a fit, and then, as those that were fitted before
+//             lie close by, each the stored factor next to it under which its values lie best on the channels' grids.
+//
+// Together with parameters that are `settled` (quant/coded.hpp), values that come from a page of the format, and went through others
+// of smaller steps since, become the codes again that they were.
+// Contract: an encoder that stores its parameters outside of the range does so here as well, and keeps no grids. Sums are double over
+// exact products, in a fixed order: the same bits from every compiler. Cost: grids about 3 passes, factors 6 in each of 4 turns.
+#pragma once
+
+#include "channel_params.hpp"
+#include "encoders.hpp"
+
+namespace kvq::inline v0_1::detail {
+
+/// How biases are stored once the mean is corrected.
+template <class Encoder>
+inline constexpr parameter_rounding corrected_rounding =
+    Encoder::rounding == parameter_rounding::settled ? parameter_rounding::settled
+                                                     : parameter_rounding::nearest;
+
+/// Numbers on a grid need not reach both of its ends.
+struct grid_guess {
+    static constexpr int guesses = 3;
+    /// The grid whose code 0 is the first number and whose code top - i is the last; false: no such grid.
+    KVQ_HD static bool candidate(const grid_range& whole, int top, int i, grid_range& r) noexcept {
+        const int steps = top - i;
+        if (2 * steps <= top) return false;
+        r.first = whole.first;
+        r.last = whole.first +
+                 rounded_product(whole.last - whole.first,
+                                 rounded_quotient(static_cast<float>(top), static_cast<float>(steps)));
+        return true;
+    }
+    /// Do n numbers with these squared errors lie on the grid? Rounding others would cost a twelfth of a squared step each.
+    KVQ_HD static bool fits(double errors, int n, const grid_range& r, int top) noexcept {
+        const auto step = static_cast<double>(grid_steps(r, top).scale);
+        return errors <= rounded_product(step, step) / 64 * n;
+    }
+};
+
+/// The grid on which n numbers lie already; false if they do not. codes: scratch.
+inline bool find_grid(const float* x, int n, int top, float* codes, grid_range& found) noexcept {
+    found = range_of(x, n);
+    if (!(found.last > found.first)) return true;
+    const grid_range whole = found;
+    for (int i = 0; i < grid_guess::guesses && grid_guess::candidate(whole, top, i, found); ++i) {
+        code_on_grid(x, n, found, top, codes);
+        interleaved_sum codes_sum, values, squares, products;
+        for (int k = 0; k < n; ++k) {
+            const auto code = static_cast<double>(codes[k]), value = static_cast<double>(x[k]);
+            const int part = k % interleaved_sum::parts;
+            codes_sum.part[part] += code;
+            values.part[part] += value;
+            squares.part[part] += code * code;
+            products.part[part] += code * value;
+        }
+        if (least_squares::refit(n, codes_sum.total(), values.total(), squares.total(), products.total(), top,
+                                 found) &&
+            grid_guess::fits(code_on_grid(x, n, found, top, codes), n, found, top))
+            return true;
+    }
+    return false;
+}
+
+/// Any encoder, for values that were quantized before.
+template <class Encoder>
+struct grid_keeper {
+    const Encoder& encoder;
+    static constexpr bool keeps = Encoder::rounding != parameter_rounding::outside;
+    static constexpr parameter_rounding rounding = keeps ? parameter_rounding::settled : Encoder::rounding;
+    static constexpr bool corrects_mean = Encoder::corrects_mean;
+
+    grid_range fit(const float* x, int n, int top, float* codes) const noexcept {
+        grid_range r;
+        if (keeps && find_grid(x, n, top, codes, r)) return r;
+        return encoder.fit(x, n, top, codes);
+    }
+    template <class Id>
+    const float* feedback_row(Id id, int dim, int i) const noexcept requires requires(const Encoder& e) {
+        e.feedback_row(id, dim, i);
+    }
+    { return encoder.feedback_row(id, dim, i); }
+};
+
+/// Grids of up to `most` channels, fitted to tokens that are divided by their factors.
+class factor_grids {
+public:
+    static constexpr int most = 1024;
+
+    void fit(const float* values, int tokens, int dim, int top, const float* factors) noexcept {
+        dim_ = dim;
+        top_ = static_cast<float>(top);
+        for (int c = 0; c < dim; c += chunk)
+            fit_chunk(values + c, tokens, dim, smaller(chunk, dim - c), top, factors, c);
+    }
+    /// Squared errors of a token under a factor.
+    double error(const float* x, float factor) const noexcept {
+        const rounded_products product;
+        const float inverse = 1.0f / factor;
+        interleaved_sum sum;
+        const auto add = [&](int c, int part) {
+            const float value = is_finite(x[c]) ? x[c] : 0.0f;
+            const float code = code_of(product(value, inverse), first_[c], inverse_[c], top_, product);
+            const auto e = static_cast<double>(value - product(factor, first_[c] + product(scale_[c], code)));
+            sum.part[part] += e * e;
+        };
+        int c = 0;
+        for (; c + interleaved_sum::parts <= dim_; c += interleaved_sum::parts)
+            for (int k = 0; k < interleaved_sum::parts; ++k) add(c + k, k);
+        for (int k = 0; c + k < dim_; ++k) add(c + k, k);
+        return sum.total();
+    }
+
+private:
+    static constexpr int chunk = 64;
+
+    KVQ_INLINE static float code_of(float y, float first, float inverse, float top,
+                                    const rounded_products& product) noexcept {
+        const float position = product(y - first, inverse);
+        return ((position > 0.0f ? smaller(position, top) : 0.0f) + 0x1p23f) - 0x1p23f;
+    }
+
+    /// The range, refitted once.
+    void fit_chunk(const float* values, int tokens, int dim, int n, int top, const float* factors,
+                   int at) noexcept {
+        const rounded_products product;
+        float lo[chunk], hi[chunk];
+        double codes[chunk] = {}, sums[chunk] = {}, squares[chunk] = {}, products[chunk] = {};
+        float *const first = first_ + at, *const scale = scale_ + at, *const inverse = inverse_ + at;
+        const auto y = [&](int t, int c) {
+            const float x = values[t * dim + c];
+            return product(is_finite(x) ? x : 0.0f, 1.0f / factors[t]);
+        };
+        for (int c = 0; c < n; ++c) lo[c] = hi[c] = y(0, c);
+        for (int t = 1; t < tokens; ++t)
+            for (int c = 0; c < n; ++c) {
+                lo[c] = smaller(lo[c], y(t, c));
+                hi[c] = larger(hi[c], y(t, c));
+            }
+        for (int c = 0; c < n; ++c) store({lo[c], hi[c]}, top, first[c], scale[c], inverse[c]);
+        for (int t = 0; t < tokens; ++t)
+            for (int c = 0; c < n; ++c) {
+                const auto value = static_cast<double>(y(t, c));
+                const auto code = static_cast<double>(
+                    code_of(static_cast<float>(value), first[c], inverse[c], top_, product));
+                codes[c] += code;
+                sums[c] += value;
+                squares[c] += code * code;
+                products[c] += code * value;
+            }
+        for (int c = 0; c < n; ++c) {
+            grid_range r;
+            if (least_squares::refit(tokens, codes[c], sums[c], squares[c], products[c], top, r))
+                store(r, top, first[c], scale[c], inverse[c]);
+        }
+    }
+    static void store(const grid_range& r, int top, float& first, float& scale, float& inverse) noexcept {
+        const grid_steps grid(r, top);
+        first = grid.first;
+        scale = grid.scale;
+        inverse = grid.inverse;
+    }
+
+    int dim_ = 0;
+    float top_ = 0.0f;
+    float first_[most], scale_[most], inverse_[most];
+};
+
+/// Replaces factors of tokens by stored ones under which values lie on grids of `top` steps, where such are near. Factors that are
+/// stored ones stay: they were settled before. values: [tokens][dim], at most 1024 channels. Grids of more than 6 bits are too fine
+/// to tell.
+inline void settle_token_factors(const float* values, int tokens, int dim, int top, float* factors) noexcept {
+    constexpr int turns = 4, widest = 63;
+    if (top > widest) return;
+    bool stored = true;
+    for (int t = 0; t < tokens; ++t) {
+        const float factor =
+            factor_float::value(factor_float::code(factors[t], 1.0f, parameter_rounding::nearest));
+        stored = stored && factor == factors[t];
+        factors[t] = factor;
+    }
+    if (stored) return;
+    factor_grids grids;
+    for (int turn = 0; turn < turns; ++turn) {
+        grids.fit(values, tokens, dim, top, factors);
+        bool moved = false;
+        for (int t = 0; t < tokens; ++t) {
+            const auto code =
+                static_cast<int>(factor_float::code(factors[t], 1.0f, parameter_rounding::nearest));
+            double least = grids.error(values + t * dim, factors[t]);
+            for (const int near : {code - 1, code + 1}) {
+                if (near < 0 || near > 255) continue;
+                const float factor = factor_float::value(static_cast<unsigned>(near));
+                const double error = grids.error(values + t * dim, factor);
+                if (!(error < least)) continue;
+                least = error;
+                factors[t] = factor;
+                moved = true;
+            }
+        }
+        if (!moved) return;
+    }
+}
+
+}  // namespace kvq::inline v0_1::detail
