@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: bounded error. Pages that are requantized again and again: what ten steps lose, for every preset; the same
+// bytes from both backends at every step.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <kvq/backends/simd.hpp>
+#include <kvq/cache/convert.hpp>
+#include <kvq/schemes/int8.hpp>
+#include <kvq/schemes/kivi.hpp>
+#include <kvq/schemes/presets.hpp>
+#include <string>
+
+#include "support/blocks.hpp"
+
+namespace {
+
+using kvq::tensor;
+
+// Places in both lists; 0 is 16 bit.
+enum format : int {
+    sixteen,
+    ref8,
+    hi6,
+    std5,
+    std4,
+    mix4,
+    low3,
+    low2,
+    int8,
+    affine8,
+    affine4,
+    affine2,
+    kivi4,
+    kivi2
+};
+constexpr int formats = kivi2 + 1;
+constexpr const char* names[formats] = {"fp16",     "ref8",     "hi6",    "std5",  "std4",
+                                        "mix4",     "low3",     "low2",   "int8",  "affine-8",
+                                        "affine-4", "affine-2", "kivi-4", "kivi-2"};
+
+template <class... S>
+using key_table = kvq::format_table<tensor::key, kvq::float16, kvq::formats<S...>>;
+template <class... S>
+using value_table = kvq::format_table<tensor::value, kvq::float16, kvq::formats<S...>>;
+using keys = key_table<kvq::ref8::keys, kvq::hi6::keys, kvq::std5::keys, kvq::std4::keys, kvq::mix4::keys,
+                       kvq::low3::keys, kvq::low2::keys, kvq::int8, kvq::affine<8>, kvq::affine<4>,
+                       kvq::affine<2>, kvq::kivi<4, 64>::keys, kvq::kivi<2, 64>::keys>;
+using values =
+    value_table<kvq::ref8::values, kvq::hi6::values, kvq::std5::values, kvq::std4::values, kvq::mix4::values,
+                kvq::low3::values, kvq::low2::values, kvq::int8, kvq::affine<8>, kvq::affine<4>,
+                kvq::affine<2>, kvq::kivi<4, 64>::values, kvq::kivi<2, 64>::values>;
+static_assert(keys::size == formats && values::size == formats);
+
+/// One page of one head that is requantized step by step, on both backends.
+template <class Table>
+class chain {
+public:
+    chain(const Table& table, int tokens, int dim, const std::vector<float>& x)
+        : table_(table),
+          block_{Table::role, tokens, dim},
+          shape_{.layers = 1, .kv_heads = 1, .head_dim = dim} {
+        page_ = make(sixteen);
+        const kvq::full<kvq::float16> full;
+        page_->not_finite = full.encode(block_, {}, x.data(), page_->data());
+    }
+
+    void step(int format) {
+        auto next = make(format), other = make(format);
+        std::vector<float> scratch(block_.values());
+        kvq::detail::convert_page<kvq::simd<>>(table_, shape_, 0, *page_, *next, scratch.data());
+        kvq::detail::convert_page<kvq::scalar>(table_, shape_, 0, *page_, *other, scratch.data());
+        CHECK(std::memcmp(next->data(), other->data(), next->bytes) == 0);
+        CHECK(next->not_finite == other->not_finite);
+        page_ = next;
+    }
+    std::vector<float> values() const {
+        std::vector<float> x(block_.values());
+        table_.visit(page_->format, [&](const auto& s) { s.decode(block_, {}, page_->data(), x.data()); });
+        return x;
+    }
+
+private:
+    kvq::page_ref make(int format) {
+        auto page = pool().allocate(table_.block_bytes(format, block_), format, block_.tokens);
+        std::memset(page->data(), 0xcd, page->bytes);
+        return page;
+    }
+    static kvq::page_pool& pool() {
+        static kvq::page_pool p(std::pmr::new_delete_resource());
+        return p;
+    }
+
+    const Table& table_;
+    kvq::block_shape block_;
+    kvq::cache_shape shape_;
+    kvq::page_ref page_;
+};
+
+double distance(const std::vector<float>& a, const std::vector<float>& b) {
+    double sum = 0.0;
+    for (std::size_t i = 0; i < a.size(); ++i) {
+        const double d = static_cast<double>(a[i]) - static_cast<double>(b[i]);
+        sum += d * d;
+    }
+    return std::sqrt(sum);
+}
+
+/// Normal numbers; channels of other sizes; channels far from zero; tokens of other sizes.
+std::vector<float> page_values(test::generator& random, int tokens, int dim) {
+    const int kind = random.between(1, 5);
+    auto x = random.normals(static_cast<std::size_t>(tokens * dim));
+    const auto n = static_cast<std::size_t>(dim), rows = static_cast<std::size_t>(tokens);
+    for (std::size_t c = 0; c < n && kind >= 2; ++c) {
+        const float size = kind == 2 || random.one_in(8) ? random.any_magnitude(-3, 3) : 1.0f;
+        const float shift = kind == 4 && random.one_in(8) ? 20.0f * random.normal() : 0.0f;
+        for (std::size_t t = 0; t < rows; ++t) x[t * n + c] = size * x[t * n + c] + shift;
+    }
+    for (std::size_t t = 0; t < rows && kind == 5; ++t)
+        if (random.one_in(5))
+            for (std::size_t c = 0; c < n; ++c) x[t * n + c] *= 8.0f;
+    return x;
+}
+
+struct page_size {
+    int tokens, dim;
+};
+page_size random_size(test::generator& random, int fewest) {
+    if (random.one_in(2)) return {64 * random.between(1, 2), 64 * random.between(1, 2)};
+    return {random.between(fewest, 130), random.between(1, 130)};
+}
+
+/// Chains of ten, two formats by turns or any of a list; `coarse`: the list that the first of two is from.
+/// check(distance from the first values, their size, formats so far, losses of single steps by format)
+template <class Table, class Check>
+void run_chains(int rounds, const std::vector<int>& coarse, const std::vector<int>& list, bool walks,
+                Check check) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const Table table;
+    for (int round = 0; round < rounds; ++round) {
+        const auto [tokens, dim] = random_size(random, 16);
+        const auto x = page_values(random, tokens, dim);
+        chain<Table> page(table, tokens, dim, x);
+        const auto start = page.values();
+        const double size = distance(start, std::vector<float>(start.size()));
+        const bool walk = walks && random.one_in(2);
+        const int pair[2] = {random.pick(coarse), random.pick(list)};
+        std::vector<int> steps;
+        double losses[formats] = {};
+        std::string text;
+        for (int i = 0; i < 10; ++i) {
+            const int next = walk ? random.pick(list) : pair[i % 2];
+            if (!steps.empty() && next == steps.back()) continue;
+            if (losses[next] == 0.0) {
+                chain<Table> one(table, tokens, dim, x);
+                one.step(next);
+                losses[next] = distance(start, one.values());
+            }
+            page.step(next);
+            steps.push_back(next);
+            text += std::string(" ") + names[next];
+            INFO(tokens, " x ", dim, ":", text);
+            check(distance(start, page.values()), size, steps, losses);
+        }
+    }
+}
+
+double sum_of_distinct(const double (&losses)[formats]) {
+    double sum = 0.0;
+    for (const double l : losses) sum += l;
+    return sum;
+}
+
+const std::vector<int> presets{ref8, hi6, std5, std4, mix4, low3, low2}, eights{ref8, int8, affine8},
+    coarse_presets{std5, std4, mix4, low3, low2},
+    all{ref8, hi6, std5, std4, mix4, low3, low2, int8, affine8, affine4, affine2, kivi4, kivi2};
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("presets: ten steps lose at most half more than their formats lose one by one", Table,
+                   keys, values) {
+    run_chains<Table>(150, presets, presets, true,
+                      [](double loss, double size, const std::vector<int>&, const double(&losses)[formats]) {
+                          CHECK(loss <= 1.5 * sum_of_distinct(losses) + 1e-3 * size);
+                      });
+}
+
+TEST_CASE_TEMPLATE(
+    "a preset of 5 bits or less that is changed to 8 bits and back: after ten steps what it lost at once",
+    Table, keys, values) {
+    run_chains<Table>(150, coarse_presets, eights, false,
+                      [](double loss, double size, const std::vector<int>&, const double(&losses)[formats]) {
+                          CHECK(loss <= 1.25 * sum_of_distinct(losses) + 1e-3 * size);
+                      });
+}
+
+TEST_CASE_TEMPLATE("any formats: a step of a chain adds no more than a quarter above what it loses alone",
+                   Table, keys, values) {
+    run_chains<Table>(
+        150, all, all, true,
+        [](double loss, double size, const std::vector<int>& steps, const double(&losses)[formats]) {
+            double sum = 0.0;
+            for (const int s : steps) sum += losses[s];
+            CHECK(loss <= 1.25 * sum + 1e-3 * size);
+        });
+}
+
+TEST_CASE_TEMPLATE("ranges, whatever the values: at most half a step of each link", Table, keys, values) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const Table table;
+    const std::vector<int> list{int8, affine8, affine4, affine2, kivi4, kivi2};
+    for (int round = 0; round < 100; ++round) {
+        const auto [tokens, dim] = random_size(random, 1);
+        chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}, true));
+        const auto start = page.values();
+        auto now = start;
+        double bound = 0.0;
+        std::string text;
+        for (int i = 0; i < 10; ++i) {
+            const int next = random.pick(list);
+            text += std::string(" ") + names[next];
+            INFO(tokens, " x ", dim, ":", text);
+            // A range is at most that of all values, with zero for int8; parameters are 16-bit floats.
+            float lo = now[0], hi = now[0];
+            for (const float x : now) lo = std::fmin(lo, x), hi = std::fmax(hi, x);
+            const double largest = std::fmax(std::fabs(lo), std::fabs(hi));
+            const int top = next == affine2 || next == kivi2   ? 3
+                            : next == affine4 || next == kivi4 ? 15
+                                                               : 255;
+            const double range = next == int8 ? 2.0 * largest * 255 / 254 : static_cast<double>(hi) - lo;
+            bound +=
+                0.5 * (range + largest * 0x1p-10) / top * (1 + 0x1p-9) + largest * 0x1p-20 + top * 0x1p-24;
+            page.step(next);
+            now = page.values();
+            double worst = 0.0;
+            for (std::size_t k = 0; k < now.size(); ++k)
+                worst =
+                    std::fmax(worst, std::fabs(static_cast<double>(now[k]) - static_cast<double>(start[k])));
+            CHECK(worst <= bound);
+        }
+    }
+}
+
+TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every chain", Table, keys, values) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const Table table;
+    for (int round = 0; round < 100; ++round) {
+        const auto [tokens, dim] = random_size(random, 1);
+        chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));
+        for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, kivi2));
+    }
+}
