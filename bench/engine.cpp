@@ -165,6 +165,7 @@ int prefill(const prefill_settings& settings) {
             }
         }
     const bool holds = worst <= settings.bound;
+    std::fflush(stdout);
     std::fprintf(stderr, "largest ratio of chunks to token by token: %.3f, bound %.3f: %s\n", worst,
                  settings.bound, holds ? "holds" : "FAILS");
     return holds ? 0 : 1;
@@ -264,6 +265,7 @@ int cuts(cut_settings settings) {
         if (!settings.json) std::printf(" %s |\n", unchanged ? "yes" : "NO");
         all_hold = all_hold && unchanged;
     }
+    std::fflush(stdout);
     std::fprintf(stderr, "survivors of cuts have the values that they had before: %s\n",
                  all_hold ? "holds" : "FAILS");
     return all_hold ? 0 : 1;

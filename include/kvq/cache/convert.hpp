@@ -10,8 +10,8 @@
 //   presets           A channel that lies on a grid of the target's width keeps the grid, tokens keep their factors, and parameters
 //                     settle on values that are stored again without a change (quant/grid_keeper.hpp). A chain of ten among presets
 //                     loses at most 1.5 times the sum of what its formats, each counted once, lose alone (root of the squares of a
-//                     page); one that goes back and forth between a preset of 5 bits or less and 8 bits at most 1.25 times.
-//   any formats       at most 1.25 times the sum over all links. Two formats without a common grid, such as values per channel
+//                     page); one that goes back and forth between a preset of 4 bits or less and 8 bits at most 1.25 times.
+//   any formats       at most 2 times the sum over all links. Two formats without a common grid, such as values per channel
 //                     and values per token at equal width, do add something every time.
 // The last two are measured (tests/properties/requantize_chains.cpp). Values that were 16 bit in between are fitted as new ones.
 #pragma once

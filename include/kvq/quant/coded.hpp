@@ -87,7 +87,7 @@ static_assert(factor_float::value(255) == factor_float::largest &&
 /// Shared numbers of the biases of a group.
 struct bias_line {
     bfloat16 first;
-    bfloat16 step{0.0f};
+    bfloat16 step;
 
     /// x, a bfloat16, rounded down to a multiple of a power of two: again a bfloat16.
     KVQ_HD static constexpr float multiple_below(float x, float step) noexcept {
@@ -111,6 +111,7 @@ struct bias_line {
         bias_line line;
         line.first = round_down<bfloat16>(lo + 0.0f);
         const float range = hi - static_cast<float>(line.first);
+        line.step = bfloat16(0.0f);
         if (!(range > 0.0f)) return line;
         float step = power_below(larger(rounded_quotient(range, 255.0f), 0x1p-120f));
         for (;; step *= 2.0f) {
