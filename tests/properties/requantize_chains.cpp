@@ -126,9 +126,9 @@ std::vector<float> page_values(test::generator& random, int tokens, int dim) {
 struct page_size {
     int tokens, dim;
 };
-page_size random_size(test::generator& random, int fewest) {
+page_size random_size(test::generator& random, int fewest_tokens, int fewest_channels) {
     if (random.one_in(2)) return {64 * random.between(1, 2), 64 * random.between(1, 2)};
-    return {random.between(fewest, 130), random.between(1, 130)};
+    return {random.between(fewest_tokens, 130), random.between(fewest_channels, 130)};
 }
 
 /// Chains of ten, two formats by turns or any of a list; `coarse`: the list that the first of two is from.
@@ -141,7 +141,7 @@ void run_chains(int rounds, const std::vector<int>& coarse, const std::vector<in
     test::generator random(seed);
     const Table table;
     for (int round = 0; round < rounds; ++round) {
-        const auto [tokens, dim] = random_size(random, 16);
+        const auto [tokens, dim] = random_size(random, 16, 16);
         const auto x = page_values(random, tokens, dim);
         chain<Table> page(table, tokens, dim, x);
         const auto start = page.values();
@@ -215,7 +215,7 @@ TEST_CASE_TEMPLATE("ranges, whatever the values: at most half a step of each lin
     const Table table;
     const std::vector<int> list{int8, affine8, affine4, affine2, kivi4, kivi2};
     for (int round = 0; round < 100; ++round) {
-        const auto [tokens, dim] = random_size(random, 1);
+        const auto [tokens, dim] = random_size(random, 1, 1);
         chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}, true));
         const auto start = page.values();
         auto now = start;
@@ -252,7 +252,7 @@ TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every c
     test::generator random(seed);
     const Table table;
     for (int round = 0; round < 100; ++round) {
-        const auto [tokens, dim] = random_size(random, 1);
+        const auto [tokens, dim] = random_size(random, 1, 1);
         chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));
         for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, kivi2));
     }

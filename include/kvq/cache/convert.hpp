@@ -13,7 +13,8 @@
 //                     page); one that goes back and forth between a preset of 4 bits or less and 8 bits at most 1.25 times.
 //   any formats       at most 2 times the sum over all links. Two formats without a common grid, such as values per channel
 //                     and values per token at equal width, do add something every time.
-// The last two are measured (tests/properties/requantize_chains.cpp). Values that were 16 bit in between are fitted as new ones.
+// The last two are measured, on pages of 16 tokens and channels or more (tests/properties/requantize_chains.cpp). Values that were
+// 16 bit in between are fitted as new ones.
 #pragma once
 
 #include "../core/float_environment.hpp"
