@@ -21,6 +21,7 @@
 #include "../core/token_view.hpp"
 #include "../page/formats.hpp"
 #include "../page/page.hpp"
+#include "../quant/channel_coder.hpp"
 
 namespace kvq::inline v0_1::detail {
 

@@ -171,7 +171,8 @@ private:
 };
 
 /// Replaces factors of tokens by stored ones under which values lie on grids of `top` steps, where such are near. Factors that are
-/// stored ones stay: they were settled before. values: [tokens][dim], at most 1024 channels. Grids of more than 6 bits are too fine
+/// stored ones stay: they were settled before. Equal factors take their place if those have less error.
+/// values: [tokens][dim], at most 1024 tokens and channels. Grids of more than 6 bits are too fine
 /// to tell.
 inline void settle_token_factors(const float* values, int tokens, int dim, int top, float* factors) noexcept {
     constexpr int turns = 4, widest = 63;
@@ -185,6 +186,17 @@ inline void settle_token_factors(const float* values, int tokens, int dim, int t
     }
     if (stored) return;
     factor_grids grids;
+    // A fit may go astray where a channel is left with few values other than zero.
+    float equal[factor_grids::most];
+    for (int t = 0; t < tokens; ++t) equal[t] = factor_float::largest;
+    const auto errors_of = [&](const float* tried) {
+        grids.fit(values, tokens, dim, top, tried);
+        double sum = 0.0;
+        for (int t = 0; t < tokens; ++t) sum += grids.error(values + t * dim, tried[t]);
+        return sum;
+    };
+    if (errors_of(equal) < errors_of(factors))
+        for (int t = 0; t < tokens; ++t) factors[t] = equal[t];
     for (int turn = 0; turn < turns; ++turn) {
         grids.fit(values, tokens, dim, top, factors);
         bool moved = false;
