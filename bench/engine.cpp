@@ -175,7 +175,7 @@ int prefill(const prefill_settings& settings) {
 
 struct cut_settings {
     std::vector<std::string> wanted;
-    std::vector<int> turns{0, 1, 8, 16, 32, 64};
+    std::vector<int> turns{0, 1, 8, 64, 1000};
     int prompt = 991, length = 1120, first = 900, last = 990, heads = 2, dim = 128;
     unsigned seed = 1;
     bool json = false;
