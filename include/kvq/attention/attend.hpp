@@ -1,6 +1,6 @@
 // Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, decode (one token) and prefill (many).
 //
-// Walk: for every kv head and every block of up to 16 query rows (query tokens x query heads of the group), pages are
+// Walk: for every kv head and every block of up to 16 query rows, or 128 (query tokens x query heads of the group), pages are
 // visited in token order. Per page: scores from the key block, online softmax, weights into the value block. Only blocks whose
 // codes cannot be folded are decoded, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
 // chunk gives a softmax state, and states are merged in token order: on one thread or on many, alone or in a batch, the result
@@ -12,6 +12,7 @@
 #pragma once
 
 #include <atomic>
+#include <bitset>
 #include <type_traits>
 
 #include "../backends/kernels/block_product.hpp"
@@ -27,7 +28,11 @@ namespace kvq::inline v0_1 {
 
 namespace detail {
 
-inline constexpr int attention_rows = 16;     // query rows per task
+/// Query rows per task, at most. More of them where all rows of a task share what is made of a block (word_product.hpp).
+template <class Backend>
+inline constexpr int attention_rows =
+    kernels::has_word_dots<typename Backend::lanes> && !kernels::has_tiles<typename Backend::lanes> ? 128
+                                                                                                    : 16;
 inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
 inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
 
@@ -52,19 +57,22 @@ private:
 struct attention_plan {
     int kv_heads, group, query_tokens, dim, value_dim;
     int tokens, chunk_tokens;
+    int block_rows;  // query rows per task: half of the most where those would leave too few tasks
 
-    attention_plan(const cache_shape& s, const page_geometry& g, int key_tokens, int q_heads,
-                   int q_tokens) noexcept
+    attention_plan(const cache_shape& s, const page_geometry& g, int key_tokens, int q_heads, int q_tokens,
+                   int most_rows) noexcept
         : kv_heads(s.kv_heads),
           group(q_heads / s.kv_heads),
           query_tokens(q_tokens),
           dim(s.dim(tensor::key)),
           value_dim(s.dim(tensor::value)),
           tokens(key_tokens),
-          chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens) {}
+          chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens),
+          block_rows(most_rows > 64 && kv_heads * ceil_div(rows(), most_rows) < enough_tasks ? most_rows / 2
+                                                                                             : most_rows) {}
 
     int rows() const noexcept { return group * query_tokens; }
-    int row_blocks() const noexcept { return ceil_div(rows(), attention_rows); }
+    int row_blocks() const noexcept { return ceil_div(rows(), block_rows); }
     /// By positions, so that cuts change neither tasks nor workspace. A page belongs to the chunk in which it begins.
     int chunks() const noexcept { return ceil_div(tokens, chunk_tokens); }
     bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
@@ -96,7 +104,7 @@ struct attention_scratch {
     attention_scratch(const Keys& keys, const Values& values, const attention_plan& plan,
                       const page_geometry& g, std::byte* memory) {
         carver c(memory);
-        const auto rows = static_cast<std::size_t>(smaller(plan.rows(), attention_rows));
+        const auto rows = static_cast<std::size_t>(smaller(plan.rows(), plan.block_rows));
         const auto dim = static_cast<std::size_t>(plan.dim),
                    value_dim = static_cast<std::size_t>(plan.value_dim);
         scores_stride = round_up(larger(g.page_tokens, g.sinks), 16) + 16;
@@ -165,10 +173,10 @@ public:
         const int chunks = plan.split() ? plan.chunks() : 1;
         const int head = task / (plan.row_blocks() * chunks);
         const int block = task / chunks % plan.row_blocks();
-        const int first = block * attention_rows;
-        const int n = smaller(attention_rows, plan.rows() - first);
+        const int first = block * plan.block_rows;
+        const int n = smaller(plan.block_rows, plan.rows() - first);
         const int dim = plan.value_dim;
-        const unsigned bad = load_queries(head, first, n, s);
+        const row_flags bad = load_queries(head, first, n, s);
         const row_block rows{
             head,
             first,
@@ -180,7 +188,7 @@ public:
                                    {layer, head}, n)};
         const kernels::tile_session<lanes, Backend> tiles(n);
         bool folded[Keys::size] = {};
-        float max[attention_rows], sum[attention_rows];
+        float max[most_rows], sum[most_rows];
         if (plan.split()) {
             const int chunk = task % chunks;
             visit_chunk(rows, chunk, s, folded, max, sum);
@@ -192,7 +200,7 @@ public:
             }
             return;
         }
-        softmax_state running[attention_rows];
+        softmax_state running[most_rows];
         for (int i = 0; i < n; ++i) {
             running[i].output = s.output + i * dim;
             for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
@@ -217,11 +225,13 @@ public:
 
 private:
     static constexpr float log2e = softmax_state::log2e;
+    static constexpr int most_rows = attention_rows<Backend>;
+    using row_flags = std::bitset<most_rows>;
 
     /// The query rows of a task, and what multiplies them with blocks.
     struct row_block {
         int head, first, n;
-        unsigned bad;  // bit i: row i is not finite
+        row_flags bad;  // rows that are not finite
         decltype(make_products<Backend>(std::declval<const Keys&>(), {}, {}, 0)) key_products;
         decltype(make_products<Backend>(std::declval<const Values&>(), {}, {}, 0)) value_products;
     };
@@ -245,8 +255,8 @@ private:
         return {tensor::value, p.tokens, plan.value_dim};
     }
 
-    /// Returns a bit for every row that is not finite: products of integers would not show it.
-    unsigned load_queries(int head, int first, int n, const scratch& s) const {
+    /// Returns which rows are not finite: products of integers would not show it.
+    row_flags load_queries(int head, int first, int n, const scratch& s) const {
         float scale = 0.0f;
         if constexpr (scaling<Variant>)
             scale = kind.scale(plan.dim);
@@ -255,11 +265,11 @@ private:
         if constexpr (!changing_logits<Variant>) scale *= log2e;
         for (int i = 0; i < n; ++i)
             q.load((first + i) / plan.group, q_head(head, first + i), s.query + i * plan.dim, scale);
-        unsigned bad = 0;
+        row_flags bad;
         for (int i = 0; i < n; ++i) {
             float zero = 0.0f;
             for (int d = 0; d < plan.dim; ++d) zero += 0.0f * s.query[i * plan.dim + d];
-            bad |= static_cast<unsigned>(zero != 0.0f) << i;
+            bad[static_cast<std::size_t>(i)] = zero != 0.0f;
         }
         std::size_t copies = 0;
         const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
@@ -305,7 +315,7 @@ private:
         }
         restore_outputs(rows.head, n, s);
         for (int i = 0; i < n; ++i)  // a sum that is not a number makes the whole row so
-            if ((rows.bad >> i & 1u) != 0) sum[i] = std::numeric_limits<float>::quiet_NaN();
+            if (rows.bad[static_cast<std::size_t>(i)]) sum[i] = std::numeric_limits<float>::quiet_NaN();
     }
 
     void score_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
@@ -357,7 +367,7 @@ private:
         const block_id id{layer, rows.head};
         const int dim = plan.value_dim;
         const std::size_t rotations = scratch::transforming_count(values);
-        float factor[attention_rows];
+        float factor[most_rows];
         const auto weigh = [&](int i, auto count) {
             kernels::softmax_tile<lanes, decltype(count)::value>(
                 s.scores + i * s.scores_stride, s.scores_stride, entry.tokens, max + i, sum + i, factor + i);
@@ -504,7 +514,8 @@ private:
     };
 
     attention_plan plan_of(const attention_item& item) const noexcept {
-        return {shape_, geometry_, item.pages.tokens, item.q.heads, item.q.tokens};
+        return {shape_,       geometry_,     item.pages.tokens,
+                item.q.heads, item.q.tokens, attention_rows<Backend>};
     }
 
     const Keys& keys_;
@@ -514,7 +525,7 @@ private:
     const Items& items_;
     int count_;
     int tasks_ = 0;
-    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1};
+    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, attention_rows<Backend>};
     std::size_t place_bytes_ = 0, partial_bytes_ = 0, scratch_bytes_ = 0;
 };
 

@@ -1,6 +1,7 @@
 // The product of one block with n vectors, for any scheme: chosen once, at compile time.
 //
 //   full precision   float products on 16/32-bit values                       (value_product.hpp)
+//                    many vectors: 16-bit values as integers of 14 bits       (word_product.hpp)
 //   foldable         integer products on codes, parameters folded             (folded.hpp, code_product.hpp)
 //   segmented        the same for one range of columns after the other, added up (segment_product.hpp)
 //   anything else    the block is decoded to floats in the workspace, then multiplied
@@ -13,7 +14,7 @@
 
 #include "code_product.hpp"
 #include "segment_product.hpp"
-#include "value_product.hpp"
+#include "word_product.hpp"
 
 namespace kvq::inline v0_1::kernels {
 
@@ -24,6 +25,16 @@ struct float_plan {
     std::size_t workspace_bytes() const { return detail::round_up(values * sizeof(float), std::size_t{64}); }
 };
 
+/// Blocks of values that are multiplied as they are, or become words first.
+template <class Lanes, class T>
+struct value_plan {
+    word_space words;  ///< empty: multiplied as they are
+
+    value_plan(const block_shape& shape, int n)
+        : words(multiplies_words<Lanes, T>(n) ? word_space(shape, n) : word_space()) {}
+    std::size_t workspace_bytes() const { return words.bytes; }
+};
+
 template <class Backend, class Scheme>
 auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, int n) {
     if constexpr (foldable<Scheme>)
@@ -31,8 +42,10 @@ auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, 
     else if constexpr (segmented<Scheme>)
         return segment_plan<Scheme>(scheme, shape, id, n,
                                     pieces_in_tiles<typename Backend::lanes, Backend>(n));
+    else if constexpr (full_precision<Scheme>)
+        return value_plan<typename Backend::lanes, typename Scheme::value_type>(shape, n);
     else
-        return float_plan{full_precision<Scheme> ? 0 : shape.values()};
+        return float_plan{shape.values()};
 }
 
 /// Products of `n` vectors with one head's blocks of `scheme`, which must outlive it. Where the architecture multiplies tiles, a
@@ -74,6 +87,8 @@ public:
                                  workspace + plan_.parameter_bytes);
         else if constexpr (segmented<Scheme>)
             plan_.write_units(workspace);
+        else if constexpr (full_precision<Scheme>)
+            if (shape.role == tensor::key) fold_words(x, x_stride, shape.cols(), workspace);
     }
 
     /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a coded
@@ -86,6 +101,9 @@ public:
             for (std::size_t at = plan_.parameters; at < block_bytes_; at += 64)
                 detail::prefetch(block + ahead + at);
         if constexpr (full_precision<Scheme>) {
+            // Of values, the columns that count are known only here.
+            if (shape.role == tensor::value) fold_words(x, x_stride, cols, workspace);
+            if (multiply_words(shape, block, rows, cols, y, y_stride, add, ahead, workspace)) return;
             value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,
                                                               y_stride, add, ahead);
         } else if constexpr (foldable<Scheme>) {
@@ -110,6 +128,24 @@ public:
     }
 
 private:
+    template <class T>
+    static constexpr bool by_words = has_word_dots<lanes> && sizeof(T) == 2;
+
+    void fold_words(const float* x, std::ptrdiff_t x_stride, int cols, std::byte* workspace) const {
+        using T = typename Scheme::value_type;
+        if constexpr (by_words<T>)
+            if (plan_.words.n > 0) word_product<lanes, T>::fold(plan_.words, x, x_stride, cols, workspace);
+    }
+    bool multiply_words(const block_shape& shape, const std::byte* block, int rows, int cols, float* y,
+                        std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) const {
+        using T = typename Scheme::value_type;
+        if constexpr (by_words<T>)
+            if (plan_.words.n > 0)
+                return word_product<lanes, T>::run(plan_.words, shape, block, rows, cols, y, y_stride, add,
+                                                   ahead, workspace);
+        return false;
+    }
+
     const Scheme& scheme_;
     decltype(plan_products<Backend>(std::declval<const Scheme&>(), block_shape{}, block_id{}, 0)) plan_;
     int n_;

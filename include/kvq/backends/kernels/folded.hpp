@@ -50,6 +50,12 @@ template <class Lanes, class Backend>
 inline constexpr vector_form form_of =
     Backend::pieces != 1 && Lanes::word_products ? vector_form::word : byte_form<Backend>;
 
+/// Are sums of two products of 16-bit words one instruction?
+template <class Lanes>
+concept has_word_dots = requires(typename Lanes::ints a) {
+    Lanes::dot_word_pairs(a, a, a);
+};
+
 /// Does the architecture multiply tiles?
 template <class Lanes>
 concept has_tiles = requires {

@@ -67,6 +67,22 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints dot_words(ints acc, ints a, ints x) {
         return in_register(_mm512_add_epi32(acc, _mm512_madd_epi16(a, x)));
     }
+    static KVQ_INLINE ints dot_word_pairs(ints acc, ints a,
+                                          ints x) requires(std::derived_from<Arch, avx512vnni>) {
+        // In words of its own for the reason that dot() has.
+        __m512i sum = acc;
+        __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(__m512i(a)), "v"(__m512i(x)));
+        return sum;
+    }
+    static KVQ_INLINE void store_as_halfwords(std::byte* p, ints a, ints b) {
+        const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+        _mm512_storeu_si512(p, _mm512_permutexvar_epi64(order, _mm512_packs_epi32(a, b)));
+    }
+    template <int Half>
+    static KVQ_INLINE floats repeat_lanes(floats a) {
+        const __m512i index = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+        return _mm512_permutexvar_ps(_mm512_add_epi32(index, _mm512_set1_epi32(8 * Half)), a);
+    }
     static KVQ_INLINE void store_word_pairs(std::uint32_t* out, int stride, ints a) {
         alignas(64) std::uint32_t all[16];
         const __m512i upper = _mm512_slli_epi32(_mm512_shuffle_epi32(a, _MM_PERM_DCDC), 16);

@@ -1,0 +1,261 @@
+// y = X x on blocks of 16-bit floats for many vectors at once, where one instruction adds up products of 16-bit words.
+//
+//   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 8191
+//   x[c]    ~= step * number,   |number| <= 32767,  sum of |number| <= 2^18 - columns / 2 - 1
+//
+// So no sum of products leaves 32 bits, whatever the data: 8191 * 2^18 < 2^31. Rows of a tile become words in the workspace once
+// for all vectors, which is what takes many of them to pay: twice the products of floats per cycle.
+// Contract: |X - step code| <= step / 2, that is 2^-14 of a row's largest value, and |x - step number| <= step / 2, where the step
+// is the larger of max |x| / 32767 and about sum |x| / 2^18. On normal data the sum of both is a relative error of 2e-4 (128
+// columns; tests/conformance/words.cpp). A block with a value that is not finite is multiplied in floats (value_product.hpp).
+#pragma once
+
+#include <limits>
+#include <utility>
+
+#include "value_product.hpp"
+
+namespace kvq::inline v0_1::kernels {
+
+/// Does a product of n vectors with blocks of T go by words? With fewer, making words takes longer than they save.
+template <class Lanes, class T>
+constexpr bool multiplies_words(int n) noexcept {
+    return has_word_dots<Lanes> && sizeof(T) == 2 && n >= 16;
+}
+
+/// The workspace of products of n vectors with blocks of one shape:
+/// [n] floats: steps of the vectors; [n][stride] words of them; [row slots] floats: steps of the rows; a tile of words.
+struct word_space {
+    static constexpr int tile_rows = tile_layout::tile_rows;
+
+    int n = 0;
+    std::ptrdiff_t stride = 0;  ///< of vectors, in words of two columns
+    std::size_t vectors = 0, steps = 0, tile = 0, bytes = 0;
+
+    word_space() = default;
+    word_space(const block_shape& shape, int count)
+        : n(count), stride(detail::round_up(detail::ceil_div(shape.cols(), 2), 16)) {
+        const auto of_floats = [](std::size_t floats) {
+            return detail::round_up(floats * sizeof(float), std::size_t{64});
+        };
+        vectors = of_floats(static_cast<std::size_t>(n));
+        steps = vectors + static_cast<std::size_t>(n) * static_cast<std::size_t>(stride) * 4;
+        tile = steps + of_floats(static_cast<std::size_t>(detail::round_up(shape.rows(), tile_rows)));
+        bytes = tile + static_cast<std::size_t>(stride) * tile_rows * 4;
+    }
+
+    float* vector_steps(std::byte* space) const noexcept { return reinterpret_cast<float*>(space); }
+    std::byte* vector(std::byte* space, int i) const noexcept { return space + vectors + i * stride * 4; }
+    float* row_steps(std::byte* space) const noexcept { return reinterpret_cast<float*>(space + steps); }
+};
+
+template <has_word_dots Lanes, class T>
+class word_product {
+public:
+    using ints = typename Lanes::ints;
+    using floats = typename Lanes::floats;
+
+    /// Words of the vectors: `cols` columns of each, zeros up to the end of the last vector of lanes.
+    static void fold(const word_space& s, const float* x, std::ptrdiff_t x_stride, int cols,
+                     std::byte* space) {
+        float* const steps = s.vector_steps(space);
+        for (int i = 0; i < s.n; ++i, x += x_stride) {
+            floats top = Lanes::splat_float(0.0f), sum = top;
+            for (int c = 0; c < cols; c += Lanes::width) {
+                const floats a = Lanes::abs(load_rows<Lanes>(x + c, cols - c));
+                top = Lanes::larger(top, a);
+                sum = Lanes::add(sum, a);
+            }
+            const float largest = Lanes::largest(top),
+                        step = detail::larger(largest / top_number,
+                                              Lanes::sum(sum) / static_cast<float>(sum_of_numbers - cols));
+            const bool some = largest > tiny;
+            steps[i] = some ? step : 0.0f;
+            const floats inverse = Lanes::splat_float(some ? 1.0f / step : 0.0f);
+            std::byte* const to = s.vector(space, i);
+            const auto number = [&](int c) {
+                return Lanes::round(Lanes::multiply(load_rows<Lanes>(x + c, cols - c), inverse));
+            };
+            for (int c = 0; c < cols; c += 2 * Lanes::width)
+                Lanes::store_as_halfwords(to + 2 * c, number(c), number(c + Lanes::width));
+        }
+    }
+
+    /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows and the vectors that `fold` has
+    /// taken with as many columns. Returns whether it did: not where a value is not finite.
+    static bool run(const word_space& s, const block_shape& shape, const std::byte* block, int rows, int cols,
+                    float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* space) {
+        const value_layout<T> layout(shape);
+        const int slots = layout.tiles.rows.padded_size(), pairs = detail::ceil_div(cols, 2);
+        const auto row_bytes = 4 * static_cast<std::ptrdiff_t>(layout.tiles.words_per_row);
+        float* const steps = s.row_steps(space);
+        for (int tile = 0; tile < rows; tile += tile_rows)
+            if (!find_steps(block + tile * row_bytes, detail::smaller(tile_rows, slots - tile), rows - tile,
+                            cols, steps + tile, ahead))
+                return false;
+        std::byte* const words = space + s.tile;
+        for (int tile = 0; tile < rows; tile += tile_rows) {
+            const int here = detail::smaller(tile_rows, rows - tile);
+            make_words(block + tile * row_bytes, detail::smaller(tile_rows, slots - tile), pairs,
+                       steps + tile, words);
+            for (int i = 0; i < s.n;) {
+                const auto multiply = [&](auto count) {
+                    constexpr int Q = decltype(count)::value;
+                    multiply_tile<Q>(words, pairs, s, space, i, steps + tile, here, y + i * y_stride + tile,
+                                     y_stride, add);
+                    i += Q;
+                };
+                if (s.n - i >= 8)
+                    multiply(std::integral_constant<int, 8>{});
+                else
+                    with_queries(next_query_block(s.n - i), multiply);
+            }
+        }
+        return true;
+    }
+
+private:
+    static constexpr int tile_rows = word_space::tile_rows, parts = tile_rows / Lanes::width;
+    static constexpr int word_bytes = 4 * tile_rows;  // of a word of every row of a tile, in the workspace
+    static constexpr float top_number = 32767.0f, top_code = 8191.0f, tiny = 1e-33f;
+    static constexpr int sum_of_numbers = 1 << 18;
+    static_assert(parts >= 1 && tile_rows % Lanes::width == 0);
+
+    template <int Part>
+    static KVQ_INLINE ints load_words(const std::byte* from, int height) {
+        if (height >= tile_rows) return Lanes::load(from + Part * Lanes::width * 4);
+        const int left = height - Part * Lanes::width;
+        return left <= 0
+                   ? Lanes::splat(0)
+                   : Lanes::load(from + Part * Lanes::width * 4, left < Lanes::width ? left : Lanes::width);
+    }
+
+    /// Steps of a tile's rows; those without values get 0. Returns whether all values of the first `rows` rows are finite.
+    static bool find_steps(const std::byte* from, int height, int rows, int cols, float* steps,
+                           std::ptrdiff_t ahead) {
+        const ints magnitude = Lanes::splat(0x7fff7fff);
+        ints top[parts];
+        KVQ_UNROLL
+        for (int p = 0; p < parts; ++p) top[p] = Lanes::splat(0);
+        const auto visit = [&](int w, ints mask) KVQ_INLINE_LAMBDA {
+            const std::byte* const at = from + w * height * 4;
+            for (int line = 0; line < word_bytes; line += 64) detail::prefetch(at + ahead + line);
+            for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
+                top[P] = Lanes::max_halves(top[P], Lanes::bit_and(load_words<P>(at, height), mask));
+            });
+        };
+        const int whole = cols / 2;
+        for (int w = 0; w < whole; ++w) visit(w, magnitude);
+        // The other half of the last word may hold what a trim left behind.
+        if (cols % 2 != 0) visit(whole, Lanes::splat(0x7fff));
+        ints all = Lanes::splat(0);
+        KVQ_UNROLL
+        for (int p = 0; p < parts; ++p) {
+            std::byte words[4 * Lanes::width];
+            Lanes::store(words, top[p]);
+            const int left = rows - p * Lanes::width;
+            all = Lanes::max_halves(all, left >= Lanes::width ? top[p]
+                                         : left > 0           ? Lanes::load(words, left)
+                                                              : Lanes::splat(0));
+            const floats a =
+                Lanes::larger(Lanes::template halves<T, 0>(top[p]), Lanes::template halves<T, 1>(top[p]));
+            Lanes::store_floats(
+                steps + p * Lanes::width,
+                Lanes::multiply(Lanes::keep_above(a, a, tiny), Lanes::splat_float(1.0f / top_code)));
+        }
+        return all_finite(all);
+    }
+    static bool all_finite(ints tops) {
+        const std::uint16_t infinity = T(std::numeric_limits<float>::infinity()).bits;
+        std::byte words[4 * Lanes::width];
+        Lanes::store(words, tops);
+        std::uint16_t most = 0;
+        for (int i = 0; i < 2 * Lanes::width; ++i)
+            most = detail::larger(most, detail::load_as<std::uint16_t>(words + 2 * i));
+        return most < infinity;
+    }
+
+    /// The codes of a tile's rows: [word][row], two columns to a word.
+    static void make_words(const std::byte* from, int height, int pairs, const float* steps, std::byte* out) {
+        floats inverse[parts][2];  // two lanes per row
+        for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
+            const floats step = Lanes::load_floats(steps + P * Lanes::width);
+            const floats one = Lanes::keep_above(Lanes::divide(Lanes::splat_float(1.0f), step), step, 0.0f);
+            inverse[P][0] = Lanes::template repeat_lanes<0>(one);
+            inverse[P][1] = Lanes::template repeat_lanes<1>(one);
+        });
+        for (int w = 0; w < pairs; ++w, from += height * 4, out += word_bytes)
+            for_parts([&]<int P>() KVQ_INLINE_LAMBDA {
+                const std::byte* const at = from + P * Lanes::width * 4;
+                const auto code = [&]<int Half>() KVQ_INLINE_LAMBDA {
+                    const std::byte* const values = at + Half * Lanes::width * 2;
+                    floats v;
+                    if (height >= tile_rows) {
+                        v = Lanes::template load_values<T>(values);
+                    } else {
+                        const int left = (height - P * Lanes::width) * 2 - Half * Lanes::width;
+                        v = left > 0 ? Lanes::template load_values<T>(
+                                           values, left < Lanes::width ? left : Lanes::width)
+                                     : Lanes::splat_float(0.0f);
+                    }
+                    return Lanes::round(Lanes::multiply(v, inverse[P][Half]));
+                };
+                Lanes::store_as_halfwords(out + P * Lanes::width * 4, code.template operator()<0>(),
+                                          code.template operator()<1>());
+            });
+    }
+
+    template <int Q>
+    static void multiply_tile(const std::byte* words, int pairs, const word_space& s, std::byte* space,
+                              int first, const float* row_steps, int rows, float* y, std::ptrdiff_t y_stride,
+                              bool add) {
+        ints sum[Q][parts];
+        KVQ_UNROLL
+        for (int i = 0; i < Q; ++i) {
+            KVQ_UNROLL
+            for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::splat(0);
+        }
+        const std::byte* const x = s.vector(space, first);
+        const std::ptrdiff_t stride = 4 * s.stride;
+        for (std::ptrdiff_t w = 0; w < pairs; ++w) {
+            ints k[parts];
+            KVQ_UNROLL
+            for (int p = 0; p < parts; ++p) k[p] = Lanes::load(words + w * word_bytes + p * Lanes::width * 4);
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) {
+                const auto b = Lanes::splat(detail::load_as<std::int32_t>(x + i * stride + 4 * w));
+                KVQ_UNROLL
+                for (int p = 0; p < parts; ++p) sum[i][p] = Lanes::dot_word_pairs(sum[i][p], k[p], b);
+            }
+        }
+        const float* const steps = s.vector_steps(space) + first;
+        KVQ_UNROLL
+        for (int p = 0; p < parts; ++p) {
+            const int left = rows - p * Lanes::width;
+            if (left <= 0) continue;
+            const floats row = Lanes::load_floats(row_steps + p * Lanes::width);
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) {
+                float* const to = y + i * y_stride + p * Lanes::width;
+                auto total = Lanes::multiply(Lanes::to_floats(sum[i][p]), row);
+                const auto step = Lanes::splat_float(steps[i]);
+                total = Lanes::multiply_add(total, step,
+                                            add ? load_rows<Lanes>(to, left) : Lanes::splat_float(0.0f));
+                if (left >= Lanes::width)
+                    Lanes::store_floats(to, total);
+                else
+                    Lanes::store_floats(to, total, left);
+            }
+        }
+    }
+
+    template <class F>
+    static KVQ_INLINE void for_parts(F&& f) {
+        [&]<int... P>(std::integer_sequence<int, P...>) KVQ_INLINE_LAMBDA {
+            (f.template operator()<P>(), ...);
+        }
+        (std::make_integer_sequence<int, parts>{});
+    }
+};
+
+}  // namespace kvq::inline v0_1::kernels
