@@ -2,7 +2,8 @@
 // share of the read bandwidth measured in the same run, ratio to this library's 16-bit pages (or to --baseline), and two errors:
 // of the kernel (against double precision on the decoded values) and of the scheme (the same against the 16-bit values; random
 // data is a hard case, since attention then averages noise). All schemes are measured in turns, so all their caches are in memory
-// at once. Where CMake finds ggml, its flash attention runs on the same tensors.
+// at once. Where CMake finds ggml, its attention runs on the same tensors: flash attention on a cache that lies head after head (what
+// its kernel reads fastest) or token after token (llama.cpp's), and products of matrices without it.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -174,12 +175,12 @@ candidate prepare(const char* name, const shape& s) {
 }
 
 #if defined(KVQ_BENCH_GGML)
-/// The same tensors in a cache of ggml's type; head after head, which is what its kernel reads fastest.
-template <ggml_type Type>
+/// The same tensors in a cache of ggml's type.
+template <ggml_type Type, bench::ggml_path Path>
 candidate prepare_ggml(const char* name, const shape& s) {
     const auto values = static_cast<std::size_t>(s.tokens * s.kv_heads * s.head_dim);
-    const auto attention = std::make_shared<bench::ggml_attention>(Type, s.q_tokens, s.q_heads, s.kv_heads,
-                                                                   s.head_dim, s.tokens, s.threads);
+    const auto attention = std::make_shared<bench::ggml_attention>(
+        Path, Type, s.q_tokens, s.q_heads, s.kv_heads, s.head_dim, s.tokens, s.threads);
     std::vector<float> k(values), v(values);
     for_random_tokens(
         s, [&](int first, int n, const std::vector<float>& part_k, const std::vector<float>& part_v) {
@@ -271,10 +272,19 @@ int main(int argc, char** argv) {
     add_pair<kvq::std4, registers>(list, "std4/vnni");
 #endif
 #if defined(KVQ_BENCH_GGML)
-    list.emplace_back("ggml f16", &prepare_ggml<GGML_TYPE_F16>);
+    constexpr auto head_major = bench::ggml_path::head_major, token_major = bench::ggml_path::token_major,
+                   no_flash = bench::ggml_path::no_flash;
+    list.emplace_back("ggml f16", &prepare_ggml<GGML_TYPE_F16, head_major>);
+    list.emplace_back("ggml f16, token-major", &prepare_ggml<GGML_TYPE_F16, token_major>);
+    list.emplace_back("ggml f16, no flash", &prepare_ggml<GGML_TYPE_F16, no_flash>);
+    list.emplace_back("ggml bf16", &prepare_ggml<GGML_TYPE_BF16, head_major>);
+    list.emplace_back("ggml bf16, token-major", &prepare_ggml<GGML_TYPE_BF16, token_major>);
+    list.emplace_back("ggml bf16, no flash", &prepare_ggml<GGML_TYPE_BF16, no_flash>);
     if (s.head_dim % ggml_blck_size(GGML_TYPE_Q4_0) == 0) {  // both have blocks of 32 channels
-        list.emplace_back("ggml q8_0", &prepare_ggml<GGML_TYPE_Q8_0>);
-        list.emplace_back("ggml q4_0", &prepare_ggml<GGML_TYPE_Q4_0>);
+        list.emplace_back("ggml q8_0", &prepare_ggml<GGML_TYPE_Q8_0, head_major>);
+        list.emplace_back("ggml q8_0, token-major", &prepare_ggml<GGML_TYPE_Q8_0, token_major>);
+        list.emplace_back("ggml q4_0", &prepare_ggml<GGML_TYPE_Q4_0, head_major>);
+        list.emplace_back("ggml q4_0, token-major", &prepare_ggml<GGML_TYPE_Q4_0, token_major>);
     }
 #endif
 
@@ -293,7 +303,7 @@ int main(int argc, char** argv) {
     if (!json)
         std::printf(
             "%s, q/kv heads %d/%d, head_dim %d, %d query token(s), pages of %d, %d thread(s)\n"
-            "%-16s %8s %6s %12s %10s %9s %9s %*s %8s %8s\n",
+            "%-22s %8s %6s %12s %10s %9s %9s %*s %8s %8s\n",
             kvq::simd<>::name(), s.q_heads, s.kv_heads, s.head_dim, s.q_tokens, s.page_tokens, s.threads,
             "scheme", "tokens", "bits", "bytes/token", "us", "GB/s", "roofline",
             static_cast<int>(std::max<std::size_t>(8, baseline.size() + 4)), ("vs " + baseline).c_str(),
@@ -335,7 +345,7 @@ int main(int argc, char** argv) {
                                           {"scheme_error", scheme_error}};
                 std::printf("%s\n", line.dump().c_str());
             } else {
-                std::printf("%-16s %8d %6.2f %12.0f %10.1f %9.2f %8.0f%% %*.2fx %8.0e %8.0e\n",
+                std::printf("%-22s %8d %6.2f %12.0f %10.1f %9.2f %8.0f%% %*.2fx %8.0e %8.0e\n",
                             r.scheme.c_str(), n, r.bits, r.bytes / n, r.ns * 1e-3, r.bytes / r.ns,
                             r.roofline * 100.0,
                             static_cast<int>(std::max<std::size_t>(7, baseline.size() + 3)), speed,

@@ -1,27 +1,37 @@
-// Flash attention of ggml's CPU backend (ggml_flash_attn_ext), for rows beside this library's own.
+// Attention of ggml's CPU backend, for rows beside this library's own: flash attention (ggml_flash_attn_ext) on caches whose rows lie
+// head after head or token after token, and two matrix products with a softmax between them.
 #pragma once
 
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
 #include <ggml.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <cstring>
+#include <cstdint>
 #include <memory>
 #include <stdexcept>
 #include <vector>
 
 namespace bench {
 
+/// How ggml attends, and how the cache lies in memory:
+///   head_major    flash attention, [kv_heads][tokens][head_dim]: what its kernel reads fastest
+///   token_major   flash attention, [tokens][kv_heads][head_dim]: llama.cpp's cache
+///   no_flash      products of matrices, K token-major, V [kv_heads][head_dim][tokens]: llama.cpp's cache without flash attention
+enum class ggml_path { head_major, token_major, no_flash };
+
 /// One layer: q is [query tokens, q_heads, head_dim], k and v are [tokens, kv_heads, head_dim], the queries are the last tokens.
 class ggml_attention {
 public:
-    ggml_attention(ggml_type type, int q_tokens, int q_heads, int kv_heads, int head_dim, int tokens,
-                   int threads)
-        : backend_(ggml_backend_cpu_init()),
-          context_(ggml_init({16 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true})) {
+    ggml_attention(ggml_path path, ggml_type type, int q_tokens, int q_heads, int kv_heads, int head_dim,
+                   int tokens, int threads)
+        : path_(path),
+          kv_heads_(static_cast<std::size_t>(kv_heads)),
+          head_dim_(static_cast<std::size_t>(head_dim)),
+          tokens_(static_cast<std::size_t>(tokens)),
+          backend_(ggml_backend_cpu_init()),
+          context_(ggml_init({32 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true})) {
         if (!backend_ || !context_) throw std::runtime_error("ggml does not start");
         ggml_backend_cpu_set_n_threads(backend_.get(), threads);
         ggml_threadpool_params params = ggml_threadpool_params_default(threads);
@@ -29,12 +39,26 @@ public:
         ggml_backend_cpu_set_threadpool(backend_.get(), pool_.get());
 
         ggml_context* const c = context_.get();
-        q_ = ggml_new_tensor_3d(c, GGML_TYPE_F32, head_dim, q_tokens, q_heads);
-        k_ = ggml_new_tensor_3d(c, type, head_dim, tokens, kv_heads);
-        v_ = ggml_new_tensor_3d(c, type, head_dim, tokens, kv_heads);
+        const auto by_head = [&](ggml_tensor* t) { return ggml_permute(c, t, 0, 2, 1, 3); };
+        q_ = ggml_new_tensor_3d(c, GGML_TYPE_F32, head_dim, q_heads, q_tokens);
         if (q_tokens > 1) mask_ = ggml_new_tensor_2d(c, GGML_TYPE_F16, tokens, q_tokens);
         const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
-        out_ = ggml_flash_attn_ext(c, q_, k_, v_, mask_, scale, 0.0f, 0.0f);
+        if (path == ggml_path::head_major) {
+            k_ = ggml_new_tensor_3d(c, type, head_dim, tokens, kv_heads);
+            v_ = ggml_new_tensor_3d(c, type, head_dim, tokens, kv_heads);
+            out_ = ggml_flash_attn_ext(c, by_head(q_), k_, v_, mask_, scale, 0.0f, 0.0f);
+        } else if (path == ggml_path::token_major) {
+            k_ = ggml_new_tensor_3d(c, type, head_dim, kv_heads, tokens);
+            v_ = ggml_new_tensor_3d(c, type, head_dim, kv_heads, tokens);
+            out_ = ggml_flash_attn_ext(c, by_head(q_), by_head(k_), by_head(v_), mask_, scale, 0.0f, 0.0f);
+        } else {
+            k_ = ggml_new_tensor_3d(c, type, head_dim, kv_heads, tokens);
+            v_ = ggml_new_tensor_3d(c, type, tokens, head_dim, kv_heads);
+            ggml_tensor* const scores = ggml_mul_mat(c, by_head(k_), by_head(q_));
+            ggml_mul_mat_set_prec(scores, GGML_PREC_F32);
+            ggml_tensor* const weights = ggml_soft_max_ext(c, scores, mask_, scale, 0.0f);
+            out_ = ggml_cont(c, by_head(ggml_mul_mat(c, v_, weights)));
+        }
         graph_ = ggml_new_graph(c);
         ggml_build_forward_expand(graph_, out_);
         memory_.reset(ggml_backend_alloc_ctx_tensors(c, backend_.get()));
@@ -43,8 +67,7 @@ public:
 
     /// Stores the tensors; k and v become what their type holds of them.
     void fill(const std::vector<float>& q, std::vector<float>& k, std::vector<float>& v) {
-        std::vector<float> turned = by_head(q, q_);
-        ggml_backend_tensor_set(q_, turned.data(), 0, ggml_nbytes(q_));
+        ggml_backend_tensor_set(q_, q.data(), 0, ggml_nbytes(q_));
         store(k, k_);
         store(v, v_);
         if (!mask_) return;
@@ -80,35 +103,33 @@ private:
         }
     };
 
-    /// [tokens, heads, dim] -> [heads, tokens, dim]
-    static std::vector<float> by_head(const std::vector<float>& x, const ggml_tensor* t) {
-        const auto dim = static_cast<std::size_t>(t->ne[0]), tokens = static_cast<std::size_t>(t->ne[1]),
-                   heads = static_cast<std::size_t>(t->ne[2]);
+    /// f(index in [tokens, heads, dim], index in the tensor).
+    template <class F>
+    void for_each_value(const ggml_tensor* t, F f) const {
+        std::size_t from = 0;
+        for (std::size_t token = 0; token < tokens_; ++token)
+            for (std::size_t head = 0; head < kv_heads_; ++head)
+                for (std::size_t channel = 0; channel < head_dim_; ++channel, ++from)
+                    if (path_ == ggml_path::head_major)
+                        f(from, (head * tokens_ + token) * head_dim_ + channel);
+                    else if (path_ == ggml_path::no_flash && t == v_)
+                        f(from, (head * head_dim_ + channel) * tokens_ + token);
+                    else
+                        f(from, from);
+    }
+
+    void store(std::vector<float>& x, ggml_tensor* t) const {
         std::vector<float> turned(x.size());
-        for (std::size_t i = 0; i < tokens; ++i)
-            for (std::size_t h = 0; h < heads; ++h)
-                std::memcpy(&turned[(h * tokens + i) * dim], &x[(i * heads + h) * dim], dim * sizeof(float));
-        return turned;
-    }
-
-    static void store(std::vector<float>& x, ggml_tensor* t) {
-        std::vector<float> turned = by_head(x, t);
-        const std::int64_t dim = t->ne[0], rows = t->ne[1] * t->ne[2];
+        for_each_value(t, [&](std::size_t from, std::size_t to) { turned[to] = x[from]; });
         std::vector<std::byte> coded(ggml_nbytes(t));
-        if (t->type == GGML_TYPE_F16)
-            ggml_fp32_to_fp16_row(turned.data(), reinterpret_cast<ggml_fp16_t*>(coded.data()), rows * dim);
-        else
-            ggml_quantize_chunk(t->type, turned.data(), coded.data(), 0, rows, dim, nullptr);
+        ggml_quantize_chunk(t->type, turned.data(), coded.data(), 0, ggml_nrows(t), t->ne[0], nullptr);
         ggml_backend_tensor_set(t, coded.data(), 0, coded.size());
-        ggml_get_type_traits(t->type)->to_float(coded.data(), turned.data(), rows * dim);
-        const auto heads = static_cast<std::size_t>(t->ne[2]), tokens = static_cast<std::size_t>(t->ne[1]),
-                   width = static_cast<std::size_t>(dim);
-        for (std::size_t h = 0; h < heads; ++h)
-            for (std::size_t i = 0; i < tokens; ++i)
-                std::memcpy(&x[(i * heads + h) * width], &turned[(h * tokens + i) * width],
-                            width * sizeof(float));
+        ggml_get_type_traits(t->type)->to_float(coded.data(), turned.data(), ggml_nelements(t));
+        for_each_value(t, [&](std::size_t from, std::size_t to) { x[from] = turned[to]; });
     }
 
+    ggml_path path_;
+    std::size_t kv_heads_, head_dim_, tokens_;
     std::unique_ptr<ggml_backend, freed_by<ggml_backend_free>> backend_;
     std::unique_ptr<ggml_context, freed_by<ggml_free>> context_;
     std::unique_ptr<ggml_threadpool, freed_by<ggml_threadpool_free>> pool_;
