@@ -1,7 +1,7 @@
 // y = X x on blocks of 16-bit floats for many vectors at once, where one instruction adds up products of 16-bit words.
 //
 //   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 8191
-//   x[c]    ~= step * number,   |number| <= 32767,  sum of |number| <= 2^18 - columns / 2 - 1
+//   x[c]    ~= step * number,   |number| <= 32767,  sum of |number| <= 2^18 - columns / 2
 //
 // So no sum of products leaves 32 bits, whatever the data: 8191 * 2^18 < 2^31. Rows of a tile become words in the workspace once
 // for all vectors, which is what takes many of them to pay: twice the products of floats per cycle.
