@@ -6,6 +6,8 @@
 // quantize   append of the whole prompt, 16-bit input, all layers; dequantize: decode of it to 16-bit tensors
 // append     one token in all layers, averaged over a page (so that coding a page is in it), and its share of the time of
 //            decode attention over --attend-tokens tokens (query heads: four times the kv heads)
+// prefill    a chunk of --seq-len tokens with its queries over --attend-tokens tokens, one layer, one thread; and how long append
+//            followed by attend of the same takes beside it, in turns
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
@@ -25,7 +27,8 @@ struct settings {
 
 struct row {
     std::string mode;
-    double memory, mean_error, max_error, quantize_ms, dequantize_ms, append_us, append_share;
+    double memory = 0, mean_error = 0, max_error = 0, quantize_ms = 0, dequantize_ms = 0, append_us = 0,
+           append_share = 0, prefill_ms = 0, append_attend_ms = 0;
 };
 
 double ms_since(std::chrono::steady_clock::time_point start) {
@@ -40,7 +43,7 @@ template <class Keys, class Values>
 row measure(const char* mode, const settings& s) {
     using cache_type = kvq::cache<Keys, Values, kvq::simd<>>;
     using kvq::tensor;
-    row r{mode, 0, 0, 0, 0, 0, 0, 0};
+    row r{mode};
     kvq::cache_options options;
     options.page_tokens = 128;
     cache_type cache({s.layers, s.heads, s.head_dim}, options);
@@ -84,6 +87,28 @@ row measure(const char* mode, const settings& s) {
         const int some = std::min(s.tokens, s.attend_tokens - done);
         sequence.append(0, in.slice(0, some), in.slice(0, some));
     }
+    const int q_heads = 4 * s.heads;
+    {
+        const auto chunk_q =
+            bench::random_floats(static_cast<std::size_t>(s.tokens * q_heads * s.head_dim), 8);
+        std::vector<float> chunk_out(chunk_q.size());
+        const kvq::token_view<const float> queries(chunk_q.data(), s.tokens, q_heads, s.head_dim);
+        const kvq::token_view<float> outputs(chunk_out.data(), s.tokens, q_heads, s.head_dim);
+        kvq::workspace space;
+        std::vector<double> together, apart;
+        for (int round = 0; round < s.rounds; ++round) {
+            auto chunked = sequence.fork(), plain = sequence.fork();
+            auto start = std::chrono::steady_clock::now();
+            chunked.prefill(0, in, in, queries, outputs, kvq::causal{}, kvq::serial_executor{}, space);
+            together.push_back(ms_since(start));
+            start = std::chrono::steady_clock::now();
+            plain.append(0, in, in);
+            plain.attend(0, queries, outputs, kvq::causal{}, kvq::serial_executor{}, space);
+            apart.push_back(ms_since(start));
+        }
+        r.prefill_ms = median(together);
+        r.append_attend_ms = median(apart);
+    }
     std::vector<double> page;
     for (int round = 0; round < s.rounds; ++round) {
         const auto start = std::chrono::steady_clock::now();
@@ -93,7 +118,6 @@ row measure(const char* mode, const settings& s) {
         }
         page.push_back(ms_since(start) / options.page_tokens);
     }
-    const int q_heads = 4 * s.heads;
     const auto q = bench::random_floats(static_cast<std::size_t>(q_heads * s.head_dim), 9);
     std::vector<float> y(q.size());
     kvq::workspace space;
@@ -143,9 +167,10 @@ int main(int argc, char** argv) {
     if (!s.json)
         std::printf(
             "%d layers, %d tokens, %d kv heads, head_dim %d, groups of %d\n"
-            "%-8s %12s %8s %11s %10s %12s %14s %11s %9s\n",
+            "%-8s %12s %8s %11s %10s %12s %14s %11s %9s %11s %16s\n",
             s.layers, s.tokens, s.heads, s.head_dim, s.group, "mode", "memory (MB)", "savings", "mean error",
-            "max error", "quantize ms", "dequantize ms", "append us", "of attend");
+            "max error", "quantize ms", "dequantize ms", "append us", "of attend", "prefill ms",
+            "append, attend ms");
     const row* best = nullptr;
     for (const row& r : rows) {
         const double savings = 1.0 - r.memory / rows[0].memory;
@@ -159,6 +184,8 @@ int main(int argc, char** argv) {
                                       {"dequantize_ms", r.dequantize_ms},
                                       {"append_us", r.append_us},
                                       {"append_share", r.append_share},
+                                      {"prefill_ms", r.prefill_ms},
+                                      {"append_attend_ms", r.append_attend_ms},
                                       {"layers", s.layers},
                                       {"tokens", s.tokens},
                                       {"heads", s.heads},
@@ -166,9 +193,10 @@ int main(int argc, char** argv) {
                                       {"group", s.group}};
             std::printf("%s\n", line.dump().c_str());
         } else {
-            std::printf("%-8s %12.2f %7.1f%% %11.5f %10.4f %12.2f %14.2f %11.1f %8.2f%%\n", r.mode.c_str(),
-                        r.memory / 1e6, 100.0 * savings, r.mean_error, r.max_error, r.quantize_ms,
-                        r.dequantize_ms, r.append_us, 100.0 * r.append_share);
+            std::printf("%-8s %12.2f %7.1f%% %11.5f %10.4f %12.2f %14.2f %11.1f %8.2f%% %11.1f %16.1f\n",
+                        r.mode.c_str(), r.memory / 1e6, 100.0 * savings, r.mean_error, r.max_error,
+                        r.quantize_ms, r.dequantize_ms, r.append_us, 100.0 * r.append_share, r.prefill_ms,
+                        r.append_attend_ms);
         }
         // Half a step of 4 bits on normal data is about 0.15: more than a tenth of the values' spread shows in models.
         if (r.mean_error < 0.1 && (!best || r.memory < best->memory)) best = &r;

@@ -514,8 +514,7 @@ private:
     };
 
     attention_plan plan_of(const attention_item& item) const noexcept {
-        return {shape_,       geometry_,     item.pages.tokens,
-                item.q.heads, item.q.tokens, attention_rows<Backend>};
+        return {shape_, geometry_, item.pages.tokens, item.q.heads, item.q.tokens, attention_rows<Backend>};
     }
 
     const Keys& keys_;
