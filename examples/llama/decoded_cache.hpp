@@ -1,6 +1,6 @@
-// A kvq cache whose pages are decoded once, when they are coded; attention is the textbook's, on the decoded rows.
+// A kvq cache whose pages are dequantized once, when they are quantized; attention is the textbook's, on the dequantized rows.
 //
-// For schemes that attention could only run by decoding every page for every query (tables, norms): what the model sees is
+// For schemes that attention could only run by dequantizing every page for every query (tables, norms): what the model sees is
 // the same up to the rounding of attention's integer products (5e-4), in a fraction of the time, to run and to compile.
 #pragma once
 
@@ -21,42 +21,65 @@ public:
                  {.sinks = settings.sinks, .recent = settings.recent, .page_tokens = settings.page_tokens},
                  typename cache::key_table(std::move(keys)), typename cache::value_table(std::move(values))),
           sequence_(cache_.new_sequence()),
-          rows_(shape) {}
+          rows_(shape),
+          quantized_(static_cast<std::size_t>(shape.layers), 0) {}
 
-    void append(int layer, const const_rows& keys, const const_rows& values) override {
-        const kvq::page_geometry geometry = cache_.geometry();
-        for (Eigen::Index row = 0; row < keys.rows(); ++row) {
-            const const_rows key = keys.middleRows(row, 1), value = values.middleRows(row, 1);
-            sequence_.append(layer, kvq::tokens_of(key, shape_.kv_heads),
-                             kvq::tokens_of(value, shape_.kv_heads));
-            rows_.append(layer, key, value);
-            const int held = sequence_.tokens(layer);
-            decode(layer, held - 1, 1);
-            for (int page = geometry.committed(held - 1); page < geometry.committed(held); ++page) {
-                decode(layer, geometry.first_token(page), geometry.page_tokens);
-            }
+    void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
+                 rows out) override {
+        // The queries see the chunk in 16 bit.
+        rows_.prefill(layer, in_16_bit(keys), in_16_bit(values), queries, out);
+        sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
+                         kvq::tokens_of(values, shape_.kv_heads));
+        int& quantized = quantized_[static_cast<std::size_t>(layer)];
+        const int before = quantized;
+        quantized = end_of_quantized(layer);
+        if (quantized > before) {
+            dequantize(layer, before, quantized);
         }
     }
 
-    void attend(int layer, const const_rows& queries, rows out) override {
-        rows_.attend(layer, queries, out);
+    // A short cut brings back what was in 16 bit before, so every row is read again.
+    void trim(int tokens) override {
+        sequence_.trim(tokens);
+        rows_.trim(tokens);
+        for (int layer = 0; layer < shape_.layers; ++layer) {
+            dequantize(layer, 0, sequence_.tokens(layer));
+            quantized_[static_cast<std::size_t>(layer)] = end_of_quantized(layer);
+        }
     }
 
-    // What the pages take; the decoded rows are this program's own.
+    // What the pages take; the dequantized rows are this program's own.
     std::size_t bytes() const override { return sequence_.usage().bytes; }
 
 private:
-    void decode(int layer, int first, int tokens) {
-        matrix keys(tokens, shape_.kv_dim()), values(tokens, shape_.kv_dim());
+    static matrix in_16_bit(const const_rows& x) {
+        return x.template cast<Eigen::half>().template cast<float>();
+    }
+
+    // Behind the last quantized page of a layer.
+    int end_of_quantized(int layer) const {
+        const kvq::layer_pages pages = sequence_.pages(layer);
+        for (int i = pages.entries() - 1; i >= 0; --i) {
+            const auto entry = pages.at(i);
+            if (entry.keys->format != 0 || entry.values->format != 0) {
+                return entry.first_token + entry.tokens;
+            }
+        }
+        return 0;
+    }
+
+    // Rows from `first` to before `end`.
+    void dequantize(int layer, int first, int end) {
+        auto keys = rows_.keys(layer, first, end - first), values = rows_.values(layer, first, end - first);
         sequence_.decode(layer, kvq::tensor::key, first, kvq::tokens_of(keys, shape_.kv_heads));
         sequence_.decode(layer, kvq::tensor::value, first, kvq::tokens_of(values, shape_.kv_heads));
-        rows_.replace(layer, first, keys, values);
     }
 
     model_shape shape_;
     cache cache_;
     typename cache::sequence_type sequence_;
     reference_cache rows_;
+    std::vector<int> quantized_;  // of each layer, where the last quantized page ends
 };
 
 // An entry whose caches are Cache<Keys, Values> made with make_keys(statistics or null).

@@ -1,41 +1,30 @@
 #include "evaluate.hpp"
 
+#include "parallel.hpp"
 #include "progress.hpp"
+#include "stopwatch.hpp"
 #include "tokenizer.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstddef>
-#include <exception>
-#include <mutex>
-#include <thread>
+#include <limits>
 
 namespace llama {
 namespace {
-
-// The whole input, in pieces after which the cache may change its mind.
-matrix run_through(const model& llama, std::span<const int> input, kv_cache& cache) {
-    const std::size_t step = static_cast<std::size_t>(cache.step_tokens());
-    matrix states(static_cast<Eigen::Index>(input.size()), llama.shape().dim);
-    for (std::size_t first = 0; first < input.size(); first += step) {
-        const auto piece = input.subspan(first, std::min(step, input.size() - first));
-        states.middleRows(static_cast<Eigen::Index>(first), static_cast<Eigen::Index>(piece.size())) =
-            llama.forward(piece, static_cast<int>(first), cache);
-    }
-    return states;
-}
 
 struct window_result {
     divergence_sums sums;
     double bytes_held = 0.0;
     int tokens_held = 0;
+    double seconds = 0.0;  // to read them
 };
 
 // The window convention: every window is begin-of-text and the next (window - 1) tokens of the input, and all of the
 // latter are predicted, so that each token of the input counts once. The last window may be shorter.
 std::vector<window_result> evaluate_window(const model& llama, std::span<const int> text,
-                                           std::span<const scheme_choice> schemes, progress_bar& progress) {
+                                           std::span<const scheme_choice> schemes, int chunk,
+                                           progress_bar& progress) {
     std::vector<int> input{tokenizer::begin_of_text};
     input.insert(input.end(), text.begin(), text.end() - 1);
 
@@ -43,16 +32,18 @@ std::vector<window_result> evaluate_window(const model& llama, std::span<const i
     std::vector<matrix> states;
     for (const scheme_choice& scheme : schemes) {
         const auto cache = scheme.entry->make(llama.shape(), scheme.settings);
-        states.push_back(run_through(llama, input, *cache));
-        results.push_back({{}, static_cast<double>(cache->bytes()), static_cast<int>(input.size())});
+        const stopwatch time;
+        states.push_back(llama.read(input, 0, *cache, chunk));
+        results.push_back(
+            {{}, static_cast<double>(cache->bytes()), static_cast<int>(input.size()), time.seconds()});
         progress.advance();
     }
 
     // States are small, logits are not: they exist for a few tokens at a time, the baseline's first.
-    constexpr Eigen::Index chunk = 32;
+    constexpr Eigen::Index block = 32;
     const auto count = static_cast<Eigen::Index>(text.size());
-    for (Eigen::Index begin = 0; begin < count; begin += chunk) {
-        const Eigen::Index rows = std::min(chunk, count - begin);
+    for (Eigen::Index begin = 0; begin < count; begin += block) {
+        const Eigen::Index rows = std::min(block, count - begin);
         std::vector<distribution> baseline;
         for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
             const matrix logits = llama.logits(states[scheme].middleRows(begin, rows));
@@ -69,36 +60,6 @@ std::vector<window_result> evaluate_window(const model& llama, std::span<const i
     return results;
 }
 
-// Calls work(0) ... work(count - 1) on several threads; an exception in one of them ends all and comes out
-// here.
-template <class Work>
-void run_parallel(int count, int threads, const Work& work) {
-    std::atomic<int> next = 0;
-    std::exception_ptr failure;
-    std::mutex failure_mutex;
-    const auto worker = [&] {
-        try {
-            for (int index = next++; index < count; index = next++) {
-                work(index);
-            }
-        } catch (...) {
-            const std::lock_guard lock(failure_mutex);
-            failure = std::current_exception();
-            next = count;
-        }
-    };
-    {
-        std::vector<std::jthread> helpers;
-        for (int helper = 1; helper < std::min(threads, count); ++helper) {
-            helpers.emplace_back(worker);
-        }
-        worker();
-    }
-    if (failure) {
-        std::rethrow_exception(failure);
-    }
-}
-
 }  // namespace
 
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
@@ -113,7 +74,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
         run_parallel(static_cast<int>(windows), settings.threads, [&](int window) {
             const std::size_t index = static_cast<std::size_t>(window), begin = index * step;
             const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
-            by_window[index] = evaluate_window(llama, text, schemes, progress);
+            by_window[index] = evaluate_window(llama, text, schemes, settings.chunk, progress);
         });
     }
 
@@ -124,19 +85,44 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
             total.sums += window[scheme].sums;
             total.bytes_held += window[scheme].bytes_held;
             total.tokens_held += window[scheme].tokens_held;
+            total.seconds += window[scheme].seconds;
         }
         const scheme_choice& choice = schemes[scheme];
         const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
         const double bytes = choice.entry->bytes_per_token(llama.shape(), choice.settings.page_tokens);
         const double baseline_perplexity = results.empty() ? perplexity : results.front().perplexity;
         const double baseline_bytes = results.empty() ? bytes : results.front().bytes_per_token;
-        results.push_back(
-            {choice.label, total.sums.tokens, perplexity, 100.0 * (perplexity / baseline_perplexity - 1.0),
-             total.sums.kl_divergence / total.sums.tokens,
-             static_cast<double>(total.sums.same_top) / total.sums.tokens, bytes, baseline_bytes / bytes,
-             16.0 * bytes / baseline_bytes, total.bytes_held / total.tokens_held});
+        results.push_back({choice.label, total.sums.tokens, perplexity,
+                           100.0 * (perplexity / baseline_perplexity - 1.0),
+                           total.sums.kl_divergence / total.sums.tokens,
+                           static_cast<double>(total.sums.same_top) / total.sums.tokens, bytes,
+                           baseline_bytes / bytes, 16.0 * bytes / baseline_bytes,
+                           total.bytes_held / total.tokens_held, total.tokens_held / total.seconds});
     }
     return results;
+}
+
+std::vector<chunk_result> evaluate_chunks(const model& llama, std::span<const int> tokens,
+                                          std::span<const scheme_choice> schemes, std::span<const int> chunks,
+                                          evaluation_settings settings) {
+    std::vector<chunk_result> results;
+    for (const int chunk : chunks) {
+        settings.chunk = chunk;
+        results.push_back({chunk, evaluate(llama, tokens, schemes, settings)});
+    }
+    return results;
+}
+
+worst_chunk find_worst(std::span<const chunk_result> results, std::size_t scheme) {
+    const double first = results.front().schemes[scheme].perplexity;
+    worst_chunk worst{0, -std::numeric_limits<double>::infinity()};
+    for (const chunk_result& result : results.subspan(1)) {
+        const double change = 100.0 * (result.schemes[scheme].perplexity / first - 1.0);
+        if (!(change <= worst.ppl_delta_pct)) {  // what is no number is worse than any
+            worst = {result.chunk, change};
+        }
+    }
+    return worst;
 }
 
 }  // namespace llama

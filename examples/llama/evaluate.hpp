@@ -13,6 +13,7 @@ namespace llama {
 
 struct evaluation_settings {
     int window = 512;
+    int chunk = 512;  // tokens that the cache takes at once
     int threads = 2;
     bool show_progress = false;
 };
@@ -28,11 +29,29 @@ struct scheme_result {
     double compression;             // against 16-bit pages
     double bits;                    // of a coded value, parameters included
     double window_bytes_per_token;  // what a sequence held at the end of a window, 16-bit tokens included
+    double tokens_per_second;       // that one thread reads, without the judging
 };
 
-// The first scheme is the baseline. The result does not depend on the number of threads.
+// The first scheme is the baseline. The result, but for the last, does not depend on the number of threads.
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings);
+
+struct chunk_result {
+    int chunk;
+    std::vector<scheme_result> schemes;
+};
+
+// The same with several chunk sizes, each against the baseline of its own chunk size.
+std::vector<chunk_result> evaluate_chunks(const model& llama, std::span<const int> tokens,
+                                          std::span<const scheme_choice> schemes, std::span<const int> chunks,
+                                          evaluation_settings settings);
+
+// The chunk size, but the first, whose perplexity is worst against that of the first; and by how much, in percent.
+struct worst_chunk {
+    int chunk;
+    double ppl_delta_pct;
+};
+worst_chunk find_worst(std::span<const chunk_result> results, std::size_t scheme);
 
 }  // namespace llama

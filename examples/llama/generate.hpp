@@ -13,13 +13,15 @@ namespace llama {
 
 struct generation_settings {
     std::string prompt;
-    int steps = 0;  // 0: until the context is full
+    int chunk = 512;  // tokens of the prompt that the cache takes at once
+    int steps = 0;    // 0: until the context is full
     sampling sampler;
     std::string load, save;  // files of a living cache (live_cache.hpp): go on from one, leave one
 };
 
 struct generation_result {
-    int prompt_tokens = 0;  // begin-of-text included
+    int prompt_tokens = 0;        // begin-of-text included, without what a loaded cache held
+    double prompt_seconds = 0.0;  // to read them
     int generated_tokens = 0;
     double seconds = 0.0;  // for the generated tokens alone
     int tokens_held = 0;

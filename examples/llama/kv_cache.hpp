@@ -15,12 +15,14 @@ public:
 
     virtual ~kv_cache() = default;
 
-    // Adds tokens to one layer; both are [tokens][kv_heads * head_dim].
-    virtual void append(int layer, const const_rows& keys, const const_rows& values) = 0;
+    // One chunk of one layer: adds its tokens and answers their queries. keys and values are [tokens][kv_heads * head_dim],
+    // queries and out [tokens][heads * head_dim]. Every query sees its own token and everything before it. The chunk, and
+    // what was in 16 bit before it, is seen in 16 bit: pages are quantized when the queries have been answered.
+    virtual void prefill(int layer, const const_rows& keys, const const_rows& values,
+                         const const_rows& queries, rows out) = 0;
 
-    // Attention of the last tokens of that layer over everything before and including them;
-    // queries and out are [tokens][heads * head_dim].
-    virtual void attend(int layer, const const_rows& queries, rows out) = 0;
+    // Forgets every token from position `tokens` on, in all layers.
+    virtual void trim(int tokens) = 0;
 
     // Bytes this sequence holds now, window included.
     virtual std::size_t bytes() const = 0;

@@ -64,15 +64,15 @@ public:
         }
     }
 
-    void append(int layer, const const_rows& keys, const const_rows& values) override {
-        sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
-                         kvq::tokens_of(values, shape_.kv_heads));
+    void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
+                 rows out) override {
+        sequence_.prefill(layer, kvq::tokens_of(keys, shape_.kv_heads),
+                          kvq::tokens_of(values, shape_.kv_heads), kvq::tokens_of(queries, shape_.heads),
+                          kvq::tokens_of(out, shape_.heads), kvq::causal{}, kvq::serial_executor{},
+                          workspace_);
     }
 
-    void attend(int layer, const const_rows& queries, rows out) override {
-        sequence_.attend(layer, kvq::tokens_of(queries, shape_.heads), kvq::tokens_of(out, shape_.heads),
-                         kvq::causal{}, kvq::serial_executor{}, workspace_);
-    }
+    void trim(int tokens) override { sequence_.trim(tokens); }
 
     std::size_t bytes() const override { return sequence_.usage().bytes; }
 

@@ -10,7 +10,7 @@ namespace llama {
 
 std::vector<long_context_row> long_context(const model& llama, std::span<const int> tokens,
                                            const cache_settings& settings, const live_settings& live,
-                                           int every) {
+                                           int every, int chunk) {
     std::vector<int> input{tokenizer::begin_of_text};
     input.insert(input.end(), tokens.begin(), tokens.end() - 1);
 
@@ -25,8 +25,8 @@ std::vector<long_context_row> long_context(const model& llama, std::span<const i
     for (int first = 0; first < count; first += step) {
         const auto piece = std::span<const int>(input).subspan(
             static_cast<std::size_t>(first), static_cast<std::size_t>(std::min(step, count - first)));
-        const matrix expected = llama.logits(llama.forward(piece, first, *baseline));
-        const matrix got = llama.logits(llama.forward(piece, first, *cache));
+        const matrix expected = llama.logits(llama.forward(piece, first, *baseline, chunk));
+        const matrix got = llama.logits(llama.forward(piece, first, *cache, chunk));
         for (Eigen::Index row = 0; row < got.rows(); ++row) {
             const distribution wanted(expected.row(row)), found(got.row(row));
             const int next = tokens[static_cast<std::size_t>(first + row)];

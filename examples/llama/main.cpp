@@ -1,4 +1,4 @@
-// kvq_llama generate | evaluate | dump | long-context: a small Llama engine whose cache is kvq.
+// kvq_llama generate | evaluate | chunks | slot | dump | long-context: a small Llama engine whose cache is kvq.
 #include "dump.hpp"
 #include "evaluate.hpp"
 #include "generate.hpp"
@@ -6,6 +6,7 @@
 #include "long_context.hpp"
 #include "progress.hpp"
 #include "report.hpp"
+#include "slot.hpp"
 #include "statistics.hpp"
 #include "token_source.hpp"
 
@@ -16,6 +17,7 @@
 #include <exception>
 #include <iostream>
 #include <stdexcept>
+#include <utility>
 
 namespace {
 
@@ -34,8 +36,13 @@ struct options {
     int window = 0, tokens = 0, skip = 0;
     std::string statistics_path;
     int statistics_tokens = 2048;
-    llama::evaluation_settings evaluation;
+    llama::evaluation_settings evaluation{.chunk = 0};
     bool json = false;
+    int chunk = 512;
+
+    std::vector<int> chunks{1, 8, 32, 128, 512};
+    double chunk_bound = 0.2, slot_bound = 0.0;  // percent
+    llama::slot_settings slot;
 
     std::string directory;
     llama::dump_settings dump;
@@ -58,19 +65,24 @@ void run_generate(const options& chosen) {
 
     llama::generation_result total;
     llama::generation_settings settings = chosen.generation;
+    settings.chunk = chosen.chunk;
     for (int sample = 0; sample < chosen.samples; ++sample) {
         std::cout << (sample > 0 ? "\n" : "");
         const auto result = llama::generate(model, pieces, scheme, settings, std::cout);
+        total.prompt_tokens += result.prompt_tokens;
+        total.prompt_seconds += result.prompt_seconds;
         total.generated_tokens += result.generated_tokens;
         total.seconds += result.seconds;
         total.tokens_held += result.tokens_held;
         total.bytes_held += result.bytes_held;
         ++settings.sampler.seed;
     }
-    std::fprintf(
-        stderr, "%s: %d tokens, %.1f tokens/s; the cache held %d tokens in %zu bytes, %.1f bytes/token\n",
-        scheme.label.c_str(), total.generated_tokens, total.generated_tokens / total.seconds,
-        total.tokens_held, total.bytes_held, static_cast<double>(total.bytes_held) / total.tokens_held);
+    std::fprintf(stderr,
+                 "%s: %d tokens of prompts, %.1f tokens/s; %d tokens generated, %.1f tokens/s; "
+                 "the cache held %d tokens in %zu bytes, %.1f bytes/token\n",
+                 scheme.label.c_str(), total.prompt_tokens, total.prompt_tokens / total.prompt_seconds,
+                 total.generated_tokens, total.generated_tokens / total.seconds, total.tokens_held,
+                 total.bytes_held, static_cast<double>(total.bytes_held) / total.tokens_held);
 }
 
 std::vector<int> read_input(const options& chosen, const std::string& path, const llama::model& model) {
@@ -95,7 +107,8 @@ int window_of(const options& chosen, const llama::model& model) {
     return window;
 }
 
-void run_evaluate(const options& chosen) {
+// fp16, which is always the baseline, and the others.
+std::vector<llama::scheme_choice> schemes_of(const options& chosen) {
     std::vector<llama::scheme_choice> schemes{
         llama::parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
     for (const std::string& name : chosen.schemes) {
@@ -106,22 +119,27 @@ void run_evaluate(const options& chosen) {
     if (is_live(chosen)) {
         schemes.push_back(llama::live_scheme(chosen.live, chosen.cache));
     }
+    return schemes;
+}
 
-    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
-    llama::evaluation_settings settings = chosen.evaluation;
-    settings.window = window_of(chosen, model);
-    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
-    if (std::any_of(schemes.begin(), schemes.end(),
-                    [](const auto& s) { return s.settings.use_statistics; })) {
-        std::vector<int> text =
-            chosen.statistics_path.empty() ? tokens : read_input(chosen, chosen.statistics_path, model);
-        text.resize(std::min(text.size(), static_cast<std::size_t>(chosen.statistics_tokens)));
-        const auto statistics =
-            std::make_shared<const kvq::calibration>(llama::gather_statistics(model, text, settings.window));
-        for (llama::scheme_choice& scheme : schemes) {
-            scheme.settings.statistics = statistics;
-        }
+void give_statistics(const options& chosen, const llama::model& model, const std::vector<int>& tokens,
+                     std::vector<llama::scheme_choice>& schemes) {
+    if (std::none_of(schemes.begin(), schemes.end(),
+                     [](const auto& s) { return s.settings.use_statistics; })) {
+        return;
     }
+    std::vector<int> text =
+        chosen.statistics_path.empty() ? tokens : read_input(chosen, chosen.statistics_path, model);
+    text.resize(std::min(text.size(), static_cast<std::size_t>(chosen.statistics_tokens)));
+    const auto statistics = std::make_shared<const kvq::calibration>(
+        llama::gather_statistics(model, text, window_of(chosen, model)));
+    for (llama::scheme_choice& scheme : schemes) {
+        scheme.settings.statistics = statistics;
+    }
+}
+
+// What --skip and --tokens leave of the input.
+std::vector<int> part_of(const options& chosen, std::vector<int> tokens) {
     tokens.erase(tokens.begin(), tokens.begin() + std::min<std::ptrdiff_t>(chosen.skip, std::ssize(tokens)));
     if (chosen.tokens > 0 && static_cast<std::size_t>(chosen.tokens) < tokens.size()) {
         tokens.resize(static_cast<std::size_t>(chosen.tokens));
@@ -129,17 +147,122 @@ void run_evaluate(const options& chosen) {
     if (tokens.empty()) {
         throw std::invalid_argument("--skip " + std::to_string(chosen.skip) + " leaves no tokens");
     }
+    return tokens;
+}
+
+// "8 layers, 8/2 heads of 64 channels; pages of 32; "
+void write_model(const options& chosen, const llama::model_shape& shape) {
+    std::cout << shape.layers << " layers, " << shape.heads << '/' << shape.kv_heads << " heads of "
+              << shape.head_dim() << " channels; pages of " << chosen.cache.page_tokens << "; ";
+}
+
+// A window must be some chunks long: within its own chunk a query sees nothing but 16 bit, whatever the scheme.
+int chunk_of(const options& chosen, int window) {
+    constexpr int usual = 512, chunks_of_window = 4;
+    if (chosen.evaluation.chunk >= window) {
+        std::fprintf(
+            stderr,
+            "kvq_llama: a window of %d tokens is one chunk of %d: every query sees 16 bit, and no scheme is "
+            "judged\n",
+            window, chosen.evaluation.chunk);
+    }
+    return chosen.evaluation.chunk > 0 ? chosen.evaluation.chunk
+                                       : std::min(usual, std::max(1, window / chunks_of_window));
+}
+
+void run_evaluate(const options& chosen) {
+    std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
+    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    llama::evaluation_settings settings = chosen.evaluation;
+    settings.window = window_of(chosen, model);
+    settings.chunk = chunk_of(chosen, settings.window);
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
+    give_statistics(chosen, model, tokens, schemes);
+    tokens = part_of(chosen, std::move(tokens));
 
     const auto results = llama::evaluate(model, tokens, schemes, settings);
     if (chosen.json) {
         llama::write_json(std::cout, results);
     } else {
-        const llama::model_shape& shape = model.shape();
-        std::cout << shape.layers << " layers, " << shape.heads << '/' << shape.kv_heads << " heads of "
-                  << shape.head_dim() << " channels; " << tokens.size() << " tokens in windows of "
-                  << settings.window << ", pages of " << chosen.cache.page_tokens << "\n\n";
+        write_model(chosen, model.shape());
+        std::cout << tokens.size() << " tokens in windows of " << settings.window << " and chunks of "
+                  << settings.chunk << "\n\n";
         llama::write_table(std::cout, results);
     }
+}
+
+int run_chunks(const options& chosen) {
+    if (chosen.chunks.size() < 2) {
+        throw std::invalid_argument("--chunks needs two sizes or more, to compare them");
+    }
+    std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
+    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    llama::evaluation_settings settings = chosen.evaluation;
+    settings.window = window_of(chosen, model);
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
+    give_statistics(chosen, model, tokens, schemes);
+    tokens = part_of(chosen, std::move(tokens));
+
+    const auto results = llama::evaluate_chunks(model, tokens, schemes, chosen.chunks, settings);
+    if (chosen.json) {
+        llama::write_json(std::cout, results);
+    } else {
+        write_model(chosen, model.shape());
+        std::cout << "perplexity of " << tokens.size() << " tokens in windows of " << settings.window
+                  << ", by chunk size\n\n";
+        llama::write_table(std::cout, results);
+    }
+    int status = 0;
+    for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
+        const llama::worst_chunk worst = llama::find_worst(results, scheme);
+        if (!(worst.ppl_delta_pct <= chosen.chunk_bound)) {
+            std::fprintf(stderr,
+                         "kvq_llama: %s: chunks of %d have %.3f %% more perplexity than chunks of %d, "
+                         "the bound is %g %%\n",
+                         schemes[scheme].label.c_str(), worst.chunk, worst.ppl_delta_pct,
+                         results.front().chunk, chosen.chunk_bound);
+            status = 1;
+        }
+    }
+    return status;
+}
+
+int run_slot(const options& chosen) {
+    std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
+    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    llama::slot_settings settings = chosen.slot;
+    settings.chunk = chosen.chunk;
+    settings.threads = chosen.evaluation.threads;
+    settings.show_progress = chosen.evaluation.show_progress;
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
+    give_statistics(chosen, model, tokens, schemes);
+    tokens = part_of(chosen, std::move(tokens));
+
+    const auto results = llama::run_slot(model, tokens, schemes, settings);
+    if (chosen.json) {
+        llama::write_json(std::cout, results);
+    } else {
+        write_model(chosen, model.shape());
+        std::cout << "turns of " << settings.turn_tokens << " tokens behind a prompt of "
+                  << settings.prompt_tokens << ", in chunks of " << settings.chunk
+                  << (settings.varying ? ", other text in between" : "")
+                  << "\nperplexity of a turn (and against " << results.front().scheme << ")\n\n";
+        llama::write_table(std::cout, results);
+    }
+    int status = 0;
+    for (const llama::slot_result& result : results) {
+        if (!(100.0 * result.drift <= chosen.slot_bound)) {
+            std::fprintf(
+                stderr,
+                "kvq_llama: %s: turn %d has a perplexity of %.6f, turn 2 one of %.6f: a drift of %.3g %%, "
+                "the bound is %g %%\n",
+                result.scheme.c_str(), result.drift_turn,
+                result.perplexity[static_cast<std::size_t>(result.drift_turn - 1)], result.perplexity[1],
+                100.0 * result.drift, chosen.slot_bound);
+            status = 1;
+        }
+    }
+    return status;
 }
 
 void run_dump(const options& chosen) {
@@ -159,7 +282,8 @@ void run_long_context(const options& chosen) {
         throw std::invalid_argument("the input has only " + std::to_string(tokens.size()) + " tokens");
     }
     tokens.resize(static_cast<std::size_t>(chosen.tokens));
-    const auto rows = llama::long_context(model, tokens, chosen.cache, chosen.live, chosen.every);
+    const auto rows =
+        llama::long_context(model, tokens, chosen.cache, chosen.live, chosen.every, chosen.chunk);
     if (chosen.json) {
         llama::write_json(std::cout, rows);
     } else {
@@ -203,6 +327,39 @@ void add_input_options(CLI::App& command, options& chosen) {
         ->capture_default_str();
 }
 
+void add_chunk_option(CLI::App& command, options& chosen) {
+    command
+        .add_option("--chunk", chosen.chunk,
+                    "tokens of a text that the cache takes at once; 1: token by token, as decoding does")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+}
+
+// For the commands that judge schemes.
+void add_evaluation_options(CLI::App& command, options& chosen, const char* threads) {
+    command.add_option("--schemes", chosen.schemes, "schemes to compare, separated by commas")
+        ->delimiter(',')
+        ->capture_default_str();
+    command.add_option("--tokens", chosen.tokens, "use only the first tokens of the input, 0: all")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    command
+        .add_option("--skip", chosen.skip, "leave out the first tokens of the input, before --tokens counts")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    command.add_option(
+        "--statistics", chosen.statistics_path,
+        "text that +stats gathers its statistics from; default: the first tokens of the input");
+    command.add_option("--statistics-tokens", chosen.statistics_tokens, "tokens of it to use")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    command.add_option("--threads", chosen.evaluation.threads, threads)
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    command.add_flag("--json", chosen.json, "one JSON object a line instead of a table");
+    command.add_flag("--progress,!--no-progress", chosen.evaluation.show_progress, "show a progress bar");
+}
+
 void add_cache_options(CLI::App& command, options& chosen) {
     command.add_option("--sinks", chosen.cache.sinks, "first tokens kept in 16 bit")
         ->check(CLI::NonNegativeNumber)
@@ -221,6 +378,8 @@ void add_cache_options(CLI::App& command, options& chosen) {
 
 int main(int argc, char** argv) {
     options chosen;
+    chosen.evaluation.show_progress = llama::stderr_is_terminal();
+    int status = 0;
     CLI::App app("A small Llama engine that keeps its key/value cache in kvq.", "kvq_llama");
     app.require_subcommand(1);
     // Scripts give defaults, users give others after them.
@@ -252,6 +411,7 @@ int main(int argc, char** argv) {
     generate.add_option("--load", chosen.generation.load, "go on from a saved cache");
     generate.add_option("--save", chosen.generation.save,
                         "save the cache afterwards; how it is coded: --tiers, --requantize-at, or 16 bit");
+    add_chunk_option(generate, chosen);
     add_live_options(generate, chosen);
     generate.callback([&] { run_generate(chosen); });
 
@@ -259,30 +419,55 @@ int main(int argc, char** argv) {
     add_model_options(evaluate, chosen);
     add_input_options(evaluate, chosen);
     add_cache_options(evaluate, chosen);
-    evaluate.add_option("--schemes", chosen.schemes, "schemes to compare, separated by commas")
-        ->delimiter(',')
-        ->capture_default_str();
-    evaluate.add_option("--tokens", chosen.tokens, "use only the first tokens of the input, 0: all")
-        ->check(CLI::NonNegativeNumber)
-        ->capture_default_str();
     evaluate
-        .add_option("--skip", chosen.skip, "leave out the first tokens of the input, before --tokens counts")
+        .add_option("--chunk", chosen.evaluation.chunk,
+                    "tokens of a window that the cache takes at once; 1: token by token, as decoding does; "
+                    "0: 512, or "
+                    "a quarter of the window if that is less")
         ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
-    evaluate.add_option(
-        "--statistics", chosen.statistics_path,
-        "text that +stats gathers its statistics from; default: the first tokens of the input");
-    evaluate.add_option("--statistics-tokens", chosen.statistics_tokens, "tokens of it to use")
-        ->check(CLI::PositiveNumber)
-        ->capture_default_str();
-    evaluate.add_option("--threads", chosen.evaluation.threads, "windows evaluated at the same time")
-        ->check(CLI::PositiveNumber)
-        ->capture_default_str();
-    evaluate.add_flag("--json", chosen.json, "one JSON object a line instead of a table");
-    chosen.evaluation.show_progress = llama::stderr_is_terminal();
-    evaluate.add_flag("--progress,!--no-progress", chosen.evaluation.show_progress, "show a progress bar");
+    add_evaluation_options(evaluate, chosen, "windows evaluated at the same time");
     add_live_options(evaluate, chosen);
     evaluate.callback([&] { run_evaluate(chosen); });
+
+    CLI::App& chunks = *app.add_subcommand(
+        "chunks", "Perplexity by chunk size. Fails where a chunk size is worse than the first.");
+    add_model_options(chunks, chosen);
+    add_input_options(chunks, chosen);
+    add_cache_options(chunks, chosen);
+    chunks.add_option("--chunks", chosen.chunks, "chunk sizes, separated by commas")
+        ->delimiter(',')
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    chunks.add_option("--bound", chosen.chunk_bound, "how much more perplexity is allowed, in percent")
+        ->capture_default_str();
+    add_evaluation_options(chunks, chosen, "windows evaluated at the same time");
+    chunks.callback([&] { status = run_chunks(chosen); });
+
+    CLI::App& slot = *app.add_subcommand("slot",
+                                         "A slot of a server: reads a prompt, then turn after turn a text "
+                                         "that is cut off again. Fails where the "
+                                         "perplexity of the text changes from the second turn on.");
+    add_model_options(slot, chosen);
+    add_input_options(slot, chosen);
+    add_cache_options(slot, chosen);
+    add_chunk_option(slot, chosen);
+    slot.add_option("--prompt-tokens", chosen.slot.prompt_tokens, "tokens of the prompt")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    slot.add_option("--turns", chosen.slot.turns, "turns")
+        ->check(CLI::Range(2, 1 << 20))
+        ->capture_default_str();
+    slot.add_option("--turn-tokens", chosen.slot.turn_tokens, "tokens of a turn")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    slot.add_flag("--varying", chosen.slot.varying,
+                  "read and cut off other text, of other lengths, before each turn");
+    slot.add_option("--bound", chosen.slot_bound, "drift that is allowed from the second turn on, in percent")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    add_evaluation_options(slot, chosen, "schemes run at the same time");
+    slot.callback([&] { status = run_slot(chosen); });
 
     CLI::App& dump = *app.add_subcommand("dump", "Write q, k and v of a text to files, for bench_quality.");
     add_model_options(dump, chosen);
@@ -310,6 +495,7 @@ int main(int argc, char** argv) {
         ->check(CLI::PositiveNumber)
         ->capture_default_str();
     grow.add_flag("--json", chosen.json, "one JSON object a line instead of a table");
+    add_chunk_option(grow, chosen);
     add_live_options(grow, chosen);
     grow.callback([&] { run_long_context(chosen); });
 
@@ -321,5 +507,5 @@ int main(int argc, char** argv) {
         std::cerr << "kvq_llama: " << error.what() << '\n';
         return 1;
     }
-    return 0;
+    return status;
 }

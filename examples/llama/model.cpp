@@ -1,5 +1,6 @@
 #include "model.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <stdexcept>
 #include <string>
@@ -8,10 +9,13 @@
 namespace llama {
 namespace {
 
-matrix normed(const matrix& states, const row_view& weight) {
+void norm(const matrix& states, const row_view& weight, matrix& out) {
     constexpr float epsilon = 1e-5F;
-    const Eigen::ArrayXf inverse = (states.array().square().rowwise().mean() + epsilon).rsqrt();
-    return (states.array().colwise() * inverse).rowwise() * weight.array();
+    out.resize(states.rows(), states.cols());
+    for (Eigen::Index row = 0; row < states.rows(); ++row) {
+        const float mean = states.row(row).squaredNorm() / static_cast<float>(states.cols());
+        out.row(row).array() = states.row(row).array() * weight.array() * (1.0F / std::sqrt(mean + epsilon));
+    }
 }
 
 }  // namespace
@@ -32,22 +36,23 @@ model::model(checkpoint weights, double rope_theta, int positions) : weights_(st
 
 // Channels 2i and 2i + 1 of a head are one point in the plane, turned by an angle that grows with the
 // position.
-void model::rotate(kv_cache::rows heads, int first_position) const {
+void model::rotate(matrix& heads, int first_position) const {
     const Eigen::Index pairs = cos_.cols();
     for (Eigen::Index token = 0; token < heads.rows(); ++token) {
-        const auto cosine = cos_.row(first_position + token);
-        const auto sine = sin_.row(first_position + token);
-        float* point = &heads(token, 0);
-        for (Eigen::Index pair = 0; pair < heads.cols() / 2; ++pair, point += 2) {
-            const float c = cosine[pair % pairs], s = sine[pair % pairs];
-            const float x = point[0], y = point[1];
-            point[0] = x * c - y * s;
-            point[1] = x * s + y * c;
+        const float* const cosine = &cos_(first_position + token, 0);
+        const float* const sine = &sin_(first_position + token, 0);
+        float* const row = &heads(token, 0);
+        for (float* head = row; head < row + heads.cols(); head += 2 * pairs) {
+            for (Eigen::Index pair = 0; pair < pairs; ++pair) {
+                const float x = head[2 * pair], y = head[2 * pair + 1];
+                head[2 * pair] = x * cosine[pair] - y * sine[pair];
+                head[2 * pair + 1] = x * sine[pair] + y * cosine[pair];
+            }
         }
     }
 }
 
-matrix model::forward(std::span<const int> tokens, int first_position, kv_cache& cache) const {
+matrix model::forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const {
     const Eigen::Index count = static_cast<Eigen::Index>(tokens.size());
     if (first_position + count > cos_.rows()) {
         throw std::runtime_error("position " + std::to_string(first_position + count - 1) +
@@ -59,30 +64,46 @@ matrix model::forward(std::span<const int> tokens, int first_position, kv_cache&
         states.row(token) = weights_.embedding.row(tokens[static_cast<std::size_t>(token)]);
     }
 
-    matrix attention(count, shape().dim);
+    matrix input, queries, keys, values, attention(count, shape().dim), gate, up;
     int layer = 0;
     for (const layer_weights& weights : weights_.layers) {
-        matrix input = normed(states, weights.attention_norm);
-        matrix queries = input * weights.query.transpose();
-        matrix keys = input * weights.key.transpose();
-        const matrix values = input * weights.value.transpose();
+        norm(states, weights.attention_norm, input);
+        queries.noalias() = input * weights.query.transpose();
+        keys.noalias() = input * weights.key.transpose();
+        values.noalias() = input * weights.value.transpose();
         rotate(queries, first_position);
         rotate(keys, first_position);
-        for (Eigen::Index token = 0; token < count; ++token) {
-            cache.append(layer, keys.middleRows(token, 1), values.middleRows(token, 1));
-            cache.attend(layer, queries.middleRows(token, 1), attention.middleRows(token, 1));
+        for (Eigen::Index first = 0; first < count; first += chunk) {
+            const Eigen::Index n = std::min<Eigen::Index>(chunk, count - first);
+            cache.prefill(layer, keys.middleRows(first, n), values.middleRows(first, n),
+                          queries.middleRows(first, n), attention.middleRows(first, n));
         }
         states.noalias() += attention * weights.attention_output.transpose();
 
-        input = normed(states, weights.feed_forward_norm);
-        matrix gate = input * weights.gate.transpose();
-        const matrix up = input * weights.up.transpose();
+        norm(states, weights.feed_forward_norm, input);
+        gate.noalias() = input * weights.gate.transpose();
+        up.noalias() = input * weights.up.transpose();
         gate.array() *= up.array() / (1.0F + (-gate.array()).exp());  // SwiGLU
         states.noalias() += gate * weights.down.transpose();
         ++layer;
     }
     cache.end_of_step();
-    return normed(states, weights_.final_norm);
+    norm(states, weights_.final_norm, input);
+    return input;
+}
+
+matrix model::read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const {
+    constexpr int most = 512;  // tokens whose states of one layer stay in the processor's caches
+    const int piece = std::min(std::max(chunk, most / chunk * chunk), cache.step_tokens());
+    const int count = static_cast<int>(tokens.size());
+    matrix states(count, shape().dim);
+    for (int first = 0; first < count; first += piece) {
+        const int n = std::min(piece, count - first);
+        states.middleRows(first, n) =
+            forward(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(n)),
+                    first_position + first, cache, chunk);
+    }
+    return states;
 }
 
 matrix model::logits(const kv_cache::const_rows& states) const {

@@ -16,16 +16,19 @@ public:
     const model_shape& shape() const { return weights_.shape; }
 
     // Runs tokens at positions first_position, first_position + 1, ... and returns the normed states behind
-    // the last layer, [tokens][dim]. The matrix products take all tokens at once, but in each layer the cache
-    // takes one token, answers its query, takes the next: every query sees the cache that decoding would have
-    // shown it.
-    matrix forward(std::span<const int> tokens, int first_position, kv_cache& cache) const;
+    // the last layer, [tokens][dim]. The matrix products take all tokens at once; the cache takes `chunk` of them at a
+    // time (kv_cache::prefill). With a chunk of 1 every query sees the cache that decoding would have shown it.
+    matrix forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const;
+
+    // forward() for a text of any length: in pieces for which the cache's steps, whole chunks and the processor's caches
+    // are the measure.
+    matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const;
 
     // [rows][vocab]
     matrix logits(const kv_cache::const_rows& states) const;
 
 private:
-    void rotate(kv_cache::rows heads, int first_position) const;
+    void rotate(matrix& heads, int first_position) const;
 
     checkpoint weights_;
     matrix cos_, sin_;  // [positions][head_dim / 2]

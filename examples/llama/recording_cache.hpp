@@ -14,18 +14,25 @@ public:
     };
 
     explicit recording_cache(const model_shape& shape)
-        : exact_(shape), layers_(static_cast<std::size_t>(shape.layers)) {}
+        : exact_(shape), shape_(shape), layers_(static_cast<std::size_t>(shape.layers)) {}
 
     const std::vector<recorded>& layers() const { return layers_; }
 
-    void append(int layer, const const_rows& keys, const const_rows& values) override {
-        add(layers_[static_cast<std::size_t>(layer)].keys, keys);
-        add(layers_[static_cast<std::size_t>(layer)].values, values);
-        exact_.append(layer, keys, values);
+    void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
+                 rows out) override {
+        recorded& of = layers_[static_cast<std::size_t>(layer)];
+        add(of.keys, keys);
+        add(of.values, values);
+        add(of.queries, queries);
+        exact_.prefill(layer, keys, values, queries, out);
     }
-    void attend(int layer, const const_rows& queries, rows out) override {
-        add(layers_[static_cast<std::size_t>(layer)].queries, queries);
-        exact_.attend(layer, queries, out);
+    void trim(int tokens) override {
+        exact_.trim(tokens);
+        for (recorded& of : layers_) {
+            cut(of.keys, tokens, shape_.kv_dim());
+            cut(of.values, tokens, shape_.kv_dim());
+            cut(of.queries, tokens, shape_.dim);
+        }
     }
     std::size_t bytes() const override { return exact_.bytes(); }
 
@@ -35,8 +42,12 @@ private:
             to.insert(to.end(), from.row(row).begin(), from.row(row).end());
         }
     }
+    static void cut(std::vector<float>& of, int tokens, int dim) {
+        of.resize(std::min(of.size(), static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim)));
+    }
 
     reference_cache exact_;
+    model_shape shape_;
     std::vector<recorded> layers_;
 };
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <limits>
 #include <vector>
 
 namespace llama {
@@ -15,51 +16,29 @@ public:
     explicit reference_cache(const model_shape& shape)
         : shape_(shape), layers_(static_cast<std::size_t>(shape.layers)) {}
 
-    void append(int layer, const const_rows& keys, const const_rows& values) override {
+    void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
+                 rows out) override {
         layer_rows& rows_of = layers_[static_cast<std::size_t>(layer)];
-        for (Eigen::Index token = 0; token < keys.rows(); ++token) {
-            const auto key = keys.row(token);
-            const auto value = values.row(token);
-            rows_of.keys.insert(rows_of.keys.end(), key.begin(), key.end());
-            rows_of.values.insert(rows_of.values.end(), value.begin(), value.end());
+        add(rows_of.keys, keys);
+        add(rows_of.values, values);
+        attend(rows_of, queries, out);
+    }
+
+    void trim(int tokens) override {
+        for (layer_rows& rows_of : layers_) {
+            const std::size_t floats =
+                static_cast<std::size_t>(tokens) * static_cast<std::size_t>(shape_.kv_dim());
+            rows_of.keys.resize(std::min(rows_of.keys.size(), floats));
+            rows_of.values.resize(std::min(rows_of.values.size(), floats));
         }
     }
 
-    // Overwrites tokens first, first + 1, ... of one layer.
-    void replace(int layer, int first, const const_rows& keys, const const_rows& values) {
-        layer_rows& rows_of = layers_[static_cast<std::size_t>(layer)];
-        for (Eigen::Index token = 0; token < keys.rows(); ++token) {
-            const auto at = static_cast<std::ptrdiff_t>(first + token) * shape_.kv_dim();
-            const auto key = keys.row(token);
-            const auto value = values.row(token);
-            std::copy(key.begin(), key.end(), rows_of.keys.begin() + at);
-            std::copy(value.begin(), value.end(), rows_of.values.begin() + at);
-        }
+    // Tokens first, first + 1, ... of one layer, to be overwritten.
+    rows keys(int layer, int first, int tokens) {
+        return part(layers_[static_cast<std::size_t>(layer)].keys, first, tokens);
     }
-
-    void attend(int layer, const const_rows& queries, rows out) override {
-        const layer_rows& rows_of = layers_[static_cast<std::size_t>(layer)];
-        const Eigen::Index head_dim = shape_.head_dim(), kv_dim = shape_.kv_dim();
-        const Eigen::Index tokens = static_cast<Eigen::Index>(rows_of.keys.size()) / kv_dim;
-        const float scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
-
-        for (Eigen::Index row = 0; row < queries.rows(); ++row) {
-            const Eigen::Index seen = tokens - queries.rows() + row + 1;
-            for (int head = 0; head < shape_.heads; ++head) {
-                const Eigen::Index kv_head = head / (shape_.heads / shape_.kv_heads);
-                const head_view keys(rows_of.keys.data() + kv_head * head_dim, seen, head_dim,
-                                     Eigen::OuterStride<>(kv_dim));
-                const head_view values(rows_of.values.data() + kv_head * head_dim, seen, head_dim,
-                                       Eigen::OuterStride<>(kv_dim));
-                const auto query = queries.row(row).segment(head * head_dim, head_dim);
-
-                Eigen::ArrayXf weights = (keys * query.transpose() * scale).array();
-                weights = (weights - weights.maxCoeff()).exp();
-                weights /= weights.sum();
-                out.row(row).segment(head * head_dim, head_dim).noalias() =
-                    weights.matrix().transpose() * values;
-            }
-        }
+    rows values(int layer, int first, int tokens) {
+        return part(layers_[static_cast<std::size_t>(layer)].values, first, tokens);
     }
 
     std::size_t bytes() const override {
@@ -76,6 +55,49 @@ private:
     struct layer_rows {
         std::vector<float> keys, values;  // [tokens][kv_heads][head_dim]
     };
+
+    static void add(std::vector<float>& to, const const_rows& from) {
+        for (Eigen::Index row = 0; row < from.rows(); ++row) {
+            to.insert(to.end(), from.row(row).begin(), from.row(row).end());
+        }
+    }
+
+    Eigen::Map<matrix> part(std::vector<float>& of, int first, int tokens) const {
+        return {of.data() + static_cast<std::ptrdiff_t>(first) * shape_.kv_dim(), tokens, shape_.kv_dim()};
+    }
+
+    // The queries of the last tokens.
+    void attend(const layer_rows& rows_of, const const_rows& queries, rows out) const {
+        constexpr Eigen::Index block = 64;  // queries at once: their scores stay in the processor's cache
+        const Eigen::Index head_dim = shape_.head_dim(), kv_dim = shape_.kv_dim();
+        const Eigen::Index before = static_cast<Eigen::Index>(rows_of.keys.size()) / kv_dim - queries.rows();
+        const float scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
+
+        matrix weights;
+        for (Eigen::Index first = 0; first < queries.rows(); first += block) {
+            const Eigen::Index count = std::min(block, queries.rows() - first);
+            const Eigen::Index seen = before + first + count;  // by the last of them
+            for (int head = 0; head < shape_.heads; ++head) {
+                const Eigen::Index kv_head = head / (shape_.heads / shape_.kv_heads);
+                const head_view keys(rows_of.keys.data() + kv_head * head_dim, seen, head_dim,
+                                     Eigen::OuterStride<>(kv_dim));
+                const head_view values(rows_of.values.data() + kv_head * head_dim, seen, head_dim,
+                                       Eigen::OuterStride<>(kv_dim));
+
+                weights.noalias() =
+                    queries.block(first, head * head_dim, count, head_dim) * keys.transpose() * scale;
+                for (Eigen::Index row = 0; row < count; ++row) {
+                    weights.row(row)
+                        .tail(count - 1 - row)
+                        .setConstant(-std::numeric_limits<float>::infinity());
+                    auto own = weights.row(row).array();
+                    own = (own - own.maxCoeff()).exp();
+                    own /= own.sum();
+                }
+                out.block(first, head * head_dim, count, head_dim).noalias() = weights * values;
+            }
+        }
+    }
 
     model_shape shape_;
     std::vector<layer_rows> layers_;

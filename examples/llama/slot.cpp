@@ -1,0 +1,113 @@
+#include "slot.hpp"
+
+#include "divergence.hpp"
+#include "parallel.hpp"
+#include "progress.hpp"
+#include "tokenizer.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+
+namespace llama {
+namespace {
+
+class slot {
+public:
+    slot(const model& llama, std::span<const int> prompt, const scheme_choice& scheme, int chunk)
+        : llama_(llama),
+          cache_(scheme.entry->make(llama.shape(), scheme.settings)),
+          prompt_tokens_(static_cast<int>(prompt.size())),
+          chunk_(chunk),
+          last_state_(llama.read(prompt, 0, *cache_, chunk).bottomRows(1)) {}
+
+    // Reads a text behind the prompt and cuts it off again.
+    matrix turn(std::span<const int> text) {
+        matrix states = llama_.read(text, prompt_tokens_, *cache_, chunk_);
+        cache_->trim(prompt_tokens_);
+        return states;
+    }
+
+    // The perplexity of a text behind the prompt.
+    double judged_turn(std::span<const int> text) {
+        constexpr Eigen::Index block = 32;
+        const auto count = static_cast<Eigen::Index>(text.size());
+        matrix states(count, llama_.shape().dim);
+        states.row(0) = last_state_;
+        states.bottomRows(count - 1) =
+            turn(text).topRows(count - 1);  // behind the last token nothing is judged
+        double negative_log_likelihood = 0.0;
+        for (Eigen::Index begin = 0; begin < count; begin += block) {
+            const matrix logits = llama_.logits(states.middleRows(begin, std::min(block, count - begin)));
+            for (Eigen::Index row = 0; row < logits.rows(); ++row) {
+                negative_log_likelihood -= distribution(logits.row(row))
+                                               .log_probability[text[static_cast<std::size_t>(begin + row)]];
+            }
+        }
+        return std::exp(negative_log_likelihood / static_cast<double>(count));
+    }
+
+private:
+    const model& llama_;
+    std::unique_ptr<kv_cache> cache_;
+    int prompt_tokens_, chunk_;
+    matrix last_state_;  // behind the prompt: it predicts the first token of a turn
+};
+
+// Where the drift is largest.
+void find_drift(slot_result& result) {
+    for (std::size_t turn = 1; turn < result.perplexity.size(); ++turn) {
+        const double drift = std::abs(result.perplexity[turn] / result.perplexity[1] - 1.0);
+        if (!(drift <= result.drift)) {  // a perplexity that is no number drifts as well
+            result.drift = drift;
+            result.drift_turn = static_cast<int>(turn) + 1;
+        }
+    }
+}
+
+}  // namespace
+
+std::vector<slot_result> run_slot(const model& llama, std::span<const int> tokens,
+                                  std::span<const scheme_choice> schemes, const slot_settings& settings) {
+    const auto prompt_text = static_cast<std::size_t>(settings.prompt_tokens - 1);
+    const auto turn_tokens = static_cast<std::size_t>(settings.turn_tokens);
+    if (tokens.size() < prompt_text + 2 * turn_tokens) {
+        throw std::invalid_argument("a prompt of " + std::to_string(settings.prompt_tokens) +
+                                    " tokens, a turn of " + std::to_string(turn_tokens) +
+                                    " and another one need a longer text: it has " +
+                                    std::to_string(tokens.size()) + " tokens");
+    }
+    if (settings.prompt_tokens + settings.turn_tokens > llama.shape().context) {
+        throw std::invalid_argument("a prompt of " + std::to_string(settings.prompt_tokens) +
+                                    " tokens and a turn of " + std::to_string(turn_tokens) +
+                                    " do not fit into a context of " + std::to_string(llama.shape().context));
+    }
+    std::vector<int> prompt{tokenizer::begin_of_text};
+    prompt.insert(prompt.end(), tokens.begin(), tokens.begin() + settings.prompt_tokens - 1);
+    const auto judged = tokens.subspan(prompt_text, turn_tokens);
+    const auto others = tokens.subspan(prompt_text + turn_tokens);
+
+    std::vector<slot_result> results(schemes.size());
+    progress_bar progress(static_cast<int>(schemes.size()) * settings.turns, settings.show_progress);
+    run_parallel(static_cast<int>(schemes.size()), settings.threads, [&](int index) {
+        const scheme_choice& scheme = schemes[static_cast<std::size_t>(index)];
+        slot_result& result = results[static_cast<std::size_t>(index)];
+        result.scheme = scheme.label;
+        slot seat(llama, prompt, scheme, settings.chunk);
+        for (int turn = 0; turn < settings.turns; ++turn) {
+            if (settings.varying) {
+                // Of other lengths too, so that cuts leave pages in other states.
+                const std::size_t length = 1 + static_cast<std::size_t>(turn) * 37 % turn_tokens;
+                const std::size_t room = others.size() - length + 1;
+                seat.turn(others.subspan(static_cast<std::size_t>(turn) * 101 % room, length));
+            }
+            result.perplexity.push_back(seat.judged_turn(judged));
+            progress.advance();
+        }
+        find_drift(result);
+    });
+    return results;
+}
+
+}  // namespace llama
