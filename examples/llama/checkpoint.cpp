@@ -1,5 +1,6 @@
 #include "checkpoint.hpp"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstddef>
@@ -69,17 +70,24 @@ std::int64_t count_floats(const model_shape& shape, bool tied) {
 // Hands out consecutive blocks of the weights.
 class reader {
 public:
-    explicit reader(const float* weights) : next_(weights) {}
+    explicit reader(float* weights) : next_(weights) {}
 
-    const float* take(std::ptrdiff_t count) {
-        const float* block = next_;
+    float* take(std::ptrdiff_t count) {
+        float* block = next_;
         next_ += count;
         return block;
     }
 
 private:
-    const float* next_;
+    float* next_;
 };
+
+// Transposes a matrix of [outputs][inputs] where it lies.
+matrix_view transposed(float* weights, std::ptrdiff_t outputs, std::ptrdiff_t inputs) {
+    const matrix turned = matrix_view(weights, outputs, inputs).transpose();
+    std::copy_n(turned.data(), turned.size(), weights);
+    return {weights, inputs, outputs};
+}
 
 }  // namespace
 
@@ -120,14 +128,14 @@ checkpoint load_checkpoint(const std::string& path) {
                          layers = shape.layers;
     const float* embedding = weights.take(shape.vocab * dim);
     const float* attention_norm = weights.take(layers * dim);
-    const float* query = weights.take(layers * dim * dim);
-    const float* key = weights.take(layers * kv_dim * dim);
-    const float* value = weights.take(layers * kv_dim * dim);
-    const float* attention_output = weights.take(layers * dim * dim);
+    float* query = weights.take(layers * dim * dim);
+    float* key = weights.take(layers * kv_dim * dim);
+    float* value = weights.take(layers * kv_dim * dim);
+    float* attention_output = weights.take(layers * dim * dim);
     const float* feed_forward_norm = weights.take(layers * dim);
-    const float* gate = weights.take(layers * hidden * dim);
-    const float* down = weights.take(layers * dim * hidden);
-    const float* up = weights.take(layers * hidden * dim);
+    float* gate = weights.take(layers * hidden * dim);
+    float* down = weights.take(layers * dim * hidden);
+    float* up = weights.take(layers * hidden * dim);
     const float* final_norm = weights.take(dim);
     weights.take(std::ptrdiff_t{shape.context} *
                  shape.head_dim());  // tables of rotations, computed here instead
@@ -136,21 +144,21 @@ checkpoint load_checkpoint(const std::string& path) {
     std::vector<layer_weights> views;
     for (std::ptrdiff_t layer = 0; layer < layers; ++layer) {
         views.push_back({row_view(attention_norm + layer * dim, dim),
-                         matrix_view(query + layer * dim * dim, dim, dim),
-                         matrix_view(key + layer * kv_dim * dim, kv_dim, dim),
-                         matrix_view(value + layer * kv_dim * dim, kv_dim, dim),
-                         matrix_view(attention_output + layer * dim * dim, dim, dim),
+                         transposed(query + layer * dim * dim, dim, dim),
+                         transposed(key + layer * kv_dim * dim, kv_dim, dim),
+                         transposed(value + layer * kv_dim * dim, kv_dim, dim),
+                         transposed(attention_output + layer * dim * dim, dim, dim),
                          row_view(feed_forward_norm + layer * dim, dim),
-                         matrix_view(gate + layer * hidden * dim, hidden, dim),
-                         matrix_view(down + layer * dim * hidden, dim, hidden),
-                         matrix_view(up + layer * hidden * dim, hidden, dim)});
+                         transposed(gate + layer * hidden * dim, hidden, dim),
+                         transposed(down + layer * dim * hidden, dim, hidden),
+                         transposed(up + layer * hidden * dim, hidden, dim)});
     }
     return {shape,
             std::move(storage),
             matrix_view(embedding, shape.vocab, dim),
             std::move(views),
             row_view(final_norm, dim),
-            matrix_view(classifier, shape.vocab, dim)};
+            matrix_view(classifier, shape.vocab, dim).transpose()};
 }
 
 }  // namespace llama

@@ -20,12 +20,13 @@ struct model_shape {
     constexpr int kv_dim() const { return kv_heads * head_dim(); }
 };
 
+// Matrices are [inputs][outputs], the transpose of what the file holds: Eigen packs them faster that way.
 struct layer_weights {
     row_view attention_norm;        // [dim]
-    matrix_view query, key, value;  // [dim or kv_dim][dim]
+    matrix_view query, key, value;  // [dim][dim or kv_dim]
     matrix_view attention_output;   // [dim][dim]
     row_view feed_forward_norm;     // [dim]
-    matrix_view gate, down, up;     // [hidden_dim][dim], [dim][hidden_dim], [hidden_dim][dim]
+    matrix_view gate, down, up;     // [dim][hidden_dim], [hidden_dim][dim], [dim][hidden_dim]
 };
 
 struct checkpoint {
@@ -33,8 +34,8 @@ struct checkpoint {
     std::unique_ptr<float[]> storage;  // everything below looks into it
     matrix_view embedding;             // [vocab][dim]
     std::vector<layer_weights> layers;
-    row_view final_norm;     // [dim]
-    matrix_view classifier;  // [vocab][dim], the embedding itself when the two are tied
+    row_view final_norm;  // [dim]
+    matrix classifier;    // [dim][vocab]
 };
 
 // Throws std::runtime_error when the header is impossible or the file is not exactly as long as the header

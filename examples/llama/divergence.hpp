@@ -3,6 +3,7 @@
 
 #include "checkpoint.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 namespace llama {
@@ -22,26 +23,65 @@ struct divergence_sums {
     }
 };
 
-// In double, since the divergence of a good cache is far below the rounding of a float logit.
-struct distribution {
-    Eigen::ArrayXd log_probability;
-    Eigen::ArrayXd probability;
-    Eigen::Index top = 0;
-
+// softmax of a row of logits, into which it looks. Differences and sums are in double, since the divergence of a good cache
+// is far below the rounding of a float logit.
+class distribution {
+public:
     explicit distribution(const Eigen::Ref<const Eigen::RowVectorXf>& logits)
-        : log_probability(logits.transpose().cast<double>()) {
-        log_probability -= log_probability.maxCoeff(&top);
-        probability = log_probability.exp();
-        const double sum = probability.sum();
-        probability /= sum;
-        log_probability -= std::log(sum);
+        : logits_(logits.data(), logits.size()) {
+        const double most = logits_.maxCoeff(&top_);
+        double sum = 0.0;
+        for_each_block(logits_.size(), [&](Eigen::Index first, Eigen::Index count) {
+            Eigen::Array<double, Eigen::Dynamic, 1, 0, block, 1> above(count);
+            for (Eigen::Index i = 0; i < count; ++i) {
+                above[i] = static_cast<double>(logits_[first + i]) - most;
+            }
+            sum += above.exp().sum();
+        });
+        log_sum_ = most + std::log(sum);
     }
+
+    Eigen::Index top() const { return top_; }
+    double log_probability(int token) const { return static_cast<double>(logits_[token]) - log_sum_; }
+
+    // KL divergence of another distribution from this one, in nats.
+    double divergence(const distribution& other) const {
+        const double shift = other.log_sum_ - log_sum_;
+        const auto log_sum = static_cast<float>(log_sum_);
+        double sum = 0.0;
+        for_each_block(logits_.size(), [&](Eigen::Index first, Eigen::Index count) {
+            // Probabilities are weights here: float will do.
+            const Eigen::Array<float, Eigen::Dynamic, 1, 0, block, 1> probability =
+                (logits_.segment(first, count).transpose().array() - log_sum).exp();
+            Eigen::Array<double, Eigen::Dynamic, 1, 0, block, 1> terms(count);
+            for (Eigen::Index i = 0; i < count; ++i) {
+                const double ratio = static_cast<double>(logits_[first + i]) -
+                                     static_cast<double>(other.logits_[first + i]) + shift;
+                terms[i] = static_cast<double>(probability[i]) * ratio;
+            }
+            sum += terms.sum();
+        });
+        return sum;
+    }
+
+private:
+    static constexpr Eigen::Index block = 512;
+
+    template <class Visit>
+    static void for_each_block(Eigen::Index count, const Visit& visit) {
+        for (Eigen::Index first = 0; first < count; first += block) {
+            visit(first, std::min(block, count - first));
+        }
+    }
+
+    row_view logits_;
+    Eigen::Index top_ = 0;
+    double log_sum_ = 0.0;
 };
 
 inline divergence_sums compare(const distribution& baseline, const distribution& other, int next_token) {
-    const double divergence =
-        (baseline.probability * (baseline.log_probability - other.log_probability)).sum();
-    return {1, -other.log_probability[next_token], divergence, baseline.top == other.top ? 1 : 0};
+    return {1, -other.log_probability(next_token), baseline.divergence(other),
+            baseline.top() == other.top() ? 1 : 0};
 }
 
 }  // namespace llama

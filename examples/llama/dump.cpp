@@ -49,7 +49,8 @@ int dump(const model& llama, std::span<const int> tokens, const std::string& dir
         const auto text = tokens.subspan(static_cast<std::size_t>(written) * step, step);
         input.insert(input.end(), text.begin(), text.end());
         recording_cache cache(shape);
-        llama.read(input, 0, cache, static_cast<int>(input.size()));
+        activations space;
+        llama.read(input, 0, cache, static_cast<int>(input.size()), space);
 
         char name[16];
         std::snprintf(name, sizeof name, "w%03d", written);

@@ -30,25 +30,28 @@ std::vector<window_result> evaluate_window(const model& llama, std::span<const i
 
     std::vector<window_result> results;
     std::vector<matrix> states;
+    activations space;
     for (const scheme_choice& scheme : schemes) {
         const auto cache = scheme.entry->make(llama.shape(), scheme.settings);
         const stopwatch time;
-        states.push_back(llama.read(input, 0, *cache, chunk));
+        states.push_back(llama.read(input, 0, *cache, chunk, space));
         results.push_back(
             {{}, static_cast<double>(cache->bytes()), static_cast<int>(input.size()), time.seconds()});
         progress.advance();
     }
 
     // States are small, logits are not: they exist for a few tokens at a time, the baseline's first.
-    constexpr Eigen::Index block = 32;
+    constexpr Eigen::Index block = 64;
+    matrix baseline_logits, other_logits;
     const auto count = static_cast<Eigen::Index>(text.size());
     for (Eigen::Index begin = 0; begin < count; begin += block) {
         const Eigen::Index rows = std::min(block, count - begin);
         std::vector<distribution> baseline;
         for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
-            const matrix logits = llama.logits(states[scheme].middleRows(begin, rows));
+            matrix& logits = scheme == 0 ? baseline_logits : other_logits;
+            llama.logits(states[scheme].middleRows(begin, rows), logits);
             for (Eigen::Index row = 0; row < rows; ++row) {
-                distribution current(logits.row(row));
+                const distribution current(logits.row(row));
                 if (scheme == 0) {
                     baseline.push_back(current);
                 }

@@ -40,15 +40,17 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     sampler pick(settings.sampler);
     out << settings.prompt << std::flush;
 
+    activations space;
+    matrix logits;
     const stopwatch prompt_time;
-    matrix states = llama.read(prompt, loaded, *cache, settings.chunk).bottomRows(1);
+    matrix states = llama.read(prompt, loaded, *cache, settings.chunk, space).bottomRows(1);
     generation_result result{.prompt_tokens = static_cast<int>(prompt.size()),
                              .prompt_seconds = prompt_time.seconds(),
                              .tokens_held = read};
     const stopwatch time;
     int previous = prompt.back();
     while (result.generated_tokens < steps) {
-        const matrix logits = llama.logits(states);
+        llama.logits(states, logits);
         const int token = pick({logits.data(), static_cast<std::size_t>(logits.size())});
         if (token == tokenizer::begin_of_text || token == tokenizer::end_of_text) {
             break;
@@ -56,7 +58,7 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
         out << pieces.decode(previous, token) << std::flush;
         previous = token;
         if (++result.generated_tokens < steps) {
-            states = llama.forward({&token, 1}, result.tokens_held, *cache, 1);
+            states = llama.forward({&token, 1}, result.tokens_held, *cache, 1, space);
             ++result.tokens_held;
         }
     }

@@ -21,12 +21,14 @@ std::vector<long_context_row> long_context(const model& llama, std::span<const i
     std::vector<long_context_row> rows;
     divergence_sums sums, baseline_sums;
     std::size_t recoded = 0;
+    activations space;
+    matrix expected, got;
     const int count = static_cast<int>(input.size()), step = cache->step_tokens();
     for (int first = 0; first < count; first += step) {
         const auto piece = std::span<const int>(input).subspan(
             static_cast<std::size_t>(first), static_cast<std::size_t>(std::min(step, count - first)));
-        const matrix expected = llama.logits(llama.forward(piece, first, *baseline, chunk));
-        const matrix got = llama.logits(llama.forward(piece, first, *cache, chunk));
+        llama.logits(llama.forward(piece, first, *baseline, chunk, space), expected);
+        llama.logits(llama.forward(piece, first, *cache, chunk, space), got);
         for (Eigen::Index row = 0; row < got.rows(); ++row) {
             const distribution wanted(expected.row(row)), found(got.row(row));
             const int next = tokens[static_cast<std::size_t>(first + row)];

@@ -52,25 +52,27 @@ void model::rotate(matrix& heads, int first_position) const {
     }
 }
 
-matrix model::forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const {
+const matrix& model::forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
+                             activations& space) const {
     const Eigen::Index count = static_cast<Eigen::Index>(tokens.size());
     if (first_position + count > cos_.rows()) {
         throw std::runtime_error("position " + std::to_string(first_position + count - 1) +
                                  " lies behind the context of " + std::to_string(cos_.rows()) + " tokens");
     }
 
-    matrix states(count, shape().dim);
+    auto& [states, input, queries, keys, values, attention, gate, up] = space;
+    states.resize(count, shape().dim);
+    attention.resize(count, shape().dim);
     for (Eigen::Index token = 0; token < count; ++token) {
         states.row(token) = weights_.embedding.row(tokens[static_cast<std::size_t>(token)]);
     }
 
-    matrix input, queries, keys, values, attention(count, shape().dim), gate, up;
     int layer = 0;
     for (const layer_weights& weights : weights_.layers) {
         norm(states, weights.attention_norm, input);
-        queries.noalias() = input * weights.query.transpose();
-        keys.noalias() = input * weights.key.transpose();
-        values.noalias() = input * weights.value.transpose();
+        queries.noalias() = input * weights.query;
+        keys.noalias() = input * weights.key;
+        values.noalias() = input * weights.value;
         rotate(queries, first_position);
         rotate(keys, first_position);
         for (Eigen::Index first = 0; first < count; first += chunk) {
@@ -78,13 +80,13 @@ matrix model::forward(std::span<const int> tokens, int first_position, kv_cache&
             cache.prefill(layer, keys.middleRows(first, n), values.middleRows(first, n),
                           queries.middleRows(first, n), attention.middleRows(first, n));
         }
-        states.noalias() += attention * weights.attention_output.transpose();
+        states.noalias() += attention * weights.attention_output;
 
         norm(states, weights.feed_forward_norm, input);
-        gate.noalias() = input * weights.gate.transpose();
-        up.noalias() = input * weights.up.transpose();
+        gate.noalias() = input * weights.gate;
+        up.noalias() = input * weights.up;
         gate.array() *= up.array() / (1.0F + (-gate.array()).exp());  // SwiGLU
-        states.noalias() += gate * weights.down.transpose();
+        states.noalias() += gate * weights.down;
         ++layer;
     }
     cache.end_of_step();
@@ -92,7 +94,8 @@ matrix model::forward(std::span<const int> tokens, int first_position, kv_cache&
     return input;
 }
 
-matrix model::read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const {
+matrix model::read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
+                   activations& space) const {
     constexpr int most = 512;  // tokens whose states of one layer stay in the processor's caches
     const int piece = std::min(std::max(chunk, most / chunk * chunk), cache.step_tokens());
     const int count = static_cast<int>(tokens.size());
@@ -101,13 +104,13 @@ matrix model::read(std::span<const int> tokens, int first_position, kv_cache& ca
         const int n = std::min(piece, count - first);
         states.middleRows(first, n) =
             forward(tokens.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(n)),
-                    first_position + first, cache, chunk);
+                    first_position + first, cache, chunk, space);
     }
     return states;
 }
 
-matrix model::logits(const kv_cache::const_rows& states) const {
-    return states * weights_.classifier.transpose();
+void model::logits(const kv_cache::const_rows& states, matrix& out) const {
+    out.noalias() = states * weights_.classifier;
 }
 
 }  // namespace llama

@@ -8,6 +8,11 @@
 
 namespace llama {
 
+// What lies between the layers of one forward pass. Kept from call to call, so that nothing is allocated.
+struct activations {
+    matrix states, input, queries, keys, values, attention, gate, up;
+};
+
 class model {
 public:
     // positions: how far texts may reach; 0: as far as the model was trained to, its context.
@@ -16,16 +21,19 @@ public:
     const model_shape& shape() const { return weights_.shape; }
 
     // Runs tokens at positions first_position, first_position + 1, ... and returns the normed states behind
-    // the last layer, [tokens][dim]. The matrix products take all tokens at once; the cache takes `chunk` of them at a
-    // time (kv_cache::prefill). With a chunk of 1 every query sees the cache that decoding would have shown it.
-    matrix forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const;
+    // the last layer, [tokens][dim], which lie in `space`. The matrix products take all tokens at once; the cache takes
+    // `chunk` of them at a time (kv_cache::prefill). With a chunk of 1 every query sees the cache that decoding would
+    // have shown it.
+    const matrix& forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
+                          activations& space) const;
 
     // forward() for a text of any length: in pieces for which the cache's steps, whole chunks and the processor's caches
     // are the measure.
-    matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk) const;
+    matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
+                activations& space) const;
 
-    // [rows][vocab]
-    matrix logits(const kv_cache::const_rows& states) const;
+    // out: [rows][vocab]
+    void logits(const kv_cache::const_rows& states, matrix& out) const;
 
 private:
     void rotate(matrix& heads, int first_position) const;

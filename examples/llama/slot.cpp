@@ -20,18 +20,19 @@ public:
           cache_(scheme.entry->make(llama.shape(), scheme.settings)),
           prompt_tokens_(static_cast<int>(prompt.size())),
           chunk_(chunk),
-          last_state_(llama.read(prompt, 0, *cache_, chunk).bottomRows(1)) {}
+          last_state_(llama.read(prompt, 0, *cache_, chunk, space_).bottomRows(1)) {}
 
     // Reads a text behind the prompt and cuts it off again.
     matrix turn(std::span<const int> text) {
-        matrix states = llama_.read(text, prompt_tokens_, *cache_, chunk_);
+        matrix states = llama_.read(text, prompt_tokens_, *cache_, chunk_, space_);
         cache_->trim(prompt_tokens_);
         return states;
     }
 
     // The perplexity of a text behind the prompt.
     double judged_turn(std::span<const int> text) {
-        constexpr Eigen::Index block = 32;
+        constexpr Eigen::Index block = 64;
+        matrix logits;
         const auto count = static_cast<Eigen::Index>(text.size());
         matrix states(count, llama_.shape().dim);
         states.row(0) = last_state_;
@@ -39,10 +40,10 @@ public:
             turn(text).topRows(count - 1);  // behind the last token nothing is judged
         double negative_log_likelihood = 0.0;
         for (Eigen::Index begin = 0; begin < count; begin += block) {
-            const matrix logits = llama_.logits(states.middleRows(begin, std::min(block, count - begin)));
+            llama_.logits(states.middleRows(begin, std::min(block, count - begin)), logits);
             for (Eigen::Index row = 0; row < logits.rows(); ++row) {
                 negative_log_likelihood -= distribution(logits.row(row))
-                                               .log_probability[text[static_cast<std::size_t>(begin + row)]];
+                                               .log_probability(text[static_cast<std::size_t>(begin + row)]);
             }
         }
         return std::exp(negative_log_likelihood / static_cast<double>(count));
@@ -52,6 +53,7 @@ private:
     const model& llama_;
     std::unique_ptr<kv_cache> cache_;
     int prompt_tokens_, chunk_;
+    activations space_;
     matrix last_state_;  // behind the prompt: it predicts the first token of a turn
 };
 

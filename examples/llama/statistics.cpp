@@ -26,7 +26,8 @@ kvq::calibration gather_statistics(const model& llama, std::span<const int> toke
         const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
         input.insert(input.end(), text.begin(), text.end());
         recording_cache cache(shape);
-        llama.read(input, 0, cache, static_cast<int>(input.size()));
+        activations space;
+        llama.read(input, 0, cache, static_cast<int>(input.size()), space);
         const int count = static_cast<int>(input.size());
         for (int layer = 0; layer < shape.layers; ++layer) {
             const auto& of = cache.layers()[static_cast<std::size_t>(layer)];
