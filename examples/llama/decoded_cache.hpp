@@ -25,9 +25,9 @@ public:
           quantized_(static_cast<std::size_t>(shape.layers), 0) {}
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out) override {
+                 rows out, worker_pool& workers) override {
         // The queries see the chunk in 16 bit.
-        rows_.prefill(layer, in_16_bit(keys), in_16_bit(values), queries, out);
+        rows_.prefill(layer, in_16_bit(keys), in_16_bit(values), queries, out, workers);
         sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
                          kvq::tokens_of(values, shape_.kv_heads));
         int& quantized = quantized_[static_cast<std::size_t>(layer)];

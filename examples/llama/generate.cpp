@@ -40,7 +40,7 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     sampler pick(settings.sampler);
     out << settings.prompt << std::flush;
 
-    activations space;
+    activations space(settings.threads);
     matrix logits;
     const stopwatch prompt_time;
     matrix states = llama.read(prompt, loaded, *cache, settings.chunk, space).bottomRows(1);

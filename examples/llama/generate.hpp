@@ -14,7 +14,8 @@ namespace llama {
 struct generation_settings {
     std::string prompt;
     int chunk = 512;  // tokens of the prompt that the cache takes at once
-    int steps = 0;    // 0: until the context is full
+    int threads = 1;
+    int steps = 0;  // 0: until the context is full
     sampling sampler;
     std::string load, save;  // files of a living cache (live_cache.hpp): go on from one, leave one
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "checkpoint.hpp"
+#include "worker_pool.hpp"
 
 #include <cstddef>
 #include <limits>
@@ -19,7 +20,7 @@ public:
     // queries and out [tokens][heads * head_dim]. Every query sees its own token and everything before it. The chunk, and
     // what was in 16 bit before it, is seen in 16 bit: pages are quantized when the queries have been answered.
     virtual void prefill(int layer, const const_rows& keys, const const_rows& values,
-                         const const_rows& queries, rows out) = 0;
+                         const const_rows& queries, rows out, worker_pool& workers) = 0;
 
     // Forgets every token from position `tokens` on, in all layers.
     virtual void trim(int tokens) = 0;

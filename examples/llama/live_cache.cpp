@@ -65,11 +65,10 @@ public:
     }
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out) override {
+                 rows out, worker_pool& workers) override {
         sequence_.prefill(layer, kvq::tokens_of(keys, shape_.kv_heads),
                           kvq::tokens_of(values, shape_.kv_heads), kvq::tokens_of(queries, shape_.heads),
-                          kvq::tokens_of(out, shape_.heads), kvq::causal{}, kvq::serial_executor{},
-                          workspace_);
+                          kvq::tokens_of(out, shape_.heads), kvq::causal{}, workers, workspace_);
     }
 
     void trim(int tokens) override { sequence_.trim(tokens); }

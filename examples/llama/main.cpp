@@ -17,6 +17,7 @@
 #include <exception>
 #include <iostream>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 namespace {
@@ -379,6 +380,7 @@ void add_cache_options(CLI::App& command, options& chosen) {
 int main(int argc, char** argv) {
     options chosen;
     chosen.evaluation.show_progress = llama::stderr_is_terminal();
+    chosen.generation.threads = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
     int status = 0;
     CLI::App app("A small Llama engine that keeps its key/value cache in kvq.", "kvq_llama");
     app.require_subcommand(1);
@@ -412,6 +414,11 @@ int main(int argc, char** argv) {
     generate.add_option("--save", chosen.generation.save,
                         "save the cache afterwards; how it is coded: --tiers, --requantize-at, or 16 bit");
     add_chunk_option(generate, chosen);
+    generate
+        .add_option("--threads", chosen.generation.threads,
+                    "threads that read the prompt and answer queries; the text is the same on any number")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
     add_live_options(generate, chosen);
     generate.callback([&] { run_generate(chosen); });
 

@@ -9,9 +9,8 @@
 namespace llama {
 namespace {
 
-void norm(const matrix& states, const row_view& weight, matrix& out) {
+void norm(const kv_cache::const_rows& states, const row_view& weight, kv_cache::rows out) {
     constexpr float epsilon = 1e-5F;
-    out.resize(states.rows(), states.cols());
     for (Eigen::Index row = 0; row < states.rows(); ++row) {
         const float mean = states.row(row).squaredNorm() / static_cast<float>(states.cols());
         out.row(row).array() = states.row(row).array() * weight.array() * (1.0F / std::sqrt(mean + epsilon));
@@ -36,7 +35,7 @@ model::model(checkpoint weights, double rope_theta, int positions) : weights_(st
 
 // Channels 2i and 2i + 1 of a head are one point in the plane, turned by an angle that grows with the
 // position.
-void model::rotate(matrix& heads, int first_position) const {
+void model::rotate(kv_cache::rows heads, Eigen::Index first_position) const {
     const Eigen::Index pairs = cos_.cols();
     for (Eigen::Index token = 0; token < heads.rows(); ++token) {
         const float* const cosine = &cos_(first_position + token, 0);
@@ -60,33 +59,55 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
                                  " lies behind the context of " + std::to_string(cos_.rows()) + " tokens");
     }
 
-    auto& [states, input, queries, keys, values, attention, gate, up] = space;
-    states.resize(count, shape().dim);
-    attention.resize(count, shape().dim);
+    auto& [states, input, queries, keys, values, attention, gate, up, workers] = space;
+    for (matrix* const wide : {&states, &input, &queries, &attention}) {
+        wide->resize(count, shape().dim);
+    }
+    keys.resize(count, shape().kv_dim());
+    values.resize(count, shape().kv_dim());
+    gate.resize(count, shape().hidden_dim);
+    up.resize(count, shape().hidden_dim);
     for (Eigen::Index token = 0; token < count; ++token) {
         states.row(token) = weights_.embedding.row(tokens[static_cast<std::size_t>(token)]);
     }
 
+    // Outside of attention no token knows of another: threads take blocks of them, of a size that the number of threads does
+    // not change.
+    constexpr Eigen::Index block = 128;
+    const auto for_each_block = [&](const auto& work) {
+        workers.parallel_for(static_cast<int>((count + block - 1) / block), [&](int index) {
+            const Eigen::Index first = index * block;
+            work(first, std::min(block, count - first));
+        });
+    };
+
     int layer = 0;
     for (const layer_weights& weights : weights_.layers) {
-        norm(states, weights.attention_norm, input);
-        queries.noalias() = input * weights.query;
-        keys.noalias() = input * weights.key;
-        values.noalias() = input * weights.value;
-        rotate(queries, first_position);
-        rotate(keys, first_position);
+        for_each_block([&](Eigen::Index first, Eigen::Index n) {
+            auto x = input.middleRows(first, n), q = queries.middleRows(first, n),
+                 k = keys.middleRows(first, n);
+            norm(states.middleRows(first, n), weights.attention_norm, x);
+            q.noalias() = x * weights.query;
+            k.noalias() = x * weights.key;
+            values.middleRows(first, n).noalias() = x * weights.value;
+            rotate(q, first_position + first);
+            rotate(k, first_position + first);
+        });
         for (Eigen::Index first = 0; first < count; first += chunk) {
             const Eigen::Index n = std::min<Eigen::Index>(chunk, count - first);
             cache.prefill(layer, keys.middleRows(first, n), values.middleRows(first, n),
-                          queries.middleRows(first, n), attention.middleRows(first, n));
+                          queries.middleRows(first, n), attention.middleRows(first, n), workers);
         }
-        states.noalias() += attention * weights.attention_output;
-
-        norm(states, weights.feed_forward_norm, input);
-        gate.noalias() = input * weights.gate;
-        up.noalias() = input * weights.up;
-        gate.array() *= up.array() / (1.0F + (-gate.array()).exp());  // SwiGLU
-        states.noalias() += gate * weights.down;
+        for_each_block([&](Eigen::Index first, Eigen::Index n) {
+            auto x = input.middleRows(first, n), y = states.middleRows(first, n),
+                 g = gate.middleRows(first, n), u = up.middleRows(first, n);
+            y.noalias() += attention.middleRows(first, n) * weights.attention_output;
+            norm(y, weights.feed_forward_norm, x);
+            g.noalias() = x * weights.gate;
+            u.noalias() = x * weights.up;
+            g.array() *= u.array() / (1.0F + (-g.array()).exp());  // SwiGLU
+            y.noalias() += g * weights.down;
+        });
         ++layer;
     }
     cache.end_of_step();

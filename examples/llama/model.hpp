@@ -8,9 +8,13 @@
 
 namespace llama {
 
-// What lies between the layers of one forward pass. Kept from call to call, so that nothing is allocated.
+// What one forward pass needs beside the weights: what lies between its layers, kept from call to call so that nothing is
+// allocated, and the threads that it runs on.
 struct activations {
+    explicit activations(int threads = 1) : workers(threads) {}
+
     matrix states, input, queries, keys, values, attention, gate, up;
+    worker_pool workers;
 };
 
 class model {
@@ -36,7 +40,7 @@ public:
     void logits(const kv_cache::const_rows& states, matrix& out) const;
 
 private:
-    void rotate(matrix& heads, int first_position) const;
+    void rotate(kv_cache::rows heads, Eigen::Index first_position) const;
 
     checkpoint weights_;
     matrix cos_, sin_;  // [positions][head_dim / 2]

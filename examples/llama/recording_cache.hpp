@@ -19,12 +19,12 @@ public:
     const std::vector<recorded>& layers() const { return layers_; }
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out) override {
+                 rows out, worker_pool& workers) override {
         recorded& of = layers_[static_cast<std::size_t>(layer)];
         add(of.keys, keys);
         add(of.values, values);
         add(of.queries, queries);
-        exact_.prefill(layer, keys, values, queries, out);
+        exact_.prefill(layer, keys, values, queries, out, workers);
     }
     void trim(int tokens) override {
         exact_.trim(tokens);

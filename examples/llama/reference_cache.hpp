@@ -17,11 +17,11 @@ public:
         : shape_(shape), layers_(static_cast<std::size_t>(shape.layers)) {}
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out) override {
+                 rows out, worker_pool& workers) override {
         layer_rows& rows_of = layers_[static_cast<std::size_t>(layer)];
         add(rows_of.keys, keys);
         add(rows_of.values, values);
-        attend(rows_of, queries, out);
+        attend(rows_of, queries, out, workers);
     }
 
     void trim(int tokens) override {
@@ -67,18 +67,18 @@ private:
     }
 
     // The queries of the last tokens.
-    void attend(const layer_rows& rows_of, const const_rows& queries, rows out) const {
+    void attend(const layer_rows& rows_of, const const_rows& queries, rows out, worker_pool& workers) const {
         constexpr Eigen::Index block = 64;  // queries at once: their scores stay in the processor's cache
         const Eigen::Index head_dim = shape_.head_dim(), kv_dim = shape_.kv_dim();
         const Eigen::Index before = static_cast<Eigen::Index>(rows_of.keys.size()) / kv_dim - queries.rows();
         const float scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
 
-        matrix weights;
-        for (Eigen::Index first = 0; first < queries.rows(); first += block) {
-            const Eigen::Index count = std::min(block, queries.rows() - first);
-            const Eigen::Index seen = before + first + count;  // by the last of them
-            for (int head = 0; head < shape_.heads; ++head) {
-                const Eigen::Index kv_head = head / (shape_.heads / shape_.kv_heads);
+        workers.parallel_for(shape_.heads, [&](int head) {
+            const Eigen::Index kv_head = head / (shape_.heads / shape_.kv_heads);
+            matrix weights;
+            for (Eigen::Index first = 0; first < queries.rows(); first += block) {
+                const Eigen::Index count = std::min(block, queries.rows() - first);
+                const Eigen::Index seen = before + first + count;  // by the last of them
                 const head_view keys(rows_of.keys.data() + kv_head * head_dim, seen, head_dim,
                                      Eigen::OuterStride<>(kv_dim));
                 const head_view values(rows_of.values.data() + kv_head * head_dim, seen, head_dim,
@@ -96,7 +96,7 @@ private:
                 }
                 out.block(first, head * head_dim, count, head_dim).noalias() = weights * values;
             }
-        }
+        });
     }
 
     model_shape shape_;
