@@ -71,9 +71,9 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
         states.row(token) = weights_.embedding.row(tokens[static_cast<std::size_t>(token)]);
     }
 
-    // Outside of attention no token knows of another: threads take blocks of them, of a size that the number of threads does
-    // not change.
-    constexpr Eigen::Index block = 128;
+    // Outside of attention no token knows of another: threads take blocks of them. Larger ones are faster, and smaller ones
+    // give all threads something to do; the number of threads does not change them, and so no result.
+    const Eigen::Index block = count < 1024 ? 128 : 256;
     const auto for_each_block = [&](const auto& work) {
         workers.parallel_for(static_cast<int>((count + block - 1) / block), [&](int index) {
             const Eigen::Index first = index * block;
@@ -117,7 +117,7 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
 
 matrix model::read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                    activations& space) const {
-    constexpr int most = 512;  // tokens whose states of one layer stay in the processor's caches
+    constexpr int most = 2048;  // tokens: what lies between two layers takes some 10 KB for each
     const int piece = std::min(std::max(chunk, most / chunk * chunk), cache.step_tokens());
     const int count = static_cast<int>(tokens.size());
     matrix states(count, shape().dim);

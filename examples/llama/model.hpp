@@ -31,8 +31,8 @@ public:
     const matrix& forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                           activations& space) const;
 
-    // forward() for a text of any length: in pieces for which the cache's steps, whole chunks and the processor's caches
-    // are the measure.
+    // forward() for a text of any length, in pieces: of whole chunks, no longer than a step of the cache, of some thousand
+    // tokens at most.
     matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                 activations& space) const;
 
