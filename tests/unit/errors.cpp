@@ -237,7 +237,7 @@ TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and 
         message = e.what();
     }
     INFO(message);
-    CHECK(message.find(std::to_string(64 * 8 * 2 + 64)) != std::string::npos);
+    CHECK(message.find(std::to_string(32 * 8 * 2 + 64)) != std::string::npos);
     CHECK(message.find("1000") != std::string::npos);
     CHECK(sequence.tokens() == 0);
     CHECK(cache.bytes_in_use() == 0);
