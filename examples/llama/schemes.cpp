@@ -19,10 +19,14 @@ const scheme_entry reference_entry{
 template <class Visit>
 void for_each_scheme(const Visit& visit) {
     visit(reference_entry);
-    for (const auto list :
-         {full_schemes(), affine_g32_schemes(), affine_g64_schemes(), kivi_schemes(), preset_grid_schemes(),
-          preset_mixed_schemes(), plan_schemes(), ingredient_schemes(), published_group_schemes(),
-          published_rotation_schemes(), published_kvarn_schemes()}) {
+    for (const auto list : {
+             full_schemes(), affine_g32_schemes(), kivi_g32_schemes(),
+#if defined(KVQ_LLAMA_ALL_SCHEMES)
+                 affine_g64_schemes(), kivi_g64_schemes(), preset_grid_schemes(), preset_mixed_schemes(),
+                 plan_schemes(), ingredient_schemes(), published_group_schemes(),
+                 published_rotation_schemes(), published_kvarn_schemes()
+#endif
+         }) {
         for (const scheme_entry& entry : list) {
             visit(entry);
         }
@@ -38,8 +42,13 @@ const scheme_entry& find_scheme(std::string_view name) {
         }
     });
     if (found == nullptr) {
+#if defined(KVQ_LLAMA_ALL_SCHEMES)
+        const char* const others = "";
+#else
+        const char* const others = "; CMake's KVQ_LLAMA_ALL_SCHEMES builds the others";
+#endif
         throw std::invalid_argument("there is no scheme \"" + std::string(name) + "\"; there are " +
-                                    all_scheme_names());
+                                    all_scheme_names() + others);
     }
     return *found;
 }

@@ -33,7 +33,8 @@ struct scheme_entry {
 std::span<const scheme_entry> full_schemes();
 std::span<const scheme_entry> affine_g32_schemes();
 std::span<const scheme_entry> affine_g64_schemes();
-std::span<const scheme_entry> kivi_schemes();
+std::span<const scheme_entry> kivi_g32_schemes();
+std::span<const scheme_entry> kivi_g64_schemes();
 std::span<const scheme_entry> preset_grid_schemes();
 std::span<const scheme_entry> preset_mixed_schemes();
 std::span<const scheme_entry> plan_schemes();
