@@ -22,8 +22,8 @@ void for_each_scheme(const Visit& visit) {
     for (const auto list : {
              full_schemes(), affine_g32_schemes(), kivi_g32_schemes(),
 #if defined(KVQ_LLAMA_ALL_SCHEMES)
-                 affine_g64_schemes(), kivi_g64_schemes(), preset_grid_schemes(), preset_mixed_schemes(),
-                 plan_schemes(), ingredient_schemes(), published_group_schemes(),
+                 more_g32_schemes(), affine_g64_schemes(), kivi_g64_schemes(), preset_grid_schemes(),
+                 preset_mixed_schemes(), plan_schemes(), ingredient_schemes(), published_group_schemes(),
                  published_rotation_schemes(), published_kvarn_schemes()
 #endif
          }) {

@@ -35,6 +35,7 @@ std::span<const scheme_entry> affine_g32_schemes();
 std::span<const scheme_entry> affine_g64_schemes();
 std::span<const scheme_entry> kivi_g32_schemes();
 std::span<const scheme_entry> kivi_g64_schemes();
+std::span<const scheme_entry> more_g32_schemes();
 std::span<const scheme_entry> preset_grid_schemes();
 std::span<const scheme_entry> preset_mixed_schemes();
 std::span<const scheme_entry> plan_schemes();

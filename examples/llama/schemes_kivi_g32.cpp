@@ -9,7 +9,6 @@ constexpr scheme_entry kivi_entry(std::string_view name) {
 
 std::span<const scheme_entry> kivi_g32_schemes() {
     static constexpr scheme_entry entries[] = {
-        kivi_entry<8>("kivi-8-g32"),
         kivi_entry<4>("kivi-4-g32"),
         kivi_entry<3>("kivi-3-g32"),
         kivi_entry<2>("kivi-2-g32"),
