@@ -9,6 +9,8 @@
 // Contract: 1 <= tokens <= room; attention, saving, requantizing and everything else that walks pages reads spans.
 #pragma once
 
+#include <array>
+
 #include "page.hpp"
 
 namespace kvq::inline v0_1 {
@@ -48,16 +50,17 @@ struct page_geometry {
 
 /// A run of tokens and the two pages that hold it.
 struct page_span {
-    int first_token = 0;  ///< position of its first token
-    int tokens = 0;       ///< that it shows: the first ones of both pages
-    int room = 0;         ///< that its pages are made for: page_tokens, or the number of sinks
-    page_ref pages[2];    ///< K, V
-    page_ref copies[2];   ///< the 16-bit pages from which they were quantized a moment ago, for an exact trim
+    int first_token = 0;            ///< position of its first token
+    int tokens = 0;                 ///< that it shows: the first ones of both pages
+    int room = 0;                   ///< that its pages are made for: page_tokens, or the number of sinks
+    std::array<page_ref, 2> pages;  ///< K, V
+    std::array<page_ref, 2>
+        copies;  ///< the 16-bit pages from which they were quantized a moment ago, for an exact trim
 
     int end() const noexcept { return first_token + tokens; }
     bool full() const noexcept { return tokens == room; }
     /// Does it hold the 16-bit values of tensor `role`?
-    bool has_window_page(int role) const noexcept { return pages[role]->format == 0 || copies[role]; }
+    bool has_window_page(std::size_t role) const noexcept { return pages[role]->format == 0 || copies[role]; }
 };
 
 /// What attention walks. Valid until the sequence changes.
