@@ -39,12 +39,9 @@ struct layer_track {
     page_span& operator[](int i) noexcept { return spans[static_cast<std::size_t>(i)]; }
     const page_span& operator[](int i) const noexcept { return spans[static_cast<std::size_t>(i)]; }
     int size() const noexcept { return static_cast<int>(spans.size()); }
-    int target(tensor role) const noexcept { return targets[static_cast<int>(role)]; }
 
     /// Is span i the one of the sinks? Those are never quantized.
     bool is_sinks(int i, const page_geometry& g) const noexcept { return g.sinks > 0 && i == 0; }
-    /// Spans in front that are not pages: 1 if the sinks are complete.
-    int sink_spans(const page_geometry& g) const noexcept { return g.sinks > 0 && committed > 0 ? 1 : 0; }
 
     /// Number of tokens at which a whole span is committed.
     static int commit_at(const page_span& s, const page_geometry& g) noexcept {

@@ -138,6 +138,7 @@ private:
     /// Pages that would not be freed are left alone: the pool would only grow.
     template <class Executor>
     void by_budget(Executor& ex) {
+        if (report_.bytes_after <= policy_.byte_budget) return;
         struct extent_of_span {
             int first, last;
         };
