@@ -141,7 +141,8 @@ void run_chains(int rounds, const std::vector<int>& coarse, const std::vector<in
     test::generator random(seed);
     const Table table;
     for (int round = 0; round < rounds; ++round) {
-        const auto [tokens, dim] = random_size(random, 16, 16);
+        const auto size_of = random_size(random, 16, 16);
+        const int tokens = size_of.first, dim = size_of.second;
         const auto x = page_values(random, tokens, dim);
         chain<Table> page(table, tokens, dim, x);
         const auto start = page.values();
@@ -215,7 +216,8 @@ TEST_CASE_TEMPLATE("ranges, whatever the values: at most half a step of each lin
     const Table table;
     const std::vector<int> list{int8, affine8, affine4, affine2, kivi4, kivi2};
     for (int round = 0; round < 100; ++round) {
-        const auto [tokens, dim] = random_size(random, 1, 1);
+        const auto size_of = random_size(random, 1, 1);
+        const int tokens = size_of.first, dim = size_of.second;
         chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}, true));
         const auto start = page.values();
         auto now = start;
@@ -252,7 +254,8 @@ TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every c
     test::generator random(seed);
     const Table table;
     for (int round = 0; round < 100; ++round) {
-        const auto [tokens, dim] = random_size(random, 1, 1);
+        const auto size_of = random_size(random, 1, 1);
+        const int tokens = size_of.first, dim = size_of.second;
         chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));
         for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, kivi2));
     }
