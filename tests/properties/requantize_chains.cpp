@@ -142,7 +142,7 @@ void run_chains(int rounds, const std::vector<int>& coarse, const std::vector<in
     const Table table;
     for (int round = 0; round < rounds; ++round) {
         const auto size_of = random_size(random, 16, 16);
-        const int tokens = size_of.first, dim = size_of.second;
+        const int tokens = size_of.tokens, dim = size_of.dim;
         const auto x = page_values(random, tokens, dim);
         chain<Table> page(table, tokens, dim, x);
         const auto start = page.values();
@@ -217,7 +217,7 @@ TEST_CASE_TEMPLATE("ranges, whatever the values: at most half a step of each lin
     const std::vector<int> list{int8, affine8, affine4, affine2, kivi4, kivi2};
     for (int round = 0; round < 100; ++round) {
         const auto size_of = random_size(random, 1, 1);
-        const int tokens = size_of.first, dim = size_of.second;
+        const int tokens = size_of.tokens, dim = size_of.dim;
         chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}, true));
         const auto start = page.values();
         auto now = start;
@@ -255,7 +255,7 @@ TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every c
     const Table table;
     for (int round = 0; round < 100; ++round) {
         const auto size_of = random_size(random, 1, 1);
-        const int tokens = size_of.first, dim = size_of.second;
+        const int tokens = size_of.tokens, dim = size_of.dim;
         chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));
         for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, kivi2));
     }
