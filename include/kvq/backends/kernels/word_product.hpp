@@ -24,7 +24,7 @@ constexpr bool multiplies_words(int n) noexcept {
 }
 
 /// The workspace of products of n vectors with blocks of one shape:
-/// [n] floats: steps of the vectors; [n][stride] words of them; [row slots] floats: steps of the rows; a tile of words.
+/// [n] floats: steps of the vectors; [n][stride] words of them; [row padded_rows] floats: steps of the rows; a tile of words.
 struct word_space {
     static constexpr int tile_rows = tile_layout::tile_rows;
 
@@ -86,17 +86,17 @@ public:
     static bool run(const word_space& s, const block_shape& shape, const std::byte* block, int rows, int cols,
                     float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* space) {
         const value_layout<T> layout(shape);
-        const int slots = layout.tiles.rows.padded_size(), pairs = detail::ceil_div(cols, 2);
+        const int padded_rows = layout.tiles.rows.padded_size(), pairs = detail::ceil_div(cols, 2);
         const auto row_bytes = 4 * static_cast<std::ptrdiff_t>(layout.tiles.words_per_row);
         float* const steps = s.row_steps(space);
         for (int tile = 0; tile < rows; tile += tile_rows)
-            if (!find_steps(block + tile * row_bytes, detail::smaller(tile_rows, slots - tile), rows - tile,
-                            cols, steps + tile, ahead))
+            if (!find_steps(block + tile * row_bytes, detail::smaller(tile_rows, padded_rows - tile),
+                            rows - tile, cols, steps + tile, ahead))
                 return false;
         std::byte* const words = space + s.tile;
         for (int tile = 0; tile < rows; tile += tile_rows) {
             const int here = detail::smaller(tile_rows, rows - tile);
-            make_words(block + tile * row_bytes, detail::smaller(tile_rows, slots - tile), pairs,
+            make_words(block + tile * row_bytes, detail::smaller(tile_rows, padded_rows - tile), pairs,
                        steps + tile, words);
             for (int i = 0; i < s.n;) {
                 const auto multiply = [&](auto count) {
