@@ -24,7 +24,7 @@ constexpr bool multiplies_words(int n) noexcept {
 }
 
 /// The workspace of products of n vectors with blocks of one shape:
-/// [n] floats: steps of the vectors; [n][stride] words of them; [row padded_rows] floats: steps of the rows; a tile of words.
+/// [n] floats: steps of the vectors; [n][stride] words of them; [row slots] floats: steps of the rows; a tile of words.
 struct word_space {
     static constexpr int tile_rows = tile_layout::tile_rows;
 
