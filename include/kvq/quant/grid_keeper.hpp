@@ -204,9 +204,9 @@ inline void settle_token_factors(const float* values, int tokens, int dim, int t
             const auto code =
                 static_cast<int>(factor_float::code(factors[t], 1.0f, parameter_rounding::nearest));
             double least = grids.error(values + t * dim, factors[t]);
-            for (const int near : {code - 1, code + 1}) {
-                if (near < 0 || near > 255) continue;
-                const float factor = factor_float::value(static_cast<unsigned>(near));
+            for (const int beside : {code - 1, code + 1}) {
+                if (beside < 0 || beside > 255) continue;
+                const float factor = factor_float::value(static_cast<unsigned>(beside));
                 const double error = grids.error(values + t * dim, factor);
                 if (!(error < least)) continue;
                 least = error;
