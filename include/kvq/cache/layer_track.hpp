@@ -47,7 +47,7 @@ struct layer_track {
     static int commit_at(const page_span& s, const page_geometry& g) noexcept {
         return s.first_token + s.room + g.recent;
     }
-    /// Would a layer of n tokens that nobody has cut have span i committed?
+    /// Is span i committed in a layer of n tokens without cuts?
     bool is_due(int i, int n, const page_geometry& g) const noexcept {
         const page_span& s = spans[static_cast<std::size_t>(i)];
         return s.full() && (is_sinks(i, g) || commit_at(s, g) <= n);

@@ -3,7 +3,7 @@
 //   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 8191
 //   x[c]    ~= step * number,   |number| <= 32767,  sum of |number| <= 2^18 - columns / 2
 //
-// So no sum of products leaves 32 bits, whatever the data: 8191 * 2^18 < 2^31. Rows of a tile become words in the workspace once
+// So no sum of products leaves 32 bits, for any data: 8191 * 2^18 < 2^31. Rows of a tile become words in the workspace once
 // for all vectors, which is what takes many of them to pay: twice the products of floats per cycle.
 // Contract: |X - step code| <= step / 2, that is 2^-14 of a row's largest value, and |x - step number| <= step / 2, where the step
 // is the larger of max |x| / 32767 and about sum |x| / 2^18. On normal data the sum of both is a relative error of 2e-4 (128
