@@ -1,23 +1,42 @@
 // Each ingredient on and off: first one tensor at a time, keys coded and values in 16 bit, or the other way round; then whole
 // presets with one ingredient changed. Options and columns are those of bench_quality; the bits to read are those of K (or 16 - K
 // for values).
+#include <kvq/backends/simd.hpp>
 #include <kvq/schemes/centred.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <kvq/schemes/published.hpp>
 
 #include "quality.hpp"
-#include "quality_schemes.hpp"
 
 namespace {
 
-using sixteen = kvq::full<kvq::float16>;
+using list = std::vector<quality::listed_format>;
+
+template <class Keys>
+void add_keys(list& to, const std::string& name) {
+    to.push_back({name, "keys alone", [](const kvq::calibration*) { return kvq::make_format<Keys>(); },
+                  [] { return kvq::make_format<kvq::full<kvq::float16>>(); }});
+}
+/// make: statistics -> scheme.
+template <class Keys, class Make>
+void add_keys_with_statistics(list& to, const std::string& name, Make make) {
+    to.push_back({name, "keys alone",
+                  [make](const kvq::calibration* statistics) {
+                      return kvq::make_format<kvq::simd<>>(statistics ? make(*statistics) : Keys());
+                  },
+                  [] { return kvq::make_format<kvq::full<kvq::float16>>(); }, true});
+}
+template <class Values>
+void add_values(list& to, const std::string& name) {
+    to.push_back({name, "values alone",
+                  [](const kvq::calibration*) { return kvq::make_format<kvq::full<kvq::float16>>(); },
+                  [] { return kvq::make_format<Values>(); }});
+}
 
 template <int B>
-void keys(const quality::collect& add) {
-    const auto key = [&]<class S>(const char* name) {
-        add.operator()<S, sixteen>(("K" + std::to_string(B) + " " + name).c_str(), "keys alone");
-    };
+void keys(list& to) {
+    const auto key = [&]<class S>(const char* name) { add_keys<S>(to, "K" + std::to_string(B) + " " + name); };
     using namespace kvq;
     key.template operator()<affine<B, per_token<64>>>("token g64");
     key.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");
@@ -39,40 +58,34 @@ void keys(const quality::collect& add) {
 
 /// Statistics of queries: widths of channels, error feedback, both. Widths are those of the presets mix4, low3 and low2.
 template <int B, class Widths>
-void keys_with_statistics(const quality::collect& add) {
+void keys_with_statistics(list& to) {
     using namespace kvq;
-    const std::string name = "K" + std::to_string(B) + " ", source = "keys alone";
-    using feedback = error_feedback<min_max>;
-    add.with_statistics<channel_grid<B, 64, feedback>, sixteen>(
-        name + "channel g64, coded, feedback", source, [](const calibration* c) {
-            using keys = channel_grid<B, 64, feedback>;
-            return c ? keys(*c) : keys();
-        });
-    const auto plan = [&]<class Encoder>(const char* encoder) {
-        using keys = mixed_width<Widths, 8 * B, 64, Encoder>;
-        add.with_statistics<keys, sixteen>(
-            name + "widths, coded, " + encoder, source, [](const calibration* c) {
-                return c ? keys(std::make_shared<const width_plan>(keys::make_plan(*c))) : keys();
-            });
+    const std::string name = "K" + std::to_string(B) + " ";
+    const auto feedback = [&]<class S>(const std::string& what) {
+        add_keys_with_statistics<S>(to, name + what, [](const calibration& c) { return S(c); });
     };
+    const auto plan = [&]<class Encoder>(const std::string& encoder) {
+        using S = mixed_width<Widths, 8 * B, 64, Encoder>;
+        add_keys_with_statistics<S>(to, name + "widths, coded, " + encoder, [](const calibration& c) {
+            return S(std::make_shared<const width_plan>(S::make_plan(c)));
+        });
+    };
+    feedback.template operator()<channel_grid<B, 64, error_feedback<min_max>>>("channel g64, coded, feedback");
     plan.template operator()<min_max>("min-max");
     plan.template operator()<least_squares_below_3_bits>("least squares below 3 bits");
-    using keys = mixed_width<Widths, 8 * B, 64, error_feedback<least_squares_below_3_bits>>;
-    add.with_statistics<keys, sixteen>(name + "widths, coded, least squares below 3 bits, feedback", source,
-                                       [](const calibration* c) { return c ? keys(*c) : keys(); });
+    using both = error_feedback<least_squares_below_3_bits>;
+    feedback.template operator()<mixed_width<Widths, 8 * B, 64, both>>(
+        "widths, coded, least squares below 3 bits, feedback");
     // At head_dim 48 a row of 3-bit codes takes 5 words for 4.5; this one takes 4.
-    if constexpr (B == 3) {
-        using narrower = mixed_width<Widths, 21, 64, error_feedback<least_squares_below_3_bits>>;
-        add.with_statistics<narrower, sixteen>(
-            name + "2.625 bits, widths, coded, least squares below 3 bits, feedback", source,
-            [](const calibration* c) { return c ? narrower(*c) : narrower(); });
-    }
+    if constexpr (B == 3)
+        feedback.template operator()<mixed_width<Widths, 21, 64, both>>(
+            "2.625 bits, widths, coded, least squares below 3 bits, feedback");
 }
 
 template <int B>
-void values(const quality::collect& add) {
+void values(list& to) {
     const auto value = [&]<class S>(const char* name) {
-        add.operator()<sixteen, S>(("V" + std::to_string(B) + " " + name).c_str(), "values alone");
+        add_values<S>(to, "V" + std::to_string(B) + " " + name);
     };
     using namespace kvq;
     using dual = token_factors<coded>;
@@ -102,21 +115,18 @@ void values(const quality::collect& add) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    std::vector<quality::entry> entries;
-    const quality::collect add{entries};
-    keys<4>(add);
-    keys<3>(add);
-    keys<2>(add);
-    keys_with_statistics<4, kvq::widths<6, 4, 3, 0>>(add);
-    keys_with_statistics<3, kvq::widths<6, 4, 3, 2, 0>>(add);
-    keys_with_statistics<2, kvq::widths<4, 2, 0>>(add);
-    values<4>(add);
-    values<3>(add);
-    values<2>(add);
-    quality::preset_schemes(add);
-    quality::plan_schemes(add);
-    quality::ingredient_schemes<kvq::mix4, 4>(add);
-    quality::ingredient_schemes<kvq::low3, 3>(add);
-    quality::ingredient_schemes<kvq::low2, 2>(add);
-    return quality::run_program(argc, argv, entries);
+    list all;
+    keys<4>(all);
+    keys<3>(all);
+    keys<2>(all);
+    keys_with_statistics<4, kvq::widths<6, 4, 3, 0>>(all);
+    keys_with_statistics<3, kvq::widths<6, 4, 3, 2, 0>>(all);
+    keys_with_statistics<2, kvq::widths<4, 2, 0>>(all);
+    values<4>(all);
+    values<3>(all);
+    values<2>(all);
+    for (const auto family :
+         {&quality::preset_formats, &quality::plan_formats, &quality::ingredient_formats})
+        for (quality::listed_format& f : family()) all.push_back(std::move(f));
+    return quality::run_program(argc, argv, all);
 }

@@ -12,7 +12,6 @@
 #include <kvq/attention/reference.hpp>
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
-#include <kvq/schemes/presets.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -85,31 +84,26 @@ std::vector<double> exact_attention(const shape& s, const std::vector<float>& k,
     return out;
 }
 
-/// For names that end in "-plan", keys from statistics: a fourth of the channels matters, a fourth hardly.
-template <class Keys>
-Keys make_keys(const shape& s, std::string_view name) {
-    if constexpr (std::constructible_from<Keys, const kvq::calibration&>) {
-        if (!name.ends_with("-plan")) return Keys{};
-        kvq::calibration statistics({1, s.kv_heads, s.head_dim});
-        auto q = bench::random_floats(static_cast<std::size_t>(64 * s.kv_heads * s.head_dim), 5);
-        for (std::size_t i = 0; i < q.size(); ++i) q[i] *= i % 4 == 1 ? 30.0f : i % 4 == 2 ? 0.2f : 1.0f;
-        statistics.add_queries(0, kvq::token_view<const float>(q.data(), 64, s.kv_heads, s.head_dim));
-        const auto k = bench::random_floats(q.size(), 6);
-        statistics.add_keys(0, kvq::token_view<const float>(k.data(), 64, s.kv_heads, s.head_dim));
-        return Keys(statistics);
-    } else {
-        return Keys{};
-    }
+/// A fourth of the channels matters, a fourth hardly.
+kvq::calibration make_statistics(const shape& s) {
+    kvq::calibration statistics({1, s.kv_heads, s.head_dim});
+    auto q = bench::random_floats(static_cast<std::size_t>(64 * s.kv_heads * s.head_dim), 5);
+    for (std::size_t i = 0; i < q.size(); ++i) q[i] *= i % 4 == 1 ? 30.0f : i % 4 == 2 ? 0.2f : 1.0f;
+    statistics.add_queries(0, kvq::token_view<const float>(q.data(), 64, s.kv_heads, s.head_dim));
+    const auto k = bench::random_floats(q.size(), 6);
+    statistics.add_keys(0, kvq::token_view<const float>(k.data(), 64, s.kv_heads, s.head_dim));
+    return statistics;
 }
 
-template <class Keys, class Values, class Backend>
 class filled_cache {
 public:
-    filled_cache(const char* name, const shape& s)
+    filled_cache(const kvq::format_pair& formats, const shape& s)
         : shape_(s),
           memory_(static_cast<std::size_t>(s.tokens) * values() * 6 + (64u << 20), &huge_),
-          cache_({1, s.kv_heads, s.head_dim}, options(s),
-                 typename cache_type::key_table(make_keys<Keys>(s, name))),
+          cache_({1, s.kv_heads, s.head_dim}, {.keys = formats.keys,
+                                               .values = formats.values,
+                                               .page_tokens = s.page_tokens,
+                                               .memory = &memory_}),
           sequence_(cache_.new_sequence()),
           q_(random_query(s)),
           out_(q_.size()),
@@ -144,30 +138,21 @@ public:
     }
 
 private:
-    using cache_type = kvq::cache<Keys, Values, Backend>;
-
     std::size_t values() const { return static_cast<std::size_t>(shape_.kv_heads * shape_.head_dim); }
-    kvq::cache_options options(const shape& s) {
-        kvq::cache_options o;
-        o.page_tokens = s.page_tokens;
-        o.memory = &memory_;
-        return o;
-    }
 
     shape shape_;
     bench::huge_page_resource huge_;
     // One piece for the pages of any format; what is not touched costs nothing.
     std::pmr::monotonic_buffer_resource memory_;
-    cache_type cache_;
-    typename cache_type::sequence_type sequence_;
+    kvq::cache cache_;
+    kvq::sequence sequence_;
     std::vector<float> q_, out_;
     bench::pool threads_;
     kvq::workspace space_;
 };
 
-template <class Keys, class Values, class Backend>
-candidate prepare(const char* name, const shape& s) {
-    const auto cache = std::make_shared<filled_cache<Keys, Values, Backend>>(name, s);
+candidate prepare(const char* name, const kvq::format_pair& formats, const shape& s) {
+    const auto cache = std::make_shared<filled_cache>(formats, s);
     const double bytes = cache->bytes();
     return {{name, 8.0 * bytes / (2.0 * s.tokens * s.kv_heads * s.head_dim), bytes},
             [cache] { cache->attend(); },
@@ -201,15 +186,19 @@ candidate prepare_ggml(const char* name, const shape& s) {
 }
 #endif
 
-using schemes = std::vector<std::pair<const char*, candidate (*)(const char*, const shape&)>>;
+using schemes = std::vector<std::pair<const char*, std::function<candidate(const char*, const shape&)>>>;
 
-template <class Scheme, class Backend = kvq::simd<>>
-void add(schemes& list, const char* name) {
-    list.emplace_back(name, &prepare<Scheme, Scheme, Backend>);
+void add(schemes& list, const char* name, const kvq::format_pair& formats) {
+    list.emplace_back(name, [formats](const char* n, const shape& s) { return prepare(n, formats, s); });
 }
-template <class Pair, class Backend = kvq::simd<>>
-void add_pair(schemes& list, const char* name) {
-    list.emplace_back(name, &prepare<typename Pair::keys, typename Pair::values, Backend>);
+/// A preset whose keys have a plan of widths, from statistics.
+template <class Preset>
+void add_planned(schemes& list, const char* name) {
+    list.emplace_back(name, [](const char* n, const shape& s) {
+        kvq::format_pair formats = kvq::make_formats<Preset>();
+        formats.keys = kvq::make_format<kvq::simd<>>(typename Preset::keys(make_statistics(s)));
+        return prepare(n, formats, s);
+    });
 }
 
 }  // namespace
@@ -243,33 +232,33 @@ int main(int argc, char** argv) {
     CLI11_PARSE(app, argc, argv);
 
     schemes list;
-    add<kvq::full<kvq::float16>>(list, "fp16");
-    add<kvq::int8>(list, "int8");
-    add<kvq::affine<4, kvq::per_token<64>>>(list, "affine-4-g64");
-    add_pair<kvq::kivi<4, 64>>(list, "kivi-4-g64");
-    add_pair<kvq::kivi<4, 128>>(list, "kivi-4-g128");
-    add_pair<kvq::kivi<3, 64>>(list, "kivi-3-g64");
-    add_pair<kvq::kivi<3, 128>>(list, "kivi-3-g128");
-    add_pair<kvq::kivi<2, 64>>(list, "kivi-2-g64");
-    add_pair<kvq::kivi<2, 128>>(list, "kivi-2-g128");
-    add_pair<kvq::std4>(list, "std4");
-    add_pair<kvq::mix4>(list, "mix4");
-    add_pair<kvq::mix4>(list, "mix4-plan");
-    add_pair<kvq::low3>(list, "low3");
-    add_pair<kvq::low3>(list, "low3-plan");
-    add_pair<kvq::low2>(list, "low2");
-    add_pair<kvq::low2>(list, "low2-plan");
+    add(list, "fp16", kvq::make_formats<kvq::full<kvq::float16>>());
+    add(list, "int8", kvq::make_formats<kvq::int8>());
+    add(list, "affine-4-g64", kvq::make_formats<kvq::affine<4, kvq::per_token<64>>>());
+    add(list, "kivi-4-g64", kvq::make_formats<kvq::kivi<4, 64>>());
+    add(list, "kivi-4-g128", kvq::make_formats<kvq::kivi<4, 128>>());
+    add(list, "kivi-3-g64", kvq::make_formats<kvq::kivi<3, 64>>());
+    add(list, "kivi-3-g128", kvq::make_formats<kvq::kivi<3, 128>>());
+    add(list, "kivi-2-g64", kvq::make_formats<kvq::kivi<2, 64>>());
+    add(list, "kivi-2-g128", kvq::make_formats<kvq::kivi<2, 128>>());
+    add(list, "std4", kvq::make_formats<kvq::std4>());
+    add(list, "mix4", kvq::make_formats<kvq::mix4>());
+    add_planned<kvq::mix4>(list, "mix4-plan");
+    add(list, "low3", kvq::make_formats<kvq::low3>());
+    add_planned<kvq::low3>(list, "low3-plan");
+    add(list, "low2", kvq::make_formats<kvq::low2>());
+    add_planned<kvq::low2>(list, "low2-plan");
     // Queries and weights in 8 bits instead of 16: mind the column of the kernel's error.
     using one_piece = kvq::simd<kvq::arch::best, kvq::pieces<1>>;
-    add_pair<kvq::kivi<4, 128>, one_piece>(list, "kivi-4-g128/1");
-    add<kvq::int8, one_piece>(list, "int8/1");
+    add(list, "kivi-4-g128/1", kvq::make_formats<kvq::kivi<4, 128>, one_piece>());
+    add(list, "int8/1", kvq::make_formats<kvq::int8, one_piece>());
 #if defined(__AMX_INT8__) || defined(__AMXINT8__)
     // The same pages without tiles, which more than four query rows are multiplied with.
     using registers = kvq::simd<kvq::arch::avx512vnni>;
-    add<kvq::int8, registers>(list, "int8/vnni");
-    add_pair<kvq::kivi<4, 128>, registers>(list, "kivi-4-g128/vnni");
-    add_pair<kvq::kivi<2, 128>, registers>(list, "kivi-2-g128/vnni");
-    add_pair<kvq::std4, registers>(list, "std4/vnni");
+    add(list, "int8/vnni", kvq::make_formats<kvq::int8, registers>());
+    add(list, "kivi-4-g128/vnni", kvq::make_formats<kvq::kivi<4, 128>, registers>());
+    add(list, "kivi-2-g128/vnni", kvq::make_formats<kvq::kivi<2, 128>, registers>());
+    add(list, "std4/vnni", kvq::make_formats<kvq::std4, registers>());
 #endif
 #if defined(KVQ_BENCH_GGML)
     constexpr auto head_major = bench::ggml_path::head_major, token_major = bench::ggml_path::token_major,

@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <cstring>
 #include <kvq/backends/simd.hpp>
-#include <kvq/cache/cache.hpp>
 #include <kvq/cache/preset_options.hpp>
+#include <kvq/cache/sequence.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -22,30 +22,24 @@
 
 namespace {
 
-/// One cache for all schemes: every kernel is compiled once.
-using kivi_values = kvq::affine<4, kvq::per_token<64>>;
-using engine_cache = kvq::cache<
-    kvq::formats<kvq::int8, kivi_values, kvq::kivi<4, 64>::keys, kvq::kivi<2, 64>::keys, kvq::low2::keys,
-                 kvq::low3::keys, kvq::std4::keys, kvq::mix4::keys, kvq::std5::keys, kvq::hi6::keys,
-                 kvq::ref8::keys>,
-    kvq::formats<kvq::int8, kivi_values, kvq::kivi<2, 64>::values, kvq::low2::values, kvq::low3::values,
-                 kvq::std4::values, kvq::std5::values, kvq::hi6::values, kvq::ref8::values>,
-    kvq::simd<>>;
 struct scheme {
     const char* name;
-    int key, value;  // places in the lists
+    kvq::format_pair formats;
 };
-static_assert(std::is_same_v<kvq::kivi<4, 64>::values, kivi_values> &&
-              std::is_same_v<kvq::mix4::values, kvq::std4::values>);
-constexpr scheme schemes[] = {{"int8", 0, 0},       {"affine-4-g64", 1, 1}, {"kivi-4-g64", 2, 1},
-                              {"kivi-2-g64", 3, 2}, {"low2", 4, 3},         {"low3", 5, 4},
-                              {"std4", 6, 5},       {"mix4", 7, 5},         {"std5", 8, 6},
-                              {"hi6", 9, 7},        {"ref8", 10, 8}};
 
-engine_cache make_cache(const kvq::cache_shape& shape, const scheme& s) {
-    kvq::cache_options options = kvq::preset_options();
-    options.layers.assign(static_cast<std::size_t>(shape.layers), kvq::layer_format{s.key, s.value});
-    return engine_cache(shape, options);
+const std::vector<scheme>& schemes() {
+    static const std::vector<scheme> all{{"int8", kvq::make_formats<kvq::int8>()},
+                                         {"affine-4-g64", kvq::make_formats<kvq::affine<4>>()},
+                                         {"kivi-4-g64", kvq::make_formats<kvq::kivi<4, 64>>()},
+                                         {"kivi-2-g64", kvq::make_formats<kvq::kivi<2, 64>>()},
+                                         {"low2", kvq::make_formats<kvq::low2>()},
+                                         {"low3", kvq::make_formats<kvq::low3>()},
+                                         {"std4", kvq::make_formats<kvq::std4>()},
+                                         {"mix4", kvq::make_formats<kvq::mix4>()},
+                                         {"std5", kvq::make_formats<kvq::std5>()},
+                                         {"hi6", kvq::make_formats<kvq::hi6>()},
+                                         {"ref8", kvq::make_formats<kvq::ref8>()}};
+    return all;
 }
 
 kvq::token_view<const float> tokens_of(const bench::tensor_dump& x, int first, int count) {
@@ -84,8 +78,8 @@ std::vector<double> exact_outputs(const bench::layer_dump& l) {
 /// token, append and attend. Chunks of more tokens than there are queries begin in the history.
 double prefill_error(const bench::layer_dump& l, const scheme& s, int chunk,
                      const std::vector<double>& exact) {
-    auto cache =
-        make_cache({.layers = 1, .kv_heads = l.k.heads, .head_dim = l.k.dim, .value_dim = l.v.dim}, s);
+    kvq::cache cache({.layers = 1, .kv_heads = l.k.heads, .head_dim = l.k.dim, .value_dim = l.v.dim},
+                     kvq::preset_options(s.formats));
     auto sequence = cache.new_sequence();
     const int queries = l.q.tokens, history = l.k.tokens - queries;
     std::vector<float> out(static_cast<std::size_t>(queries * l.q.heads * l.v.dim));
@@ -140,7 +134,7 @@ int prefill(const prefill_settings& settings) {
                 std::printf("\n");
             }
             const auto exact = exact_outputs(l);
-            for (const scheme& s : schemes) {
+            for (const scheme& s : schemes()) {
                 if (!chosen(settings.wanted, s.name)) continue;
                 const double by_token = prefill_error(l, s, 0, exact);
                 if (!settings.json) std::printf("| %s | %.4f |", s.name, by_token);
@@ -203,11 +197,11 @@ int cuts(cut_settings settings) {
     }
     bool all_hold = true;
     const int row = settings.heads * settings.dim, count = settings.last - settings.first;
-    for (const scheme& s : schemes) {
+    for (const scheme& s : schemes()) {
         if (!chosen(settings.wanted, s.name)) continue;
         std::mt19937 random(settings.seed);
         std::normal_distribution<float> normal;
-        auto cache = make_cache(shape, s);
+        kvq::cache cache(shape, kvq::preset_options(s.formats));
         auto sequence = cache.new_sequence();
         std::vector<kvq::float16> k, v, original[2];
         const auto append = [&](int n) {

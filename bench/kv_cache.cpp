@@ -39,14 +39,11 @@ double median(std::vector<double> x) {
     return x[x.size() / 2];
 }
 
-template <class Keys, class Values>
-row measure(const char* mode, const settings& s) {
-    using cache_type = kvq::cache<Keys, Values, kvq::simd<>>;
+row measure(const char* mode, const kvq::format_pair& formats, const settings& s) {
     using kvq::tensor;
     row r{mode};
-    kvq::cache_options options;
-    options.page_tokens = 128;
-    cache_type cache({s.layers, s.heads, s.head_dim}, options);
+    const kvq::cache_options options{.keys = formats.keys, .values = formats.values, .page_tokens = 128};
+    kvq::cache cache({s.layers, s.heads, s.head_dim}, options);
     const auto n = static_cast<std::size_t>(s.tokens * s.heads * s.head_dim);
     std::vector<kvq::float16> input(n), output(n);
     const auto x = bench::random_floats(n, 3);
@@ -81,7 +78,7 @@ row measure(const char* mode, const settings& s) {
     r.dequantize_ms = median(dequantize);
 
     // One layer with the long context; the other layers of a model do the same again.
-    cache_type one({1, s.heads, s.head_dim}, options);
+    kvq::cache one({1, s.heads, s.head_dim}, options);
     auto sequence = one.new_sequence();
     for (int done = 0; done < s.attend_tokens; done += s.tokens) {
         const int some = std::min(s.tokens, s.attend_tokens - done);
@@ -137,13 +134,13 @@ row measure(const char* mode, const settings& s) {
 
 template <int Group>
 std::vector<row> measure_all(const settings& s) {
-    return {measure<kvq::full<kvq::float16>, kvq::full<kvq::float16>>("fp16", s),
-            measure<kvq::int8, kvq::int8>("int8", s),
-            measure<kvq::affine<8, kvq::per_token<Group>>, kvq::affine<8, kvq::per_token<Group>>>("8-bit", s),
-            measure<kvq::affine<4, kvq::per_token<Group>>, kvq::affine<4, kvq::per_token<Group>>>("4-bit", s),
-            measure<typename kvq::kivi<4, Group>::keys, typename kvq::kivi<4, Group>::values>("kivi-4", s),
-            measure<typename kvq::kivi<2, Group>::keys, typename kvq::kivi<2, Group>::values>("kivi-2", s),
-            measure<kvq::std4::keys, kvq::std4::values>("std4", s)};
+    return {measure("fp16", kvq::make_formats<kvq::full<kvq::float16>>(), s),
+            measure("int8", kvq::make_formats<kvq::int8>(), s),
+            measure("8-bit", kvq::make_formats<kvq::affine<8, kvq::per_token<Group>>>(), s),
+            measure("4-bit", kvq::make_formats<kvq::affine<4, kvq::per_token<Group>>>(), s),
+            measure("kivi-4", kvq::make_formats<kvq::kivi<4, Group>>(), s),
+            measure("kivi-2", kvq::make_formats<kvq::kivi<2, Group>>(), s),
+            measure("std4", kvq::make_formats<kvq::std4>(), s)};
 }
 
 }  // namespace

@@ -5,14 +5,14 @@
 #include <algorithm>
 #include <cstdio>
 #include <ctime>
-#include <kvq/adapters/prefix_cache.hpp>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/prefix_cache.hpp>
 #include <nlohmann/json.hpp>
 #include <random>
 
 namespace {
 
-using cache_type = kvq::cache<kvq::affine<4>>;
 using key = std::vector<kvq::token_id>;
 
 struct sizes {
@@ -99,7 +99,8 @@ int main(int argc, char** argv) {
     CLI11_PARSE(app, argc, argv);
     s.system_tokens = std::clamp(s.system_tokens, 1, s.tokens - 1);
 
-    cache_type cache({.layers = s.layers, .kv_heads = 1, .head_dim = 64});
+    kvq::cache cache({.layers = s.layers, .kv_heads = 1, .head_dim = 64},
+                     {.keys = kvq::make_format<kvq::affine<4>, kvq::scalar>()});
     kvq::prefix_cache store(cache, {.max_entries = s.entries + 1});
     workload work(s);
     auto sequence = cache.new_sequence();

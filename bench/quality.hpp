@@ -11,14 +11,14 @@
 #include <atomic>
 #include <cstdio>
 #include <functional>
-#include <kvq/attention/executor.hpp>
-#include <kvq/backends/simd.hpp>
+#include <kvq/core/thread_executor.hpp>
 #include <kvq/estimate/choose.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <nlohmann/json.hpp>
 
 #include "attention_error.hpp"
 #include "dump.hpp"
+#include "quality_schemes.hpp"
 
 namespace quality {
 
@@ -44,69 +44,44 @@ inline double cpu_seconds() {
 /// Tokens that lie in whole pages; the others would still be in 16 bit.
 inline int whole_pages(int tokens, int page_tokens) { return tokens / page_tokens * page_tokens; }
 
-template <class Scheme>
-coded_tensor code(const Scheme& scheme, kvq::tensor role, kvq::block_id id, const bench::tensor_dump& from,
-                  int page_tokens) {
+inline coded_tensor code(const kvq::format& f, kvq::tensor role, kvq::block_id id,
+                         const bench::tensor_dump& from, int page_tokens) {
     const kvq::block_shape shape{role, page_tokens, from.dim};
     coded_tensor result;
-    std::vector<float> page(shape.values());
-    std::vector<std::byte> block(scheme.block_bytes(shape)), window(shape.values() * sizeof(float));
-    std::vector<float> scratch(shape.values());
+    std::vector<float> page(shape.values()), scratch(shape.values());
+    std::vector<std::byte> block(f.block_bytes(shape));
     for (int first = 0; first + page_tokens <= from.tokens; first += page_tokens) {
         for (int t = 0; t < page_tokens; ++t)
             std::copy_n(from.at(first + t, id.head), from.dim, page.data() + t * from.dim);
         const double start = cpu_seconds();
-        kvq::simd<>::encode_tokens<float>(scheme, shape, id, page.data(), from.dim, window.data(),
-                                          block.data(), scratch.data());
+        f.functions().quantize_values(f.scheme(), shape, id, page.data(), block.data());
         result.seconds += cpu_seconds() - start;
-        scheme.decode(shape, id, block.data(), page.data());
+        f.functions().dequantize(f.scheme(), shape, id, block.data(), kvq::float_type::fp32, page.data(),
+                                 from.dim, scratch.data());
         result.values.insert(result.values.end(), page.begin(), page.end());
         result.bytes += block.size();
     }
     return result;
 }
 
-using codec =
-    std::function<coded_tensor(kvq::tensor, kvq::block_id, const bench::tensor_dump&, int page_tokens)>;
-
+/// What a row of the table is about. Formats with statistics are two of them: name and name+stats.
 struct entry {
     std::string name, source;
-    std::function<codec(const kvq::calibration&)> make;
+    std::function<kvq::format_pair(const kvq::calibration&)> make;
 };
-
-struct collect {
-    std::vector<entry>& list;
-
-    template <class Keys, class Values>
-    void operator()(const char* name, const char* source) const {
-        add(
-            name, source, [](const kvq::calibration&) { return Keys{}; },
-            [](const kvq::calibration&) { return Values{}; });
+inline std::vector<entry> entries_of(const std::vector<listed_format>& formats) {
+    std::vector<entry> entries;
+    for (const listed_format& f : formats) {
+        entries.push_back({f.name, f.source, [f](const kvq::calibration&) {
+                               return kvq::format_pair{f.keys(nullptr), f.values()};
+                           }});
+        if (!f.takes_statistics) continue;
+        entries.push_back({f.name + "+stats", f.source, [f](const kvq::calibration& statistics) {
+                               return kvq::format_pair{f.keys(&statistics), f.values()};
+                           }});
     }
-    /// Once without statistics, once, as name+stats, with them.
-    template <class Keys, class Values, class MakeKeys>
-    void with_statistics(const std::string& name, const std::string& source, MakeKeys make) const {
-        add(
-            name, source, [make](const kvq::calibration&) { return make(nullptr); },
-            [](const kvq::calibration&) { return Values{}; });
-        add(
-            name + "+stats", source, [make](const kvq::calibration& statistics) { return make(&statistics); },
-            [](const kvq::calibration&) { return Values{}; });
-    }
-    /// make_keys, make_values: (const kvq::calibration&) -> scheme.
-    template <class MakeKeys, class MakeValues>
-    void add(const std::string& name, const std::string& source, MakeKeys make_keys,
-             MakeValues make_values) const {
-        list.push_back({name, source, [make_keys, make_values](const kvq::calibration& statistics) -> codec {
-                            return [keys = make_keys(statistics), values = make_values(statistics)](
-                                       kvq::tensor role, kvq::block_id id, const bench::tensor_dump& from,
-                                       int page_tokens) {
-                                return role == kvq::tensor::key ? code(keys, role, id, from, page_tokens)
-                                                                : code(values, role, id, from, page_tokens);
-                            };
-                        }});
-    }
-};
+    return entries;
+}
 
 inline kvq::calibration empty_statistics(const std::vector<bench::layer_dump>& layers) {
     const bench::layer_dump& any = layers.front();
@@ -167,7 +142,8 @@ inline std::vector<int> pick_queries(int tokens, int wanted) {
 }
 
 inline std::vector<head_result> measure_head(const bench::layer_dump& dump, int head,
-                                             const std::vector<codec>& schemes, const settings& chosen) {
+                                             const std::vector<kvq::format_pair>& schemes,
+                                             const settings& chosen) {
     const int tokens = dump.k.tokens, group = dump.q.heads / dump.k.heads;
     bench::head_values exact(tokens, dump.k.dim, dump.v.dim);
     for (int t = 0; t < tokens; ++t) {
@@ -182,10 +158,10 @@ inline std::vector<head_result> measure_head(const bench::layer_dump& dump, int 
                 bench::make_exact(exact, dump.q.at(i, head * group + g), tokens - dump.q.tokens + i + 1));
 
     std::vector<head_result> results;
-    for (const codec& scheme : schemes) {
+    for (const kvq::format_pair& scheme : schemes) {
         const kvq::block_id id{dump.layer, head};
-        const coded_tensor k = scheme(kvq::tensor::key, id, dump.k, chosen.page_tokens);
-        const coded_tensor v = scheme(kvq::tensor::value, id, dump.v, chosen.page_tokens);
+        const coded_tensor k = code(scheme.keys, kvq::tensor::key, id, dump.k, chosen.page_tokens);
+        const coded_tensor v = code(scheme.values, kvq::tensor::value, id, dump.v, chosen.page_tokens);
         bench::head_values coded = exact;
         const int whole = whole_pages(tokens, chosen.page_tokens);
         for (int t = 0; t < whole; ++t) {
@@ -268,7 +244,7 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
     };
     struct sequence {
         std::vector<bench::layer_dump> layers;
-        std::vector<codec> codecs;
+        std::vector<kvq::format_pair> formats;
     };
     std::vector<sequence> sequences;
     kvq::calibration judged, others;
@@ -280,14 +256,14 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
         if (sequences.empty()) judged = empty_statistics(s.layers);
         add_statistics(judged, s.layers, 1);
         others = statistics;
-        for (const entry& e : schemes) s.codecs.push_back(e.make(statistics));
+        for (const entry& e : schemes) s.formats.push_back(e.make(statistics));
         sequences.push_back(std::move(s));
     }
 
     struct job {
         const bench::layer_dump* layer;
         int head;
-        const std::vector<codec>* codecs;
+        const std::vector<kvq::format_pair>* formats;
     };
     std::vector<job> jobs;
     std::size_t layers = 0;
@@ -298,14 +274,14 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
                 throw std::runtime_error(l.source + " has " + std::to_string(l.k.tokens) +
                                          " tokens, less than a page of " +
                                          std::to_string(chosen.page_tokens));
-            for (int head = 0; head < l.k.heads; ++head) jobs.push_back({&l, head, &s.codecs});
+            for (int head = 0; head < l.k.heads; ++head) jobs.push_back({&l, head, &s.formats});
         }
     std::vector<std::vector<head_result>> results(jobs.size());
     const kvq::thread_executor threads(chosen.threads);
     std::atomic<std::size_t> next{0};
     threads.parallel_for(chosen.threads, [&](int) {
         for (std::size_t job = next.fetch_add(1); job < jobs.size(); job = next.fetch_add(1))
-            results[job] = measure_head(*jobs[job].layer, jobs[job].head, *jobs[job].codecs, chosen);
+            results[job] = measure_head(*jobs[job].layer, jobs[job].head, *jobs[job].formats, chosen);
     });
 
     const bench::layer_dump& first = sequences.front().layers.front();
@@ -374,7 +350,8 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
     return same;
 }
 
-inline int run_program(int argc, char** argv, const std::vector<entry>& all) {
+inline int run_program(int argc, char** argv, const std::vector<listed_format>& formats) {
+    const std::vector<entry> all = entries_of(formats);
     CLI::App app("Quality of schemes on real q, k and v");
     settings chosen;
     std::vector<std::string> paths, names;

@@ -5,21 +5,19 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <kvq/backends/simd.hpp>
+#include <kvq/core/thread_executor.hpp>
 #include <kvq/kvq.hpp>
-#include <kvq/schemes/affine.hpp>
 #include <nlohmann/json.hpp>
 
 #include "support.hpp"
 
 namespace {
 
-using cache_type =
-    kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<64>>,
-                            kvq::affine<4, kvq::per_token<64>>, kvq::affine<2, kvq::per_token<64>>>,
-               kvq::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<64>>,
-                            kvq::affine<4, kvq::per_token<64>>, kvq::affine<2, kvq::per_token<64>>>,
-               kvq::simd<>>;
 constexpr int widths[] = {16, 8, 4, 2};
+kvq::format_list formats() {
+    return {kvq::make_format<kvq::full<kvq::float16>>(), kvq::make_format<kvq::affine<8>>(),
+            kvq::make_format<kvq::affine<4>>(), kvq::make_format<kvq::affine<2>>()};
+}
 
 /// Passes on and keeps the largest sum.
 class peak_resource : public std::pmr::memory_resource {
@@ -54,7 +52,8 @@ double seconds_of(const std::function<void()>& work) {
 }
 
 /// Codes every block of the cache's 16-bit pages into one buffer. format: 0-based in the list.
-double encode_seconds(const cache_type& cache, const cache_type::sequence_type& s, int format, int threads) {
+double encode_seconds(const kvq::cache& cache, const kvq::sequence& s, int format, int threads) {
+    const kvq::format& f = cache.options().keys[format];
     const kvq::cache_shape& shape = cache.shape();
     const kvq::thread_executor executor(threads);
     const kvq::block_shape block{kvq::tensor::key, cache.options().page_tokens, shape.head_dim};
@@ -65,25 +64,23 @@ double encode_seconds(const cache_type& cache, const cache_type::sequence_type& 
             for (int layer = t; layer < shape.layers; layer += threads) {
                 const kvq::layer_pages pages = s.pages(layer);
                 for (int i = 0; i < pages.geometry.committed(pages.tokens); ++i)
-                    for (const kvq::page* p : {pages.at(i).keys, pages.at(i).values})
-                        cache.keys().visit(cache.keys().index_of(format), [&](const auto& scheme) {
-                            const std::size_t bytes = p->bytes / static_cast<std::size_t>(shape.kv_heads);
-                            // Values have blocks of their own shape.
-                            kvq::block_shape own = block;
-                            if (p != pages.at(i).keys) own.role = kvq::tensor::value;
-                            for (int h = 0; h < shape.kv_heads; ++h)
-                                kvq::simd<>::encode<kvq::float16>(
-                                    scheme, own, kvq::block_id{layer, h},
-                                    p->data() + bytes * static_cast<std::size_t>(h), out.data(),
-                                    scratch.data());
-                            benchmark::DoNotOptimize(out.data());
-                        });
+                    for (const kvq::page* p : {pages.at(i).keys, pages.at(i).values}) {
+                        const std::size_t bytes = p->bytes / static_cast<std::size_t>(shape.kv_heads);
+                        // Values have blocks of their own shape.
+                        kvq::block_shape own = block;
+                        if (p != pages.at(i).keys) own.role = kvq::tensor::value;
+                        for (int h = 0; h < shape.kv_heads; ++h)
+                            f.functions().quantize(
+                                f.scheme(), own, kvq::block_id{layer, h}, kvq::float_type::fp16,
+                                p->data() + bytes * static_cast<std::size_t>(h), out.data(), scratch.data());
+                        benchmark::DoNotOptimize(out.data());
+                    }
             }
         });
     });
 }
 
-void fill(cache_type::sequence_type& sequence, const kvq::cache_shape& shape, int tokens) {
+void fill(kvq::sequence& sequence, const kvq::cache_shape& shape, int tokens) {
     const int chunk = 1024;
     const auto x = bench::random_floats(
         static_cast<std::size_t>(chunk) * static_cast<std::size_t>(shape.kv_heads * shape.head_dim), 3);
@@ -123,7 +120,8 @@ int main(int argc, char** argv) {
     const std::vector<std::vector<int>> chains{{2}, {1, 2, 3}};
     for (const std::vector<int>& chain : chains) {
         peak_resource memory;
-        cache_type cache(shape, {.page_tokens = page_tokens, .rollback = 0, .memory = &memory});
+        kvq::cache cache(shape,
+                         {.keys = formats(), .page_tokens = page_tokens, .rollback = 0, .memory = &memory});
         auto sequence = cache.new_sequence();
         fill(sequence, shape, tokens);
         double encode[4] = {};
@@ -135,7 +133,7 @@ int main(int argc, char** argv) {
             kvq::workspace space(&memory);
             memory.reset();
             const std::size_t before = memory.bytes();
-            cache_type::sequence_type* const one = &sequence;
+            kvq::sequence* const one = &sequence;
             kvq::requantize_report done;
             const double seconds = seconds_of([&] {
                 done =

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
-#include <kvq/attention/executor.hpp>
+#include <kvq/core/thread_executor.hpp>
 #include <memory_resource>
 #include <random>
 #include <stdexcept>

@@ -10,8 +10,9 @@ int main() {
     constexpr int layers = 2, kv_heads = 2, q_heads = 8, dim = 64, tokens = 1000;
     using keys = kvq::affine<4, kvq::per_channel<64>>;  // KIVI keys
     using values = kvq::affine<4, kvq::per_token<64>>;  // KIVI values
-    kvq::cache<keys, values, kvq::simd<>> cache({.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
-                                                {.sinks = 4, .recent = 64});
+    kvq::cache cache(
+        {.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
+        {.keys = kvq::make_format<keys>(), .values = kvq::make_format<values>(), .sinks = 4, .recent = 64});
 
     std::mt19937 random(1);
     std::normal_distribution<float> normal;

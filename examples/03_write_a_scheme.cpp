@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <random>
 #include <vector>
@@ -39,7 +40,10 @@ struct sign_only {
 static_assert(kvq::value_scheme<sign_only>);
 
 int main() {
-    kvq::cache<my_keys, sign_only> cache({.layers = 1, .kv_heads = 1, .head_dim = 64}, {.recent = 32});
+    kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = 64},
+                     {.keys = kvq::make_format<my_keys, kvq::scalar>(),
+                      .values = kvq::make_format<sign_only, kvq::scalar>(),
+                      .recent = 32});
     auto sequence = cache.new_sequence();
     std::mt19937 random(1);
     std::normal_distribution<float> normal;

@@ -1,11 +1,12 @@
 // How many bytes will it take, and how long a context fits? Before anything is allocated.
 #include <cstdio>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
-template <class Formats>
-void show(const char* name) {
+void show(const char* name, const kvq::format_pair& formats) {
     const kvq::cache_shape llama_3_8b{.layers = 32, .kv_heads = 8, .head_dim = 128};
-    const kvq::cache<Formats> cache(llama_3_8b, {.sinks = 4, .recent = 64});
+    const kvq::cache cache(llama_3_8b,
+                           {.keys = formats.keys, .values = formats.values, .sinks = 4, .recent = 64});
     const kvq::attention_use use{.q_heads = 32, .q_tokens = 1, .threads = 8};
     const kvq::footprint_report f = kvq::footprint(cache, 32768, 1, use);
     std::printf(
@@ -19,9 +20,9 @@ void show(const char* name) {
 }
 
 int main() {
-    show<kvq::full<kvq::float16>>("fp16");
-    show<kvq::int8>("int8");
-    show<kvq::affine<4>>("affine-4");
-    show<kvq::kivi<4>>("kivi-4");
-    show<kvq::kivi<2>>("kivi-2");
+    show("fp16", kvq::make_formats<kvq::full<kvq::float16>, kvq::scalar>());
+    show("int8", kvq::make_formats<kvq::int8, kvq::scalar>());
+    show("affine-4", kvq::make_formats<kvq::affine<4>, kvq::scalar>());
+    show("kivi-4", kvq::make_formats<kvq::kivi<4>, kvq::scalar>());
+    show("kivi-2", kvq::make_formats<kvq::kivi<2>, kvq::scalar>());
 }

@@ -1,9 +1,9 @@
 // A server that keeps what it has computed: requests with a common system prompt share its pages, and entries are
 // stored in 4 bit while the engine computes in 16. Token ids and K/V are made up; what is measured is not.
 #include <cstdio>
-#include <kvq/adapters/prefix_cache.hpp>
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/prefix_cache.hpp>
 #include <string>
 #include <vector>
 
@@ -13,8 +13,6 @@ constexpr kvq::cache_shape shape{.layers = 4, .kv_heads = 2, .head_dim = 64};
 constexpr std::size_t bytes_per_token =
     2 * sizeof(kvq::float16) * shape.layers * shape.kv_heads * shape.head_dim;
 
-using formats = kvq::formats<kvq::full<kvq::float16>, kvq::affine<4>>;
-using cache_type = kvq::cache<formats, formats, kvq::simd<>>;
 using tokens = std::vector<kvq::token_id>;
 
 tokens text(int first, int count) {
@@ -38,7 +36,7 @@ void compute(kvq::token_id token, int layer, unsigned what, float* row) {
 }
 
 /// Computes the tokens that the sequence does not hold yet.
-void prefill(cache_type::sequence_type& sequence, const tokens& all) {
+void prefill(kvq::sequence& sequence, const tokens& all) {
     const auto first = static_cast<std::size_t>(sequence.tokens());
     const int n = static_cast<int>(all.size() - first);
     const std::size_t width = shape.kv_heads * shape.head_dim;
@@ -56,7 +54,10 @@ void prefill(cache_type::sequence_type& sequence, const tokens& all) {
 }  // namespace
 
 int main() {
-    cache_type cache(shape, {.sinks = 4, .recent = 32, .rollback = 0});
+    // Format 0: what the engine computes with. Format 1: what entries are stored in.
+    const kvq::format_list formats{kvq::make_format<kvq::full<kvq::float16>>(),
+                                   kvq::make_format<kvq::affine<4>>()};
+    kvq::cache cache(shape, {.keys = formats, .sinks = 4, .recent = 32, .rollback = 0});
     kvq::prefix_cache store(cache,
                             {.byte_limit = 5u << 19, .format = kvq::layer_format{.key = 1, .value = 1}});
 

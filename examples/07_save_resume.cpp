@@ -2,9 +2,11 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <kvq/format/make_format.hpp>
 #include <kvq/io/file.hpp>
 #include <kvq/kvq.hpp>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -26,8 +28,7 @@ struct token_data {
 };
 
 /// Reads tokens [first, first + n) and returns the attention of the last one in every layer.
-template <class Sequence>
-std::vector<float> read_tokens(Sequence& sequence, int first, int n) {
+std::vector<float> read_tokens(kvq::sequence& sequence, int first, int n) {
     std::vector<float> out(static_cast<std::size_t>(layers * q_heads * dim));
     for (int t = first; t < first + n; ++t) {
         const token_data x(t);
@@ -52,13 +53,16 @@ double distance(const std::vector<float>& a, const std::vector<float>& b) {
     return std::sqrt(difference / norm);
 }
 
-using eight_bit = kvq::kivi<8, 64>;
-using four_bit = kvq::kivi<4, 64>;
-const kvq::cache_options options{.sinks = 4, .recent = 64};
+const kvq::format_pair eight_bit = kvq::make_formats<kvq::kivi<8, 64>, kvq::scalar>();
+const kvq::format_pair four_bit = kvq::make_formats<kvq::kivi<4, 64>, kvq::scalar>();
+
+kvq::cache_options options(kvq::format_list keys, kvq::format_list values) {
+    return {.keys = std::move(keys), .values = std::move(values), .sinks = 4, .recent = 64};
+}
 
 /// The first process: reads the prompt, saves, and answers.
 std::vector<float> first_process() {
-    kvq::cache<eight_bit> cache(shape, options);
+    kvq::cache cache(shape, options(eight_bit.keys, eight_bit.values));
     auto sequence = cache.new_sequence();
     read_tokens(sequence, 0, prompt);
     kvq::save(sequence, path, {.model = "example-model-7"});
@@ -69,7 +73,7 @@ std::vector<float> first_process() {
 
 /// The second: finds the prompt already read.
 std::vector<float> second_process() {
-    kvq::cache<eight_bit> cache(shape, options);
+    kvq::cache cache(shape, options(eight_bit.keys, eight_bit.values));
     auto sequence = kvq::restore(cache, path, {.model = "example-model-7"});
     std::printf("resumed at token %d\n", sequence.tokens());
     return read_tokens(sequence, sequence.tokens(), answer);
@@ -93,18 +97,16 @@ int main() {
     std::printf("attention after %d more tokens: %s\n", answer, equal ? "equal, bit for bit" : "NOT equal");
 
     explain([] {
-        kvq::cache<eight_bit> cache(shape, options);
+        kvq::cache cache(shape, options(eight_bit.keys, eight_bit.values));
         (void)kvq::restore(cache, path, {.model = "another-model"});
     });
     explain([] {
-        kvq::cache<four_bit> cache(shape, options);
+        kvq::cache cache(shape, options(four_bit.keys, four_bit.values));
         (void)kvq::restore(cache, path);
     });
 
     // A cache that codes with 4 bits and also knows the file's formats takes the pages as they are, or makes them its own.
-    kvq::cache<kvq::formats<four_bit::keys, eight_bit::keys>,
-               kvq::formats<four_bit::values, eight_bit::values>>
-        cache(shape, options);
+    kvq::cache cache(shape, options({four_bit.keys, eight_bit.keys}, {four_bit.values, eight_bit.values}));
     for (const bool convert : {false, true}) {
         auto sequence = kvq::restore(cache, path, {.convert = convert});
         const std::size_t bytes = sequence.usage().bytes;

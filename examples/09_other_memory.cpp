@@ -3,14 +3,14 @@
 #include <cstdio>
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/paged.hpp>
-#include <kvq/adapters/ring.hpp>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/ring.hpp>
 #include <vector>
 
 namespace {
 
 constexpr int layers = 2, heads = 2, dim = 64, tokens = 100, layer = 1;
-using cache_type = kvq::cache<kvq::affine<8>>;
 using half = kvq::float16;
 
 std::vector<half> numbers(std::size_t n) {
@@ -26,7 +26,7 @@ std::vector<half> numbers(std::size_t n) {
 int failures = 0;
 
 /// The first key of token 0 must be what the engine holds there, as far as 8 bits tell.
-void report(const char* engine, const cache_type::sequence_type& s, float first_key) {
+void report(const char* engine, const kvq::sequence& s, float first_key) {
     std::vector<float> k(heads * dim);
     s.decode(layer, kvq::tensor::key, 0, kvq::token_view(k.data(), 1, heads, dim));
     const bool close = k[0] - first_key < 0.01f && first_key - k[0] < 0.01f;
@@ -38,7 +38,8 @@ void report(const char* engine, const cache_type::sequence_type& s, float first_
 }  // namespace
 
 int main() {
-    cache_type cache({.layers = layers, .kv_heads = heads, .head_dim = dim}, {.recent = 16});
+    kvq::cache cache({.layers = layers, .kv_heads = heads, .head_dim = dim},
+                     {.keys = kvq::make_format<kvq::affine<8>, kvq::scalar>(), .recent = 16});
 
     {  // vLLM (FlashAttention): [2][blocks][block_size][heads][dim] per layer
         const int blocks = 10, block_size = 16;
@@ -109,12 +110,12 @@ int main() {
 
         const std::size_t allocated = buffers.bytes();
         buffers.trim_to_offset();
-        kvq::contiguous_quantized small(buffers, {.bits = 4, .group = 64});
+        kvq::contiguous_quantized quantized(buffers, {.bits = 4, .group = 64});
         std::printf("%-24s %zu bytes allocated ahead, %zu used, %zu in MLX's 4 bit\n", "", allocated,
-                    buffers.bytes(), small.bytes());
+                    buffers.bytes(), quantized.bytes());
     }
     {  // A layer with a sliding window of 32 tokens
-        kvq::ring<cache_type> ring(cache.new_sequence(), {.window = 32, .slack = 4});
+        kvq::ring ring(cache.new_sequence(), {.window = 32, .slack = 4});
         const auto x = numbers(std::size_t{heads} * dim);
         const kvq::token_view<const half> one(x.data(), 1, heads, dim);
         for (int i = 0; i < 1000; ++i)

@@ -4,15 +4,15 @@
 //   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_offload.cu -o gpu_offload && ./gpu_offload
 //
 // A GPU page and a CPU page hold the same bytes, so moving a sequence is copying its pages.
-#include <kvq/attention/attend.hpp>
 #include <kvq/backends/cuda.cuh>
-#include <kvq/backends/scalar.hpp>
+#include <kvq/cache/sequence.hpp>
+#include <kvq/format/make_format.hpp>
+#include <kvq/io/page_transfer.hpp>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <memory_resource>
 #include <vector>
 
 using namespace kvq;
@@ -77,37 +77,33 @@ int main() {
     std::vector<float> on_gpu(q.size());
     cudaMemcpy(on_gpu.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
 
-    // To the CPU: the same bytes in pages of its pool.
-    page_pool pool(std::pmr::get_default_resource());
-    std::vector<page_ref> key_pages, value_pages;
-    for (int i = 0; i < pages; ++i) {
-        key_pages.push_back(pool.allocate(gpu.key_page_bytes, 1, page_tokens));
-        value_pages.push_back(pool.allocate(gpu.value_page_bytes, 1, page_tokens));
-        cudaMemcpy(key_pages[i]->data(), gpu.key_pages + i * gpu.key_page_bytes, gpu.key_page_bytes,
-                   cudaMemcpyDeviceToHost);
-        cudaMemcpy(value_pages[i]->data(), gpu.value_pages + i * gpu.value_page_bytes, gpu.value_page_bytes,
-                   cudaMemcpyDeviceToHost);
-    }
-    const format_table<tensor::key, float16, formats<keys>> key_formats;
-    const format_table<tensor::value, float16, formats<values>> value_formats;
-    const cache_shape shape{1, kv_heads, dim, dim};
-    const page_geometry geometry{0, 0, page_tokens};
-    std::vector<page_span> spans;
-    for (std::size_t i = 0; i < key_pages.size(); ++i) {
-        const int first = geometry.first_token(static_cast<int>(i));
-        spans.push_back(
-            {first, std::min(page_tokens, tokens - first), page_tokens, {key_pages[i], value_pages[i]}, {}});
-    }
-    const layer_pages layer{geometry, tokens, spans.data(), static_cast<int>(spans.size())};
+    // To the CPU: the same bytes in pages of a cache.
+    cache cpu({.layers = 1, .kv_heads = kv_heads, .head_dim = dim}, {.keys = make_format<keys, scalar>(),
+                                                                     .values = make_format<values, scalar>(),
+                                                                     .page_tokens = page_tokens});
+    page_receiver receiver(cpu);
+    const auto receive = [&](tensor role, const std::byte* gpu_pages, std::size_t page_bytes) {
+        std::vector<std::byte> page(page_bytes);
+        for (int i = 0; i < pages; ++i) {
+            cudaMemcpy(page.data(), gpu_pages + i * page_bytes, page_bytes, cudaMemcpyDeviceToHost);
+            page_message m;
+            m.role = role;
+            m.committed = true;
+            m.first_token = i * page_tokens;
+            m.tokens = m.used = page_tokens;
+            m.kv_heads = kv_heads;
+            m.dim = dim;
+            m.scheme = identity_of(cpu.table(role)[1]);
+            m.data = page;
+            receiver.accept(m);
+        }
+    };
+    receive(tensor::key, gpu.key_pages, gpu.key_page_bytes);
+    receive(tensor::value, gpu.value_pages, gpu.value_page_bytes);
+    sequence on_host = receiver.finish(pages * page_tokens);
+    on_host.trim(tokens);  // the last page is not full
     std::vector<float> on_cpu(q.size());
-    std::vector<std::byte> memory(attention_workspace_bytes<scalar>(key_formats, value_formats, shape,
-                                                                    geometry, tokens, q_heads, 1, 1) +
-                                  64);
-    auto* const aligned =
-        reinterpret_cast<std::byte*>((reinterpret_cast<std::uintptr_t>(memory.data()) + 63) / 64 * 64);
-    serial_executor serial;
-    kvq::attend<scalar>(key_formats, value_formats, shape, 0, layer, {q.data(), 1, q_heads, dim},
-                        {on_cpu.data(), 1, q_heads, dim}, causal{}, serial, 1, aligned);
+    on_host.attend(0, {q.data(), 1, q_heads, dim}, {on_cpu.data(), 1, q_heads, dim});
     double error = 0.0, size = 0.0;
     for (std::size_t i = 0; i < q.size(); ++i) {
         error += std::pow(on_gpu[i] - on_cpu[i], 2.0);
@@ -118,11 +114,12 @@ int main() {
     // And back: the GPU's pages are poisoned, refilled from the CPU's, and give the same bits as before.
     cudaMemset(gpu.key_pages, 0xff, pages * gpu.key_page_bytes);
     cudaMemset(gpu.value_pages, 0xff, pages * gpu.value_page_bytes);
+    const layer_pages layer = on_host.pages(0);
     for (int i = 0; i < pages; ++i) {
-        cudaMemcpy(gpu.key_pages + i * gpu.key_page_bytes, key_pages[i]->data(), gpu.key_page_bytes,
+        cudaMemcpy(gpu.key_pages + i * gpu.key_page_bytes, layer.at(i).keys->data(), gpu.key_page_bytes,
                    cudaMemcpyHostToDevice);
-        cudaMemcpy(gpu.value_pages + i * gpu.value_page_bytes, value_pages[i]->data(), gpu.value_page_bytes,
-                   cudaMemcpyHostToDevice);
+        cudaMemcpy(gpu.value_pages + i * gpu.value_page_bytes, layer.at(i).values->data(),
+                   gpu.value_page_bytes, cudaMemcpyHostToDevice);
     }
     check(cuda::attend<packed, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
                                       device<std::byte>(bytes), bytes, nullptr));

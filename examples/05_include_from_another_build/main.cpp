@@ -1,10 +1,12 @@
 // All that an engine needs: the headers of kvq and its own tensors.
 #include <cstdio>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <vector>
 
 int main() {
-    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 4}, {.page_tokens = 32});
+    kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = 4},
+                     {.keys = kvq::make_format<kvq::int8, kvq::scalar>(), .page_tokens = 32});
     auto sequence = cache.new_sequence();
     std::vector<float> tensor(40 * 4, 0.5f), out(4);
     sequence.append(0, kvq::token_view(tensor.data(), 40, 1, 4), kvq::token_view(tensor.data(), 40, 1, 4));

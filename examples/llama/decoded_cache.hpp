@@ -1,7 +1,7 @@
 // A kvq cache whose pages are dequantized once, when they are quantized; attention is the textbook's, on the dequantized rows.
 //
-// For schemes that attention could only run by dequantizing every page for every query (tables, norms): what the model sees is
-// the same up to the rounding of attention's integer products (5e-4), in a fraction of the time, to run and to compile.
+// For formats that attention could only run by dequantizing every page for every query (tables, norms): what the model sees is
+// the same up to rounding, in a fraction of the time.
 #pragma once
 
 #include "kvq_cache.hpp"
@@ -9,17 +9,12 @@
 
 namespace llama {
 
-template <class Keys, class Values>
 class decoded_cache final : public kv_cache {
-    using cache = kvq::cache<Keys, Values>;
-
 public:
-    decoded_cache(const model_shape& shape, const cache_settings& settings, Keys keys = {},
-                  Values values = {})
+    // The window must be fp16.
+    decoded_cache(const model_shape& shape, const kvq::cache_options& options)
         : shape_(shape),
-          cache_(coded_cache_shape(shape),
-                 {.sinks = settings.sinks, .recent = settings.recent, .page_tokens = settings.page_tokens},
-                 typename cache::key_table(std::move(keys)), typename cache::value_table(std::move(values))),
+          cache_(coded_cache_shape(shape), options),
           sequence_(cache_.new_sequence()),
           rows_(shape),
           quantized_(static_cast<std::size_t>(shape.layers), 0) {}
@@ -53,7 +48,7 @@ public:
 
 private:
     static matrix in_16_bit(const const_rows& x) {
-        return x.template cast<Eigen::half>().template cast<float>();
+        return x.cast<Eigen::half>().cast<float>();
     }
 
     // Behind the last quantized page of a layer.
@@ -76,38 +71,10 @@ private:
     }
 
     model_shape shape_;
-    cache cache_;
-    typename cache::sequence_type sequence_;
+    kvq::cache cache_;
+    kvq::sequence sequence_;
     reference_cache rows_;
     std::vector<int> quantized_;  // of each layer, where the last quantized page ends
-};
-
-// An entry whose caches are Cache<Keys, Values> made with make_keys(statistics or null).
-template <template <class...> class Cache, class Keys, class Values, class MakeKeys>
-scheme_entry entry_with(std::string_view name, MakeKeys) {
-    return {name,
-            [](const model_shape& shape, const cache_settings& settings) -> std::unique_ptr<kv_cache> {
-                return std::make_unique<Cache<Keys, Values>>(shape, settings,
-                                                             MakeKeys{}(statistics_of(settings)));
-            },
-            [](const model_shape& shape, int page_tokens) {
-                return kvq::bytes_per_token<Keys, Values>(coded_cache_shape(shape), page_tokens);
-            }};
-}
-
-// Collects entries from a family of bench/quality_schemes.hpp.
-struct collect_decoded {
-    std::vector<scheme_entry>& entries;
-
-    template <class Keys, class Values>
-    void operator()(const char* name, const char*) const {
-        entries.push_back(
-            entry_with<decoded_cache, Keys, Values>(name, [](const kvq::calibration*) { return Keys{}; }));
-    }
-    template <class Keys, class Values, class MakeKeys>
-    void with_statistics(const char* name, const char*, MakeKeys make) const {
-        entries.push_back(entry_with<decoded_cache, Keys, Values>(name, make));
-    }
 };
 
 }  // namespace llama

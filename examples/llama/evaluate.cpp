@@ -32,7 +32,7 @@ std::vector<window_result> evaluate_window(const model& llama, std::span<const i
     std::vector<matrix> states;
     activations space;
     for (const scheme_choice& scheme : schemes) {
-        const auto cache = scheme.entry->make(llama.shape(), scheme.settings);
+        const auto cache = scheme.make_cache(llama.shape());
         const stopwatch time;
         states.push_back(llama.read(input, 0, *cache, chunk, space));
         results.push_back(
@@ -92,7 +92,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
         }
         const scheme_choice& choice = schemes[scheme];
         const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
-        const double bytes = choice.entry->bytes_per_token(llama.shape(), choice.settings.page_tokens);
+        const double bytes = choice.bytes_per_token(llama.shape());
         const double baseline_perplexity = results.empty() ? perplexity : results.front().perplexity;
         const double baseline_bytes = results.empty() ? bytes : results.front().bytes_per_token;
         results.push_back({choice.label, total.sums.tokens, perplexity,

@@ -10,7 +10,7 @@ namespace llama {
 
 generation_result generate(const model& llama, const tokenizer& pieces, const scheme_choice& scheme,
                            const generation_settings& settings, std::ostream& out) {
-    const auto cache = scheme.entry->make(llama.shape(), scheme.settings);
+    const auto cache = scheme.make_cache(llama.shape());
     auto* const living = dynamic_cast<live_cache*>(cache.get());
     if (living == nullptr && !(settings.load.empty() && settings.save.empty())) {
         throw std::invalid_argument("scheme " + scheme.label + " cannot be saved, a living cache can");

@@ -2,7 +2,7 @@
 // and that can be saved and come back.
 #pragma once
 
-#include "schemes.hpp"
+#include "kvq_cache.hpp"
 
 #include <limits>
 #include <string>
@@ -25,28 +25,42 @@ struct live_settings {
     int reload_at = 0;  // tokens at which the cache is saved and restored, once; 0: never
 };
 
-class live_cache : public kv_cache {
+class live_cache final : public kvq_cache {
 public:
+    // Starts in 16 bit. Beside the usual schemes it can hold those that `live` names.
+    // Throws std::invalid_argument for a name that does not exist, and for a budget that has no room for a step.
+    live_cache(const model_shape& shape, const cache_settings& settings, const live_settings& live);
+
+    int step_tokens() const override { return cache_.options().page_tokens; }
+    void end_of_step() override;
+
     struct held_scheme {
         std::string scheme;
         int tokens;
         std::size_t bytes;
     };
     // What is kept in which scheme: tokens of layer 0's keys, bytes of everything.
-    virtual std::vector<held_scheme> held() const = 0;
+    std::vector<held_scheme> held() const;
     // Pages that were recoded so far.
-    virtual std::size_t recoded() const = 0;
+    std::size_t recoded() const { return recoded_; }
 
     // A safetensors file that describes itself (docs/save.md). load() returns the number of tokens it found, and converts
     // what was saved with other options. Both throw kvq::error.
-    virtual void save(const std::string& path) const = 0;
-    virtual int load(const std::string& path) = 0;
-};
+    void save(const std::string& path) const;
+    int load(const std::string& path);
 
-// Starts in 16 bit. Throws std::invalid_argument for a scheme that is none of live_scheme_names().
-std::unique_ptr<live_cache> make_live_cache(const model_shape& shape, const cache_settings& settings,
-                                            const live_settings& live);
-std::string live_scheme_names();
+private:
+    int format_of(const std::string& scheme);
+    std::string model_name() const;
+    void reload();
+
+    live_settings live_;
+    std::vector<std::string> names_;  // of the formats that the cache lists, the same for keys and values
+    kvq::step_down_policy policy_;
+    kvq::requantize_request request_;
+    std::size_t recoded_ = 0;
+    bool reloaded_ = false;
+};
 
 // "64:int8,128:kivi-4", "128:kivi-4". Both throw std::invalid_argument.
 std::vector<tier_choice> parse_tiers(std::string_view text);

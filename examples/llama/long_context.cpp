@@ -15,8 +15,8 @@ std::vector<long_context_row> long_context(const model& llama, std::span<const i
     input.insert(input.end(), tokens.begin(), tokens.end() - 1);
 
     const scheme_choice full = parse_scheme("fp16", {.page_tokens = settings.page_tokens});
-    const auto baseline = full.entry->make(llama.shape(), full.settings);
-    const auto cache = make_live_cache(llama.shape(), settings, live);
+    const auto baseline = full.make_cache(llama.shape());
+    const auto cache = std::make_unique<live_cache>(llama.shape(), settings, live);
 
     std::vector<long_context_row> rows;
     divergence_sums sums, baseline_sums;

@@ -26,6 +26,7 @@ struct options {
     std::string model_path, tokenizer_path, input_path;
     double rope_theta = 10000.0;
     llama::cache_settings cache;
+    std::string keys, values;  // one more scheme
 
     std::string scheme = "kivi-4+s4+r32";
     int samples = 1;
@@ -57,12 +58,25 @@ bool is_live(const options& chosen) {
            !chosen.generation.load.empty() || !chosen.generation.save.empty();
 }
 
+// Of --keys and --values; either alone is for both.
+std::string pair_of(const options& chosen) {
+    const std::string& keys = chosen.keys.empty() ? chosen.values : chosen.keys;
+    return keys + '/' + (chosen.values.empty() ? keys : chosen.values);
+}
+bool has_pair(const options& chosen) { return !chosen.keys.empty() || !chosen.values.empty(); }
+
+llama::scheme_choice scheme_of(const options& chosen) {
+    if (is_live(chosen)) {
+        return llama::live_scheme(chosen.live, chosen.cache);
+    }
+    return llama::parse_scheme(has_pair(chosen) ? pair_of(chosen) : chosen.scheme, chosen.cache);
+}
+
 void run_generate(const options& chosen) {
     const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
     const llama::tokenizer pieces(chosen.tokenizer_path);
     llama::check_vocabulary(pieces, model.shape().vocab);
-    const llama::scheme_choice scheme = is_live(chosen) ? llama::live_scheme(chosen.live, chosen.cache)
-                                                        : llama::parse_scheme(chosen.scheme, chosen.cache);
+    const llama::scheme_choice scheme = scheme_of(chosen);
 
     llama::generation_result total;
     llama::generation_settings settings = chosen.generation;
@@ -117,6 +131,9 @@ std::vector<llama::scheme_choice> schemes_of(const options& chosen) {
             schemes.push_back(llama::parse_scheme(name, chosen.cache));
         }
     }
+    if (has_pair(chosen)) {
+        schemes.push_back(llama::parse_scheme(pair_of(chosen), chosen.cache));
+    }
     if (is_live(chosen)) {
         schemes.push_back(llama::live_scheme(chosen.live, chosen.cache));
     }
@@ -126,16 +143,15 @@ std::vector<llama::scheme_choice> schemes_of(const options& chosen) {
 void give_statistics(const options& chosen, const llama::model& model, const std::vector<int>& tokens,
                      std::vector<llama::scheme_choice>& schemes) {
     if (std::none_of(schemes.begin(), schemes.end(),
-                     [](const auto& s) { return s.settings.use_statistics; })) {
+                     [](const auto& s) { return s.use_statistics; })) {
         return;
     }
     std::vector<int> text =
         chosen.statistics_path.empty() ? tokens : read_input(chosen, chosen.statistics_path, model);
     text.resize(std::min(text.size(), static_cast<std::size_t>(chosen.statistics_tokens)));
-    const auto statistics = std::make_shared<const kvq::calibration>(
-        llama::gather_statistics(model, text, window_of(chosen, model)));
+    const kvq::calibration statistics = llama::gather_statistics(model, text, window_of(chosen, model));
     for (llama::scheme_choice& scheme : schemes) {
-        scheme.settings.statistics = statistics;
+        scheme.give_statistics(statistics);
     }
 }
 
@@ -336,11 +352,18 @@ void add_chunk_option(CLI::App& command, options& chosen) {
         ->capture_default_str();
 }
 
+void add_pair_options(CLI::App& command, options& chosen, const char* what) {
+    command.add_option("--keys", chosen.keys, std::string("format of keys, ") + what)->type_name("FORMAT");
+    command.add_option("--values", chosen.values, "format of values; --keys or --values alone is for both")
+        ->type_name("FORMAT");
+}
+
 // For the commands that judge schemes.
 void add_evaluation_options(CLI::App& command, options& chosen, const char* threads) {
     command.add_option("--schemes", chosen.schemes, "schemes to compare, separated by commas")
         ->delimiter(',')
         ->capture_default_str();
+    add_pair_options(command, chosen, "of one more scheme");
     command.add_option("--tokens", chosen.tokens, "use only the first tokens of the input, 0: all")
         ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
@@ -371,8 +394,10 @@ void add_cache_options(CLI::App& command, options& chosen) {
     command.add_option("--page-tokens", chosen.cache.page_tokens, "tokens coded together")
         ->check(CLI::PositiveNumber)
         ->capture_default_str();
-    command.footer("A scheme may override --sinks and --recent: kivi-4+s4+r32. Schemes: " +
-                   llama::all_scheme_names());
+    command.footer(
+        "A scheme may override --sinks and --recent: kivi-4+s4+r32. It may be a format for keys and one for "
+        "values: kivi-2-g64/int8. Schemes: " +
+        llama::all_scheme_names());
 }
 
 }  // namespace
@@ -392,6 +417,7 @@ int main(int argc, char** argv) {
     add_cache_options(generate, chosen);
     generate.add_option("--tokenizer", chosen.tokenizer_path, "llama2.c tokenizer")->required();
     generate.add_option("--scheme", chosen.scheme, "how the cache is coded")->capture_default_str();
+    add_pair_options(generate, chosen, "in place of --scheme");
     generate.add_option("--prompt", chosen.generation.prompt, "text to continue");
     generate
         .add_option("--steps", chosen.generation.steps, "tokens to generate, 0: until the context is full")

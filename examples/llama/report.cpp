@@ -34,6 +34,11 @@ nlohmann::ordered_json to_json(const scheme_result& result) {
             {"tokens_per_second", result.tokens_per_second}};
 }
 
+// Of a column of tokens in one scheme.
+int width_of(const live_cache::held_scheme& scheme) {
+    return static_cast<int>(std::max<std::size_t>(8, scheme.scheme.size() + 2));
+}
+
 double percent(double value, double baseline) { return 100.0 * (value / baseline - 1.0); }
 
 }  // namespace
@@ -78,7 +83,7 @@ void write_table(std::ostream& out, std::span<const long_context_row> rows) {
     out << "  tokens   16 bit KB       KB  recoded  KL divergence  same top-1 %  perplexity   16 bit |  "
            "tokens in";
     for (const auto& scheme : rows.front().held) {
-        out << std::setw(8) << scheme.scheme;
+        out << std::setw(width_of(scheme)) << scheme.scheme;
     }
     out << '\n';
     for (const long_context_row& row : rows) {
@@ -89,7 +94,7 @@ void write_table(std::ostream& out, std::span<const long_context_row> rows) {
             << 100.0 * row.top1 << std::setw(12) << row.perplexity << std::setw(9) << row.baseline_perplexity
             << " |           ";
         for (const auto& scheme : row.held) {
-            out << std::setw(8) << scheme.tokens;
+            out << std::setw(width_of(scheme)) << scheme.tokens;
         }
         out << '\n';
     }

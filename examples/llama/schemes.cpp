@@ -1,56 +1,79 @@
 #include "schemes.hpp"
 
+#include "../../bench/quality_schemes.hpp"
+#include "decoded_cache.hpp"
+#include "kvq_cache.hpp"
+#include "live_cache.hpp"
 #include "reference_cache.hpp"
 
-#include <array>
+#include <kvq/format/find_format.hpp>
+
+#include <algorithm>
 #include <charconv>
+#include <limits>
 #include <stdexcept>
+#include <vector>
 
 namespace llama {
 namespace {
 
-const scheme_entry reference_entry{
-    "reference",
-    [](const model_shape& shape, const cache_settings&) -> std::unique_ptr<kv_cache> {
-        return std::make_unique<reference_cache>(shape);
-    },
-    [](const model_shape& shape, int) { return 2.0 * sizeof(float) * shape.layers * shape.kv_dim(); }};
+constexpr std::string_view reference_name = "reference";
 
-template <class Visit>
-void for_each_scheme(const Visit& visit) {
-    visit(reference_entry);
-    for (const auto list : {
-             full_schemes(), affine_g32_schemes(), kivi_g32_schemes(),
-#if defined(KVQ_LLAMA_ALL_SCHEMES)
-                 more_g32_schemes(), affine_g64_schemes(), kivi_g64_schemes(), preset_grid_schemes(),
-                 preset_mixed_schemes(), plan_schemes(), ingredient_schemes(), published_group_schemes(),
-                 published_rotation_schemes(), published_kvarn_schemes()
-#endif
-         }) {
-        for (const scheme_entry& entry : list) {
-            visit(entry);
+// Formats that are not built in.
+const std::vector<quality::listed_format>& baselines() {
+    static const std::vector<quality::listed_format> all = [] {
+        std::vector<quality::listed_format> list;
+#if defined(KVQ_LLAMA_BASELINES)
+        for (const auto family : {&quality::plan_formats, &quality::ingredient_formats, &quality::group_formats,
+                                  &quality::rotation_formats, &quality::kvarn_formats}) {
+            for (quality::listed_format& format : family()) {
+                list.push_back(std::move(format));
+            }
         }
-    }
+#endif
+        return list;
+    }();
+    return all;
 }
 
-const scheme_entry& find_scheme(std::string_view name) {
-    const scheme_entry* found = nullptr;
-    for_each_scheme([&](const scheme_entry& entry) {
-        // "affine-4" is short for "affine-4-g32", and so with KIVI.
-        if (entry.name == name || entry.name == std::string(name) + "-g32") {
-            found = &entry;
-        }
+bool is_built_in(std::string_view name, kvq::tensor role) {
+    bool found = false;
+    kvq::for_each_format([&](const kvq::builtin_format& format) {
+        found = found || (format.name == name && (role == kvq::tensor::key ? format.keys : format.values));
     });
-    if (found == nullptr) {
-#if defined(KVQ_LLAMA_ALL_SCHEMES)
-        const char* const others = "";
-#else
-        const char* const others = "; CMake's KVQ_LLAMA_ALL_SCHEMES builds the others";
-#endif
-        throw std::invalid_argument("there is no scheme \"" + std::string(name) + "\"; there are " +
-                                    all_scheme_names() + others);
+    return found;
+}
+
+[[noreturn]] void throw_unknown(std::string_view name, kvq::tensor role) {
+    try {
+        static_cast<void>(kvq::find_format(name, role));
+    } catch (const kvq::error& unknown) {
+        std::string message = unknown.what();
+        message += "; there are also " + std::string(reference_name);
+        for (const quality::listed_format& format : baselines()) {
+            message += ", " + format.name;
+        }
+        if (baselines().empty()) {
+            message += ", and published methods with CMake's KVQ_LLAMA_BASELINES";
+        }
+        throw kvq::error(message);
     }
-    return *found;
+    throw std::logic_error("the format is known");
+}
+
+kvq::format find(std::string_view name, kvq::tensor role, const kvq::calibration* statistics) {
+    // "affine-4" is short for "affine-4-g32", and so with KIVI.
+    const std::string long_name = std::string(name) + "-g32";
+    for (const quality::listed_format& format : baselines()) {
+        if (format.name == name || format.name == long_name) {
+            return role == kvq::tensor::key ? format.keys(statistics) : format.values();
+        }
+    }
+    const std::string_view known = is_built_in(long_name, role) ? long_name : name;
+    if (!is_built_in(known, role)) {
+        throw_unknown(name, role);
+    }
+    return statistics ? kvq::find_format(known, role, *statistics) : kvq::find_format(known, role);
 }
 
 int parse_count(std::string_view digits, std::string_view whole) {
@@ -64,38 +87,113 @@ int parse_count(std::string_view digits, std::string_view whole) {
     return count;
 }
 
-}  // namespace
-
-scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults) {
-    scheme_choice choice{std::string(text), nullptr, defaults};
+// Returns the name in front of the first '+'; the choice takes what is behind it.
+std::string parse_name(std::string_view text, scheme_choice& choice) {
     std::size_t end = text.find('+');
-    choice.entry = &find_scheme(text.substr(0, end));
+    const std::string name(text.substr(0, end));
     while (end != std::string_view::npos) {
         const std::size_t begin = end + 1;
         end = text.find('+', begin);
         const std::string_view suffix = text.substr(begin, end == std::string_view::npos ? end : end - begin);
         if (suffix == "stats") {
-            choice.settings.use_statistics = true;
+            choice.use_statistics = true;
         } else if (suffix.starts_with('s')) {
-            choice.settings.sinks = parse_count(suffix.substr(1), text);
+            choice.settings.sinks = parse_count(suffix.substr(1), choice.label);
         } else if (suffix.starts_with('r')) {
-            choice.settings.recent = parse_count(suffix.substr(1), text);
+            choice.settings.recent = parse_count(suffix.substr(1), choice.label);
         } else {
-            throw std::invalid_argument("\"" + std::string(text) +
+            throw std::invalid_argument("\"" + choice.label +
                                         "\": expected +s4 (sinks), +r32 (recent) or +stats, not +" +
                                         std::string(suffix));
         }
     }
+    return name;
+}
+
+// Pages of the window's own type are never quantized: fp32, bf16 and fp16 are the limits to compare with.
+kvq::cache_options options_with(const cache_settings& settings, const kvq::format_pair& formats) {
+    kvq::cache_options options = options_of(settings);
+    options.keys = formats.keys;
+    options.values = formats.values;
+    if (formats.keys.holds_values() && formats.values.holds_values() &&
+        formats.keys.functions().value_type == formats.values.functions().value_type) {
+        options.window = formats.keys;
+    }
+    return options;
+}
+
+}  // namespace
+
+std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) const {
+    if (live) {
+        return std::make_unique<live_cache>(shape, settings, *live);
+    }
+    if (!formats.keys) {
+        return std::make_unique<reference_cache>(shape);
+    }
+    const kvq::cache_options options = options_with(settings, formats);
+    if (formats.keys.functions().dequantizes_first || formats.values.functions().dequantizes_first) {
+        return std::make_unique<decoded_cache>(shape, options);
+    }
+    return std::make_unique<kvq_cache>(shape, options);
+}
+
+double scheme_choice::bytes_per_token(const model_shape& shape) const {
+    if (live) {
+        return std::numeric_limits<double>::quiet_NaN();  // depends on how far it has come: see what it holds
+    }
+    if (!formats.keys) {
+        return 2.0 * sizeof(float) * shape.layers * shape.kv_dim();
+    }
+    const int tokens = settings.page_tokens, dim = shape.head_dim();
+    const std::size_t block = formats.keys.block_bytes({kvq::tensor::key, tokens, dim}) +
+                              formats.values.block_bytes({kvq::tensor::value, tokens, dim});
+    return static_cast<double>(block) * shape.kv_heads * shape.layers / tokens;
+}
+
+void scheme_choice::give_statistics(const kvq::calibration& statistics) {
+    if (use_statistics && formats.keys) {
+        formats.keys = find(key_name, kvq::tensor::key, &statistics);
+    }
+}
+
+scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults) {
+    scheme_choice choice{std::string(text), defaults};
+    const std::size_t slash = text.find('/');
+    choice.key_name = choice.value_name = parse_name(text.substr(0, slash), choice);
+    if (slash != std::string_view::npos) {
+        choice.value_name = parse_name(text.substr(slash + 1), choice);
+    }
+    if (slash != std::string_view::npos || choice.key_name != reference_name) {
+        choice.formats = {find(choice.key_name, kvq::tensor::key, nullptr),
+                          find(choice.value_name, kvq::tensor::value, nullptr)};
+    }
     return choice;
 }
 
+kvq::format_pair find_formats(std::string_view names) {
+    const std::size_t slash = names.find('/');
+    const std::string_view keys = names.substr(0, slash);
+    const std::string_view values = slash == std::string_view::npos ? keys : names.substr(slash + 1);
+    return {find(keys, kvq::tensor::key, nullptr), find(values, kvq::tensor::value, nullptr)};
+}
+
 std::string all_scheme_names() {
-    std::string names;
-    for_each_scheme([&](const scheme_entry& entry) {
-        names += names.empty() ? "" : ", ";
-        names += entry.name;
-    });
-    return names;
+    std::vector<std::string> names{std::string(reference_name)};
+    const auto add = [&](const std::string& name) {
+        if (std::find(names.begin(), names.end(), name) == names.end()) {
+            names.push_back(name);
+        }
+    };
+    kvq::for_each_format([&](const kvq::builtin_format& format) { add(format.name); });
+    for (const quality::listed_format& format : baselines()) {
+        add(format.name);
+    }
+    std::string all;
+    for (const std::string& name : names) {
+        all += (all.empty() ? "" : ", ") + name;
+    }
+    return all;
 }
 
 }  // namespace llama

@@ -1,12 +1,12 @@
-// The schemes by name: "fp16", "affine-4-g64", "kivi-2+s4+r32", ...
+// The schemes by name: "fp16", "affine-4-g64", "kivi-2-g64/int8", "kivi-2+s4+r32", ...
 #pragma once
 
 #include "kv_cache.hpp"
 
+#include <kvq/format/format.hpp>
 #include <kvq/quant/calibration.hpp>
 
 #include <memory>
-#include <span>
 #include <string>
 #include <string_view>
 
@@ -18,41 +18,32 @@ struct cache_settings {
     int sinks = 0;
     int recent = 0;
     int page_tokens = 32;
-    bool use_statistics = false;                           // "+stats"
-    std::shared_ptr<const kvq::calibration> statistics{};  // null: schemes that could use them do without
-    std::shared_ptr<const live_settings> live{};           // of the scheme "live" (live_cache.hpp)
 };
-
-struct scheme_entry {
-    std::string_view name;
-    std::unique_ptr<kv_cache> (*make)(const model_shape&, const cache_settings&);
-    double (*bytes_per_token)(const model_shape&, int page_tokens);  // coded pages of all layers and kv heads
-};
-
-// Each list is a translation unit of its own, so that no single one takes long to compile.
-std::span<const scheme_entry> full_schemes();
-std::span<const scheme_entry> affine_g32_schemes();
-std::span<const scheme_entry> affine_g64_schemes();
-std::span<const scheme_entry> kivi_g32_schemes();
-std::span<const scheme_entry> kivi_g64_schemes();
-std::span<const scheme_entry> more_g32_schemes();
-std::span<const scheme_entry> preset_grid_schemes();
-std::span<const scheme_entry> preset_mixed_schemes();
-std::span<const scheme_entry> plan_schemes();
-std::span<const scheme_entry> ingredient_schemes();
-std::span<const scheme_entry> published_group_schemes();
-std::span<const scheme_entry> published_rotation_schemes();
-std::span<const scheme_entry> published_kvarn_schemes();
 
 struct scheme_choice {
     std::string label;
-    const scheme_entry* entry;
     cache_settings settings;
+    std::string key_name{}, value_name{};
+    kvq::format_pair formats{};                   // empty: fp32 rows, the scheme "reference"
+    bool use_statistics = false;                  // "+stats"
+    std::shared_ptr<const live_settings> live{};  // if there are some, the cache is a living one (live_cache.hpp)
+
+    std::unique_ptr<kv_cache> make_cache(const model_shape& shape) const;
+
+    // Coded pages of all layers and kv heads; NaN for a living cache.
+    double bytes_per_token(const model_shape& shape) const;
+
+    // Keys that can use statistics are made from these.
+    void give_statistics(const kvq::calibration& statistics);
 };
 
-// A name, then "+s4" (sinks) and "+r32" (recent) where they differ from the defaults, and "+stats" for statistics.
-// Throws std::invalid_argument for a name that does not exist.
+// The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Behind them "+s4" (sinks) and "+r32" (recent)
+// where they differ from the defaults, and "+stats" for statistics.
+// Throws std::invalid_argument for a name that does not exist; the message lists those that are most like it.
 scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults);
+
+// The same without anything behind the names.
+kvq::format_pair find_formats(std::string_view names);
 
 std::string all_scheme_names();
 

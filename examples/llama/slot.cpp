@@ -17,7 +17,7 @@ class slot {
 public:
     slot(const model& llama, std::span<const int> prompt, const scheme_choice& scheme, int chunk)
         : llama_(llama),
-          cache_(scheme.entry->make(llama.shape(), scheme.settings)),
+          cache_(scheme.make_cache(llama.shape())),
           prompt_tokens_(static_cast<int>(prompt.size())),
           chunk_(chunk),
           last_state_(llama.read(prompt, 0, *cache_, chunk, space_).bottomRows(1)) {}

@@ -11,7 +11,7 @@
 
 namespace llama {
 
-// An executor as kvq wants one (kvq/attention/executor.hpp). One call at a time. Results never depend on the number of
+// An executor as kvq wants one (kvq/core/executor.hpp). One call at a time. Results never depend on the number of
 // threads: whoever uses it cuts its work by size.
 class worker_pool {
 public:

@@ -5,6 +5,8 @@
 //              across translation units that were built for different instruction sets
 // KVQ_INLINE_LAMBDA  the same for lambdas, after their parameters
 // KVQ_UNROLL   unrolls the loop that follows, up to 16 times
+// KVQ_TAGGED   the inline namespace of everything that is compiled for one instruction set
+// KVQ_EXPORT   what a shared library shows
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
 #pragma once
 
@@ -28,6 +30,62 @@
 #define KVQ_HD
 #endif
 
+// Everything that a compiler may turn into other instructions lives in an inline namespace with the name of the instruction set, so
+// that objects of different -march can be linked in any order: kvq::KVQ_TAGGED. What such objects exchange, formats above all, lives
+// in kvq::v0_1 and has no functions that could be compiled twice.
+#define KVQ_JOIN_PARTS(a, b, c, d) v0_1_##a##_##b##_##c##_##d
+#define KVQ_JOIN(a, b, c, d) KVQ_JOIN_PARTS(a, b, c, d)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__BMI2__) && defined(__LZCNT__) && \
+    defined(__MOVBE__)
+#define KVQ_TAG_BASE v3
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define KVQ_TAG_BASE avx2_fma_f16c
+#elif defined(__AVX2__)
+#define KVQ_TAG_BASE avx2
+#elif defined(__AVX__)
+#define KVQ_TAG_BASE avx
+#elif defined(__SSE4_2__) && defined(__POPCNT__)
+#define KVQ_TAG_BASE v2
+#elif defined(__SSE4_1__)
+#define KVQ_TAG_BASE sse41
+#elif defined(__SSSE3__)
+#define KVQ_TAG_BASE ssse3
+#elif defined(__SSE2__)
+#define KVQ_TAG_BASE sse2
+#elif defined(__ARM_FEATURE_SVE)
+#define KVQ_TAG_BASE sve
+#elif defined(__ARM_NEON)
+#define KVQ_TAG_BASE neon
+#else
+#define KVQ_TAG_BASE plain
+#endif
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define KVQ_TAG_WIDE avx512bw
+#elif defined(__AVX512F__)
+#define KVQ_TAG_WIDE avx512f
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define KVQ_TAG_WIDE dotprod
+#else
+#define KVQ_TAG_WIDE 0
+#endif
+#if defined(__AVX512VNNI__) && defined(__AVX512BF16__)
+#define KVQ_TAG_DOT vnni_bf16
+#elif defined(__AVX512VNNI__)
+#define KVQ_TAG_DOT vnni
+#elif defined(__AVXVNNI__)
+#define KVQ_TAG_DOT avxvnni
+#elif defined(__ARM_FEATURE_BF16)
+#define KVQ_TAG_DOT bf16
+#else
+#define KVQ_TAG_DOT 0
+#endif
+#if defined(__AMX_INT8__) || defined(__AMXINT8__)
+#define KVQ_TAG_TILES amx
+#else
+#define KVQ_TAG_TILES 0
+#endif
+#define KVQ_TAGGED KVQ_JOIN(KVQ_TAG_BASE, KVQ_TAG_WIDE, KVQ_TAG_DOT, KVQ_TAG_TILES)
+
 #define KVQ_INLINE inline __attribute__((always_inline))
 // The same for lambdas: after the parameters. A kernel must not be called once per vector because a program is large.
 #define KVQ_INLINE_LAMBDA __attribute__((always_inline))
@@ -38,6 +96,9 @@
 #else
 #define KVQ_UNROLL
 #endif
+
+// What a shared kvq::library shows.
+#define KVQ_EXPORT __attribute__((visibility("default")))
 
 #if defined(__cpp_exceptions) || defined(__EXCEPTIONS) || defined(_CPPUNWIND)
 #define KVQ_EXCEPTIONS 1

@@ -1,11 +1,16 @@
-// kvq: everything that needs only the standard library. Finer includes work as well; see docs/architecture.md.
+// kvq: everything of a cache but the kernels of formats. Finer includes work as well; see docs/architecture.md.
+//
+//   formats come from   backends/simd.hpp         make_format<Scheme>(), for the instructions that this build allows
+//                       format/find_format.hpp    find_format("kivi-4-g64", tensor::key), from the compiled library
+//                       format/make_format.hpp    make_format<Scheme, scalar>(), which needs only the standard library
 #pragma once
 
 #include "cache/cache.hpp"
+#include "cache/preset_options.hpp"
+#include "cache/sequence.hpp"
 #include "cache/step_down.hpp"
 #include "cache/usage.hpp"
 #include "estimate/bytes.hpp"
-#include "estimate/choose.hpp"
 #include "estimate/footprint.hpp"
 #include "io/page_transfer.hpp"
 #include "schemes/int8.hpp"

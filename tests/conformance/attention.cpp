@@ -6,33 +6,35 @@
 #include <algorithm>
 #include <cmath>
 #include <kvq/backends/simd.hpp>
+#include <kvq/core/thread_executor.hpp>
 
 #include "support/attention_error.hpp"
+#include "support/typed_cache.hpp"
 
 namespace {
 
 constexpr double bound = 5e-4;
 
 template <class K, class V, class Window = kvq::float16>
-using simd_cache = kvq::cache<K, V, kvq::simd<>, Window>;
+using simd_cache = test::typed_cache<K, V, kvq::simd<>, Window>;
 
 #if defined(KVQ_TEST_FEWER_SCHEMES)
 // Weaker instruction sets: what differs between them are the registers, not the schemes.
 using every_width =
-    simd_cache<kvq::formats<kvq::affine<3, kvq::per_token<64>>, kvq::affine<4, kvq::per_channel<7>>>,
-               kvq::formats<kvq::affine<2, kvq::per_token<32>>, kvq::int8>>;
-using users = simd_cache<kvq::formats<test::odd_keys, test::rotated>,
-                         kvq::formats<test::product_scheme<7>, test::magnitude_bytes>>;
+    simd_cache<test::formats<kvq::affine<3, kvq::per_token<64>>, kvq::affine<4, kvq::per_channel<7>>>,
+               test::formats<kvq::affine<2, kvq::per_token<32>>, kvq::int8>>;
+using users = simd_cache<test::formats<test::odd_keys, test::rotated>,
+                         test::formats<test::product_scheme<7>, test::magnitude_bytes>>;
 #else
 using every_width = simd_cache<
-    kvq::formats<kvq::affine<1, kvq::per_token<0>>, kvq::affine<3, kvq::per_token<64>>,
-                 kvq::affine<4, kvq::per_channel<7>>, kvq::affine<6, kvq::per_channel<0>>,
-                 kvq::affine<8, kvq::per_channel<64>>>,
-    kvq::formats<kvq::affine<2, kvq::per_token<32>>, kvq::affine<4, kvq::per_token<5>>,
-                 kvq::affine<5, kvq::per_channel<7>>, kvq::affine<7, kvq::per_channel<32>>, kvq::int8>>;
-using users =
-    simd_cache<kvq::formats<test::odd_keys, test::magnitude_bytes, test::product_scheme<4>, test::rotated>,
-               kvq::formats<test::rotated, test::product_scheme<7>, test::odd_values, test::magnitude_bytes>>;
+    test::formats<kvq::affine<1, kvq::per_token<0>>, kvq::affine<3, kvq::per_token<64>>,
+                  kvq::affine<4, kvq::per_channel<7>>, kvq::affine<6, kvq::per_channel<0>>,
+                  kvq::affine<8, kvq::per_channel<64>>>,
+    test::formats<kvq::affine<2, kvq::per_token<32>>, kvq::affine<4, kvq::per_token<5>>,
+                  kvq::affine<5, kvq::per_channel<7>>, kvq::affine<7, kvq::per_channel<32>>, kvq::int8>>;
+using users = simd_cache<
+    test::formats<test::odd_keys, test::magnitude_bytes, test::product_scheme<4>, test::rotated>,
+    test::formats<test::rotated, test::product_scheme<7>, test::odd_values, test::magnitude_bytes>>;
 #endif
 using float_window = simd_cache<kvq::affine<8>, kvq::full<kvq::bfloat16>, float>;
 using bfloat_window = simd_cache<kvq::kivi<4>, kvq::kivi<4>, kvq::bfloat16>;

@@ -6,6 +6,7 @@
 #include <kvq/backends/simd.hpp>
 
 #include "support/attention_error.hpp"
+#include "support/typed_cache.hpp"
 
 namespace {
 
@@ -15,7 +16,8 @@ constexpr kvq::cache_shape shape{.layers = 1, .kv_heads = heads, .head_dim = dim
 /// Every page coded with a scale per token: rounding is then that of q, and of p times the scale of its value.
 template <int Pieces>
 struct coded_tokens {
-    using cache_type = kvq::cache<kvq::int8, kvq::int8, kvq::simd<kvq::arch::best, kvq::pieces<Pieces>>>;
+    using cache_type =
+        test::typed_cache<kvq::int8, kvq::int8, kvq::simd<kvq::arch::best, kvq::pieces<Pieces>>>;
     cache_type cache{shape, {.recent = 0, .page_tokens = page_tokens}};
     typename cache_type::sequence_type sequence = cache.new_sequence();
 

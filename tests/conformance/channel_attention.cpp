@@ -9,6 +9,7 @@
 
 #include "support/attention_error.hpp"
 #include "support/channel_plans.hpp"
+#include "support/typed_cache.hpp"
 
 namespace {
 
@@ -19,12 +20,12 @@ using kvq::float16;
 using kvq::params;
 using kvq::token_factors;
 using mixed = kvq::mixed_width<kvq::widths<6, 4, 3, 0>, 26>;
-using keys = kvq::formats<kvq::channel_grid<4, 64>, mixed,
-                          kvq::channel_grid<2, 7, kvq::min_max, coded, token_factors<coded>>>;
+using keys = test::formats<kvq::channel_grid<4, 64>, mixed,
+                           kvq::channel_grid<2, 7, kvq::min_max, coded, token_factors<coded>>>;
 using values =
-    kvq::formats<kvq::channel_grid<4, 0, kvq::min_max, coded, token_factors<coded>>,
-                 kvq::channel_grid<2, 64, kvq::mean_corrected<kvq::least_squares>>,
-                 kvq::channel_grid<8, 5, kvq::min_max, params<float16>, token_factors<params<float16>>>>;
+    test::formats<kvq::channel_grid<4, 0, kvq::min_max, coded, token_factors<coded>>,
+                  kvq::channel_grid<2, 64, kvq::mean_corrected<kvq::least_squares>>,
+                  kvq::channel_grid<8, 5, kvq::min_max, params<float16>, token_factors<params<float16>>>>;
 
 }  // namespace
 
@@ -35,7 +36,7 @@ using values =
 #endif
 
 TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Backend, KVQ_TEST_BACKENDS) {
-    using C = kvq::cache<keys, values, Backend>;
+    using C = test::typed_cache<keys, values, Backend>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -72,7 +73,7 @@ TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Bac
 }
 
 TEST_CASE("a trim into a coded page of mixed widths, and a fork, keep every token's decoded value") {
-    using C = kvq::cache<mixed, kvq::full<kvq::float16>>;
+    using C = test::typed_cache<mixed, kvq::full<kvq::float16>>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -96,8 +96,8 @@ struct flushed_subnormals {
 TEST_CASE_TEMPLATE("the same numbers whether or not the program flushes subnormal floats to zero", T, float,
                    kvq::float16) {
     using cache_type =
-        kvq::cache<kvq::formats<kvq::affine<4, kvq::per_channel<32>>, kvq::int8, kvq::low2::keys>,
-                   kvq::formats<kvq::affine<2, kvq::per_token<32>>, kvq::std4::values>, native>;
+        test::typed_cache<test::formats<kvq::affine<4, kvq::per_channel<32>>, kvq::int8, kvq::low2::keys>,
+                          test::formats<kvq::affine<2, kvq::per_token<32>>, kvq::std4::values>, native>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -176,10 +176,10 @@ TEST_CASE("a cache holds the same bytes on every backend, whatever its history")
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using keys = kvq::formats<kvq::affine<3, kvq::per_channel<7>>, kvq::int8, test::magnitude_bytes>;
-    using values = kvq::formats<kvq::affine<4, kvq::per_token<32>>, test::rotated>;
-    using reference = kvq::cache<keys, values, kvq::scalar>;
-    using other = kvq::cache<keys, values, native>;
+    using keys = test::formats<kvq::affine<3, kvq::per_channel<7>>, kvq::int8, test::magnitude_bytes>;
+    using values = test::formats<kvq::affine<4, kvq::per_token<32>>, test::rotated>;
+    using reference = test::typed_cache<keys, values, kvq::scalar>;
+    using other = test::typed_cache<keys, values, native>;
     for (int round = 0; round < 6; ++round) {
         const auto shape = test::random_cache_shape(random, 3, 70);
         auto options = test::random_options(random);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // A user of kvq, as small as it gets: the last token of a short text attends over a packed cache.
 #include <cstdio>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <vector>
 
@@ -20,8 +21,9 @@ using backend = kvq::scalar;
 int main() {
     constexpr int tokens = 100, heads = 2, dim = 64;
     using scheme = kvq::kivi<4, 32>;
-    kvq::cache<scheme::keys, scheme::values, backend> cache(
-        {.layers = 1, .kv_heads = heads, .head_dim = dim});
+    const auto formats = kvq::make_formats<scheme, backend>();
+    kvq::cache cache({.layers = 1, .kv_heads = heads, .head_dim = dim},
+                     {.keys = formats.keys, .values = formats.values});
     auto sequence = cache.new_sequence();
 
     const std::vector<float> ones(tokens * heads * dim, 1.0F);

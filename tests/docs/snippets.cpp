@@ -4,11 +4,13 @@
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/eigen.hpp>
 #include <kvq/adapters/paged.hpp>
-#include <kvq/adapters/prefix_cache.hpp>
-#include <kvq/adapters/ring.hpp>
 #include <kvq/backends/simd.hpp>
+#include <kvq/core/thread_executor.hpp>
+#include <kvq/format/find_format.hpp>
 #include <kvq/io/file.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/ring.hpp>
 #include <string>
 #include <vector>
 
@@ -16,8 +18,6 @@ namespace {
 
 using tokens_in = kvq::token_view<const float>;
 using tokens_out = kvq::token_view<float>;
-using cache_type = kvq::cache<kvq::affine<8>>;
-using sequence_type = cache_type::sequence_type;
 using numbers = std::vector<std::int32_t>;
 
 namespace readme {
@@ -25,8 +25,9 @@ namespace readme {
 void first(int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n_tokens) {
     using keys = kvq::affine<4, kvq::per_channel<64>>;
     using values = kvq::affine<4, kvq::per_token<64>>;
-    kvq::cache<keys, values, kvq::simd<>> cache({.layers = 32, .kv_heads = 8, .head_dim = 128},
-                                                {.sinks = 4, .recent = 128});
+    kvq::cache cache(
+        {.layers = 32, .kv_heads = 8, .head_dim = 128},
+        {.keys = kvq::make_format<keys>(), .values = kvq::make_format<values>(), .sinks = 4, .recent = 128});
 
     auto sequence = cache.new_sequence();
     sequence.prefill(layer, k, v, q, out);
@@ -41,15 +42,22 @@ void preset(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
     kvq::calibration statistics(shape, true);
     statistics.add_keys(layer, k);
     statistics.add_queries(layer, q);
-    using low2_cache = kvq::cache<kvq::low2, kvq::low2, kvq::simd<>>;
-    low2_cache cache(shape, kvq::preset_options(), kvq::low2::keys(statistics));
+    auto options = kvq::preset_options(kvq::make_formats<kvq::low2>());
+    options.keys = kvq::make_format<kvq::simd<>>(kvq::low2::keys(statistics));
+    kvq::cache cache(shape, options);
+}
+
+void by_name(kvq::cache_shape shape, const std::string& name) {
+    kvq::cache cache(shape, kvq::preset("std4"));
+    kvq::cache other(shape, {.keys = kvq::find_format("kivi-2-g64", kvq::tensor::key),
+                             .values = kvq::find_format(name, kvq::tensor::value)});
 }
 
 }  // namespace readme
 
 namespace adapters {
 
-void vllm(sequence_type& sequence, kvq::float16* memory, std::size_t size, int layer, int blocks,
+void vllm(kvq::sequence& sequence, kvq::float16* memory, std::size_t size, int layer, int blocks,
           int block_size, int heads, int dim, int tokens, int first, numbers block_table,
           std::vector<std::int64_t> slot_mapping) {
     const auto keys = kvq::paged_nhd(memory, blocks, block_size, heads, dim);
@@ -64,7 +72,7 @@ void nano_vllm(kvq::float16* memory, int layer, int layers, int blocks, int bloc
     const auto values = kvq::paged_nhd(memory + (layers + layer) * one_layer, blocks, block_size, heads, dim);
 }
 
-void flashinfer(sequence_type& sequence, int layer, kvq::bfloat16* memory, int pages, int page_size,
+void flashinfer(kvq::sequence& sequence, int layer, kvq::bfloat16* memory, int pages, int page_size,
                 int heads, int dim, numbers indptr, numbers indices, numbers last_page_len, std::size_t r) {
     auto keys = kvq::paged_hnd(memory, pages, page_size, heads, dim), values = keys;
     keys.block_stride = values.block_stride = 2 * page_size * heads * dim;
@@ -74,13 +82,13 @@ void flashinfer(sequence_type& sequence, int layer, kvq::bfloat16* memory, int p
                             (static_cast<int>(table.size()) - 1) * page_size + last_page_len[r]);
 }
 
-void llama_cpp(sequence_type& sequence, int layer, const kvq::float16* k, const kvq::float16* v, int cells,
+void llama_cpp(kvq::sequence& sequence, int layer, const kvq::float16* k, const kvq::float16* v, int cells,
                int heads, int dim, numbers cells_of_sequence, int tokens) {
     kvq::append_from_blocks(sequence, layer, kvq::paged_nhd(k, cells, 1, heads, dim),
                             kvq::paged_nhd(v, cells, 1, heads, dim), std::span(cells_of_sequence), tokens);
 }
 
-void mlx(sequence_type& sequence, int layer, int heads, int dim, kvq::token_view<const kvq::float16> k,
+void mlx(kvq::sequence& sequence, int layer, int heads, int dim, kvq::token_view<const kvq::float16> k,
          kvq::token_view<const kvq::float16> v) {
     kvq::contiguous_cache<kvq::float16> buffers({.batch = 1, .heads = heads, .head_dim = dim});
     const auto all = buffers.append(k, v);
@@ -90,7 +98,7 @@ void mlx(sequence_type& sequence, int layer, int heads, int dim, kvq::token_view
     kvq::contiguous_quantized small(buffers, {.bits = 4, .group = 64});
 }
 
-void eigen(sequence_type& sequence, int layer, int heads, int q_heads, const Eigen::MatrixXf& k,
+void eigen(kvq::sequence& sequence, int layer, int heads, int q_heads, const Eigen::MatrixXf& k,
            const Eigen::MatrixXf& v, const Eigen::MatrixXf& q, Eigen::MatrixXf& out,
            Eigen::Matrix<Eigen::half, -1, -1>& half_matrix) {
     sequence.prefill(layer, kvq::tokens_of(k, heads), kvq::tokens_of(v, heads), kvq::tokens_of(q, q_heads),
@@ -98,27 +106,26 @@ void eigen(sequence_type& sequence, int layer, int heads, int q_heads, const Eig
     sequence.decode(layer, kvq::tensor::key, 0, kvq::tokens_of(half_matrix, heads));
 }
 
-void ring(cache_type& cache, int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n) {
-    kvq::ring<cache_type> ring(cache.new_sequence(), {.window = 4096, .slack = 16});
+void ring(kvq::cache& cache, int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n) {
+    kvq::ring ring(cache.new_sequence(), {.window = 4096, .slack = 16});
     ring.prefill(layer, k, v, q, out);
     ring.trim(n);
 }
-void ring_goes_on(cache_type& cache, kvq::ring<cache_type>& ring, const std::string& path,
-                  std::int64_t first_token) {
+void ring_goes_on(kvq::cache& cache, kvq::ring& ring, const std::string& path, std::int64_t first_token) {
     auto draft = ring.fork();
     cache.requantize(ring.held(), {.key = 0, .value = 0});
     kvq::save(ring.held(), path);
-    kvq::ring<cache_type> again(kvq::restore(cache, path), ring.options(), first_token);
+    kvq::ring again(kvq::restore(cache, path), ring.options(), first_token);
 }
 
 struct request {
-    sequence_type sequence;
+    kvq::sequence sequence;
     tokens_in k, v, q;
     tokens_out out;
 };
-std::vector<std::size_t> continuous(cache_type& cache, int layer, int tokens, std::span<request> running,
+std::vector<std::size_t> continuous(kvq::cache& cache, int layer, int tokens, std::span<request> running,
                                     kvq::workspace& workspace, int threads) {
-    std::vector<cache_type::prefill_request> batch;
+    std::vector<kvq::prefill_request> batch;
     for (request& r : running) batch.push_back({&r.sequence, r.k, r.v, r.q, r.out});
     cache.prefill(layer, batch, kvq::causal{}, kvq::thread_executor(threads), workspace);
 
@@ -127,9 +134,8 @@ std::vector<std::size_t> continuous(cache_type& cache, int layer, int tokens, st
     return wanted;
 }
 
-using few_formats = kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::int8>>;
-void prefix(few_formats& cache, numbers prompt, numbers all_tokens,
-            std::span<kvq::sequence<few_formats>* const> live, const kvq::step_down_policy& policy) {
+void prefix(kvq::cache& cache, numbers prompt, numbers all_tokens, std::span<kvq::sequence* const> live,
+            const kvq::step_down_policy& policy) {
     kvq::prefix_cache store(
         cache, {.byte_limit = std::size_t{8} << 30, .format = kvq::layer_format{.key = 1, .value = 1}});
 
@@ -140,23 +146,12 @@ void prefix(few_formats& cache, numbers prompt, numbers all_tokens,
 
 }  // namespace adapters
 
-template <class Arch>
-int engine_for() {
-    return Arch::name()[0];
-}
+void requantize(kvq::cache_shape shape, kvq::sequence& sequence) {
+    using kvq::make_format;
 
-int dispatch() {
-    return kvq::arch::dispatch<kvq::arch::amx, kvq::arch::avx512vnni, kvq::arch::avx2, kvq::arch::sse2>(
-        [&]<class Arch>(Arch) { return engine_for<Arch>(); });
-}
-
-void requantize(kvq::cache_shape shape) {
-    using formats_of_sequence =
-        kvq::formats<kvq::full<kvq::float16>, kvq::int8, kvq::affine<4>, kvq::affine<2>>;
-    kvq::cache<formats_of_sequence, formats_of_sequence, kvq::simd<>> owner(shape);
-    auto sequence = owner.new_sequence();
-    using formats = kvq::formats<kvq::full<kvq::float16>, kvq::int8, kvq::affine<4>, kvq::affine<2>>;
-    kvq::cache<formats, formats, kvq::simd<>> cache(shape, {.sinks = 4, .recent = 128});
+    const kvq::format_list formats{make_format<kvq::full<kvq::float16>>(), make_format<kvq::int8>(),
+                                   make_format<kvq::affine<4>>(), make_format<kvq::affine<2>>()};
+    kvq::cache cache(shape, {.keys = formats, .values = formats, .sinks = 4, .recent = 128});
 
     kvq::requantize_request to_4_bit{.key = 2, .value = 2};
     auto plan = cache.plan_requantize(sequence, to_4_bit);
@@ -168,19 +163,20 @@ void requantize(kvq::cache_shape shape) {
     auto report = kvq::step_down(cache, sequence, policy);
 }
 
-void save(cache_type& cache, const sequence_type& sequence) {
+void save(kvq::cache& cache, const kvq::sequence& sequence) {
     kvq::save(sequence, "prompt.safetensors", {.model = "my-model-7"});
     auto again = kvq::restore(cache, "prompt.safetensors", {.model = "my-model-7"});
 }
 
 void presets(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
-    kvq::cache<kvq::std4, kvq::std4, kvq::simd<>> cache(shape, kvq::preset_options());
+    kvq::cache cache(shape, kvq::preset_options(kvq::make_formats<kvq::std4>()));
 
     kvq::calibration statistics(shape, true);
     statistics.add_keys(layer, k);
     statistics.add_queries(layer, q);
-    using cache_type = kvq::cache<kvq::low2, kvq::low2, kvq::simd<>>;
-    cache_type measured(shape, kvq::preset_options(), cache_type::key_table(kvq::low2::keys(statistics)));
+    auto options = kvq::preset_options(kvq::make_formats<kvq::low2>());
+    options.keys = kvq::make_format<kvq::simd<>>(kvq::low2::keys(statistics));
+    kvq::cache measured(shape, options);
 }
 
 }  // namespace

@@ -12,10 +12,11 @@ import sys
 # What a layer may include besides itself; a layer is the longest key that its path starts with.
 BASE = {"version", "config"}
 CODES = BASE | {"core", "pack", "quant", "schemes"}
-PAGES = CODES | {"page"}
-KERNELS = PAGES | {"backends/kernels"}
-ATTENTION = KERNELS | {"backends/scalar", "attention"}
-CACHE = ATTENTION | {"cache"}
+# What a format is, without any kernel: all that the floors above a block see.
+FORMAT = BASE | {"core", "format/format", "format/builtin_format"}
+KERNELS = CODES | FORMAT | {"backends/kernels"}
+# The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
+CACHE = CODES | FORMAT | {"format/format_table", "page", "attention", "cache"}
 ALLOWED = {
     "version": set(),
     "config": {"version"},
@@ -23,17 +24,25 @@ ALLOWED = {
     "pack": BASE | {"core"},
     "quant": BASE | {"core", "pack"},
     "schemes": BASE | {"core", "pack", "quant"},
-    "page": CODES,
-    "backends/kernels": PAGES,
+    "format/format": BASE | {"core"},
+    "format/format_table": FORMAT,
+    "format/builtin_format": FORMAT,
+    "page": BASE | {"core"},
+    "backends/kernels": CODES,
     "backends/scalar": KERNELS,
-    "backends/simd": KERNELS | {"backends/scalar"},
-    "backends/cuda": KERNELS,
-    "attention": KERNELS | {"backends/scalar"},
-    "cache": ATTENTION,
+    "backends/simd": KERNELS | {"backends/scalar", "format/make_format"},
+    "backends/cuda": KERNELS | {"page"},
+    "format/make_format": KERNELS | {"backends/scalar"},
+    "format/builtin_schemes": KERNELS | {"format/make_format"},
+    "format/define_builtin_formats": KERNELS | {"backends/simd", "format/builtin_schemes"},
+    "format/find_format": CACHE,
+    "attention": BASE | {"core", "format/format", "format/format_table", "page"},
+    "cache": CACHE,
+    "policy": CACHE,
     "adapters": CACHE,
     "io": CACHE,
     "estimate": CACHE,
-    "kvq": CACHE | {"adapters", "io", "estimate"},
+    "kvq": CACHE | {"io", "estimate"},
 }
 
 # Headers of others: pattern, and the only paths where it may stand (none: nowhere).
@@ -52,7 +61,7 @@ NOT_IN_UMBRELLA = (
 )
 # Macros of optional instruction sets make two objects of one program see different code under one name.
 ISA_MACRO = re.compile(r"__(AVX|SSE3|SSSE3|SSE4|FMA__|F16C__|BMI|ARM_FEATURE)\w*")
-ISA_ALLOWED = ("backends/simd",)
+ISA_ALLOWED = ("backends/simd", "config")
 
 MAX_LINES = 600
 

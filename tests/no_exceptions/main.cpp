@@ -7,9 +7,10 @@
 #include <cstring>
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/paged.hpp>
-#include <kvq/adapters/prefix_cache.hpp>
-#include <kvq/adapters/ring.hpp>
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/ring.hpp>
 
 static_assert(!KVQ_EXCEPTIONS);
 
@@ -18,6 +19,11 @@ namespace {
 constexpr kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 8};
 constexpr float numbers[8 * 40] = {1.0f, 2.0f};
 const kvq::token_view<const float> token(numbers, 1, 1, 8), many(numbers, 40, 1, 8);
+
+const kvq::format& four_bit() {
+    static const kvq::format f = kvq::make_format<kvq::affine<4>, kvq::scalar>();
+    return f;
+}
 
 const char* expected = "";
 
@@ -29,7 +35,7 @@ void expect_message(const char* message) {
 
 /// What is right needs no handler.
 int works() {
-    kvq::cache<kvq::affine<4>> cache(shape, {.recent = 0, .page_tokens = 16});
+    kvq::cache cache(shape, {.keys = four_bit(), .recent = 0, .page_tokens = 16});
     auto sequence = cache.new_sequence();
     sequence.append(0, many, many);
     float out[8] = {};
@@ -40,7 +46,7 @@ int works() {
 
 int argument() {
     expected = "kvq: cannot trim to 5 tokens: the sequence holds 1";
-    kvq::cache<kvq::affine<4>> cache(shape);
+    kvq::cache cache(shape, {.keys = four_bit()});
     auto sequence = cache.new_sequence();
     sequence.append(0, token, token);
     sequence.trim(5);
@@ -49,7 +55,7 @@ int argument() {
 
 int budget() {
     expected = "kvq: a page of 320 bytes does not fit: 320 of a budget of 600 bytes are in use";
-    kvq::cache<kvq::affine<4>> cache(shape, {.page_tokens = 16, .byte_budget = 600});
+    kvq::cache cache(shape, {.keys = four_bit(), .page_tokens = 16, .byte_budget = 600});
     auto sequence = cache.new_sequence();
     sequence.append(0, token, token);
     return 1;
@@ -58,7 +64,7 @@ int budget() {
 /// Prints and aborts.
 int default_handler() {
     std::signal(SIGABRT, [](int) { std::_Exit(0); });
-    const kvq::cache<kvq::affine<4>> cache(shape, {.sinks = -1});
+    const kvq::cache cache(shape, {.keys = four_bit(), .sinks = -1});
     return 1;
 }
 

@@ -310,8 +310,8 @@ TEST_CASE_TEMPLATE("a sequence takes its tokens from contiguous buffers and give
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 12, .value_dim = 5};
-    kvq::cache<kvq::full<T>, kvq::full<T>, kvq::scalar, T> cache(shape,
-                                                                 {.sinks = 3, .recent = 4, .page_tokens = 8});
+    test::typed_cache<kvq::full<T>, kvq::full<T>, kvq::scalar, T> cache(
+        shape, {.sinks = 3, .recent = 4, .page_tokens = 8});
     kvq::contiguous_cache<T> buffers({.heads = 2, .head_dim = 12, .value_dim = 5, .step = 7});
     const test::stream s(random, shape, 50);
     const auto k = test::converted<T>(s.k, test::order::hnd), v = test::converted<T>(s.v, test::order::nhd);
@@ -344,7 +344,7 @@ TEST_CASE_TEMPLATE("a sequence takes its tokens from contiguous buffers and give
         }
 
     // Coded pages: rounded once from what decode() gives.
-    kvq::cache<kvq::int8> coded(shape, {.page_tokens = 8});
+    test::typed_cache<kvq::int8> coded(shape, {.page_tokens = 8});
     auto quantized = coded.new_sequence();
     kvq::append_to(quantized, 0, buffers.view());
     const auto exact = test::decoded(quantized, shape, 0, kvq::tensor::key);
@@ -466,7 +466,7 @@ TEST_CASE("what does not fit is refused, and nothing changes") {
     CHECK_THROWS_AS(contiguous({.heads = 0, .head_dim = 3}), kvq::error);
     CHECK_THROWS_AS(contiguous({.heads = 1, .head_dim = 3, .step = 0}), kvq::error);
 
-    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 2, .head_dim = 32});
+    test::typed_cache<kvq::int8> cache({.layers = 1, .kv_heads = 2, .head_dim = 32});
     auto sequence = cache.new_sequence();
     CHECK_THROWS_AS(kvq::append_from(buffers, sequence, 0), kvq::error);  // two rows
     contiguous one({.heads = 2, .head_dim = 31});
@@ -486,7 +486,7 @@ TEST_CASE("views that cannot be are refused, and nothing changes") {
     const auto x = test::random_tensor(random, 3, 2, 32);
     buffers.append(x.view(), x.view());
     kvq::contiguous_quantized<float> small(buffers, {.bits = 4, .group = 32});
-    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 2, .head_dim = 32});
+    test::typed_cache<kvq::int8> cache({.layers = 1, .kv_heads = 2, .head_dim = 32});
     auto sequence = cache.new_sequence();
     const auto refused = [&](auto&& change, const char* message) {
         auto view = std::as_const(buffers).view();

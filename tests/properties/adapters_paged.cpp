@@ -74,8 +74,8 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using cache_type = kvq::cache<kvq::formats<kvq::full<T>, kvq::int8>,
-                                  kvq::formats<kvq::full<T>, kvq::int8>, kvq::scalar, T>;
+    using cache_type = test::typed_cache<test::formats<kvq::full<T>, kvq::int8>,
+                                         test::formats<kvq::full<T>, kvq::int8>, kvq::scalar, T>;
     for (int round = 0; round < 40; ++round) {
         kvq::cache_shape shape{
             .layers = 2, .kv_heads = random.between(1, 3), .head_dim = random.between(1, 20)};
@@ -160,7 +160,8 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
 TEST_CASE("tables and mappings are checked as a whole before anything is written") {
     test::generator random(test::seed());
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 4};
-    kvq::cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape, {.page_tokens = 4});
+    test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape,
+                                                                                    {.page_tokens = 4});
     using memory_type = engine_memory<float>;
     memory_type engine(3, 4, 2, 4, test::order::nhd, memory_type::placing::apart);
     const auto untouched = engine.numbers();
@@ -227,7 +228,8 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
 
 TEST_CASE("more tokens than can be counted are refused before they are gathered") {
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 1 << 16, .head_dim = 1 << 20};
-    kvq::cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape, {.page_tokens = 1});
+    test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape,
+                                                                                    {.page_tokens = 1});
     auto s = cache.new_sequence();
     float one = 1.0f;
     // Every token of every block is the same memory; the bytes of all of them are 0 in 64 bits.
@@ -243,7 +245,7 @@ TEST_CASE("when memory runs out in the middle of the blocks, the sequence is as 
     test::generator random(test::seed());
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 8};
     test::counting_resource memory;
-    kvq::cache<kvq::int8> cache(shape, {.recent = 3, .page_tokens = 4, .memory = &memory});
+    test::typed_cache<kvq::int8> cache(shape, {.recent = 3, .page_tokens = 4, .memory = &memory});
     using memory_type = engine_memory<float>;
     const memory_type engine(6, 5, 1, 8, test::order::hnd, memory_type::placing::side_by_side);
     auto s = cache.new_sequence();
@@ -280,7 +282,7 @@ TEST_CASE(
         test::counting_resource memory;
         auto options = test::random_options(random);
         options.memory = &memory;
-        kvq::cache<kvq::int8> cache(shape, options);
+        test::typed_cache<kvq::int8> cache(shape, options);
         const int block_tokens = random.pick(std::vector<int>{1, 3, 16}), blocks = 8;
         using memory_type = engine_memory<float>;
         memory_type engine(

@@ -3,15 +3,15 @@
 // sequence that was never cut, as far as a sliding window can see.
 #include <doctest/doctest.h>
 
-#include <kvq/adapters/ring.hpp>
+#include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/caches.hpp"
 
 namespace {
 
-using ring_cache = kvq::cache<kvq::kivi<4, 8>>;
-using ring = kvq::ring<ring_cache>;
+using ring_cache = test::typed_cache<kvq::kivi<4, 8>>;
+using ring = kvq::ring;
 
 /// The entries of the full sequence that hold sinks or begin at token `from` or later, as if there were nothing between.
 std::vector<test::held_page> end_of(std::vector<test::held_page> all, int sinks, std::int64_t from) {
@@ -23,14 +23,12 @@ std::vector<test::held_page> end_of(std::vector<test::held_page> all, int sinks,
     return all;
 }
 
-template <class Cache>
-void append(kvq::ring<Cache>& r, const kvq::cache_shape& shape, const test::stream& words, int at, int n) {
+void append(kvq::ring& r, const kvq::cache_shape& shape, const test::stream& words, int at, int n) {
     for (int layer = 0; layer < shape.layers; ++layer)
         r.append(layer, words.k.slice(at, n), words.v.slice(at, n));
 }
 
-template <class Cache>
-std::vector<float> attended(const kvq::ring<Cache>& r, const test::tensor<float>& q, int value_dim) {
+std::vector<float> attended(const kvq::ring& r, const test::tensor<float>& q, int value_dim) {
     test::tensor<float> out(q.view().tokens, q.view().heads, value_dim);
     r.attend(0, q.view(), out.view());
     return {out.values().begin(), out.values().end()};
@@ -157,14 +155,14 @@ TEST_CASE("a ring goes on past 2^31 tokens, with and without sinks") {
 
 TEST_CASE("what a ring holds is requantized and stepped down like the end of any sequence") {
     test::generator random(test::seed());
-    using cache_type = kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::int8, kvq::affine<4>>>;
+    using cache_type = test::typed_cache<test::formats<kvq::full<kvq::float16>, kvq::int8, kvq::affine<4>>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 32};
     const test::stream words(random, shape, 100);
     const auto q = test::random_tensor(random, 1, 2, 32);
     for (const int sinks : {0, 3}) {
         const kvq::cache_options options{.sinks = sinks, .recent = 8, .page_tokens = 4, .rollback = 0};
         cache_type cache(shape, options), copy(shape, options);
-        kvq::ring<cache_type> r(cache.new_sequence(), {.window = 40, .slack = 2});
+        kvq::ring r(cache.new_sequence(), {.window = 40, .slack = 2});
         auto full = copy.new_sequence();
         for (int i = 0; i < 100; ++i) append(r, shape, words, i, 1);
         test::append(full, 2, words, 0, 100);
@@ -223,7 +221,7 @@ TEST_CASE("decoding for ever takes the bytes of a window") {
     const std::size_t own = cache.bytes_in_use();
     longest = cache.new_sequence();
     CHECK(most <= own - cache.bytes_in_use() +
-                      2 * 2 * kvq::page_pool::allocation(cache.page_bytes<kvq::tensor::key>(0, page_tokens)));
+                      2 * 2 * kvq::page_pool::allocation(cache.page_bytes(kvq::tensor::key, 0, page_tokens)));
 }
 
 TEST_CASE("16-bit copies of dropped pages go with them, however far a rollback may reach") {

@@ -2,16 +2,17 @@
 // Comparison family: exact. A ring that was saved as its sequence and the position of it goes on as if it never had been.
 #include <doctest/doctest.h>
 
-#include <kvq/adapters/ring.hpp>
+#include <kvq/policy/ring.hpp>
 
 #include "support/saved.hpp"
+#include "support/typed_cache.hpp"
 
 TEST_CASE("a saved ring goes on where it was, sinks and positions included") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using cache_type = kvq::cache<kvq::kivi<4, 8>>;
-    using ring = kvq::ring<cache_type>;
+    using cache_type = test::typed_cache<kvq::kivi<4, 8>>;
+    using ring = kvq::ring;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 8};
     const test::stream words(random, shape, 100);
     const auto append = [&](ring& r, int at, int n) {

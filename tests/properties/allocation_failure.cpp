@@ -6,6 +6,7 @@
 
 #include "support/ladder.hpp"
 #include "support/memory.hpp"
+#include "support/typed_cache.hpp"
 
 using test::append;
 using test::attention_bits;
@@ -194,7 +195,7 @@ TEST_CASE("append and trim leave everything as it was when a scheme runs out of 
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 8};
         auto options = test::random_options(random);
         options.page_tokens = random.pick(std::vector<int>{4, 7, 8});
-        kvq::cache<hungry_coder> cache(shape, options);
+        test::typed_cache<hungry_coder> cache(shape, options);
         const test::stream s(random, shape, 400);
         auto sequence = cache.new_sequence(), twin = cache.new_sequence();
         for (int step = 0; step < 12; ++step) {

@@ -4,7 +4,10 @@
 
 #include <algorithm>
 
+#include <kvq/core/thread_executor.hpp>
+
 #include "support/attention_error.hpp"
+#include "support/typed_cache.hpp"
 
 using test::append;
 using test::measure_attention;
@@ -209,7 +212,7 @@ TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any numb
 
 TEST_CASE("a batch with a part that does not fit is refused before anything is written") {
     test::generator random(test::seed());
-    using cache_type = kvq::cache<kvq::int8>;
+    using cache_type = test::typed_cache<kvq::int8>;
     const kvq::cache_shape shape{1, 1, 32};
     cache_type cache(shape), other(shape);
     const test::stream s(random, shape, 20);
@@ -282,7 +285,7 @@ TEST_CASE("outputs over parts of the keys and their log-sum-exp make the output 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using cache_type = kvq::cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float>;
+    using cache_type = test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float>;
     const kvq::cache_shape shape{1, 2, 32};
     for (int round = 0; round < 20; ++round) {
         cache_type cache(shape, {.page_tokens = 32});

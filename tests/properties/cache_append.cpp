@@ -110,9 +110,9 @@ TEST_CASE_TEMPLATE("pages are coded when they lie behind the recent window, sink
                     const bool behind =
                         !sink && entry.tokens == options.page_tokens && next_token <= n - options.recent;
                     REQUIRE(entry.keys->format ==
-                            (behind ? cache.template target_format<kvq::tensor::key>(layer) : 0));
+                            (behind ? cache.target_format(kvq::tensor::key, layer) : 0));
                     REQUIRE(entry.values->format ==
-                            (behind ? cache.template target_format<kvq::tensor::value>(layer) : 0));
+                            (behind ? cache.target_format(kvq::tensor::value, layer) : 0));
                 }
                 REQUIRE(next_token == n);
             }
@@ -153,11 +153,7 @@ TEST_CASE_TEMPLATE(
                                 x[static_cast<std::size_t>(t * block.dim + c)] =
                                     static_cast<float>(window(input.view().at(entry.first_token + t, h)[c]));
                         if (p.format != 0)
-                            cache.template table<Role>().visit(p.format, [&](const auto& scheme) {
-                                std::vector<std::byte> coded(scheme.block_bytes(block));
-                                scheme.encode(block, {layer, h}, x.data(), coded.data());
-                                scheme.decode(block, {layer, h}, coded.data(), x.data());
-                            });
+                            test::round_trip(cache.table(Role)[p.format], block, {layer, h}, x);
                         for (int t = 0; t < entry.tokens; ++t)
                             for (int c = 0; c < block.dim; ++c)
                                 wrong += got.view().at(entry.first_token + t, h)[c] !=

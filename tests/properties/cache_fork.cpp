@@ -142,7 +142,7 @@ TEST_CASE("a fork takes no page; the second request on a shared prefix costs onl
         }
     // Originals are kept for at most ceil(rollback / page_tokens) + 1 pages of each tensor and layer.
     const std::size_t window_page =
-        kvq::page_pool::allocation(cache.page_bytes<kvq::tensor::key>(0, page_tokens));
+        kvq::page_pool::allocation(cache.page_bytes(kvq::tensor::key, 0, page_tokens));
     const std::size_t rollback = 2 * 2 * 2 * window_page;
     CHECK(cache.bytes_in_use() <= after_first + own + rollback);
     const std::size_t touched = 2 * 2 * static_cast<std::size_t>((question + answer) / page_tokens + 2 + 2);

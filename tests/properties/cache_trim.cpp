@@ -229,7 +229,7 @@ TEST_CASE("a trim gives back the pages that nobody needs") {
         sequence.trim(n);
         // At most the page that was cut is larger than it would have been.
         CHECK(cache.bytes_in_use() <=
-              bytes[static_cast<std::size_t>(n)] + 2 * cache.page_bytes<kvq::tensor::key>(0, 8));
+              bytes[static_cast<std::size_t>(n)] + 2 * cache.page_bytes(kvq::tensor::key, 0, 8));
     }
     sequence.trim(0);
     CHECK(cache.bytes_in_use() == 0);

@@ -52,7 +52,8 @@ TEST_CASE("the parts of usage(): an example that can be checked by hand") {
     // at 68 or before are quantized (at 40, 56, 72 and 88 tokens); the 16-bit copies of the last one are kept, because a trim by
     // 16 to 84 tokens would want them.
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
-    kvq::cache<kvq::affine<4>> cache(shape, {.sinks = 4, .recent = 20, .page_tokens = 16, .rollback = 16});
+    test::typed_cache<kvq::affine<4>> cache(shape,
+                                            {.sinks = 4, .recent = 20, .page_tokens = 16, .rollback = 16});
     test::generator random(1);
     const test::stream s(random, shape, 100);
     auto sequence = cache.new_sequence();
@@ -94,7 +95,7 @@ TEST_CASE("not_finite counts what was coded, once per number") {
 
 TEST_CASE("coded bytes per token are what the estimate says") {
     const kvq::cache_shape shape{.layers = 3, .kv_heads = 2, .head_dim = 48, .value_dim = 40};
-    kvq::cache<kvq::kivi<4, 32>> cache(shape, {.page_tokens = 64, .rollback = 0});
+    test::typed_cache<kvq::kivi<4, 32>> cache(shape, {.page_tokens = 64, .rollback = 0});
     test::generator random(1);
     const test::stream s(random, shape, 640);
     auto sequence = cache.new_sequence();

@@ -11,6 +11,7 @@
 
 #include "support/attention_error.hpp"
 #include "support/saved.hpp"
+#include "support/typed_cache.hpp"
 
 using test::append;
 using test::contents;
@@ -47,10 +48,10 @@ void require_whole(const Sequence& s, int layer) {
 
 /// The same sequence by another way: a fork, a file, or messages.
 template <class Cache>
-kvq::sequence<Cache> elsewhere(Cache& cache, const kvq::sequence<Cache>& s, int how) {
+kvq::sequence elsewhere(Cache& cache, const kvq::sequence& s, int how) {
     if (how == 0) return s.fork();
     if (how == 1) return test::restored(cache, test::saved(s));
-    kvq::page_receiver<Cache> receiver(cache);
+    kvq::page_receiver receiver(cache);
     std::vector<std::byte> bytes;
     for (int layer = 0; layer < cache.shape().layers; ++layer)
         kvq::send_pages(s, layer, [&](const void* data, std::size_t n) {
@@ -236,13 +237,13 @@ TEST_CASE("a slot that is cut back to its prompt again and again keeps the promp
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 64};
-    using keys = kvq::formats<kvq::ref8::keys, kvq::std4::keys, kvq::low3::keys, kvq::low2::keys>;
-    using values = kvq::formats<kvq::ref8::values, kvq::std4::values, kvq::low3::values, kvq::low2::values>;
+    using keys = test::formats<kvq::ref8::keys, kvq::std4::keys, kvq::low3::keys, kvq::low2::keys>;
+    using values = test::formats<kvq::ref8::values, kvq::std4::values, kvq::low3::values, kvq::low2::values>;
     const int prompt = 300;
     for (int preset = 0; preset < 4; ++preset) {
         auto options = kvq::preset_options();
         options.layers = {{preset, preset}};
-        kvq::cache<keys, values, kvq::simd<>> cache(shape, options);
+        test::typed_cache<keys, values, kvq::simd<>> cache(shape, options);
         auto sequence = cache.new_sequence();
         append(sequence, 1, test::stream(random, shape, prompt), 0, prompt);
         append(sequence, 1, test::stream(random, shape, 200), 0, 200);
@@ -265,7 +266,7 @@ TEST_CASE("requantizing and stepping down go on after cuts, and keep what pages 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using cache_type = kvq::cache<kvq::formats<kvq::affine<8>, kvq::affine<4>>>;
+    using cache_type = test::typed_cache<test::formats<kvq::affine<8>, kvq::affine<4>>>;
     for (int round = 0; round < 30; ++round) {
         auto options = test::random_options(random);
         cache_type cache({2, 1, 16, 0}, options);

@@ -11,15 +11,16 @@
 
 #include "support/attention_error.hpp"
 #include "support/memory.hpp"
+#include "support/typed_cache.hpp"
 
 namespace {
 
 // Tiny pages of tiny heads: what matters are the transitions.
 using fuzz_cache =
-    kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<0>>,
-                            kvq::affine<4, kvq::per_channel<0>>, kvq::affine<2, kvq::per_channel<0>>>,
-               kvq::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<0>>,
-                            kvq::affine<4, kvq::per_token<0>>, kvq::affine<2, kvq::per_token<0>>>>;
+    test::typed_cache<test::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<0>>,
+                                    kvq::affine<4, kvq::per_channel<0>>, kvq::affine<2, kvq::per_channel<0>>>,
+                      test::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<0>>,
+                                    kvq::affine<4, kvq::per_token<0>>, kvq::affine<2, kvq::per_token<0>>>>;
 using sequence_type = fuzz_cache::sequence_type;
 constexpr int layers = 1, heads = 1, dim = 4, longest = 48;
 constexpr kvq::tensor roles[] = {kvq::tensor::key, kvq::tensor::value};

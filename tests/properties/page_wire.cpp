@@ -18,7 +18,7 @@ using message = std::vector<std::byte>;
 
 /// Every page of a sequence as a message of its own.
 template <class Cache>
-std::vector<message> sent(const Cache& cache, const kvq::sequence<Cache>& sequence) {
+std::vector<message> sent(const Cache& cache, const kvq::sequence& sequence) {
     message stream;
     for (int layer = 0; layer < cache.shape().layers; ++layer)
         kvq::send_pages(sequence, layer, [&](const void* data, std::size_t n) {
@@ -54,8 +54,7 @@ std::string message_of(F&& f) {
 }
 
 template <class Cache>
-void require_same(const Cache& cache, const kvq::sequence<Cache>& a, const Cache& other,
-                  const kvq::sequence<Cache>& b) {
+void require_same(const Cache& cache, const kvq::sequence& a, const Cache& other, const kvq::sequence& b) {
     REQUIRE(contents(cache, a) == contents(other, b));
     REQUIRE(sent(cache, a) == sent(other, b));
     REQUIRE(a.usage().coded == b.usage().coded);
@@ -162,7 +161,7 @@ TEST_CASE_TEMPLATE("a sequence sent page by page is the same in another cache, n
         }
         auto messages = sent(prefill, sequence);
         shuffle(random, messages);
-        kvq::page_receiver<C> receiver(decode);
+        kvq::page_receiver receiver(decode);
         for (const message& m : messages) receiver.accept(kvq::decode_page(m));
         auto copy = receiver.finish();
         require_same(prefill, sequence, decode, copy);
@@ -203,7 +202,7 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
 
     // Without any one page there is no sequence, but for 16-bit copies.
     for (std::size_t missing = 0; missing < messages.size(); ++missing) {
-        kvq::page_receiver<test::int8_cache> receiver(other);
+        kvq::page_receiver receiver(other);
         for (std::size_t i = 0; i < messages.size(); ++i)
             if (i != missing) receiver.accept(kvq::decode_page(messages[i]));
         const auto lost = kvq::decode_page(messages[missing]);
@@ -219,7 +218,7 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
 
     // What is lost at the end, of K and V alike, leaves no gap.
     {
-        kvq::page_receiver<test::int8_cache> shorter(other);
+        kvq::page_receiver shorter(other);
         int last = 0;
         for (const message& m : messages) last = std::max(last, kvq::decode_page(m).first_token);
         for (const message& m : messages) {
@@ -230,7 +229,7 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     }
     // Nothing of a layer: only who knows the length notices.
     for (const int lost_layer : {0, 1}) {
-        kvq::page_receiver<test::int8_cache> shorter(other);
+        kvq::page_receiver shorter(other);
         for (const message& m : messages) {
             const auto page = kvq::decode_page(m);
             if (page.layer != lost_layer) shorter.accept(page);
@@ -240,10 +239,10 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     }
     auto nowhere = kvq::decode_page(messages.front());
     nowhere.layer = -1;
-    kvq::page_receiver<test::int8_cache> nothing(other);
+    kvq::page_receiver nothing(other);
     says(message_of([&] { nothing.accept(nowhere); }), "layer -1");
 
-    kvq::page_receiver<test::int8_cache> receiver(other);
+    kvq::page_receiver receiver(other);
     for (const message& m : messages) receiver.accept(kvq::decode_page(m));
     const std::size_t in_use = other.bytes_in_use();
     for (const message& m : messages)
@@ -252,7 +251,7 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     CHECK(contents(other, receiver.finish()) == contents(cache, sequence));
 
     const auto refused = [&](auto& wrong, const char* part) {
-        kvq::page_receiver<std::remove_reference_t<decltype(wrong)>> to(wrong);
+        kvq::page_receiver to(wrong);
         int refusals = 0;
         for (const message& m : messages) {
             const std::string text = message_of([&] { to.accept(kvq::decode_page(m)); });
@@ -273,10 +272,10 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     other_options.sinks = 3;
     test::int8_cache other_sinks(shape, other_options);
     refused(other_sinks, "does not belong to a cache with 3 sinks");
-    kvq::cache<kvq::affine<4>> stranger(shape, options);
+    test::typed_cache<kvq::affine<4>> stranger(shape, options);
     refused(stranger, "not among the formats of this cache: fp16");
-    kvq::cache<kvq::formats<kvq::affine<4>, kvq::int8>> friendly(shape, options);
-    kvq::page_receiver<decltype(friendly)> to_friend(friendly);
+    test::typed_cache<test::formats<kvq::affine<4>, kvq::int8>> friendly(shape, options);
+    kvq::page_receiver to_friend(friendly);
     for (const message& m : messages) to_friend.accept(kvq::decode_page(m));
     auto copy = to_friend.finish();
     for (int layer = 0; layer < 2; ++layer)
@@ -284,7 +283,7 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
               test::decoded(sequence, shape, layer, kvq::tensor::key).values());
 
     // No memory: nothing has happened.
-    kvq::page_receiver<test::int8_cache> poor(other);
+    kvq::page_receiver poor(other);
     for (const message& m : messages) {
         const auto before = other.bytes_in_use();
         memory.arm(0);

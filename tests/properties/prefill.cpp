@@ -5,8 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/adapters/ring.hpp>
 #include <kvq/backends/simd.hpp>
+#include <kvq/core/thread_executor.hpp>
+#include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/memory.hpp"
@@ -220,7 +221,7 @@ TEST_CASE_TEMPLATE("a ring in chunks attends like its window over the whole text
         auto options = test::random_options(random);
         C cache(shape, options);
         const int window = random.between(1, 40);
-        kvq::ring<C> ring(cache.new_sequence(), {.window = window, .slack = random.between(0, 8)});
+        kvq::ring ring(cache.new_sequence(), {.window = window, .slack = random.between(0, 8)});
         auto full = cache.new_sequence();
         const test::stream s(random, shape, 300);
         const queries all(random, shape, 300);

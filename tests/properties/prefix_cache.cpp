@@ -3,7 +3,7 @@
 // to end; what it hands out is nobody else's; its bytes are the pool's.
 #include <doctest/doctest.h>
 
-#include <kvq/adapters/prefix_cache.hpp>
+#include <kvq/policy/prefix_cache.hpp>
 #include <list>
 #include <thread>
 
@@ -19,8 +19,8 @@ using test::contents;
 namespace {
 
 /// Format 0 loses nothing, so that what a sequence holds can be compared with what was put in.
-using two_widths = kvq::formats<kvq::full<float>, kvq::affine<8, kvq::per_token<16>>>;
-using test_cache = kvq::cache<two_widths, two_widths, kvq::scalar, float>;
+using two_widths = test::formats<kvq::full<float>, kvq::affine<8, kvq::per_token<16>>>;
+using test_cache = test::typed_cache<two_widths, two_widths, kvq::scalar, float>;
 using sequence_type = test_cache::sequence_type;
 using key = std::vector<kvq::token_id>;
 
@@ -232,7 +232,7 @@ TEST_CASE("random requests: finds, keeps, evicts and counts what a plain list do
         if (random.one_in(2))
             limits.byte_limit = static_cast<std::size_t>(random.between(2, 15) * random.between(500, 4000));
         if (random.one_in(2)) limits.format = kvq::layer_format{1, random.between(0, 1)};
-        kvq::prefix_cache<test_cache> store(cache, limits);
+        kvq::prefix_cache store(cache, limits);
         plain_store model{mirror, limits};
 
         std::vector<key> asked;
@@ -365,8 +365,8 @@ TEST_CASE("the 16-bit copies are gone once a quantized entry is all that is left
         store.clear();
         return bytes;
     };
-    const std::size_t page = cache.page_bytes<kvq::tensor::key>(0, 8),
-                      coded = cache.page_bytes<kvq::tensor::key>(2, 8);
+    const std::size_t page = cache.page_bytes(kvq::tensor::key, 0, 8),
+                      coded = cache.page_bytes(kvq::tensor::key, 2, 8);
     const auto pages = [](int tokens) { return static_cast<std::size_t>(2 * 2 * tokens / 8); };
     REQUIRE(coded < page);
     CHECK(bytes_for(64) == pages(64) * kvq::page_pool::allocation(coded));
@@ -391,7 +391,7 @@ TEST_CASE("requests with a common prefix cost their own pages only") {
         REQUIRE(store.store(tokens, got.sequence) == store_outcome::stored);
         if (r == 0) first = cache.bytes_in_use();
     }
-    const std::size_t page = kvq::page_pool::allocation(cache.page_bytes<kvq::tensor::key>(2, page_tokens));
+    const std::size_t page = kvq::page_pool::allocation(cache.page_bytes(kvq::tensor::key, 2, page_tokens));
     CHECK(first == page * 2 * 2 * ((system_tokens + own_tokens) / page_tokens));
     CHECK(cache.bytes_in_use() == first + (requests - 1) * page * 2 * 2 * (own_tokens / page_tokens));
     CHECK(store.bytes() == cache.bytes_in_use());
@@ -418,7 +418,7 @@ TEST_CASE("what was computed twice is held once where it is the same, and twice 
             entries.push_back(tokens);
         }
         const std::size_t page =
-            kvq::page_pool::allocation(cache.page_bytes<kvq::tensor::key>(2, page_tokens));
+            kvq::page_pool::allocation(cache.page_bytes(kvq::tensor::key, 2, page_tokens));
         CHECK(cache.bytes_in_use() == store.bytes());
         CHECK(store.bytes() == page * 2 * 2 * (common + 2 * own + (same ? 0 : common)) / page_tokens);
         for (std::size_t r = 0; r < 2; ++r)
@@ -477,7 +477,7 @@ TEST_CASE("entries and live sequences step down together as any sequences that s
         auto options = test::random_options(random);
         options.page_tokens = random.pick(std::vector<int>{4, 8, 16});
         test_cache cache(wide, options), mirror(wide, options);
-        kvq::prefix_cache<test_cache> store(cache);
+        kvq::prefix_cache store(cache);
         std::vector<sequence_type> live, mirrored, mirrored_entries;
         std::vector<key> live_keys, entries;
         const auto grow = [&](sequence_type& a, sequence_type& b, key& ids, int n) {
@@ -577,7 +577,7 @@ TEST_CASE("stepping down that ends half way leaves the bytes of the store right"
     const test::stream words(random, wide, vocabulary);
     test::counting_resource memory;
     test_cache cache(wide, {.page_tokens = 8, .rollback = 0, .memory = &memory});
-    kvq::prefix_cache<test_cache> store(cache);
+    kvq::prefix_cache store(cache);
     auto s = cache.new_sequence();
     append(s, wide.layers, words, 0, 100);
     key ids;
@@ -695,7 +695,7 @@ TEST_CASE("what makes no sense is refused with a sentence") {
     CHECK(store.erase(ten));
     CHECK(store.bytes() == 0);
 
-    using store_type = kvq::prefix_cache<test_cache>;
+    using store_type = kvq::prefix_cache;
     CHECK_THROWS_AS(store_type(cache, {.max_entries = 0}), kvq::error);
     CHECK_THROWS_AS(store_type(cache, {.min_prefix_tokens = -1}), kvq::error);
     CHECK_THROWS_AS(store_type(cache, {.min_quantize_tokens = -1}), kvq::error);
@@ -747,7 +747,7 @@ TEST_CASE("threads: entries step down while others fetch and store") {
     test::generator setup(seed);
     const test::stream words(setup, wide, vocabulary);
     test_cache cache(wide, {.sinks = 1, .recent = 3, .page_tokens = 4});
-    kvq::prefix_cache<test_cache> store(cache, {.max_entries = 10, .min_prefix_tokens = 2});
+    kvq::prefix_cache store(cache, {.max_entries = 10, .min_prefix_tokens = 2});
     std::vector<std::thread> threads;
     std::atomic<int> wrong{0}, stepped{0};
     for (int thread = 0; thread < 4; ++thread)

@@ -3,15 +3,15 @@
 // which vllm-mlx (pull request 69) needed a fix, since quantized buffers kept what had been allocated ahead.
 #include <doctest/doctest.h>
 
-#include <kvq/adapters/prefix_cache.hpp>
+#include <kvq/policy/prefix_cache.hpp>
 
 #include "support/caches.hpp"
 
 namespace {
 
 // MLX's formats: groups of 64 channels, 16-bit scale and bias.
-using widths = kvq::formats<kvq::full<kvq::float16>, kvq::affine<8>, kvq::affine<4>>;
-using wide_cache = kvq::cache<widths>;
+using widths = test::formats<kvq::full<kvq::float16>, kvq::affine<8>, kvq::affine<4>>;
+using wide_cache = test::typed_cache<widths>;
 
 constexpr kvq::cache_shape shape{.layers = 4, .kv_heads = 4, .head_dim = 128};
 constexpr std::size_t bytes_per_token = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim;

@@ -2,7 +2,7 @@
 // Comparison family: exact. A radix tree answers like a sorted map of token vectors that is searched from end to end.
 #include <doctest/doctest.h>
 
-#include <kvq/adapters/radix_tree.hpp>
+#include <kvq/policy/radix_tree.hpp>
 #include <map>
 
 #include "support/random.hpp"

@@ -5,9 +5,12 @@
 #include <array>
 #include <atomic>
 
+#include <kvq/core/thread_executor.hpp>
+
 #include "support/attention_error.hpp"
 #include "support/ladder.hpp"
 #include "support/memory.hpp"
+#include "support/typed_cache.hpp"
 
 using test::ladder_cache;
 using ladder_sequence = ladder_cache::sequence_type;
@@ -96,11 +99,14 @@ TEST_CASE("the dry run says byte for byte what then happens, shared pages and th
             // One new page per thread.
             std::size_t widest = 0;
             if (request.key >= 0)
-                widest = f.cache.page_bytes<kvq::tensor::key>(f.cache.keys().index_of(request.key),
-                                                              options.page_tokens);
+                widest = f.cache.page_bytes(kvq::tensor::key,
+                                            f.cache.table(kvq::tensor::key).index_of(request.key),
+                                            options.page_tokens);
             if (request.value >= 0)
-                widest = std::max(widest, f.cache.page_bytes<kvq::tensor::value>(
-                                              f.cache.values().index_of(request.value), options.page_tokens));
+                widest = std::max(
+                    widest, f.cache.page_bytes(kvq::tensor::value,
+                                               f.cache.table(kvq::tensor::value).index_of(request.value),
+                                               options.page_tokens));
             // Pages are not freed that are kept as 16-bit copies, or that a fork still has in its window.
             if (request.only_smaller && held.size() == 1 && options.rollback == 0)
                 CHECK(done.bytes_peak <=
@@ -459,7 +465,7 @@ TEST_CASE(
     "a scheme that runs out of memory on some thread: pages are old or new, and the request can be made "
     "again") {
     test::generator random(test::seed());
-    using cache_type = kvq::cache<kvq::formats<kvq::int8, failing>>;
+    using cache_type = test::typed_cache<test::formats<kvq::int8, failing>>;
     const kvq::cache_shape shape{2, 2, 32};
     for (int at = 0; at < 40; at += 3) {
         cache_type cache(shape, {.recent = 16, .page_tokens = 16});

@@ -6,11 +6,11 @@
 #include <cmath>
 #include <cstring>
 #include <kvq/backends/simd.hpp>
-#include <kvq/cache/convert.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
 #include <string>
+#include <tuple>
 
 #include "support/blocks.hpp"
 
@@ -41,61 +41,103 @@ constexpr const char* names[formats] = {"fp16",     "ref8",     "hi6",    "std5"
                                         "affine-4", "affine-2", "kivi-4", "kivi-2"};
 
 template <class... S>
-using key_table = kvq::format_table<tensor::key, kvq::float16, kvq::formats<S...>>;
-template <class... S>
-using value_table = kvq::format_table<tensor::value, kvq::float16, kvq::formats<S...>>;
-using keys = key_table<kvq::ref8::keys, kvq::hi6::keys, kvq::std5::keys, kvq::std4::keys, kvq::mix4::keys,
-                       kvq::low3::keys, kvq::low2::keys, kvq::int8, kvq::affine<8>, kvq::affine<4>,
-                       kvq::affine<2>, kvq::kivi<4, 64>::keys, kvq::kivi<2, 64>::keys>;
-using values =
-    value_table<kvq::ref8::values, kvq::hi6::values, kvq::std5::values, kvq::std4::values, kvq::mix4::values,
-                kvq::low3::values, kvq::low2::values, kvq::int8, kvq::affine<8>, kvq::affine<4>,
-                kvq::affine<2>, kvq::kivi<4, 64>::values, kvq::kivi<2, 64>::values>;
-static_assert(keys::size == formats && values::size == formats);
+using schemes = std::tuple<kvq::full<kvq::float16>, S...>;
+using key_schemes = schemes<kvq::ref8::keys, kvq::hi6::keys, kvq::std5::keys, kvq::std4::keys,
+                            kvq::mix4::keys, kvq::low3::keys, kvq::low2::keys, kvq::int8, kvq::affine<8>,
+                            kvq::affine<4>, kvq::affine<2>, kvq::kivi<4, 64>::keys, kvq::kivi<2, 64>::keys>;
+using value_schemes =
+    schemes<kvq::ref8::values, kvq::hi6::values, kvq::std5::values, kvq::std4::values, kvq::mix4::values,
+            kvq::low3::values, kvq::low2::values, kvq::int8, kvq::affine<8>, kvq::affine<4>, kvq::affine<2>,
+            kvq::kivi<4, 64>::values, kvq::kivi<2, 64>::values>;
+struct keys {
+    using all = key_schemes;
+    static constexpr tensor role = tensor::key;
+};
+struct values {
+    using all = value_schemes;
+    static constexpr tensor role = tensor::value;
+};
+static_assert(std::tuple_size_v<keys::all> == formats && std::tuple_size_v<values::all> == formats);
 
-/// One page of one head that is requantized step by step, on both backends.
+/// f(scheme) with the scheme of an index.
+template <class Table, class F>
+void with_scheme(int index, F&& f) {
+    [&]<std::size_t... I>(std::index_sequence<I...>) {
+        ((static_cast<int>(I) == index ? f(std::tuple_element_t<I, typename Table::all>{}) : void()), ...);
+    }
+    (std::make_index_sequence<formats>{});
+}
+
+/// One block that is requantized step by step, on both backends: what cache/convert.hpp does, without the kernels of attention.
 template <class Table>
 class chain {
 public:
-    chain(const Table& table, int tokens, int dim, const std::vector<float>& x)
-        : table_(table),
-          block_{Table::role, tokens, dim},
-          shape_{.layers = 1, .kv_heads = 1, .head_dim = dim} {
-        page_ = make(sixteen);
+    chain(int tokens, int dim, const std::vector<float>& x) : block_{Table::role, tokens, dim} {
+        bytes_ = empty(sixteen);
         const kvq::full<kvq::float16> full;
-        page_->not_finite = full.encode(block_, {}, x.data(), page_->data());
+        not_finite_ = full.encode(block_, {}, x.data(), bytes_.data());
     }
 
     void step(int format) {
-        auto next = make(format), other = make(format);
-        std::vector<float> scratch(block_.values());
-        kvq::detail::convert_page<kvq::simd<>>(table_, shape_, 0, *page_, *next, scratch.data());
-        kvq::detail::convert_page<kvq::scalar>(table_, shape_, 0, *page_, *other, scratch.data());
-        CHECK(std::memcmp(next->data(), other->data(), next->bytes) == 0);
-        CHECK(next->not_finite == other->not_finite);
-        page_ = next;
+        auto next = empty(format), other = empty(format);
+        const std::uint32_t mine = convert<kvq::simd<>>(format, next),
+                            theirs = convert<kvq::scalar>(format, other);
+        CHECK(next == other);
+        CHECK(mine == theirs);
+        not_finite_ += mine;
+        bytes_ = std::move(next);
+        format_ = format;
     }
     std::vector<float> values() const {
         std::vector<float> x(block_.values());
-        table_.visit(page_->format, [&](const auto& s) { s.decode(block_, {}, page_->data(), x.data()); });
+        with_scheme<Table>(format_, [&](const auto& s) { s.decode(block_, {}, bytes_.data(), x.data()); });
         return x;
     }
 
 private:
-    kvq::page_ref make(int format) {
-        auto page = pool().allocate(table_.block_bytes(format, block_), format, block_.tokens);
-        std::memset(page->data(), 0xcd, page->bytes);
-        return page;
+    std::vector<std::byte> empty(int format) const {
+        std::size_t bytes = 0;
+        with_scheme<Table>(format, [&](const auto& s) { bytes = s.block_bytes(block_); });
+        return std::vector<std::byte>(bytes, format == sixteen ? std::byte{0} : std::byte{0xcd});
     }
-    static kvq::page_pool& pool() {
-        static kvq::page_pool p(std::pmr::new_delete_resource());
-        return p;
+    /// Returns how many values were not finite.
+    template <class Backend>
+    std::uint32_t convert(int format, std::vector<std::byte>& to) const {
+        std::uint32_t not_finite = 0;
+        std::vector<float> x(block_.values());
+        if (format_ == sixteen) {
+            with_scheme<Table>(format, [&](const auto& s) {
+                not_finite =
+                    Backend::template encode<kvq::float16>(s, block_, {}, bytes_.data(), to.data(), x.data());
+            });
+            return not_finite;
+        }
+        float token_scales[kvq::detail::most_coded];
+        bool known = false;
+        with_scheme<Table>(format_, [&]<class S>(const S& s) {
+            Backend::decode(s, block_, {}, bytes_.data(), x.data(), block_.dim, x.data());
+            if constexpr (kvq::detail::with_factors<S>) {
+                s.read_factors(block_, bytes_.data(), token_scales);
+                known = true;
+            }
+        });
+        if (format == sixteen) {
+            for (const float value : x) not_finite += !kvq::detail::is_finite(value);
+            Backend::template write_tokens<kvq::float16>(block_, to.data(), x.data(), block_.dim,
+                                                         block_.tokens, 0);
+            return not_finite;
+        }
+        with_scheme<Table>(format, [&](const auto& s) {
+            not_finite = Backend::requantize_values(s, block_, {}, x.data(), known ? token_scales : nullptr,
+                                                    to.data());
+        });
+        return not_finite;
     }
 
-    const Table& table_;
     kvq::block_shape block_;
-    kvq::cache_shape shape_;
-    kvq::page_ref page_;
+    std::vector<std::byte> bytes_;
+    std::uint32_t not_finite_ = 0;
+    int format_ = sixteen;
 };
 
 double distance(const std::vector<float>& a, const std::vector<float>& b) {
@@ -139,12 +181,11 @@ void run_chains(int rounds, const std::vector<int>& coarse, const std::vector<in
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const Table table;
     for (int round = 0; round < rounds; ++round) {
         const auto size_of = random_size(random, 16, 16);
         const int tokens = size_of.tokens, dim = size_of.dim;
         const auto x = page_values(random, tokens, dim);
-        chain<Table> page(table, tokens, dim, x);
+        chain<Table> page(tokens, dim, x);
         const auto start = page.values();
         const double size = distance(start, std::vector<float>(start.size()));
         const bool walk = walks && random.one_in(2);
@@ -156,7 +197,7 @@ void run_chains(int rounds, const std::vector<int>& coarse, const std::vector<in
             const int next = walk ? random.pick(list) : pair[i % 2];
             if (!steps.empty() && next == steps.back()) continue;
             if (losses[next] == 0.0) {
-                chain<Table> one(table, tokens, dim, x);
+                chain<Table> one(tokens, dim, x);
                 one.step(next);
                 losses[next] = distance(start, one.values());
             }
@@ -213,12 +254,11 @@ TEST_CASE_TEMPLATE("ranges, whatever the values: at most half a step of each lin
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const Table table;
     const std::vector<int> list{int8, affine8, affine4, affine2, kivi4, kivi2};
     for (int round = 0; round < 100; ++round) {
         const auto size_of = random_size(random, 1, 1);
         const int tokens = size_of.tokens, dim = size_of.dim;
-        chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}, true));
+        chain<Table> page(tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}, true));
         const auto start = page.values();
         auto now = start;
         double bound = 0.0;
@@ -252,11 +292,10 @@ TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every c
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const Table table;
     for (int round = 0; round < 100; ++round) {
         const auto size_of = random_size(random, 1, 1);
         const int tokens = size_of.tokens, dim = size_of.dim;
-        chain<Table> page(table, tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));
+        chain<Table> page(tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));
         for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, kivi2));
     }
 }

@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include "support/saved.hpp"
+#include "support/typed_cache.hpp"
 
 using test::append;
 using test::contents;
@@ -14,8 +15,7 @@ using test::saved;
 namespace {
 
 /// x^ of every token, bit for bit.
-template <class A, class B>
-bool same_numbers(const kvq::sequence<A>& a, const kvq::sequence<B>& b) {
+bool same_numbers(const kvq::sequence& a, const kvq::sequence& b) {
     const kvq::cache_shape& shape = kvq::detail::sequence_access::cache(a).shape();
     for (int layer = 0; layer < shape.layers; ++layer)
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
@@ -36,9 +36,9 @@ TEST_CASE("formats are recognized by name, wherever they stand in the list") {
     using a = kvq::affine<4, kvq::per_channel<32>>;
     using b = kvq::affine<2, kvq::per_token<16>>;
     kvq::cache_options options{.sinks = 2, .recent = 5, .page_tokens = 16, .layers = {{0, 0}, {1, 0}}};
-    kvq::cache<kvq::formats<a, b>, kvq::formats<a>> cache(shape, options);
+    test::typed_cache<test::formats<a, b>, test::formats<a>> cache(shape, options);
     options.layers = {};
-    kvq::cache<kvq::formats<kvq::int8, b, a>, kvq::formats<b, a>> other(shape, options);
+    test::typed_cache<test::formats<kvq::int8, b, a>, test::formats<b, a>> other(shape, options);
     const test::stream s(random, shape, 150);
     auto sequence = cache.new_sequence();
     append(sequence, 2, s, 0, 100);
@@ -64,7 +64,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     const kvq::cache_options options{.sinks = 3, .recent = 9, .page_tokens = 8, .rollback = 8};
     using wide = kvq::affine<8, kvq::per_token<0>>;
     using narrow = kvq::affine<4, kvq::per_token<0>>;
-    kvq::cache<wide> cache(shape, options);
+    test::typed_cache<wide> cache(shape, options);
     const test::stream s(random, shape, 200);
     auto sequence = cache.new_sequence();
     append(sequence, 2, s, 0, 90);
@@ -86,7 +86,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
                                 {&kvq::cache_shape::value_dim, "value_dim 8, the cache 9"}}) {
         auto other_shape = shape;
         ++(other_shape.*member);
-        kvq::cache<wide> other(other_shape, options);
+        test::typed_cache<wide> other(other_shape, options);
         check_refused(other, {.convert = true}, name);
     }
     for (auto [member, name] : {std::pair{&kvq::cache_options::sinks, "sinks 3, the cache 4"},
@@ -94,7 +94,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
                                 {&kvq::cache_options::page_tokens, "page_tokens 8, the cache 9"}}) {
         auto other_options = options;
         ++(other_options.*member);
-        kvq::cache<wide> other(shape, other_options);
+        test::typed_cache<wide> other(shape, other_options);
         check_refused(other, {}, name);
         // Laid out anew: every token is there, and the newest are still what they were.
         auto copy = restored(other, file, {.convert = true});
@@ -125,7 +125,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     for (const int rollback : {0, 3, 100}) {
         auto other_options = options;
         other_options.rollback = rollback;
-        kvq::cache<wide> other(shape, other_options);
+        test::typed_cache<wide> other(shape, other_options);
         auto copy = restored(other, file);
         CHECK(same_numbers(sequence, copy));
         append(copy, 2, s, 85, 20);
@@ -135,13 +135,13 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     }
 
     // Formats that the cache does not have: even convert cannot read them.
-    kvq::cache<narrow> stranger(shape, options);
+    test::typed_cache<narrow> stranger(shape, options);
     check_refused(stranger, {}, "coded with ");
     check_refused(stranger, {}, "not among the formats of this cache: fp16, ");
     check_refused(stranger, {.convert = true}, "not among the formats of this cache: fp16, ");
 
     // Not even if they are numbers as they are.
-    kvq::cache<kvq::formats<kvq::full<float>, wide>> precise(shape, options);
+    test::typed_cache<test::formats<kvq::full<float>, wide>> precise(shape, options);
     auto exact_numbers = precise.new_sequence();
     append(exact_numbers, 2, s, 0, 50);
     const auto exact_file = saved(exact_numbers);
@@ -150,7 +150,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
                              "coded with fp32, which is not among the formats"));
 
     // Formats that it has, but does not use: pages stay what they are, or become its own.
-    kvq::cache<kvq::formats<narrow, wide>> smaller(shape, options);
+    test::typed_cache<test::formats<narrow, wide>> smaller(shape, options);
     auto kept = restored(smaller, file);
     CHECK(same_numbers(sequence, kept));
     CHECK(kept.usage().bytes == sequence.usage().bytes);
@@ -179,7 +179,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     CHECK(converted.tokens(0) == 115);
 
     // To a cache that keeps the window format.
-    kvq::cache<kvq::formats<kvq::full<kvq::float16>, wide>> plain(shape, options);
+    test::typed_cache<test::formats<kvq::full<kvq::float16>, wide>> plain(shape, options);
     auto opened = restored(plain, file, {.convert = true});
     CHECK(opened.usage().coded == 0);
     for (int layer = 0; layer < 2; ++layer)
@@ -193,7 +193,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
         }
 
     // Another window.
-    kvq::cache<wide, wide, kvq::scalar, float> floats(shape, options);
+    test::typed_cache<wide, wide, kvq::scalar, float> floats(shape, options);
     check_refused(floats, {}, "a window of fp16, the cache one of fp32");
     auto in_floats = restored(floats, file, {.convert = true});
     CHECK(in_floats.tokens(1) == 85);
@@ -207,7 +207,7 @@ TEST_CASE("a scheme with other parameters is another scheme") {
     test::generator random(test::seed());
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 8};
     const kvq::cache_options options{.page_tokens = 4};
-    using C = kvq::cache<test::magnitude_bytes>;
+    using C = test::typed_cache<test::magnitude_bytes>;
     const auto make = [&](float step) {
         return C(shape, options, C::key_table(test::magnitude_bytes(step)),
                  C::value_table(test::magnitude_bytes(0.5f)));
@@ -220,9 +220,9 @@ TEST_CASE("a scheme with other parameters is another scheme") {
     const std::string message = message_of([&] { restored(other, saved(sequence), {.convert = true}); });
     CHECK(test::contains(message, "fingerprint 000000003e800000, here 000000003e000000"));
     // It can have both.
-    kvq::cache<kvq::formats<test::magnitude_bytes, test::magnitude_bytes>, test::magnitude_bytes> both(
-        shape, options,
-        decltype(both)::key_table(test::magnitude_bytes(0.125f), test::magnitude_bytes(0.25f)),
-        decltype(both)::value_table(test::magnitude_bytes(0.5f)));
+    test::typed_cache<test::formats<test::magnitude_bytes, test::magnitude_bytes>, test::magnitude_bytes>
+    both(shape, options,
+         decltype(both)::key_table(test::magnitude_bytes(0.125f), test::magnitude_bytes(0.25f)),
+         decltype(both)::value_table(test::magnitude_bytes(0.5f)));
     CHECK(same_numbers(sequence, restored(both, saved(sequence))));
 }

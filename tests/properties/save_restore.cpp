@@ -19,7 +19,7 @@ namespace {
 
 /// A sequence with a past: tokens, trims, forks, pages of several formats.
 template <class C>
-kvq::sequence<C> random_history(test::generator& random, C& cache, const test::stream& s, int steps) {
+kvq::sequence random_history(test::generator& random, C& cache, const test::stream& s, int steps) {
     const int layers = cache.shape().layers;
     auto sequence = cache.new_sequence();
     for (int step = 0; step < steps; ++step) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "support/saved.hpp"
+#include "support/typed_cache.hpp"
 
 using test::append;
 using test::file_bytes;
@@ -14,14 +15,15 @@ using test::saved;
 
 namespace {
 
-using cache_type = kvq::cache<kvq::formats<kvq::affine<4, kvq::per_channel<4>>, kvq::int8>, kvq::int8>;
+using cache_type =
+    test::typed_cache<test::formats<kvq::affine<4, kvq::per_channel<4>>, kvq::int8>, kvq::int8>;
 
 /// Small, but with everything in it: sinks, 16-bit copies, pages of three formats, a last page that is not full, two layers.
 struct small_file {
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 4};
     const kvq::cache_options options{.sinks = 1, .recent = 2, .page_tokens = 4, .rollback = 4};
     cache_type cache{shape, options};
-    kvq::sequence<cache_type> sequence = cache.new_sequence();
+    kvq::sequence sequence = cache.new_sequence();
     file_bytes bytes;
 
     small_file() {

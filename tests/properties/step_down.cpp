@@ -26,7 +26,8 @@ kvq::step_down_policy random_policy(test::generator& random) {
 int tier_of(int format) { return format == 0 ? 0 : format - 1; }
 
 int format_of(const ladder_cache& cache, const kvq::layer_format& f, kvq::tensor role) {
-    return role == kvq::tensor::key ? cache.keys().index_of(f.key) : cache.values().index_of(f.value);
+    return role == kvq::tensor::key ? cache.table(kvq::tensor::key).index_of(f.key)
+                                    : cache.table(kvq::tensor::value).index_of(f.value);
 }
 
 /// page(i): the i-th entry that does not hold the sinks.
@@ -185,7 +186,7 @@ TEST_CASE(
         }
         CHECK(now == report.bytes_after);
         CHECK(report.bytes_peak <= before + kvq::page_pool::allocation(
-                                                cache.page_bytes<kvq::tensor::key>(0, options.page_tokens)));
+                                                cache.page_bytes(kvq::tensor::key, 0, options.page_tokens)));
         for (std::size_t i = 0; i < others.size(); ++i)
             REQUIRE(test::contents(cache, *others[i]) == untouched[i]);
         // Nothing is left that would free a byte.

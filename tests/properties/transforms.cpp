@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "support/blocks.hpp"
+#include "support/typed_cache.hpp"
 
 namespace {
 
@@ -112,8 +113,8 @@ TEST_CASE("a matrix that is not orthogonal, too short, or missing is refused wit
     CHECK_THROWS_WITH_AS(fine.forward(6, {0, 0}, x.data()), doctest::Contains("8 channels met a block of 6"),
                          kvq::error);
     const kvq::rotated<kvq::affine<4>> scheme(fine);
-    using cache =
-        kvq::cache<kvq::formats<kvq::rotated<kvq::affine<4>>>, kvq::formats<kvq::rotated<kvq::affine<4>>>>;
+    using cache = test::typed_cache<test::formats<kvq::rotated<kvq::affine<4>>>,
+                                    test::formats<kvq::rotated<kvq::affine<4>>>>;
     const auto make = [&](const kvq::cache_shape& shape) {
         cache(shape, {}, cache::key_table(scheme), cache::value_table(scheme));
     };

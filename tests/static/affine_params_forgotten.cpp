@@ -1,7 +1,6 @@
 // expect: kvq::scheme: the type of parameters is written params<float16>, not float16
 // SPDX-License-Identifier: MIT
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
-kvq::cache<kvq::affine<4, kvq::per_token<64>, kvq::float16>> cache({.layers = 1,
-                                                                    .kv_heads = 1,
-                                                                    .head_dim = 8});
+const auto made = kvq::make_format<kvq::affine<4, kvq::per_token<64>, kvq::float16>, kvq::scalar>();

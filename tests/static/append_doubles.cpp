@@ -1,8 +1,8 @@
-// expect: kvq::sequence::append: K and V must both be float, float16 or bfloat16
+// expect: kvq::input_view: keys and values must be float, float16 or bfloat16
 // SPDX-License-Identifier: MIT
 #include <kvq/kvq.hpp>
 
-void append(kvq::cache<kvq::int8>::sequence_type& sequence, const double* x) {
+void append(kvq::sequence& sequence, const double* x) {
     const kvq::token_view<const double> view(x, 1, 1, 8);
     sequence.append(0, view, view);
 }

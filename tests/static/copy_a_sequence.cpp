@@ -3,7 +3,7 @@
 #include <kvq/kvq.hpp>
 
 // Sharing pages is what fork() is for; a copy would hide it. Compilers show the line that says so.
-auto copy(const kvq::cache<kvq::int8>::sequence_type& sequence) {
-    kvq::cache<kvq::int8>::sequence_type other(sequence);
+auto copy(const kvq::sequence& sequence) {
+    kvq::sequence other(sequence);
     return other.tokens();
 }

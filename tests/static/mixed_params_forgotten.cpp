@@ -1,6 +1,7 @@
 // expect: kvq::channel_grid, kvq::mixed_width: parameters are `coded` or params<P>, such as params<float16>
 // SPDX-License-Identifier: MIT
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
-kvq::cache<kvq::mixed_width<kvq::widths<4, 2, 0>, 16, 64, kvq::min_max, float>, kvq::int8> cache(
-    {.layers = 1, .kv_heads = 1, .head_dim = 8});
+const auto made =
+    kvq::make_format<kvq::mixed_width<kvq::widths<4, 2, 0>, 16, 64, kvq::min_max, float>, kvq::scalar>();

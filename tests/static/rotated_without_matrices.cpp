@@ -1,6 +1,7 @@
-// expect: kvq::cache: one of the schemes holds state that it cannot make up, such as the matrices of rotated<>
+// expect: kvq::make_format: this scheme holds state that it cannot make up, such as the matrices of rotated<>
 // SPDX-License-Identifier: MIT
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/transformed.hpp>
 
-kvq::cache<kvq::rotated<kvq::affine<4>>, kvq::affine<4>> cache({.layers = 1, .kv_heads = 1, .head_dim = 8});
+const auto made = kvq::make_format<kvq::rotated<kvq::affine<4>>, kvq::scalar>();

@@ -1,9 +1,10 @@
-// expect: kvq::cache: a scheme must be copyable and destructible
+// expect: kvq::make_format: a scheme must be copyable and destructible
 // SPDX-License-Identifier: MIT
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <memory>
 
 struct holds_state : kvq::affine<4> {
     std::unique_ptr<float> state;
 };
-kvq::cache<kvq::formats<kvq::int8, holds_state>> cache({.layers = 1, .kv_heads = 1, .head_dim = 8});
+const auto made = kvq::make_format<holds_state, kvq::scalar>();

@@ -1,5 +1,6 @@
-// expect: kvq::cache: a scheme needs `void decode(block_shape, block_id, const std::byte* block, float* values) const`
+// expect: kvq::make_format: a scheme needs `void decode(block_shape, block_id, const std::byte* block, float* values) const`
 // SPDX-License-Identifier: MIT
+#include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
 struct lacks_decode {
@@ -7,4 +8,4 @@ struct lacks_decode {
     std::size_t block_bytes(const kvq::block_shape&) const { return 16; }
     std::uint32_t encode(const kvq::block_shape&, kvq::block_id, float*, std::byte*) const { return 0; }
 };
-kvq::cache<lacks_decode> cache({.layers = 1, .kv_heads = 1, .head_dim = 8});
+const auto made = kvq::make_format<lacks_decode, kvq::scalar>();

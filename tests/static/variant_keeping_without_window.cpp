@@ -6,4 +6,4 @@ struct kept : kvq::causal {
     int kept_keys() const { return 4; }
 };
 
-void f(kvq::cache<kvq::int8>::sequence_type& s, kvq::token_view<float> x) { s.attend(0, x, x, kept{}); }
+void f(kvq::sequence& s, kvq::token_view<float> x) { s.attend(0, x, x, kept{}); }

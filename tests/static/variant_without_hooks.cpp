@@ -7,4 +7,4 @@ struct halved {
     float logits(float score, int, int, int) const { return score / 2; }
 };
 
-void f(kvq::cache<kvq::int8>::sequence_type& s, kvq::token_view<float> x) { s.attend(0, x, x, halved{}); }
+void f(kvq::sequence& s, kvq::token_view<float> x) { s.attend(0, x, x, halved{}); }

@@ -9,27 +9,42 @@
 
 #include "scheme_list.hpp"
 #include "tensors.hpp"
+#include "typed_cache.hpp"
 
 namespace test {
 
 // ---- kinds of caches ---------------------------------------------------------------------------------------------------
 
-using int8_cache = kvq::cache<kvq::int8>;
-using kivi_cache = kvq::cache<kvq::kivi<4, 32>>;
+using int8_cache = test::typed_cache<kvq::int8>;
+using kivi_cache = test::typed_cache<kvq::kivi<4, 32>>;
 /// Several formats for K and for V, one of them the window's own, and different ones per layer.
-using mixed_cache = kvq::cache<
-    kvq::formats<kvq::affine<3, kvq::per_channel<7>, kvq::params<kvq::bfloat16>>, kvq::full<kvq::float16>,
-                 product_scheme<4>>,
-    kvq::formats<kvq::affine<2, kvq::per_token<5>, kvq::params<float>>, kvq::full<float>, rotated>>;
+using mixed_cache = test::typed_cache<
+    test::formats<kvq::affine<3, kvq::per_channel<7>, kvq::params<kvq::bfloat16>>, kvq::full<kvq::float16>,
+                  product_scheme<4>>,
+    test::formats<kvq::affine<2, kvq::per_token<5>, kvq::params<float>>, kvq::full<float>, rotated>>;
 /// Nothing in it comes from kvq.
 using custom_cache =
-    kvq::cache<kvq::formats<odd_keys, magnitude_bytes>, kvq::formats<magnitude_bytes, odd_values>>;
+    test::typed_cache<test::formats<odd_keys, magnitude_bytes>, test::formats<magnitude_bytes, odd_values>>;
 /// The other two windows.
-using product_cache = kvq::cache<product_scheme<7>, product_scheme<7>, kvq::scalar, float>;
-using rotated_cache = kvq::cache<rotated, rotated, kvq::scalar, kvq::bfloat16>;
-using plain_cache = kvq::cache<kvq::full<kvq::float16>>;
+using product_cache = test::typed_cache<product_scheme<7>, product_scheme<7>, kvq::scalar, float>;
+using rotated_cache = test::typed_cache<rotated, rotated, kvq::scalar, kvq::bfloat16>;
+using plain_cache = test::typed_cache<kvq::full<kvq::float16>>;
 
 }  // namespace test
+
+/// Formats of these caches that are compiled once, in more_formats.cpp.
+#define KVQ_TEST_OWN_SCHEMES(X)                                                          \
+    X(kvq::affine<3 KVQ_COMMA kvq::per_channel<7> KVQ_COMMA kvq::params<kvq::bfloat16>>) \
+    X(kvq::affine<2 KVQ_COMMA kvq::per_token<5> KVQ_COMMA kvq::params<float>>)           \
+    X(test::product_scheme<4>)                                                           \
+    X(test::product_scheme<7>)                                                           \
+    X(test::rotated)                                                                     \
+    X(test::odd_keys)                                                                    \
+    X(test::odd_values)                                                                  \
+    X(test::magnitude_bytes)
+#if !defined(KVQ_TEST_FORMATS_HERE)
+KVQ_TEST_OWN_SCHEMES(KVQ_TEST_EXTERN)
+#endif
 
 /// One composed, one mixed, one that is all the user's: for tests whose subject is the cache and not the scheme, and where a
 /// build takes long.
@@ -44,14 +59,12 @@ using plain_cache = kvq::cache<kvq::full<kvq::float16>>;
 
 namespace test {
 
-/// A table whose schemes are made by make_scheme.
+/// Schemes that are made by make_scheme.
 template <class Table>
 struct table_maker;
-template <kvq::tensor Role, class Window, class... S>
-struct table_maker<kvq::format_table<Role, Window, kvq::formats<S...>>> {
-    static kvq::format_table<Role, Window, kvq::formats<S...>> make() {
-        return kvq::format_table<Role, Window, kvq::formats<S...>>(make_scheme<S>()...);
-    }
+template <class... S>
+struct table_maker<scheme_tuple<S...>> {
+    static scheme_tuple<S...> make() { return scheme_tuple<S...>(make_scheme<S>()...); }
 };
 
 template <class Cache>
@@ -153,9 +166,8 @@ std::vector<held_page> contents(const Cache& cache, const typename Cache::sequen
 }
 
 /// Attention of one fixed query over every layer, bit for bit.
-template <class Cache>
-std::vector<std::uint32_t> attention_bits(const Cache& cache, const typename Cache::sequence_type& sequence,
-                                          int group = 2) {
+inline std::vector<std::uint32_t> attention_bits(const kvq::cache& cache, const kvq::sequence& sequence,
+                                                 int group = 2) {
     generator random(99);
     const kvq::cache_shape& shape = cache.shape();
     std::vector<std::uint32_t> bits;
@@ -168,19 +180,6 @@ std::vector<std::uint32_t> attention_bits(const Cache& cache, const typename Cac
     }
     return bits;
 }
-
-// Attention takes long to compile: for the caches above it is in attention_bits.cpp.
-#define KVQ_TEST_ATTENTION_BITS(Cache) \
-    template std::vector<std::uint32_t> attention_bits(const Cache&, const Cache::sequence_type&, int)
-extern KVQ_TEST_ATTENTION_BITS(kivi_cache);
-extern KVQ_TEST_ATTENTION_BITS(mixed_cache);
-extern KVQ_TEST_ATTENTION_BITS(custom_cache);
-#if !defined(KVQ_TEST_FEWER_SCHEMES)
-extern KVQ_TEST_ATTENTION_BITS(int8_cache);
-extern KVQ_TEST_ATTENTION_BITS(product_cache);
-extern KVQ_TEST_ATTENTION_BITS(rotated_cache);
-extern KVQ_TEST_ATTENTION_BITS(plain_cache);
-#endif
 
 /// x^ of all tokens of one layer.
 template <class Sequence>

@@ -6,11 +6,11 @@
 
 namespace test {
 
-using ladder_cache =
-    kvq::cache<kvq::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<32>>,
-                            kvq::affine<4, kvq::per_channel<32>>, kvq::affine<2, kvq::per_channel<16>>>,
-               kvq::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<32>>,
-                            kvq::affine<4, kvq::per_token<32>>, kvq::affine<2, kvq::per_token<16>>>>;
+using ladder_cache = test::typed_cache<
+    test::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<32>>,
+                  kvq::affine<4, kvq::per_channel<32>>, kvq::affine<2, kvq::per_channel<16>>>,
+    test::formats<kvq::full<kvq::float16>, kvq::affine<8, kvq::per_token<32>>,
+                  kvq::affine<4, kvq::per_token<32>>, kvq::affine<2, kvq::per_token<16>>>>;
 inline constexpr int ladder_formats = 4;
 
 /// Layers that start in random formats.

@@ -14,8 +14,7 @@ namespace test {
 
 using file_bytes = std::vector<std::byte>;
 
-template <class Cache>
-file_bytes saved(const kvq::sequence<Cache>& sequence, const kvq::save_options& options = {}) {
+inline file_bytes saved(const kvq::sequence& sequence, const kvq::save_options& options = {}) {
     file_bytes bytes;
     kvq::save(
         sequence,
@@ -41,8 +40,7 @@ struct memory_source {
 };
 
 template <class Cache>
-kvq::sequence<Cache> restored(Cache& cache, const file_bytes& bytes,
-                              const kvq::restore_options& options = {}) {
+kvq::sequence restored(Cache& cache, const file_bytes& bytes, const kvq::restore_options& options = {}) {
     memory_source source{bytes};
     auto sequence = kvq::restore(cache, source, options);
     REQUIRE(source.position == bytes.size());
@@ -66,8 +64,7 @@ inline bool contains(const std::string& text, const char* part) {
 
 /// Bytes of 16-bit copies that differ from the page in their place. A page may be its copy again without being the same
 /// object: quantized and, without loss, back to 16 bit. Restored, they are one.
-template <class Cache>
-std::size_t rollback_of(const kvq::sequence<Cache>& sequence) {
+inline std::size_t rollback_of(const kvq::sequence& sequence) {
     std::size_t bytes = 0;
     for (const auto& track : kvq::detail::sequence_access::tracks(sequence))
         for (const kvq::page_span& span : track.spans)
@@ -82,8 +79,7 @@ std::size_t rollback_of(const kvq::sequence<Cache>& sequence) {
 
 /// Everything that can be seen of two sequences, `b` restored from `a` and then changed as `a` was.
 template <class Cache>
-void require_same(const Cache& cache, const kvq::sequence<Cache>& a, const Cache& other,
-                  const kvq::sequence<Cache>& b) {
+void require_same(const Cache& cache, const kvq::sequence& a, const Cache& other, const kvq::sequence& b) {
     for (int layer = 0; layer < cache.shape().layers; ++layer) REQUIRE(a.tokens(layer) == b.tokens(layer));
     REQUIRE(contents(cache, a) == contents(other, b));
     REQUIRE(attention_bits(cache, a) == attention_bits(other, b));

@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <functional>
+#include <kvq/core/thread_executor.hpp>
+#include <kvq/estimate/choose.hpp>
 #include <limits>
 #include <memory>
 
@@ -36,7 +38,7 @@ void check_message(const std::function<void()>& f, const std::vector<std::string
     }
 }
 
-using cache_type = kvq::cache<kvq::formats<kvq::int8, kvq::affine<4>>>;
+using cache_type = test::typed_cache<test::formats<kvq::int8, kvq::affine<4>>>;
 void make(const kvq::cache_shape& shape, const kvq::cache_options& options = {}) {
     cache_type cache(shape, options);
 }
@@ -86,7 +88,7 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([&] { make(good, {.layers = {{}, {}, {}}}); }, {"3 layers", "2"});
     check_message([&] { make(good, {.layers = {{.key = 2}, {}}}); }, {"key format 2", "2 listed"});
     check_message([&] { make(good, {.layers = {{}, {.value = -1}}}); }, {"value format -1", "2 listed"});
-    check_message([&] { kvq::cache<ragged_blocks, ragged_blocks, kvq::scalar> c(good); },
+    check_message([&] { test::typed_cache<ragged_blocks, ragged_blocks, kvq::scalar> c(good); },
                   {"key format 0", "24 bytes"});
 }
 
@@ -225,8 +227,8 @@ TEST_CASE("numbers that make no sense are refused, whoever is asked") {
 }
 
 TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and allowed") {
-    kvq::cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 8},
-                                {.page_tokens = 64, .byte_budget = 1000});
+    test::typed_cache<kvq::int8> cache({.layers = 1, .kv_heads = 1, .head_dim = 8},
+                                       {.page_tokens = 64, .byte_budget = 1000});
     auto sequence = cache.new_sequence();
     const std::vector<float> data(8);
     const token_view<const float> x(data.data(), 1, 1, 8);

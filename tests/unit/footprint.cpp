@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "support/memory.hpp"
+#include "support/typed_cache.hpp"
 
 namespace {
 
@@ -28,7 +29,7 @@ void append_random(typename Cache::sequence_type& seq, const kvq::cache_shape& s
 
 TEST_CASE_TEMPLATE("footprint equals what the cache allocates, byte for byte", Formats, kvq::kivi<4>,
                    kvq::int8, kvq::full<kvq::float16>, kvq::affine<3, kvq::per_token<32>>) {
-    using cache_type = kvq::cache<Formats, Formats>;
+    using cache_type = test::typed_cache<Formats, Formats>;
     const unsigned seed = 20260;
     INFO("seed ", seed);
     std::mt19937 random(seed);
@@ -76,7 +77,7 @@ TEST_CASE("footprint includes the attention workspace that attend really takes")
     test::counting_resource memory;
     kvq::cache_options options;
     options.memory = &memory;
-    kvq::cache<kvq::kivi<4, 64>, kvq::kivi<4, 64>> cache({1, 2, 64}, options);
+    test::typed_cache<kvq::kivi<4, 64>, kvq::kivi<4, 64>> cache({1, 2, 64}, options);
     auto seq = cache.new_sequence();
     std::mt19937 random(3);
     append_random<decltype(cache)>(seq, cache.shape(), 5000, random);
@@ -99,11 +100,11 @@ TEST_CASE("published check: 28 layers, 8 kv heads, D 128, 500 blocks of 256 toke
     CHECK(kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 256) * tokens / mebi == 7218.75);
 
     const kvq::cache_options options{.page_tokens = 256, .rollback = 0};
-    CHECK(static_cast<double>(kvq::footprint(kvq::cache<kvq::int8>(shape, options), 500 * 256).coded) /
+    CHECK(static_cast<double>(kvq::footprint(test::typed_cache<kvq::int8>(shape, options), 500 * 256).coded) /
               mebi ==
           7218.75);
     CHECK(static_cast<double>(
-              kvq::footprint(kvq::cache<kvq::full<kvq::float16>>(shape, options), 500 * 256).window) /
+              kvq::footprint(test::typed_cache<kvq::full<kvq::float16>>(shape, options), 500 * 256).window) /
               mebi ==
           14000.0);
 }
@@ -122,7 +123,8 @@ TEST_CASE("bytes per 128-vector are the published ones, at compile time") {
 }
 
 TEST_CASE("the longest context fits, one token more does not") {
-    kvq::cache<kvq::kivi<4>, kvq::kivi<4>> cache({2, 2, 64}, {.sinks = 4, .recent = 32, .page_tokens = 32});
+    test::typed_cache<kvq::kivi<4>, kvq::kivi<4>> cache({2, 2, 64},
+                                                        {.sinks = 4, .recent = 32, .page_tokens = 32});
     for (const std::size_t budget : {std::size_t{100000}, std::size_t{1000000}, std::size_t{12345678}}) {
         const int n = kvq::longest_context(cache, budget);
         CAPTURE(budget);

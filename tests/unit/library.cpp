@@ -12,7 +12,8 @@ TEST_CASE("the inline namespace is the version's") {
     const std::string expected =
         "v" + std::to_string(KVQ_VERSION_MAJOR) + "_" + std::to_string(KVQ_VERSION_MINOR);
     CHECK(expected == "v0_1");
-    static_assert(std::is_same_v<kvq::int8, kvq::v0_1::int8>);
+    static_assert(std::is_same_v<kvq::format, kvq::v0_1::format>);
+    static_assert(std::is_same_v<kvq::int8, kvq::KVQ_TAGGED::int8>);
 }
 
 TEST_CASE("schemes have names that say what they are") {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "support/random.hpp"
+#include "support/typed_cache.hpp"
 
 namespace {
 
@@ -54,17 +55,17 @@ TEST_CASE("preset_options: what presets are measured with") {
 }
 
 TEST_CASE("protected layers: the first and last, for any number of layers") {
-    using pair = kvq::protected_layers<kvq::low2, kvq::std5>;
+    using pair = test::protected_layers<kvq::low2, kvq::std5>;
     for (int layers = 1; layers <= 9; ++layers)
         for (int protect = 0; protect <= 10; ++protect) {
             const auto options = kvq::protect_layers(layers, protect);
             CHECK(options.sinks == 4);
             REQUIRE(static_cast<int>(options.layers.size()) == layers);
-            kvq::cache<pair::key_formats, pair::value_formats> cache({layers, 1, 16}, options);
+            test::typed_cache<pair::keys, pair::values> cache({layers, 1, 16}, options);
             for (int i = 0; i < layers; ++i) {
                 const bool outer = i < protect || layers - 1 - i < protect;
-                CHECK(cache.target_format<kvq::tensor::key>(i) == (outer ? 2 : 1));
-                CHECK(cache.target_format<kvq::tensor::value>(i) == (outer ? 2 : 1));
+                CHECK(cache.target_format(kvq::tensor::key, i) == (outer ? 2 : 1));
+                CHECK(cache.target_format(kvq::tensor::value, i) == (outer ? 2 : 1));
             }
         }
     CHECK_THROWS_AS(kvq::protect_layers(0, 1), kvq::error);

@@ -20,7 +20,7 @@
 #include "growing_buffers.hpp"
 #include "mlx_affine.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// What the buffers hold at some moment: valid until they grow or shrink. T may be const.
 template <class T>
@@ -257,8 +257,8 @@ private:
 };
 
 /// Appends tokens [first, tokens) of one row of contiguous buffers to a layer of a sequence.
-template <class Cache, class T>
-void append_to(sequence<Cache>& s, int layer, const contiguous_view<T>& from, int first = 0, int row = 0) {
+template <class T>
+void append_to(sequence& s, int layer, const contiguous_view<T>& from, int first = 0, int row = 0) {
     detail::expect(first >= 0 && first <= from.tokens, "cannot begin at token ", first, " of ", from.tokens);
     detail::expect(from.tokens == 0 || (from.key_data != nullptr && from.value_data != nullptr), "a view of ",
                    from.tokens, " tokens has no ", from.key_data ? "values" : "keys");
@@ -268,8 +268,8 @@ void append_to(sequence<Cache>& s, int layer, const contiguous_view<T>& from, in
 
 /// Appends x^ of tokens [first, tokens) of a layer of a sequence to contiguous buffers of one row. Returns what is held
 /// then.
-template <class Cache, float_format T>
-contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence<Cache>& s, int layer, int first = 0) {
+template <float_format T>
+contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence& s, int layer, int first = 0) {
     const cache_shape& shape = detail::sequence_access::cache(s).shape();
     detail::expect(to.shape().batch == 1, "a sequence fills buffers of 1 row, not ", to.shape().batch);
     detail::expect(to.shape().heads == shape.kv_heads &&
@@ -287,4 +287,4 @@ contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence<Cache>& s
     return to.commit(n);
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

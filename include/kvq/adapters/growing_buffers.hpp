@@ -14,7 +14,7 @@
 #include "../core/bits.hpp"
 #include "../core/shape.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// value_dim = 0 means "as head_dim".
 struct contiguous_shape {
@@ -141,4 +141,4 @@ private:
 };
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

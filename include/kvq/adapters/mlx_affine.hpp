@@ -20,7 +20,7 @@
 #include "../core/error.hpp"
 #include "../core/rounding.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Whose rounding.
 enum class mlx_device : unsigned char { cpu, gpu };
@@ -110,4 +110,4 @@ void mlx_decode(const mlx_format& format, int dim, const std::uint32_t* words, c
     }
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

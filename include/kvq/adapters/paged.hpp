@@ -21,7 +21,7 @@
 
 #include "../cache/sequence.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// T may be const. Strides count elements; channels are contiguous.
 template <class T>
@@ -75,8 +75,8 @@ void check_paged(const paged_view<T>& x, const char* name, int heads, int dim) {
 }
 
 /// K and V of one cache share their tables.
-template <class T, class Cache>
-void check_paged_pair(const paged_view<T>& keys, const paged_view<T>& values, const sequence<Cache>& s) {
+template <class T>
+void check_paged_pair(const paged_view<T>& keys, const paged_view<T>& values, const sequence& s) {
     const cache_shape& shape = sequence_access::cache(s).shape();
     check_paged(keys, "keys", shape.kv_heads, shape.dim(tensor::key));
     check_paged(values, "values", shape.kv_heads, shape.dim(tensor::value));
@@ -105,8 +105,8 @@ token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std
 }
 
 /// Slot: std::int32_t or std::int64_t.
-template <class Slot, class Cache, class T>
-void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const Slot> mapping,
+template <class Slot, class T>
+void write_slots(const sequence& s, int layer, int first, std::span<const Slot> mapping,
                  const paged_view<T>& keys, const paged_view<T>& values) {
     check_paged_pair(keys, values, s);
     const int held = s.tokens(layer);
@@ -145,8 +145,8 @@ void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const
 /// append. O(tokens): blocks that follow one another in memory are read where they are, others are gathered first, in memory
 /// of the cache's resource. Raises kvq::error when shapes do not fit or the table is too short or names a block that is
 /// not there; table entries that no token needs are not read.
-template <class Cache, class T>
-void append_from_blocks(sequence<Cache>& s, int layer, const paged_view<T>& keys, const paged_view<T>& values,
+template <class T>
+void append_from_blocks(sequence& s, int layer, const paged_view<T>& keys, const paged_view<T>& values,
                         std::span<const std::int32_t> table, int tokens) {
     detail::check_paged_pair(keys, values, s);
     const int per_block = keys.block_tokens;
@@ -177,15 +177,15 @@ void append_from_blocks(sequence<Cache>& s, int layer, const paged_view<T>& keys
 /// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 leaves a token out.
 /// Where a slot comes twice the later token stays. Slots are 32 or 64 bits wide, whatever the engine has. Raises kvq::error
 /// when shapes, tokens or slots are out of range.
-template <class Cache, float_format T>
-void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const std::int64_t> mapping,
+template <float_format T>
+void write_slots(const sequence& s, int layer, int first, std::span<const std::int64_t> mapping,
                  const paged_view<T>& keys, const paged_view<T>& values) {
     detail::write_slots(s, layer, first, mapping, keys, values);
 }
-template <class Cache, float_format T>
-void write_slots(const sequence<Cache>& s, int layer, int first, std::span<const std::int32_t> mapping,
+template <float_format T>
+void write_slots(const sequence& s, int layer, int first, std::span<const std::int32_t> mapping,
                  const paged_view<T>& keys, const paged_view<T>& values) {
     detail::write_slots(s, layer, first, mapping, keys, values);
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -13,26 +13,22 @@
 
 #include <atomic>
 #include <bitset>
-#include <type_traits>
+#include <cmath>
+#include <limits>
+#include <new>
 
-#include "../backends/kernels/block_product.hpp"
-#include "../backends/kernels/softmax.hpp"
-#include "../page/formats.hpp"
+#include "../core/executor.hpp"
+#include "../format/format_table.hpp"
 #include "../page/layer_pages.hpp"
-#include "executor.hpp"
 #include "query_view.hpp"
 #include "softmax_state.hpp"
 #include "variant.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Query rows per task, at most. More of them where all rows of a task share what is made of a block (word_product.hpp).
-template <class Backend>
-inline constexpr int attention_rows =
-    kernels::has_word_dots<typename Backend::lanes> && !kernels::has_tiles<typename Backend::lanes> ? 128
-                                                                                                    : 16;
+inline constexpr int most_query_rows = 128;   // of any backend
 inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
 inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
 
@@ -87,80 +83,119 @@ struct attention_plan {
     }
 };
 
+/// Query rows per task that every format of both tables can do.
+inline int attention_rows(const format_table& keys, const format_table& values) noexcept {
+    int rows = most_query_rows;
+    for (const format_table* table : {&keys, &values})
+        for (int i = 0; i < table->size(); ++i)
+            rows = smaller(rows, (*table)[i].functions().backend->query_rows);
+    return rows;
+}
+
 /// One worker's scratch memory.
-template <class Backend, class Keys, class Values>
 struct attention_scratch {
-    float* query;    // [rows][dim]
-    float* turned;   // [rows][dim] per transforming key format
-    float* scores;   // [rows][scores_stride]
-    float* output;   // [rows][value_dim], the running state
-    float* part;     // [rows][value_dim], the current chunk
-    float* rotated;  // [rows][value_dim] per transforming value format
-    std::byte* key_space[Keys::size];
-    std::byte* value_space;
+    /// Of one format of a table.
+    struct format_space {
+        std::byte* plan;
+        std::byte* workspace;
+        bool planned, begun;      // for the rows of a task
+        int tokens;               // of the last page; 0: none yet
+        std::size_t block_bytes;  // of its blocks
+    };
+
+    float* query;                // [rows][dim]
+    float* turned;               // [rows][dim] per transforming key format
+    float* scores;               // [rows][scores_stride]
+    float* output;               // [rows][value_dim], the running state
+    float* part;                 // [rows][value_dim], the current chunk
+    float* rotated;              // [rows][value_dim] per transforming value format
+    format_space* key_spaces;    // [keys.size()]
+    format_space* value_spaces;  // [values.size()], which share one workspace
     int scores_stride;
     std::size_t bytes;
 
-    attention_scratch(const Keys& keys, const Values& values, const attention_plan& plan,
+    attention_scratch(const format_table& keys, const format_table& values, const attention_plan& plan,
                       const page_geometry& g, std::byte* memory) {
         carver c(memory);
-        const auto rows = static_cast<std::size_t>(smaller(plan.rows(), plan.block_rows));
+        const int n = smaller(plan.rows(), plan.block_rows);
+        const auto rows = static_cast<std::size_t>(n);
         const auto dim = static_cast<std::size_t>(plan.dim),
                    value_dim = static_cast<std::size_t>(plan.value_dim);
         scores_stride = round_up(larger(g.page_tokens, g.sinks), 16) + 16;
         query = c.floats(rows * dim + 16);
-        turned = c.floats(transforming_count(keys) * rows * dim + 16);
+        turned = c.floats(keys.transforming() * rows * dim + 16);
         scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
         output = c.floats(rows * value_dim + 16);
         part = c.floats(rows * value_dim + 16);
-        rotated = c.floats(transforming_count(values) * rows * value_dim + 16);
-        keys.for_each([&]<class S>(const S& s, int i) {
-            const block_shape shape{tensor::key, g.page_tokens, plan.dim};
-            const kernels::block_product<Backend, S> product(s, shape, block_id{}, static_cast<int>(rows));
-            key_space[i] = c.take(product.workspace_bytes());
-        });
+        rotated = c.floats(values.transforming() * rows * value_dim + 16);
+        key_spaces = spaces(c, keys);
+        value_spaces = spaces(c, values);
+        const auto workspace_bytes = [&](const format& f, tensor role, int channels) {
+            return f.functions().make_plan(f.scheme(), {role, g.page_tokens, channels}, {}, n, nullptr);
+        };
+        for (int i = 0; i < keys.size(); ++i) {
+            std::byte* const space = c.take(workspace_bytes(keys[i], tensor::key, plan.dim));
+            if (memory) key_spaces[i].workspace = space;
+        }
         std::size_t most = 0;
-        values.for_each([&]<class S>(const S& s, int) {
-            const block_shape shape{tensor::value, g.page_tokens, plan.value_dim};
-            const kernels::block_product<Backend, S> product(s, shape, block_id{}, static_cast<int>(rows));
-            most = larger(most, product.workspace_bytes());
-        });
-        value_space = c.take(most);
+        for (int i = 0; i < values.size(); ++i)
+            most = larger(most, workspace_bytes(values[i], tensor::value, plan.value_dim));
+        std::byte* const space = c.take(most);
+        for (int i = 0; i < values.size() && memory; ++i) value_spaces[i].workspace = space;
         bytes = c.used();
     }
 
-    template <class Table>
-    static std::size_t transforming_count(const Table& table) {
-        std::size_t n = 0;
-        table.for_each([&]<class S>(const S&, int) { n += transforming<S>; });
-        return n;
+    /// Before the rows of a task.
+    void forget_plans(const format_table& keys, const format_table& values) const noexcept {
+        for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = key_spaces[i].begun = false;
+        for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = false;
     }
-    /// Position of format `index` among the transforming ones.
-    template <class Table>
-    static std::size_t transforming_index(const Table& table, int index) {
-        std::size_t n = 0;
-        table.for_each([&]<class S>(const S&, int i) { n += transforming<S> && i < index; });
-        return n;
+
+private:
+    static format_space* spaces(carver& c, const format_table& table) {
+        const auto n = static_cast<std::size_t>(table.size());
+        auto* const all = reinterpret_cast<format_space*>(c.take(n * sizeof(format_space)));
+        for (std::size_t i = 0; i < n; ++i) {
+            std::byte* const plan = c.take(table[static_cast<int>(i)].functions().plan_bytes);
+            if (all) ::new (all + i) format_space{plan, nullptr, false, false, 0, 0};
+        }
+        return all;
     }
 };
 
-/// Products of n vectors with one head's blocks of every format of a table.
-template <class Backend, class Table>
-auto make_products(const Table& table, const block_shape& shape, block_id id, int n) {
-    return table.map(
-        [&]<class S>(const S& s) { return kernels::block_product<Backend, S>(s, shape, id, n); });
-}
+/// States that architectures keep around products of tiles, one for each backend of the tables that has one.
+class tile_sessions {
+public:
+    tile_sessions(const format_table& keys, const format_table& values, int rows) {
+        for (const format_table* table : {&keys, &values})
+            for (int i = 0; i < table->size(); ++i) {
+                const backend_functions* const backend = (*table)[i].functions().backend;
+                if (backend->open_tiles == nullptr || backend == open_) continue;
+                expect(open_ == nullptr, "formats of backends ", open_ ? open_->name : "", " and ",
+                       backend->name, " cannot be in one cache: both multiply tiles");
+                open_ = backend;
+                backend->open_tiles(rows, state_);
+            }
+    }
+    ~tile_sessions() {
+        if (open_) open_->close_tiles(state_);
+    }
+    tile_sessions(const tile_sessions&) = delete;
+    tile_sessions& operator=(const tile_sessions&) = delete;
+
+private:
+    const backend_functions* open_ = nullptr;
+    alignas(64) std::byte state_[backend_functions::tile_state_bytes];
+};
 
 /// Attention of one layer, ready to run its tasks.
-template <class Backend, class Keys, class Values, class Variant>
 class attention {
 public:
-    using lanes = typename Backend::lanes;
-    using scratch = attention_scratch<Backend, Keys, Values>;
+    using scratch = attention_scratch;
 
-    const Keys& keys;
-    const Values& values;
-    const Variant& kind;
+    const format_table& keys;
+    const format_table& values;
+    const variant_view& kind;
     layer_pages pages;
     attention_plan plan;
     int layer;
@@ -176,22 +211,13 @@ public:
         const int first = block * plan.block_rows;
         const int n = smaller(plan.block_rows, plan.rows() - first);
         const int dim = plan.value_dim;
-        const row_flags bad = load_queries(head, first, n, s);
-        const row_block rows{
-            head,
-            first,
-            n,
-            bad,
-            make_products<Backend>(keys, {tensor::key, pages.geometry.page_tokens, plan.dim}, {layer, head},
-                                   n),
-            make_products<Backend>(values, {tensor::value, pages.geometry.page_tokens, plan.value_dim},
-                                   {layer, head}, n)};
-        const kernels::tile_session<lanes, Backend> tiles(n);
-        bool folded[Keys::size] = {};
-        float max[most_rows], sum[most_rows];
+        const row_block rows{head, first, n, load_queries(head, first, n, s)};
+        const tile_sessions tiles(keys, values, n);
+        s.forget_plans(keys, values);
+        float max[most_query_rows], sum[most_query_rows];
         if (plan.split()) {
             const int chunk = task % chunks;
-            visit_chunk(rows, chunk, s, folded, max, sum);
+            visit_chunk(rows, chunk, s, max, sum);
             for (int i = 0; i < n; ++i) {
                 float* const to = partial(head, first + i, chunk);
                 to[0] = max[i];
@@ -200,13 +226,13 @@ public:
             }
             return;
         }
-        softmax_state running[most_rows];
+        softmax_state running[most_query_rows];
         for (int i = 0; i < n; ++i) {
             running[i].output = s.output + i * dim;
             for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
         }
         for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
-            visit_chunk(rows, chunk, s, folded, max, sum);
+            visit_chunk(rows, chunk, s, max, sum);
             for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
         }
         for (int i = 0; i < n; ++i) finish(running[i], head, first + i);
@@ -225,15 +251,12 @@ public:
 
 private:
     static constexpr float log2e = softmax_state::log2e;
-    static constexpr int most_rows = attention_rows<Backend>;
-    using row_flags = std::bitset<most_rows>;
+    using row_flags = std::bitset<most_query_rows>;
 
-    /// The query rows of a task, and what multiplies them with blocks.
+    /// The query rows of a task.
     struct row_block {
         int head, first, n;
         row_flags bad;  // rows that are not finite
-        decltype(make_products<Backend>(std::declval<const Keys&>(), {}, {}, 0)) key_products;
-        decltype(make_products<Backend>(std::declval<const Values&>(), {}, {}, 0)) value_products;
     };
 
     float* partial(int head, int row, int chunk) const noexcept {
@@ -257,12 +280,8 @@ private:
 
     /// Returns which rows are not finite: products of integers would not show it.
     row_flags load_queries(int head, int first, int n, const scratch& s) const {
-        float scale = 0.0f;
-        if constexpr (scaling<Variant>)
-            scale = kind.scale(plan.dim);
-        else
-            scale = 1.0f / std::sqrt(static_cast<float>(plan.dim));
-        if constexpr (!changing_logits<Variant>) scale *= log2e;
+        float scale = kind.scale(plan.dim);
+        if (!kind.changes_logits()) scale *= log2e;
         for (int i = 0; i < n; ++i)
             q.load((first + i) / plan.group, q_head(head, first + i), s.query + i * plan.dim, scale);
         row_flags bad;
@@ -273,21 +292,20 @@ private:
         }
         std::size_t copies = 0;
         const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
-        keys.for_each([&]<class S>(const S& scheme, int) {
-            if constexpr (transforming<S>) {
-                float* const to = s.turned + copies++ * static_cast<std::size_t>(n * plan.dim);
-                for (int i = 0; i < n; ++i) {
-                    for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = s.query[i * plan.dim + d];
-                    scheme.transform_query(shape, block_id{layer, head}, to + i * plan.dim);
-                }
+        for (int f = 0; f < keys.size(); ++f) {
+            const format_functions& functions = keys[f].functions();
+            if (!functions.transforms) continue;
+            float* const to = s.turned + copies++ * static_cast<std::size_t>(n * plan.dim);
+            for (int i = 0; i < n; ++i) {
+                for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = s.query[i * plan.dim + d];
+                functions.transform_query(keys[f].scheme(), shape, block_id{layer, head}, to + i * plan.dim);
             }
-        });
+        }
         return bad;
     }
 
     /// One chunk's softmax state into s.part, max, sum.
-    void visit_chunk(const row_block& rows, int chunk, const scratch& s, bool* folded, float* max,
-                     float* sum) const {
+    void visit_chunk(const row_block& rows, int chunk, const scratch& s, float* max, float* sum) const {
         const int first = rows.first, n = rows.n;
         const int dim = plan.value_dim;
         for (int i = 0; i < n; ++i) {
@@ -295,21 +313,20 @@ private:
             sum[i] = 0.0f;
         }
         for (int i = 0; i < n * dim; ++i) s.part[i] = 0.0f;
-        const std::size_t rotations = scratch::transforming_count(values);
+        const std::size_t rotations = values.transforming();
         for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
 
         const int last_pos = q_pos(first + n - 1);
-        int first_key = 0;
-        if constexpr (limiting_keys<Variant>) first_key = kind.first_key(q_pos(first));
+        const int first_key = kind.first_key(q_pos(first));
         const int begin = chunk * plan.chunk_tokens;
         const int last = smaller(last_pos, begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1);
         for (int e = pages.lower_bound(begin); e < pages.entries(); ++e) {
             const layer_pages::entry entry = pages.at(e);
             if (entry.first_token > last) break;
-            if (entry.first_token + entry.tokens <= first_key && entry.first_token >= kept_keys(kind))
+            if (entry.first_token + entry.tokens <= first_key && entry.first_token >= kind.kept_keys())
                 continue;
             const layer_pages::entry next = e + 1 < pages.entries() ? pages.at(e + 1) : entry;
-            score_page(rows, entry, next, s, folded);
+            score_page(rows, entry, next, s);
             mask_and_change(rows.head, first, n, entry, s);
             weigh_page(rows, entry, next, s, max, sum);
         }
@@ -318,26 +335,45 @@ private:
             if (rows.bad[static_cast<std::size_t>(i)]) sum[i] = std::numeric_limits<float>::quiet_NaN();
     }
 
+    /// The format's functions and what they need for the rows of a task, planned when the first page of the format is met.
+    struct bound_product {
+        const format_functions& functions;
+        const attention_scratch::format_space& space;
+    };
+    bound_product product_of(const format_table& table, int index, const block_shape& shape,
+                             const row_block& rows, attention_scratch::format_space* spaces) const {
+        const format& f = table[index];
+        attention_scratch::format_space& space = spaces[index];
+        if (!space.planned) {
+            f.functions().make_plan(f.scheme(), {shape.role, pages.geometry.page_tokens, shape.dim},
+                                    {layer, rows.head}, rows.n, space.plan);
+            space.planned = true;
+        }
+        if (space.tokens != shape.tokens) {
+            space.tokens = shape.tokens;
+            space.block_bytes = f.block_bytes(shape);
+        }
+        return {f.functions(), space};
+    }
+
     void score_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
-                    const scratch& s, bool* folded) const {
+                    const scratch& s) const {
         const page& p = *entry.keys;
         const block_shape shape = key_shape(p);
         const block_id id{layer, rows.head};
-        visit_element(rows.key_products, p.format, [&]<class Product>(const Product& product) {
-            const std::byte* const block =
-                p.data() + product.block_bytes(shape) * static_cast<std::size_t>(rows.head);
-            const float* x = s.query;
-            if constexpr (transforming<typename Product::scheme_type>)
-                x = s.turned +
-                    scratch::transforming_index(keys, p.format) * static_cast<std::size_t>(rows.n * plan.dim);
-            std::byte* const space = s.key_space[p.format];
-            if (!Product::folds_once(tensor::key) || !folded[p.format]) {
-                product.begin(shape, id, block, x, plan.dim, space);
-                folded[p.format] = true;
-            }
-            product.finish(shape, id, block, x, plan.dim, entry.tokens, plan.dim, s.scores, s.scores_stride,
-                           false, ahead(p, *next.keys), space);
-        });
+        const bound_product product = product_of(keys, p.format, shape, rows, s.key_spaces);
+        const format_functions& f = product.functions;
+        const std::byte* const block =
+            p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head);
+        const float* x = s.query;
+        if (f.transforms)
+            x = s.turned + keys.transforming_before(p.format) * static_cast<std::size_t>(rows.n * plan.dim);
+        bool& begun = s.key_spaces[p.format].begun;
+        if (!f.begins_once[0] || !begun)
+            f.begin(product.space.plan, shape, id, block, x, plan.dim, product.space.workspace);
+        begun = true;
+        f.finish(product.space.plan, shape, id, block, x, plan.dim, entry.tokens, plan.dim, s.scores,
+                 s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
     }
 
     void mask_and_change(int head, int first, int n, const layer_pages::entry& entry,
@@ -345,17 +381,14 @@ private:
         for (int i = 0; i < n; ++i) {
             float* const score = s.scores + i * s.scores_stride;
             const int pos = q_pos(first + i);
-            if constexpr (changing_logits<Variant>)
-                for (int t = 0; t < entry.tokens; ++t)
-                    score[t] =
-                        log2e * kind.logit(score[t], q_head(head, first + i), pos, entry.first_token + t);
+            if (kind.changes_logits())
+                kind.change_logits(score, entry.tokens, q_head(head, first + i), pos, entry.first_token,
+                                   log2e);
             constexpr float never = -std::numeric_limits<float>::infinity();
             for (int t = larger(0, pos + 1 - entry.first_token); t < entry.tokens; ++t) score[t] = never;
-            if constexpr (limiting_keys<Variant>) {
-                const int hidden = smaller(entry.tokens, kind.first_key(pos) - entry.first_token);
-                for (int t = larger(0, kept_keys(kind) - entry.first_token); t < hidden; ++t)
-                    score[t] = never;
-            }
+            if (!kind.limits_keys()) continue;
+            const int hidden = smaller(entry.tokens, kind.first_key(pos) - entry.first_token);
+            for (int t = larger(0, kind.kept_keys() - entry.first_token); t < hidden; ++t) score[t] = never;
         }
     }
 
@@ -366,17 +399,10 @@ private:
         const block_shape shape = value_shape(p);
         const block_id id{layer, rows.head};
         const int dim = plan.value_dim;
-        const std::size_t rotations = scratch::transforming_count(values);
-        float factor[most_rows];
-        const auto weigh = [&](int i, auto count) {
-            kernels::softmax_tile<lanes, decltype(count)::value>(
-                s.scores + i * s.scores_stride, s.scores_stride, entry.tokens, max + i, sum + i, factor + i);
-        };
-        constexpr int together = kernels::query_block;
-        int weighed = 0;
-        for (; weighed + together <= n; weighed += together)
-            weigh(weighed, std::integral_constant<int, together>{});
-        for (; weighed < n; ++weighed) weigh(weighed, std::integral_constant<int, 1>{});
+        const std::size_t rotations = values.transforming();
+        float factor[most_query_rows];
+        values.window().functions().backend->softmax(s.scores, s.scores_stride, n, entry.tokens, max, sum,
+                                                     factor);
         for (int i = 0; i < n; ++i) {
             if (factor[i] != 1.0f) {
                 for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor[i];
@@ -392,17 +418,16 @@ private:
         if (p.format != 0)
             for (int i = 0; i < n; ++i)
                 for (int t = entry.tokens; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
-        visit_element(rows.value_products, p.format, [&]<class Product>(const Product& product) {
-            const std::byte* const block =
-                p.data() + product.block_bytes(shape) * static_cast<std::size_t>(rows.head);
-            float* to = s.part;
-            if constexpr (transforming<typename Product::scheme_type>)
-                to = s.rotated +
-                     scratch::transforming_index(values, p.format) * static_cast<std::size_t>(n * dim);
-            product.begin(shape, id, block, s.scores, s.scores_stride, s.value_space);
-            product.finish(shape, id, block, s.scores, s.scores_stride, dim, entry.tokens, to, dim, true,
-                           ahead(p, *next.values), s.value_space);
-        });
+        const bound_product product = product_of(values, p.format, shape, rows, s.value_spaces);
+        const format_functions& f = product.functions;
+        const std::byte* const block =
+            p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head);
+        float* to = s.part;
+        if (f.transforms)
+            to = s.rotated + values.transforming_before(p.format) * static_cast<std::size_t>(n * dim);
+        f.begin(product.space.plan, shape, id, block, s.scores, s.scores_stride, product.space.workspace);
+        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, entry.tokens, to, dim,
+                 true, ahead(p, *next.values), product.space.workspace);
     }
 
     /// From a block to the same head's block of the page that is read next; 0 where that has another layout.
@@ -418,15 +443,15 @@ private:
         const int dim = plan.value_dim;
         const block_shape shape{tensor::value, pages.geometry.page_tokens, dim};
         std::size_t index = 0;
-        values.for_each([&]<class S>(const S& scheme, int) {
-            if constexpr (transforming<S>) {
-                float* const from = s.rotated + index++ * static_cast<std::size_t>(n * dim);
-                for (int i = 0; i < n; ++i) {
-                    scheme.restore_output(shape, block_id{layer, head}, from + i * dim);
-                    for (int d = 0; d < dim; ++d) s.part[i * dim + d] += from[i * dim + d];
-                }
+        for (int f = 0; f < values.size(); ++f) {
+            const format_functions& functions = values[f].functions();
+            if (!functions.transforms) continue;
+            float* const from = s.rotated + index++ * static_cast<std::size_t>(n * dim);
+            for (int i = 0; i < n; ++i) {
+                functions.restore_output(values[f].scheme(), shape, block_id{layer, head}, from + i * dim);
+                for (int d = 0; d < dim; ++d) s.part[i * dim + d] += from[i * dim + d];
             }
-        });
+        }
     }
 };
 
@@ -437,16 +462,31 @@ struct attention_item {
     output_view out;
 };
 
-/// The attention of several sequences as one list of tasks. Items: attention_item operator()(int) const.
-template <class Backend, class Keys, class Values, class Items>
+/// The items of a batch, made from its requests when they are asked for, so that no list of them is allocated.
+struct attention_items {
+    const void* batch;
+    int layer, count;
+    attention_item (*item)(const void* batch, int layer, int i);
+
+    attention_item operator()(int i) const { return item(batch, layer, i); }
+};
+
+/// The attention of several sequences as one list of tasks.
 class attention_batch {
 public:
-    attention_batch(const Keys& keys, const Values& values, const cache_shape& shape,
-                    const page_geometry& geometry, const Items& items, int count)
-        : keys_(keys), values_(values), shape_(shape), geometry_(geometry), items_(items), count_(count) {
+    attention_batch(const format_table& keys, const format_table& values, const cache_shape& shape,
+                    const page_geometry& geometry, const attention_items& items)
+        : keys_(keys),
+          values_(values),
+          shape_(shape),
+          geometry_(geometry),
+          items_(items),
+          count_(items.count),
+          query_rows_(attention_rows(keys, values)) {
+        const int count = count_;
         int most_rows = 0;
         for (int i = 0; i < count; ++i) {
-            const attention_plan plan = plan_of(items(i));
+            const attention_plan plan = plan_of(items_(i));
             tasks_ += plan.tasks();
             partial_bytes_ += plan.partial_bytes();
             if (plan.rows() <= most_rows && i > 0) continue;
@@ -463,8 +503,7 @@ public:
     }
 
     /// memory: bytes(threads) of it, aligned to 64.
-    template <class Variant, class Executor>
-    void run(int layer, const Variant& variant, Executor& ex, int threads, std::byte* memory) const {
+    void run(int layer, const variant_view& variant, executor_view ex, int threads, std::byte* memory) const {
         if (tasks_ == 0) return;
         auto* const places = reinterpret_cast<place*>(memory);
         std::byte* partials = memory + place_bytes_;
@@ -475,10 +514,9 @@ public:
             partials += plan.partial_bytes();
         }
         const auto job = [&](int i) {
-            const attention_item item = items_(i);
-            return attention<Backend, Keys, Values, Variant>{keys_,      values_,       variant,
-                                                             item.pages, plan_of(item), layer,
-                                                             item.q,     item.out,      places[i].partials};
+            const attention_item of = items_(i);
+            return attention{keys_, values_, variant, of.pages,          plan_of(of),
+                             layer, of.q,    of.out,  places[i].partials};
         };
         std::byte* const scratch_memory = partials;
         std::atomic<int> next{0};
@@ -506,62 +544,27 @@ public:
     }
 
 private:
-    using scratch = attention_scratch<Backend, Keys, Values>;
+    using scratch = attention_scratch;
     /// Where an item's tasks begin, and its partial states.
     struct place {
         int first_task;
         float* partials;
     };
 
-    attention_plan plan_of(const attention_item& item) const noexcept {
-        return {shape_, geometry_, item.pages.tokens, item.q.heads, item.q.tokens, attention_rows<Backend>};
+    attention_plan plan_of(const attention_item& of) const noexcept {
+        return {shape_, geometry_, of.pages.tokens, of.q.heads, of.q.tokens, query_rows_};
     }
 
-    const Keys& keys_;
-    const Values& values_;
+    const format_table& keys_;
+    const format_table& values_;
     const cache_shape& shape_;
     page_geometry geometry_;
-    const Items& items_;
-    int count_;
+    attention_items items_;
+    int count_, query_rows_;
     int tasks_ = 0;
-    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, attention_rows<Backend>};
+    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, query_rows_};
     std::size_t place_bytes_ = 0, partial_bytes_ = 0, scratch_bytes_ = 0;
 };
 
-/// For one sequence.
-template <class Backend, class Keys, class Values, class F>
-auto with_one_item(const Keys& keys, const Values& values, const cache_shape& shape,
-                   const attention_item& item, F&& f) {
-    const auto items = [&](int) -> const attention_item& { return item; };
-    return f(attention_batch<Backend, Keys, Values, decltype(items)>(keys, values, shape, item.pages.geometry,
-                                                                     items, 1));
-}
-
 }  // namespace detail
-
-/// Bytes of workspace that one attention call needs.
-template <class Backend, class Keys, class Values>
-std::size_t attention_workspace_bytes(const Keys& keys, const Values& values, const cache_shape& shape,
-                                      const page_geometry& geometry, int tokens, int q_heads,
-                                      int query_tokens, int threads) {
-    layer_pages pages;
-    pages.geometry = geometry;
-    pages.tokens = tokens;
-    const token_view<float> rows(nullptr, query_tokens, q_heads, shape.dim(tensor::key));
-    return detail::with_one_item<Backend>(keys, values, shape, {pages, rows, rows},
-                                          [&](const auto& batch) { return batch.bytes(threads); });
-}
-
-/// out = softmax(q K^T) V for the last q.tokens tokens of `pages`. Arguments must be valid (sequence::attend checks them);
-/// `memory` holds attention_workspace_bytes() for so many threads.
-template <class Backend, class Keys, class Values, class Variant, executor Executor>
-void attend(const Keys& keys, const Values& values, const cache_shape& shape, int layer,
-            const layer_pages& pages, const query_view& q, const output_view& out, const Variant& variant,
-            Executor& ex, int threads, std::byte* memory) {
-    detail::expect_variant(variant);
-    detail::with_one_item<Backend>(keys, values, shape, {pages, q, out}, [&](const auto& batch) {
-        batch.run(layer, variant, ex, threads, memory);
-    });
-}
-
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -8,9 +8,10 @@
 
 #include <type_traits>
 
+#include "../core/float_type.hpp"
 #include "../core/token_view.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
@@ -23,6 +24,7 @@ struct row_view {
     int dim = 0;
     std::ptrdiff_t token_bytes = 0;
     std::ptrdiff_t head_bytes = 0;
+    float_type type = float_type::fp32;
 
     template <class T>
     explicit row_view(const token_view<T>& v) noexcept
@@ -31,8 +33,20 @@ struct row_view {
           heads(v.heads),
           dim(v.dim),
           token_bytes(v.token_stride * static_cast<std::ptrdiff_t>(sizeof(T))),
-          head_bytes(v.head_stride * static_cast<std::ptrdiff_t>(sizeof(T))) {}
+          head_bytes(v.head_stride * static_cast<std::ptrdiff_t>(sizeof(T))),
+          type(row_type<std::remove_const_t<T>>()) {}
 
+    /// From one token to the next, in values.
+    std::ptrdiff_t token_stride() const noexcept {
+        return token_bytes / static_cast<std::ptrdiff_t>(size_of(type));
+    }
+    template <class T>
+    static constexpr float_type row_type() noexcept {
+        if constexpr (float_format<T>)
+            return float_type_of<T>;
+        else
+            return float_type::fp32;  // so that only the caller's sentence is said
+    }
     Data* at(int token, int head) const noexcept {
         using byte = std::conditional_t<std::is_const_v<Data>, const std::byte, std::byte>;
         return static_cast<byte*>(data) + token * token_bytes + head * head_bytes;
@@ -46,34 +60,15 @@ class input_view : public detail::row_view<const void> {
 public:
     /// T: float, float16 or bfloat16, const or not.
     template <class T>
-    requires float_format<std::remove_const_t<T>> input_view(const token_view<T>& v)
-    noexcept : row_view(v), type_(type_of<std::remove_const_t<T>>) {}
-
-    /// f(token_view<const T>) with the type that it has.
-    template <class F>
-    void visit(F&& f) const {
-        if (type_ == type_of<float>)
-            f(typed<float>());
-        else if (type_ == type_of<float16>)
-            f(typed<float16>());
-        else
-            f(typed<bfloat16>());
-    }
-    bool same_type(const input_view& other) const noexcept { return type_ == other.type_; }
-
-private:
-    template <class T>
-    static constexpr int type_of = std::is_same_v<T, float>     ? 0
-                                   : std::is_same_v<T, float16> ? 1
-                                                                : 2;
-
-    template <class T>
-    token_view<const T> typed() const noexcept {
-        constexpr auto bytes = static_cast<std::ptrdiff_t>(sizeof(T));
-        return {static_cast<const T*>(data), tokens, heads, dim, token_bytes / bytes, head_bytes / bytes};
+    input_view(const token_view<T>& v) noexcept : row_view(v) {
+        static_assert(float_format<std::remove_const_t<T>>,
+                      "kvq::input_view: keys and values must be float, float16 or bfloat16");
     }
 
-    int type_;
+    /// As token_view(shape...).
+    template <class T, class... Shape>
+    requires(sizeof...(Shape) >= 3) input_view(T* rows, Shape... shape)
+    noexcept : input_view(token_view<T>(rows, shape...)) {}
 };
 
 /// [tokens][q_heads][head_dim], read.
@@ -136,4 +131,4 @@ private:
     float* lse_ = nullptr;
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -13,7 +13,7 @@
 #include "../core/token_view.hpp"
 #include "variant.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; q and out: the last q.tokens of these n tokens.
 template <class Variant = causal>
@@ -58,4 +58,4 @@ void reference_attend(const token_view<const float>& k, const token_view<const f
         }
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

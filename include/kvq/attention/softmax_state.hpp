@@ -12,7 +12,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 struct softmax_state {
     float max = -std::numeric_limits<float>::infinity();
@@ -49,4 +49,4 @@ struct softmax_state {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -17,7 +17,7 @@
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Plain causal attention.
 struct causal {};
@@ -163,4 +163,48 @@ private:
 template <class... Parts>
 variant(Parts...) -> variant<Parts...>;
 
-}  // namespace kvq::inline v0_1
+/// A variant of a type that is known at run time only; what it refers to must outlive it. Hooks that a variant lacks are null.
+class variant_view {
+public:
+    /// Raises kvq::error for a variant of this library whose numbers make no sense.
+    template <class V>
+    requires(!std::same_as<V, variant_view>) variant_view(const V& v) : variant_(&v) {
+        detail::expect_variant(v);
+        kept_ = detail::kept_keys(v);
+        if constexpr (detail::scaling<V>)
+            scale_ = [](const void* of, int head_dim) { return static_cast<const V*>(of)->scale(head_dim); };
+        if constexpr (detail::limiting_keys<V>)
+            first_key_ = [](const void* of, int q_pos) {
+                return static_cast<const V*>(of)->first_key(q_pos);
+            };
+        if constexpr (detail::changing_logits<V>)
+            logits_ = [](const void* of, float* scores, int n, int q_head, int q_pos, int k_pos,
+                         float factor) {
+                for (int t = 0; t < n; ++t)
+                    scores[t] =
+                        factor * static_cast<const V*>(of)->logit(scores[t], q_head, q_pos, k_pos + t);
+            };
+    }
+
+    bool changes_logits() const noexcept { return logits_ != nullptr; }
+    bool limits_keys() const noexcept { return first_key_ != nullptr; }
+    float scale(int head_dim) const {
+        return scale_ ? scale_(variant_, head_dim) : 1.0f / std::sqrt(static_cast<float>(head_dim));
+    }
+    /// 0 where it hides nothing.
+    int first_key(int q_pos) const { return first_key_ ? first_key_(variant_, q_pos) : 0; }
+    int kept_keys() const noexcept { return kept_; }
+    /// scores[t] = factor * logit of the score of key k_pos + t, for n keys.
+    void change_logits(float* scores, int n, int q_head, int q_pos, int k_pos, float factor) const {
+        logits_(variant_, scores, n, q_head, q_pos, k_pos, factor);
+    }
+
+private:
+    const void* variant_;
+    int kept_;
+    float (*scale_)(const void*, int) = nullptr;
+    int (*first_key_)(const void*, int) = nullptr;
+    void (*logits_)(const void*, float*, int, int, int, int, float) = nullptr;
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

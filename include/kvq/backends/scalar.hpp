@@ -21,14 +21,16 @@
 //       `count` tokens, `stride` elements apart, become tokens [at, at + count) of a window block
 //   encode_tokens<Window>(scheme, shape, id, tokens, stride, window, block, values)
 //       what write_tokens of all tokens of a block and encode give; `window` is scratch for a window block
+//   describe(scheme, shape)            which of these run in vectors (format/format.hpp)
 //   name()
 #pragma once
 
+#include "../format/format.hpp"
 #include "../quant/params.hpp"
 #include "../schemes/full.hpp"
 #include "kernels/plain_lanes.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 struct scalar : detail::plain_loads {
     using lanes = plain_lanes;
@@ -81,6 +83,11 @@ struct scalar : detail::plain_loads {
             return scheme.encode(shape, id, values, block);
     }
 
+    template <kv_scheme Scheme>
+    static format_description describe(const Scheme&, const block_shape&) {
+        return {};
+    }
+
     template <class Window, class T>
     static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
                              std::ptrdiff_t stride, int count, int at) {
@@ -100,4 +107,4 @@ struct scalar : detail::plain_loads {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstring>
+#include <new>
 
+#include "../format/make_format.hpp"
 #include "kernels/channel_decode.hpp"
 #include "kernels/channel_encode.hpp"
 #include "kernels/decode.hpp"
@@ -17,7 +19,24 @@
 #include "scalar.hpp"
 #include "simd/lanes.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
+
+namespace kernels {
+
+/// Zeros for as long as they are looked at, aligned to cache lines.
+struct zeroed_memory {
+    std::byte* data;
+
+    explicit zeroed_memory(std::size_t bytes)
+        : data(static_cast<std::byte*>(::operator new (bytes + 64, std::align_val_t{64}))) {
+        std::memset(data, 0, bytes + 64);
+    }
+    zeroed_memory(const zeroed_memory&) = delete;
+    zeroed_memory& operator=(const zeroed_memory&) = delete;
+    ~zeroed_memory() { ::operator delete (data, std::align_val_t{64}); }
+};
+
+}  // namespace kernels
 
 /// How many 8-bit pieces a query, or a vector of weights, is cut into for products with codes.
 ///   pieces<2>   16-bit fixed point, as accurate as 16-bit floats: the default
@@ -55,9 +74,10 @@ struct simd {
     template <class Window, kv_scheme Scheme>
     static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id,
                                 const std::byte* window, std::byte* block, float* values) {
-        if constexpr (kernels::composed_scheme<Scheme>)
+        // Straight from a block of fp16, the usual window; from others by way of values, so that fewer kernels are compiled.
+        if constexpr (kernels::composed_scheme<Scheme> && std::same_as<Window, float16>)
             if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block).run()) return 0;
-        if constexpr (kernels::codes_values<Scheme>) {
+        if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
                 full<Window>{}.decode(shape, id, window, values);
             return encode_values(scheme, shape, id, values, block);
@@ -85,6 +105,12 @@ struct simd {
     template <kv_scheme Scheme, float_format T>
     static void decode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                        T* out, std::ptrdiff_t stride, float* values) {
+        // To bf16 by way of floats, so that fewer kernels are compiled.
+        if constexpr (std::same_as<T, bfloat16> && !full_precision<Scheme>) {
+            decode(scheme, shape, id, block, values, shape.dim, values);
+            kernels::round_tokens<lanes>(shape, values, out, stride);
+            return;
+        }
         if constexpr (kernels::composed_scheme<Scheme>) {
             if (kernels::table_decoder<simd, Scheme, T>(scheme, shape, block, out, stride).run()) return;
             if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
@@ -174,6 +200,43 @@ struct simd {
         }
     }
 
+    template <kv_scheme Scheme>
+    static format_description describe(const Scheme& scheme, const block_shape& shape) {
+        // As the functions above choose their kernels.
+        const full<float16> window;
+        const block_id id;
+        const std::size_t values = shape.values();
+        kernels::zeroed_memory from(window.block_bytes(shape)), block(scheme.block_bytes(shape)),
+            tokens(values * sizeof(float)), scratch(values * sizeof(float));
+        auto* const floats = reinterpret_cast<float*>(scratch.data);
+        auto* const halves = reinterpret_cast<float16*>(tokens.data);
+        auto* const out = reinterpret_cast<float*>(tokens.data);
+        format_description d;
+        if constexpr (full_precision<Scheme>) {
+            using T = typename Scheme::value_type;
+            d.quantize = true;
+            d.dequantize = kernels::read_tokens<lanes, T>(shape, block.data, halves, shape.dim) &&
+                           kernels::read_tokens<lanes, T>(shape, block.data, out, shape.dim);
+        } else if constexpr (kernels::composed_scheme<Scheme>) {
+            d.quantize =
+                kernels::block_encoder<lanes, float16, Scheme>(scheme, shape, from.data, block.data).run();
+            d.dequantize =
+                kernels::block_decoder<simd, Scheme>(scheme, shape, block.data)
+                    .to_tokens(halves, shape.dim) &&
+                kernels::block_decoder<simd, Scheme>(scheme, shape, block.data).to_tokens(out, shape.dim);
+        } else if constexpr (kernels::is_channel_scheme<Scheme>) {
+            if constexpr (kernels::channel_scheme<Scheme>)
+                d.quantize =
+                    kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, floats, block.data).run();
+            d.dequantize = kernels::channel_decoder<simd, Scheme>(scheme, shape, id, block.data)
+                               .to_tokens(halves, shape.dim);
+        } else if constexpr (kernels::transformed_scheme<Scheme>) {
+            d = describe<typename Scheme::inner_scheme>(scheme, shape);
+        }
+        d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>;
+        return d;
+    }
+
     template <class Window, class T>
     static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
                              std::ptrdiff_t stride, int count, int at) {
@@ -181,4 +244,20 @@ struct simd {
     }
 };
 
-}  // namespace kvq::inline v0_1
+/// A format on the best architecture of this build.
+template <class Scheme>
+[[nodiscard]] format make_format() {
+    return make_format<Scheme, simd<>>();
+}
+/// Of a scheme with state, which the format keeps.
+template <kv_scheme Scheme>
+[[nodiscard]] format make_format(Scheme scheme) {
+    return make_format<simd<>>(std::move(scheme));
+}
+/// Of a pair such as kivi<4> or a preset; of one scheme for both.
+template <class Pair>
+[[nodiscard]] format_pair make_formats() {
+    return make_formats<Pair, simd<>>();
+}
+
+}  // namespace kvq::inline KVQ_TAGGED

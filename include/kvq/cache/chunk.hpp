@@ -14,11 +14,12 @@
 #include <memory_resource>
 #include <vector>
 
+#include "cache.hpp"
 #include "convert.hpp"
 #include "layer_track.hpp"
 #include "window.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// When the pages of a chunk are quantized.
 enum class chunk_pages : bool {
@@ -26,21 +27,17 @@ enum class chunk_pages : bool {
     after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
 };
 
-template <class Cache>
 class chunk {
 public:
-    using backend = typename Cache::backend;
-    using window = typename Cache::window;
-
-    chunk(Cache& cache, layer_track& track, int layer, int tokens, chunk_pages when) noexcept
-        : cache_(&cache),
+    chunk(cache& of, layer_track& track, int layer, int tokens, chunk_pages when) noexcept
+        : cache_(&of),
           track_(&track),
           layer_(layer),
           before_(track.tokens),
           after_(track.tokens + tokens),
           when_(when),
           spans_before_(track.size()),
-          quantized_(cache.pool().memory()) {}
+          quantized_(of.pool().memory()) {}
     chunk(const chunk&) = delete;
     chunk& operator=(const chunk&) = delete;
     chunk(chunk&& other) noexcept
@@ -75,10 +72,9 @@ public:
     }
 
     /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch as of quantize(); prefill needs none.
-    template <chunk_pages When, class T>
-    void write(const token_view<const T>& k, const token_view<const T>& v, float* scratch) {
-        write<When, tensor::key>(k, scratch);
-        write<When, tensor::value>(v, scratch);
+    void write(const input_view& k, const input_view& v, float* scratch) {
+        write(tensor::key, k, scratch);
+        write(tensor::value, v, scratch);
     }
 
     /// Pages that quantize() is to be called for.
@@ -89,12 +85,8 @@ public:
             const int i = track_->committed + static_cast<int>(at / 2);
             const page_ref& from = (*track_)[i].pages[at % 2];
             if (!quantized_[at] || !from || job-- > 0) continue;
-            if (at % 2 == 0)
-                convert_page<backend, window>(cache_->keys(), cache_->shape(), layer_, *from, *quantized_[at],
-                                              scratch);
-            else
-                convert_page<backend, window>(cache_->values(), cache_->shape(), layer_, *from,
-                                              *quantized_[at], scratch);
+            convert_page(cache_->table(static_cast<tensor>(at % 2)), cache_->shape(), layer_, *from,
+                         *quantized_[at], scratch);
             return;
         }
     }
@@ -120,23 +112,23 @@ public:
     struct needs {
         std::size_t taken = 0, returned = 0;
     };
-    static needs needs_of(const Cache& cache, const layer_track& track, int tokens, chunk_pages when) {
-        const page_geometry g = cache.geometry();
+    static needs needs_of(const cache& of, const layer_track& track, int tokens, chunk_pages when) {
+        const page_geometry g = of.geometry();
         const int after = track.tokens + tokens;
         needs n;
         bool temporary[2] = {};
         const auto add_span = [&](int i, int first, int room, bool is_new) {
             const page_span whole{first, room, room, {}, {}};
             const bool due = !track.is_sinks(i, g) && layer_track::commit_at(whole, g) <= after;
-            const bool kept = layer_track::keeps_copies(whole, after, g, cache.options().rollback);
+            const bool kept = layer_track::keeps_copies(whole, after, g, of.options().rollback);
             for (int role = 0; role < 2; ++role) {
                 const int target = due ? track.targets[role] : 0;
-                if (target != 0) n.taken += allocation(cache, role, target, room);
+                if (target != 0) n.taken += allocation(of, role, target, room);
                 if (!is_new) continue;
                 const bool passes = target != 0 && !kept;
                 if (passes && when == chunk_pages::at_once && std::exchange(temporary[role], true)) continue;
                 const std::size_t bytes =
-                    allocation(cache, role, 0, g.window_tokens(first, smaller(room, after - first), room));
+                    allocation(of, role, 0, g.window_tokens(first, smaller(room, after - first), room));
                 n.taken += bytes;
                 n.returned += passes ? bytes : 0;
             }
@@ -148,7 +140,7 @@ public:
                 const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
                 for (int role = 0; role < 2; ++role)
                     if (needs_copy(s, role, shown))
-                        n.taken += allocation(cache, role, 0, g.window_tokens(s.first_token, shown, s.room));
+                        n.taken += allocation(of, role, 0, g.window_tokens(s.first_token, shown, s.room));
                 at = s.first_token + shown;
             }
             add_span(i, s.first_token, s.room, false);
@@ -165,32 +157,25 @@ private:
     static bool needs_copy(const page_span& s, int role, int tokens) noexcept {
         return s.pages[role].shared() || s.pages[role]->tokens < tokens;
     }
-    static std::size_t page_bytes(const Cache& cache, int role, int format, int tokens) {
-        return role == 0 ? cache.template page_bytes<tensor::key>(format, tokens)
-                         : cache.template page_bytes<tensor::value>(format, tokens);
+    static std::size_t allocation(const cache& of, int role, int format, int tokens) {
+        return page_pool::allocation(of.page_bytes(static_cast<tensor>(role), format, tokens));
     }
-    static std::size_t allocation(const Cache& cache, int role, int format, int tokens) {
-        return page_pool::allocation(page_bytes(cache, role, format, tokens));
-    }
-    template <chunk_pages When, tensor Role, class T>
-    void write(const token_view<const T>& source, float* scratch) {
-        constexpr auto role = static_cast<std::size_t>(Role);
+    void write(tensor tensor_of, const input_view& source, float* scratch) {
+        const auto role = static_cast<std::size_t>(tensor_of);
+        const int dim = cache_->shape().dim(tensor_of);
         for (int i = first_written_; i < track_->size(); ++i) {
             const page_span& s = (*track_)[i];
-            if constexpr (When == chunk_pages::at_once)
-                if (!s.pages[role]) {
-                    code_tokens<backend, window>(cache_->template table<Role>(), cache_->shape(), layer_,
-                                                 source, s.first_token - before_, *temporary_[role],
-                                                 *quantized(i, role), scratch);
-                    continue;
-                }
             const int from = larger(s.first_token, before_);
-            write_tokens<backend, window>(*s.pages[role], Role, cache_->shape().dim(Role), source,
-                                          from - before_, s.end() - from, from - s.first_token);
+            page& to = s.pages[role] ? *s.pages[role] : *temporary_[role];
+            write_tokens(cache_->window(), to, tensor_of, dim, source, from - before_, s.end() - from,
+                         from - s.first_token);
+            if (!s.pages[role])
+                convert_page(cache_->table(tensor_of), cache_->shape(), layer_, to, *quantized(i, role),
+                             scratch);
         }
     }
     page_ref window_page(int role, int tokens) {
-        const std::size_t bytes = page_bytes(*cache_, role, 0, tokens);
+        const std::size_t bytes = cache_->page_bytes(static_cast<tensor>(role), 0, tokens);
         page_ref p = cache_->pool().allocate(bytes, 0, tokens);
         std::memset(p->data(), 0, bytes);
         return p;
@@ -208,9 +193,9 @@ private:
             if (!needs_copy(s, role, tokens)) continue;
             larger_pages[role] =
                 window_page(role, cache_->geometry().window_tokens(s.first_token, tokens, s.room));
-            copy_tokens<window>(*s.pages[role], *larger_pages[role], static_cast<tensor>(role),
-                                cache_->shape().dim(static_cast<tensor>(role)), cache_->shape().kv_heads,
-                                s.tokens);
+            copy_tokens(cache_->table(tensor::key).window_type(), *s.pages[role], *larger_pages[role],
+                        static_cast<tensor>(role), cache_->shape().dim(static_cast<tensor>(role)),
+                        cache_->shape().kv_heads, s.tokens);
         }
         last_before_ = s;
         for (int role = 0; role < 2; ++role)
@@ -245,13 +230,13 @@ private:
             const int target = sinks ? 0 : track_->targets[role];
             quantized_.emplace_back();
             if (target == 0) continue;
-            quantized_.back() =
-                cache_->pool().allocate(page_bytes(*cache_, role, target, s.room), target, s.room);
+            quantized_.back() = cache_->pool().allocate(
+                cache_->page_bytes(static_cast<tensor>(role), target, s.room), target, s.room);
             jobs_ += s.pages[role] ? 1 : 0;
         }
     }
 
-    Cache* cache_;
+    cache* cache_;
     layer_track* track_;
     int layer_, before_, after_;
     chunk_pages when_;
@@ -262,4 +247,4 @@ private:
     int jobs_ = 0;
 };
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -17,74 +17,50 @@
 // 16 bit in between are fitted as new ones.
 #pragma once
 
+#include <cstring>
+
 #include "../core/float_environment.hpp"
-#include "../core/token_view.hpp"
-#include "../page/formats.hpp"
+#include "../core/rounding.hpp"
+#include "../format/format_table.hpp"
 #include "../page/page.hpp"
 #include "../quant/channel_coder.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// Fills `to` (its format says how) with the values of `from`. scratch: shape.values() floats of one block.
-template <class Backend, class Window, tensor Role, class List>
-void convert_page(const format_table<Role, Window, List>& table, const cache_shape& shape, int layer,
-                  const page& from, page& to, float* scratch) {
-    const block_shape block{Role, from.tokens, shape.dim(Role)};
-    const std::size_t from_bytes = table.block_bytes(from.format, block),
-                      to_bytes = table.block_bytes(to.format, block);
+inline void convert_page(const format_table& table, const cache_shape& shape, int layer, const page& from,
+                         page& to, float* scratch) {
+    const block_shape block{table.role(), from.tokens, shape.dim(table.role())};
+    const format &source_format = table[from.format], &target_format = table[to.format];
+    const format_functions &read = source_format.functions(), &write = target_format.functions();
+    const std::size_t from_bytes = source_format.block_bytes(block),
+                      to_bytes = target_format.block_bytes(block);
     to.not_finite = from.not_finite;
+    // Odd rows and columns leave gaps in a block of 16-bit values, which are zero.
+    if (to.format == 0) std::memset(to.data(), 0, to.bytes);
     const default_arithmetic arithmetic;
     for (int h = 0; h < shape.kv_heads; ++h) {
         const block_id id{layer, h};
         const std::byte* const source = from.data() + from_bytes * static_cast<std::size_t>(h);
         std::byte* const target = to.data() + to_bytes * static_cast<std::size_t>(h);
         if (from.format == 0) {
-            to.not_finite += table.visit(to.format, [&](const auto& s) {
-                return Backend::template encode<Window>(s, block, id, source, target, scratch);
-            });
-        } else if (to.format == 0) {
-            to.not_finite += table.visit(from.format, [&](const auto& s) {
-                return Backend::template decode_to_window<Window>(s, block, id, source, target, scratch);
-            });
-        } else {
-            const bool done = table.visit(from.format, [&](const auto& s) {
-                return Backend::decode_block(s, block, source, scratch);
-            }) && table.visit(to.format, [&](const auto& s) {
-                return Backend::encode_block(s, block, scratch, target);
-            });
-            if (done) continue;
-            float factors[most_coded];
-            const bool known = table.visit(from.format, [&](const auto& s) {
-                Backend::decode(s, block, id, source, scratch, block.dim, scratch);
-                if constexpr (with_factors<std::remove_cvref_t<decltype(s)>>) {
-                    s.read_factors(block, source, factors);
-                    return true;
-                }
-                return false;
-            });
-            to.not_finite += table.visit(to.format, [&](const auto& s) {
-                return Backend::requantize_values(s, block, id, scratch, known ? factors : nullptr, target);
-            });
+            to.not_finite += write.quantize(target_format.scheme(), block, id, table.window_type(), source,
+                                            target, scratch);
+            continue;
         }
+        read.dequantize(source_format.scheme(), block, id, source, float_type::fp32, scratch, block.dim,
+                        scratch);
+        if (to.format == 0) {
+            for (std::size_t i = 0; i < block.values(); ++i) to.not_finite += !is_finite(scratch[i]);
+            write.write_tokens(block, target, float_type::fp32, scratch, block.dim, block.tokens, 0);
+            continue;
+        }
+        float token_scales[most_coded];
+        const bool known = read.read_token_scales != nullptr;
+        if (known) read.read_token_scales(source_format.scheme(), block, source, token_scales);
+        to.not_finite += write.requantize_values(target_format.scheme(), block, id, scratch,
+                                                 known ? token_scales : nullptr, target);
     }
 }
 
-/// Codes a whole page of tokens that have just arrived, source tokens [first, first + to.tokens), a head at a time; `window`,
-/// a window page, is scratch.
-template <class Backend, class Window, tensor Role, class List, class T>
-void code_tokens(const format_table<Role, Window, List>& table, const cache_shape& shape, int layer,
-                 const token_view<const T>& source, int first, page& window, page& to, float* scratch) {
-    const block_shape block{Role, to.tokens, shape.dim(Role)};
-    const std::size_t to_bytes = table.block_bytes(to.format, block);
-    to.not_finite = 0;
-    const default_arithmetic arithmetic;
-    for (int h = 0; h < shape.kv_heads; ++h) {
-        to.not_finite += table.visit(to.format, [&](const auto& s) {
-            return Backend::template encode_tokens<Window>(
-                s, block, block_id{layer, h}, source.at(first, h), source.token_stride, window.data(),
-                to.data() + to_bytes * static_cast<std::size_t>(h), scratch);
-        });
-    }
-}
-
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -14,7 +14,7 @@
 #include "../core/shape.hpp"
 #include "options.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 struct layer_track {
     int tokens = 0;
@@ -111,4 +111,4 @@ struct layer_track {
     }
 };
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -8,23 +8,27 @@
 #include <memory_resource>
 #include <vector>
 
+#include "../format/format.hpp"
 #include "../page/layer_pages.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
-/// Which listed format a layer's pages are coded to (0-based in formats<...>).
+/// Which listed format a layer's pages are quantized to, 0-based in cache_options::keys and values.
 struct layer_format {
     int key = 0;
     int value = 0;
 };
 
 struct cache_options {
-    int sinks = 0;         ///< first tokens, kept in the window format for ever
-    int recent = 0;        ///< at least this many newest tokens are kept in the window format
-    int page_tokens = 64;  ///< tokens per page; multiples of 32 waste nothing
+    format_list keys = {};    ///< formats of K pages; at least one
+    format_list values = {};  ///< formats of V pages; empty: those of the keys
+    format window = {};       ///< fp32, fp16 or bf16, of sinks and recent tokens; empty: fp16
+    int sinks = 0;            ///< first tokens, kept in the window format for ever
+    int recent = 0;           ///< at least this many newest tokens are kept in the window format
+    int page_tokens = 64;     ///< tokens per page; multiples of 32 waste nothing
     int rollback = 16;  ///< a trim by up to this many tokens is exact even where pages were coded meanwhile
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
-    std::vector<layer_format> layers = {};           ///< empty: format 0 everywhere
+    std::vector<layer_format> layers = {};           ///< empty: the first listed format everywhere
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
 };
 
@@ -51,4 +55,4 @@ constexpr std::size_t table_capacity(std::size_t n) noexcept {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,15 +1,13 @@
 // What a cache of a preset should be told: window, page size, and which layers deserve more bits.
 //
-//   cache<std4, std4, simd<>> cache(shape, preset_options());
+//   cache cache(shape, preset_options(make_formats<std4>()));
 //
-//   using pair = protected_layers<low2, std5>;                      first and last layers in std5, the others in low2
-//   cache<pair::key_formats, pair::value_formats, simd<>> cache(shape, protect_layers(shape.layers, 2));
+//   options = protect_layers(shape.layers, 2);      first and last layers in the second format of both lists, the others in the first
 #pragma once
 
-#include "../page/formats.hpp"
 #include "options.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// 4 sinks, at least `recent` tokens in 16 bit, pages of 128 tokens (values of presets share parameters over a page).
 /// Less than 32 recent tokens cost more error than they save bytes.
@@ -22,12 +20,12 @@ inline cache_options preset_options(int recent = 32) {
     return options;
 }
 
-/// The formats of two presets (or pairs like kivi<4>), the inner one first.
-template <class Inner, class Outer>
-struct protected_layers {
-    using key_formats = formats<typename Inner::keys, typename Outer::keys>;
-    using value_formats = formats<typename Inner::values, typename Outer::values>;
-};
+inline cache_options preset_options(const format_pair& formats, int recent = 32) {
+    cache_options options = preset_options(recent);
+    options.keys = formats.keys;
+    options.values = formats.values;
+    return options;
+}
 
 /// Options whose first and last `protect` layers use the second formats of the lists, for K and V. protect may reach to the middle.
 inline cache_options protect_layers(int layers, int protect, cache_options options = preset_options()) {
@@ -40,4 +38,4 @@ inline cache_options protect_layers(int layers, int protect, cache_options optio
     return options;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -15,47 +15,16 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
-#include <span>
 
 #include "convert.hpp"
 #include "sequence.hpp"
 
-namespace kvq::inline v0_1 {
-
-/// Which pages, and what they become.
-struct requantize_request {
-    static constexpr int keep = -1;
-    static constexpr int all = (std::numeric_limits<int>::max)();
-
-    int key = keep;    ///< format for keys, 0-based in formats<...>; `keep` leaves them as they are
-    int value = keep;  ///< format for values
-    int first_layer = 0, last_layer = all;  ///< layers [first_layer, last_layer)
-    int first_token = 0, last_token = all;  ///< pages that lie wholly in tokens [first_token, last_token)
-    bool only_smaller = false;              ///< skip pages that would not shrink
-    bool new_pages = false;                 ///< pages coded from now on take these formats, too
-};
-
-/// How much of a request to do in one call. The first page is always done.
-struct requantize_limit {
-    std::size_t pages = (std::numeric_limits<std::size_t>::max)();
-    std::chrono::nanoseconds time = (std::chrono::nanoseconds::max)();
-};
-
-/// What a run did, or would do. Bytes are those of pages, headers included, as page_pool counts them.
-struct requantize_report {
-    std::size_t pages = 0;         ///< converted, shared ones once
-    std::size_t pages_left = 0;    ///< of the request, not converted yet
-    std::size_t bytes_before = 0;  ///< in the pool
-    std::size_t bytes_after = 0;   ///< in the pool
-    std::size_t bytes_peak = 0;    ///< largest in between
-    std::size_t bytes_freed = 0;   ///< of old pages; those that somebody else still holds are not freed
-    std::size_t workspace = 0;     ///< scratch for the duration of the call, not in the pool
-};
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
+/// Sequence: const or not.
 template <class Sequence>
 void expect_distinct(std::span<Sequence* const> sequences) {
     for (std::size_t i = 0; i < sequences.size(); ++i)
@@ -84,18 +53,17 @@ template <class Sequence>
 class requantizer {
 public:
     static constexpr bool dry = std::is_const_v<Sequence>;
-    using cache_type = std::remove_reference_t<decltype(sequence_access::cache(std::declval<Sequence&>()))>;
-    using cache_pointer = std::conditional_t<dry, const cache_type*, cache_type*>;
+    using cache_pointer = std::conditional_t<dry, const cache*, cache*>;
 
-    requantizer(std::remove_pointer_t<cache_pointer>& cache, std::span<Sequence* const> sequences,
+    requantizer(std::remove_pointer_t<cache_pointer>& of, std::span<Sequence* const> sequences,
                 const requantize_request& request, const requantize_extent& extent = {})
         : sequences_(sequences),
           request_(request),
           extent_(extent),
-          cache_(&cache),
-          rows_(cache.pool().memory()),
-          found_(cache.pool().memory()),
-          holders_(cache.pool().memory()) {
+          cache_(&of),
+          rows_(of.pool().memory()),
+          found_(of.pool().memory()),
+          holders_(of.pool().memory()) {
         for (std::size_t i = 0; i < sequences.size(); ++i) {
             expect(sequences[i] != nullptr, "sequence ", i, " of the request is null");
             expect(&sequence_access::cache(*sequences[i]) == cache_, "sequence ", i,
@@ -105,8 +73,8 @@ public:
             expect(format >= requantize_request::keep && format < size - 1, name, " format ", format,
                    " is not among the ", size - 1, " listed ones");
         };
-        check("key", request.key, cache_type::key_table::size);
-        check("value", request.value, cache_type::value_table::size);
+        check("key", request.key, cache_->table(tensor::key).size());
+        check("value", request.value, cache_->table(tensor::value).size());
         const int layers = cache_->shape().layers;
         expect(request.first_layer >= 0 && request.first_layer <= request.last_layer &&
                    (request.last_layer <= layers || request.last_layer == requantize_request::all),
@@ -184,19 +152,15 @@ private:
     int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
     /// Index in the table of formats, or -1 to leave pages as they are.
     int wanted(tensor role) const {
-        if (role == tensor::key)
-            return request_.key < 0 ? -1 : cache_->template table<tensor::key>().index_of(request_.key);
-        return request_.value < 0 ? -1 : cache_->template table<tensor::value>().index_of(request_.value);
+        const int listed = role == tensor::key ? request_.key : request_.value;
+        return listed < 0 ? -1 : cache_->table(role).index_of(listed);
     }
     std::size_t data_bytes(tensor role, int format) const {
-        const int tokens = cache_->options().page_tokens;
-        return role == tensor::key ? cache_->template page_bytes<tensor::key>(format, tokens)
-                                   : cache_->template page_bytes<tensor::value>(format, tokens);
+        return cache_->page_bytes(role, format, cache_->options().page_tokens);
     }
     /// Is there a format whose pages have more than so many bytes?
     bool some_larger(tensor role, std::size_t bytes) const {
-        const int formats = role == tensor::key ? cache_type::key_table::size : cache_type::value_table::size;
-        for (int format = 0; format < formats; ++format)
+        for (int format = 0; format < cache_->table(role).size(); ++format)
             if (data_bytes(role, format) > bytes) return true;
         return false;
     }
@@ -327,12 +291,7 @@ private:
                 const job& j = batch[static_cast<std::size_t>(i)];
                 const page& from = *old_page(j);
                 float* const scratch = scratch_ + static_cast<std::size_t>(i) * scratch_floats_;
-                using backend = typename cache_type::backend;
-                using window = typename cache_type::window;
-                const auto with = [&](const auto& table) {
-                    convert_page<backend, window>(table, cache_->shape(), j.layer, from, *j.fresh, scratch);
-                };
-                j.role == tensor::key ? with(cache_->keys()) : with(cache_->values());
+                convert_page(cache_->table(j.role), cache_->shape(), j.layer, from, *j.fresh, scratch);
             });
         for (job& j : batch) replace(j);
         report_.pages += batch.size();
@@ -382,4 +341,31 @@ private:
 };
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+
+inline requantize_report cache::plan_requantize(const sequence& s, const requantize_request& request,
+                                                int threads) const {
+    const sequence* const one = &s;
+    return plan_requantize(std::span(&one, 1), request, threads);
+}
+inline requantize_report cache::plan_requantize(std::span<const sequence* const> sequences,
+                                                const requantize_request& request, int threads) const {
+    detail::expect(threads >= 1, "requantizing needs at least 1 thread, got ", threads);
+    detail::expect_distinct(sequences);
+    const detail::planned_threads executor{threads};
+    workspace none;
+    return detail::requantizer<const sequence>(*this, sequences, request).run({}, executor, none);
+}
+inline requantize_report cache::requantize(sequence& s, const requantize_request& request,
+                                           const requantize_limit& limit) {
+    sequence* const one = &s;
+    workspace space(pool_.memory());
+    return requantize(std::span(&one, 1), request, limit, serial_executor{}, space);
+}
+inline requantize_report cache::requantize(std::span<sequence* const> sequences,
+                                           const requantize_request& request, const requantize_limit& limit,
+                                           executor_view executor, workspace& space) {
+    detail::expect_distinct(sequences);
+    return detail::requantizer<sequence>(*this, sequences, request).run(limit, executor, space);
+}
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -14,26 +14,21 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <span>
 
-#include "../attention/attend.hpp"
-#include "../attention/workspace.hpp"
 #include "chunk.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 struct sequence_access;
 }
 
-template <class Cache>
 class sequence {
 public:
-    using backend = typename Cache::backend;
-    using window = typename Cache::window;
-
     sequence(sequence&&) noexcept = default;
     sequence& operator=(sequence&& other) noexcept {
         // Not member by member: vectors would keep the memory resource of the cache that they leave.
@@ -50,19 +45,15 @@ public:
     /// pages that fall behind the recent window are committed afterwards. The pages are then those of any other way to cut the
     /// tokens into chunks. Shapes and types as append() and attend() have them; q.tokens may be less than k.tokens.
     /// Memory: for a moment one layer's chunk in 16 bit (prefill_bytes()), and the workspace.
-    template <class K, class V>
-    void prefill(int layer, const token_view<K>& k, const token_view<V>& v, const query_view& q,
+    void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out) {
         workspace space(memory());
         prefill(layer, k, v, q, out, causal{}, serial_executor{}, space);
     }
-    template <class K, class V, class Variant, class Executor>
-    void prefill(int layer, const token_view<K>& k, const token_view<V>& v, const query_view& q,
-                 const output_view& out, const Variant& variant, Executor&& executor, workspace& space) {
-        static_assert(float_format<std::remove_const_t<K>> &&
-                          std::is_same_v<std::remove_const_t<K>, std::remove_const_t<V>>,
-                      "kvq::sequence::prefill: K and V must both be float, float16 or bfloat16");
-        const typename Cache::prefill_request one{this, k, v, q, out};
+    void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
+                 const output_view& out, const variant_view& variant, executor_view executor,
+                 workspace& space) {
+        const prefill_request one{this, k, v, q, out};
         cache_->prefill(layer, std::span(&one, 1), variant, executor, space);
     }
 
@@ -70,16 +61,12 @@ public:
     /// For tokens without queries: an import, or a draft. Queries of several appended tokens would see the quantized pages of
     /// their own chunk in attend(); prefill() does not let that happen. O(n), plus the quantizing of pages that fall behind the
     /// recent window.
-    template <class K, class V>
-    void append(int layer, const token_view<K>& k, const token_view<V>& v) {
-        using T = std::remove_const_t<K>;
-        static_assert(float_format<T> && std::is_same_v<T, std::remove_const_t<V>>,
-                      "kvq::sequence::append: K and V must both be float, float16 or bfloat16");
-        check_chunk(layer, token_view<const T>(k), token_view<const T>(v));
+    void append(int layer, const input_view& k, const input_view& v) {
+        check_chunk(layer, k, v);
         if (k.tokens == 0) return;
-        detail::chunk<Cache> added = new_chunk(layer, k.tokens, detail::chunk_pages::at_once);
+        detail::chunk added = new_chunk(layer, k.tokens, detail::chunk_pages::at_once);
         added.stage();
-        added.template write<detail::chunk_pages::at_once, T>(k, v, scratch_.data());
+        added.write(k, v, scratch_.data());
         for (int i = 0; i < added.jobs(); ++i) added.quantize(i, scratch_.data());
         added.commit();
     }
@@ -91,15 +78,13 @@ public:
         workspace space(memory());
         attend(layer, q, out, causal{}, serial_executor{}, space);
     }
-    template <class Variant>
-    void attend(int layer, const query_view& q, const output_view& out, const Variant& variant) const {
+    void attend(int layer, const query_view& q, const output_view& out, const variant_view& variant) const {
         workspace space(memory());
         attend(layer, q, out, variant, serial_executor{}, space);
     }
-    template <class Variant, class Executor>
-    void attend(int layer, const query_view& q, const output_view& out, const Variant& variant,
-                Executor&& executor, workspace& space) const {
-        const typename Cache::attention_request one{this, q, out};
+    void attend(int layer, const query_view& q, const output_view& out, const variant_view& variant,
+                executor_view executor, workspace& space) const {
+        const attention_request one{this, q, out};
         cache_->attend(layer, std::span(&one, 1), variant, executor, space);
     }
 
@@ -140,8 +125,7 @@ public:
 
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V to out: [tokens][kv_heads][dim].
     /// T: float, float16 or bfloat16; x^ is computed in float and rounded once.
-    template <float_format T>
-    void decode(int layer, tensor role, int first, const token_view<T>& out) const {
+    void decode(int layer, tensor role, int first, const output_view& out) const {
         const int held = tokens(layer);
         detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
                        "cannot decode ", out.tokens, " tokens from ", first, " on of layer ", layer,
@@ -149,8 +133,37 @@ public:
         detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads,
                        " x ", out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));
         detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
-        role == tensor::key ? decode_tokens<tensor::key>(layer, first, out)
-                            : decode_tokens<tensor::value>(layer, first, out);
+        const layer_pages all = pages(layer);
+        const int dim = shape().dim(role);
+        const auto longest = static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks));
+        std::pmr::vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
+        // Pages that are wanted in part are dequantized here first.
+        std::pmr::vector<std::byte> some(memory());
+        const std::size_t row = static_cast<std::size_t>(dim) * size_of(out.type);
+        const detail::default_arithmetic arithmetic;
+        for (int e = detail::larger(0, all.lower_bound(first + 1) - 1); e < all.entries(); ++e) {
+            const layer_pages::entry entry = all.at(e);
+            if (entry.first_token >= first + out.tokens) break;
+            const int from = detail::larger(first, entry.first_token);
+            const int to = detail::smaller(first + out.tokens, entry.first_token + entry.tokens);
+            if (from >= to) continue;
+            const page& p = role == tensor::key ? *entry.keys : *entry.values;
+            const block_shape block{role, p.tokens, dim};
+            const format& f = cache_->table(role)[p.format];
+            const std::size_t bytes = f.block_bytes(block);
+            const bool all_of_it = to - from == p.tokens;
+            if (!all_of_it) some.resize(longest * row);
+            for (int h = 0; h < shape().kv_heads; ++h) {
+                f.functions().dequantize(f.scheme(), block, block_id{layer, h},
+                                         p.data() + bytes * static_cast<std::size_t>(h), out.type,
+                                         all_of_it ? out.at(from - first, h) : some.data(),
+                                         all_of_it ? out.token_stride() : dim, scratch.data());
+                if (all_of_it) continue;
+                for (int t = from; t < to; ++t)
+                    std::memcpy(out.at(t - first, h),
+                                some.data() + row * static_cast<std::size_t>(t - entry.first_token), row);
+            }
+        }
     }
 
     [[nodiscard]] usage_report usage() const {
@@ -181,14 +194,14 @@ public:
     }
 
 private:
-    friend Cache;
+    friend class cache;
     friend struct detail::sequence_access;
 
-    explicit sequence(Cache& cache) : cache_(&cache), tracks_(memory()), scratch_(memory()) {
+    explicit sequence(cache& of) : cache_(&of), tracks_(memory()), scratch_(memory()) {
         tracks_.reserve(static_cast<std::size_t>(shape().layers));
         for (int i = 0; i < shape().layers; ++i)
-            tracks_.emplace_back(memory(), cache.template target_format<tensor::key>(i),
-                                 cache.template target_format<tensor::value>(i));
+            tracks_.emplace_back(memory(), of.target_format(tensor::key, i),
+                                 of.target_format(tensor::value, i));
         reserve_scratch();
     }
     sequence(const sequence& other, int) : cache_(other.cache_), tracks_(memory()), scratch_(memory()) {
@@ -231,23 +244,21 @@ private:
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
                        "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
     }
-    template <class View>
-    void check_chunk(int layer, const View& k, const View& v) const {
+    void check_chunk(int layer, const input_view& k, const input_view& v) const {
         check_layer(layer);
         check_input(k, "k", shape().dim(tensor::key));
         check_input(v, "v", shape().dim(tensor::value));
         detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
         check_added(tracks_[static_cast<std::size_t>(layer)], k.tokens);
     }
-    template <class View>
-    void check_input(const View& x, const char* name, int dim) const {
+    void check_input(const input_view& x, const char* name, int dim) const {
         detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
         detail::expect(x.heads == shape().kv_heads && x.dim == dim, name, " is ", x.heads, " heads x ", x.dim,
                        " channels but the cache holds ", shape().kv_heads, " x ", dim);
         detail::expect(x.data != nullptr || x.tokens == 0, name, " has no data for ", x.tokens, " tokens");
     }
 
-    detail::chunk<Cache> new_chunk(int layer, int n, detail::chunk_pages when) {
+    detail::chunk new_chunk(int layer, int n, detail::chunk_pages when) {
         return {*cache_, tracks_[static_cast<std::size_t>(layer)], layer, n, when};
     }
     std::size_t added_bytes(int n, detail::chunk_pages when) const {
@@ -255,7 +266,7 @@ private:
         for (const detail::layer_track& track : tracks_) {
             check_added(track, n);
             if (n == 0) continue;
-            const auto needs = detail::chunk<Cache>::needs_of(*cache_, track, n, when);
+            const auto needs = detail::chunk::needs_of(*cache_, track, n, when);
             most = detail::larger(most, held + needs.taken);
             held += needs.taken - needs.returned;
         }
@@ -274,60 +285,130 @@ private:
         }
     }
 
-    template <tensor Role, class T>
-    void decode_tokens(int layer, int first, const token_view<T>& out) const {
-        const layer_pages all = pages(layer);
-        const int dim = shape().dim(Role);
-        const auto longest = static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks));
-        std::pmr::vector<float> values(longest * static_cast<std::size_t>(dim), memory());
-        // Pages that are wanted in part are decoded here first.
-        std::pmr::vector<T> some(memory());
-        const detail::default_arithmetic arithmetic;
-        for (int e = detail::larger(0, all.lower_bound(first + 1) - 1); e < all.entries(); ++e) {
-            const layer_pages::entry entry = all.at(e);
-            if (entry.first_token >= first + out.tokens) break;
-            const int from = detail::larger(first, entry.first_token);
-            const int to = detail::smaller(first + out.tokens, entry.first_token + entry.tokens);
-            if (from >= to) continue;
-            const page& p = Role == tensor::key ? *entry.keys : *entry.values;
-            const block_shape shape_of{Role, p.tokens, dim};
-            cache_->template table<Role>().visit(p.format, [&](const auto& scheme) {
-                const std::size_t bytes = scheme.block_bytes(shape_of);
-                const bool all_of_it = to - from == p.tokens;
-                if (!all_of_it) some.resize(values.size());
-                for (int h = 0; h < shape().kv_heads; ++h) {
-                    T* const to_out = out.at(from - first, h);
-                    backend::decode(
-                        scheme, shape_of, block_id{layer, h}, p.data() + bytes * static_cast<std::size_t>(h),
-                        all_of_it ? to_out : some.data(), all_of_it ? out.token_stride : dim, values.data());
-                    if (all_of_it) continue;
-                    for (int t = from; t < to; ++t)
-                        std::copy_n(some.data() + (t - entry.first_token) * dim, dim,
-                                    to_out + (t - from) * out.token_stride);
-                }
-            });
-        }
-    }
-
-    Cache* cache_;
+    cache* cache_;
     std::pmr::vector<detail::layer_track> tracks_;
     std::pmr::vector<float> scratch_;
 };
 
 namespace detail {
 
+/// Request: attention_request or prefill_request.
+template <class Request>
+attention_items items_of(std::span<const Request> batch, int layer) {
+    return {batch.data(), layer, static_cast<int>(batch.size()), [](const void* requests, int of, int i) {
+                const Request& r = static_cast<const Request*>(requests)[i];
+                return attention_item{r.sequence->pages(of), r.q, r.out};
+            }};
+}
+
 /// The inside of a sequence, for the operations that live in headers of their own: requantizing, saving, restoring.
 struct sequence_access {
+    /// Sequence: const or not.
     template <class Sequence>
     static auto& tracks(Sequence& s) {
         expect(!s.tracks_.empty(), "a sequence that was moved from has no layers");
         return s.tracks_;
     }
-    template <class Cache>
-    static Cache& cache(const sequence<Cache>& s) noexcept {
-        return *s.cache_;
-    }
+    static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }
 };
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+
+inline sequence cache::new_sequence() { return sequence(*this); }
+
+inline void cache::check_member(const sequence* s, std::size_t i) const {
+    detail::expect(s != nullptr && s->cache_ == this, "sequence ", i,
+                   " of the batch is not one of this cache");
+}
+
+inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tokens, int threads) const {
+    detail::expect(
+        tokens >= 0 && tokens <= (std::numeric_limits<int>::max)() - options_.page_tokens && q_tokens >= 0 &&
+            (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
+        "a workspace for ", q_tokens, " query tokens of ", q_heads, " heads over ", tokens, " tokens");
+    detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a workspace for ", q_heads,
+                   " query heads, not a multiple of the ", shape_.kv_heads, " kv heads");
+    detail::expect(threads >= 1, "a workspace for ", threads, " threads");
+    layer_pages pages;
+    pages.geometry = geometry();
+    pages.tokens = tokens;
+    const token_view<float> rows(nullptr, q_tokens, q_heads, shape_.dim(tensor::key));
+    const detail::attention_item item{pages, rows, rows};
+    const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
+                                            return *static_cast<const detail::attention_item*>(of);
+                                        }};
+    return detail::attention_batch(keys_, values_, shape_, geometry(), items).bytes(threads);
+}
+
+inline void cache::attend_items(int layer, const detail::attention_items& items, const variant_view& variant,
+                                executor_view executor, workspace& space) const {
+    long long rows = 0;
+    for (int i = 0; i < items.count; ++i) {
+        const query_view q = items(i).q;
+        rows += static_cast<long long>(q.tokens) * q.heads;
+    }
+    detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
+    if (rows == 0) return;
+    const int threads = executor.concurrency();
+    const detail::attention_batch all(keys_, values_, shape_, geometry(), items);
+    all.run(layer, variant, executor, threads, space.reserve(all.bytes(threads)));
+}
+
+inline void cache::attend(int layer, std::span<const attention_request> batch, const variant_view& variant,
+                          executor_view executor, workspace& space) const {
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        check_member(batch[i].sequence, i);
+        batch[i].sequence->check_attention(layer, batch[i].q, batch[i].out);
+    }
+    attend_items(layer, detail::items_of(batch, layer), variant, executor, space);
+}
+
+inline void cache::prefill(int layer, std::span<const prefill_request> batch, const variant_view& variant,
+                           executor_view executor, workspace& space) {
+    for (std::size_t i = 0; i < batch.size(); ++i) {
+        const prefill_request& r = batch[i];
+        check_member(r.sequence, i);
+        for (std::size_t j = 0; j < i; ++j)
+            detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
+                           " again");
+        r.sequence->check_chunk(layer, r.k, r.v);
+        r.sequence->check_attention(layer, r.q, r.out, r.k.tokens);
+    }
+    std::pmr::vector<detail::chunk> chunks(pool_.memory());
+    chunks.reserve(batch.size());
+    int jobs = 0;
+    for (const prefill_request& r : batch) {
+        if (r.k.tokens == 0) continue;
+        chunks.push_back(r.sequence->new_chunk(layer, r.k.tokens, detail::chunk_pages::after_attend));
+        chunks.back().stage();
+        jobs += chunks.back().jobs();
+    }
+    std::size_t written = 0;
+    for (const prefill_request& r : batch)
+        if (r.k.tokens > 0) chunks[written++].write(r.k, r.v, nullptr);
+    attend_items(layer, detail::items_of(batch, layer), variant, executor, space);
+    const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
+    const std::size_t scratch = detail::round_up(scratch_floats() * sizeof(float), std::size_t{64});
+    std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch);
+    std::atomic<int> next{0};
+    const auto quantize = [&](int worker) {
+        auto* const floats = reinterpret_cast<float*>(memory + static_cast<std::size_t>(worker) * scratch);
+        for (int job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
+            int first = 0;
+            for (detail::chunk& c : chunks) {
+                if (job < first + c.jobs()) {
+                    c.quantize(job - first, floats);
+                    break;
+                }
+                first += c.jobs();
+            }
+        }
+    };
+    if (workers == 1)
+        quantize(0);
+    else
+        executor.parallel_for(workers, quantize);
+    for (detail::chunk& c : chunks) c.commit();
+}
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -16,14 +16,14 @@
 // What it does is requantizing (cache/requantize.hpp), tier by tier: same peak, same error.
 #pragma once
 
-#include "cache.hpp"
+#include "requantize.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// One rung of the ladder.
 struct tier {
     int age = 0;            ///< tokens that lie behind a page's newest token, at least
-    layer_format format{};  ///< 0-based in formats<...>
+    layer_format format{};  ///< 0-based in cache_options::keys and values
 };
 
 struct step_down_policy {
@@ -52,9 +52,9 @@ struct step_down_report {
 namespace detail {
 
 /// Raises kvq::error for a policy that the cache cannot follow.
-template <class Cache>
-void check_policy(const Cache& cache, const step_down_policy& policy) {
-    const int layers = cache.shape().layers;
+inline void check_policy(const cache& of, const step_down_policy& policy) {
+    const int layers = of.shape().layers, key_formats = of.table(tensor::key).listed(),
+              value_formats = of.table(tensor::value).listed();
     expect(policy.first_layers_kept >= 0 && policy.last_layers_kept >= 0 &&
                policy.first_layers_kept <= layers &&
                policy.last_layers_kept <= layers - policy.first_layers_kept,
@@ -62,35 +62,30 @@ void check_policy(const Cache& cache, const step_down_policy& policy) {
            layers, " layers");
     for (std::size_t i = 0; i < policy.tiers.size(); ++i) {
         const layer_format& f = policy.tiers[i].format;
-        expect(f.key >= 0 && f.key < Cache::key_table::size - 1 && f.value >= 0 &&
-                   f.value < Cache::value_table::size - 1,
-               "tier ", i, " has formats ", f.key, " and ", f.value, ", not among the ",
-               Cache::key_table::size - 1, " and ", Cache::value_table::size - 1, " listed ones");
+        expect(f.key >= 0 && f.key < key_formats && f.value >= 0 && f.value < value_formats, "tier ", i,
+               " has formats ", f.key, " and ", f.value, ", not among the ", key_formats, " and ",
+               value_formats, " listed ones");
         const int before = i == 0 ? 0 : policy.tiers[i - 1].age;
         expect(policy.tiers[i].age >= before, "tier ", i, " starts at age ", policy.tiers[i].age, ", before ",
                before);
     }
 }
 
-template <class Cache>
 class stepper {
 public:
-    using sequence_type = typename Cache::sequence_type;
-
-    stepper(Cache& cache, std::span<sequence_type* const> sequences, const step_down_policy& policy)
-        : cache_(cache),
+    stepper(cache& of, std::span<sequence* const> sequences, const step_down_policy& policy)
+        : cache_(of),
           sequences_(sequences.begin(), sequences.end()),
           policy_(policy),
-          space_(cache.pool().memory()) {
+          space_(of.pool().memory()) {
         for (std::size_t i = 0; i < sequences.size(); ++i)
             expect(sequences[i] != nullptr, "sequence ", i, " of those to step down is null");
         expect_distinct(sequences);
-        check_policy(cache, policy);
-        report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache.pool().bytes_in_use();
+        check_policy(of, policy);
+        report_.bytes_before = report_.bytes_after = report_.bytes_peak = of.pool().bytes_in_use();
     }
 
-    template <class Executor>
-    step_down_report run(Executor& ex) {
+    step_down_report run(executor_view ex) {
         if (!policy_.tiers.empty() && !sequences_.empty()) {
             by_age(ex);
             by_budget(ex);
@@ -101,8 +96,7 @@ public:
 
 private:
     /// Tokens [first, last) to tier `index`.
-    template <class Executor>
-    void lower(std::size_t index, int first, int last, const requantize_extent& extent, Executor& ex) {
+    void lower(std::size_t index, int first, int last, const requantize_extent& extent, executor_view ex) {
         if (first >= last) return;
         requantize_request request;
         request.key = policy_.tiers[index].format.key;
@@ -113,7 +107,7 @@ private:
         request.last_token = last;
         request.only_smaller = true;
         const requantize_report r =
-            requantizer<sequence_type>(cache_, std::span<sequence_type* const>(sequences_), request, extent)
+            requantizer<sequence>(cache_, std::span<sequence* const>(sequences_), request, extent)
                 .run({}, ex, space_);
         report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
         report_.bytes_after = r.bytes_after;
@@ -122,8 +116,7 @@ private:
     }
 
     /// Narrowest first, so that no page is coded twice.
-    template <class Executor>
-    void by_age(Executor& ex) {
+    void by_age(executor_view ex) {
         std::vector<int> last(sequences_.size());
         for (std::size_t index = policy_.tiers.size(); index-- > 0;) {
             int longest = 0;
@@ -136,14 +129,13 @@ private:
     }
 
     /// Pages that would not be freed are left alone: the pool would only grow.
-    template <class Executor>
-    void by_budget(Executor& ex) {
+    void by_budget(executor_view ex) {
         if (report_.bytes_after <= policy_.byte_budget) return;
         struct extent_of_span {
             int first, last;
         };
         std::vector<extent_of_span> spans;
-        for (const sequence_type* s : sequences_)
+        for (const sequence* s : sequences_)
             for (const layer_track& track : sequence_access::tracks(*s))
                 for (int i = 0; i < track.committed; ++i) {
                     if (i == static_cast<int>(spans.size()))
@@ -160,8 +152,8 @@ private:
             }
     }
 
-    Cache& cache_;
-    std::vector<sequence_type*> sequences_;
+    cache& cache_;
+    std::vector<sequence*> sequences_;
     const step_down_policy& policy_;
     workspace space_;
     step_down_report report_;
@@ -172,15 +164,14 @@ private:
 /// Applies the policy to sequences of one cache; pages that they share stay shared. O(pages) of all sequences and tiers, plus
 /// the coding. Raises kvq::error for an impossible policy before anything changes, kvq::out_of_memory when the pool has no
 /// room for one more page per thread (keep the policy's budget that far below the pool's); steps done until then stay.
-template <class Cache, class Executor = serial_executor>
-step_down_report step_down(Cache& cache, std::span<typename Cache::sequence_type* const> sequences,
-                           const step_down_policy& policy, Executor&& executor = {}) {
-    return detail::stepper<Cache>(cache, sequences, policy).run(executor);
+inline step_down_report step_down(cache& of, std::span<sequence* const> sequences,
+                                  const step_down_policy& policy,
+                                  executor_view executor = serial_executor{}) {
+    return detail::stepper(of, sequences, policy).run(executor);
 }
-template <class Cache>
-step_down_report step_down(Cache& cache, typename Cache::sequence_type& s, const step_down_policy& policy) {
-    typename Cache::sequence_type* const one = &s;
-    return step_down(cache, std::span<typename Cache::sequence_type* const>(&one, 1), policy);
+inline step_down_report step_down(cache& of, sequence& s, const step_down_policy& policy) {
+    sequence* const one = &s;
+    return step_down(of, std::span<sequence* const>(&one, 1), policy);
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

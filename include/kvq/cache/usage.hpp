@@ -1,9 +1,12 @@
 // Where the bytes of a sequence are: by layer, tensor and format, codes and parameters apart.
 #pragma once
 
-#include "cache.hpp"
+#include <string>
+#include <vector>
 
-namespace kvq::inline v0_1 {
+#include "sequence.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
 
 /// Pages of one layer and tensor that are in one format. Format 0 is the window: sinks, recent tokens, pages not yet coded.
 struct usage_row {
@@ -22,30 +25,25 @@ struct usage_row {
 
 /// One row per layer, tensor and format that occurs, in this order. Their codes and parameters add up to
 /// usage_report::coded + window. O(pages).
-template <class Cache>
-[[nodiscard]] std::vector<usage_row> usage_rows(const sequence<Cache>& s) {
-    const Cache& cache = detail::sequence_access::cache(s);
-    const cache_shape& shape = cache.shape();
+[[nodiscard]] inline std::vector<usage_row> usage_rows(const sequence& s) {
+    const cache& of = detail::sequence_access::cache(s);
+    const cache_shape& shape = of.shape();
     std::vector<usage_row> rows;
-    const auto add = [&]<tensor Role>(int layer) {
-        std::vector<usage_row> formats(static_cast<std::size_t>(
-            Role == tensor::key ? Cache::key_table::size : Cache::value_table::size));
+    const auto add = [&](int layer, tensor role) {
+        const detail::format_table& table = of.table(role);
+        std::vector<usage_row> formats(static_cast<std::size_t>(table.size()));
         const layer_pages pages = s.pages(layer);
         for (int e = 0; e < pages.entries(); ++e) {
             const layer_pages::entry entry = pages.at(e);
-            const page& p = Role == tensor::key ? *entry.keys : *entry.values;
+            const page& p = role == tensor::key ? *entry.keys : *entry.values;
             usage_row& row = formats[static_cast<std::size_t>(p.format)];
-            const block_shape block{Role, p.tokens, shape.dim(Role)};
-            cache.template table<Role>().visit(p.format, [&]<class S>(const S& scheme) {
-                std::size_t codes = 0;
-                if constexpr (full_precision<S>)
-                    codes = scheme.block_bytes(block);
-                else if constexpr (foldable<S>)
-                    codes = scheme.codes(block).bytes();
-                row.codes += codes * static_cast<std::size_t>(shape.kv_heads);
-                row.parameters += p.bytes - codes * static_cast<std::size_t>(shape.kv_heads);
-                row.scheme = scheme.name();
-            });
+            const format& f = table[p.format];
+            const std::size_t codes =
+                f.functions().code_bytes(f.scheme(), {role, p.tokens, shape.dim(role)}) *
+                static_cast<std::size_t>(shape.kv_heads);
+            row.codes += codes;
+            row.parameters += p.bytes - codes;
+            row.scheme = f.name();
             if (p.format == 0)
                 row.slack += p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) *
                                            static_cast<std::size_t>(entry.tokens);
@@ -56,16 +54,14 @@ template <class Cache>
         for (std::size_t f = 0; f < formats.size(); ++f) {
             if (formats[f].pages == 0) continue;
             formats[f].layer = layer;
-            formats[f].role = Role;
+            formats[f].role = role;
             formats[f].format = static_cast<int>(f);
             rows.push_back(std::move(formats[f]));
         }
     };
-    for (int layer = 0; layer < shape.layers; ++layer) {
-        add.template operator()<tensor::key>(layer);
-        add.template operator()<tensor::value>(layer);
-    }
+    for (int layer = 0; layer < shape.layers; ++layer)
+        for (const tensor role : {tensor::key, tensor::value}) add(layer, role);
     return rows;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -6,28 +6,28 @@
 
 #include <cstring>
 
+#include "../attention/query_view.hpp"
 #include "../core/float_environment.hpp"
-#include "../core/token_view.hpp"
+#include "../format/format.hpp"
 #include "../page/page.hpp"
 #include "../schemes/full.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// Writes tokens [from, from + count) of `source` to positions [at, at + count) of every block of a window page.
-template <class Backend, class Window, class T>
-void write_tokens(page& p, tensor role, int dim, const token_view<const T>& source, int from, int count,
-                  int at) {
+inline void write_tokens(const format& window, page& p, tensor role, int dim, const input_view& source,
+                         int from, int count, int at) {
     const block_shape shape{role, p.tokens, dim};
-    const std::size_t block_bytes = full<Window>{}.block_bytes(shape);
+    const std::size_t block_bytes = window.block_bytes(shape);
     const default_arithmetic arithmetic;
     for (int h = 0; h < source.heads && count > 0; ++h)
-        Backend::template write_tokens<Window>(shape, p.data() + block_bytes * static_cast<std::size_t>(h),
-                                               source.at(from, h), source.token_stride, count, at);
+        window.functions().write_tokens(shape, p.data() + block_bytes * static_cast<std::size_t>(h),
+                                        source.type, source.at(from, h), source.token_stride(), count, at);
 }
 
 /// Copies the first `count` tokens of a window page to a fresh (zeroed) one, which may have memory for more or fewer.
 template <class Window>
-void copy_tokens(const page& from, page& to, tensor role, int dim, int heads, int count) {
+void copy_values(const page& from, page& to, tensor role, int dim, int heads, int count) {
     const block_shape from_shape{role, from.tokens, dim}, to_shape{role, to.tokens, dim};
     const value_layout<Window> from_layout(from_shape), to_layout(to_shape);
     const tile_layout &source = from_layout.tiles, &target = to_layout.tiles;
@@ -61,4 +61,10 @@ void copy_tokens(const page& from, page& to, tensor role, int dim, int heads, in
     }
 }
 
-}  // namespace kvq::inline v0_1::detail
+inline void copy_tokens(float_type window, const page& from, page& to, tensor role, int dim, int heads,
+                        int count) {
+    visit_float_type(window,
+                     [&]<class Window>(Window) { copy_values<Window>(from, to, role, dim, heads, count); });
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::detail

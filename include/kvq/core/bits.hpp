@@ -7,7 +7,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 template <class To, class From>
 KVQ_HD constexpr To bit_cast(const From& from) noexcept {
@@ -62,4 +62,4 @@ KVQ_INLINE void prefetch([[maybe_unused]] const void* p) noexcept {
 #endif
 }
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

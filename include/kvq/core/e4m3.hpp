@@ -7,7 +7,7 @@
 
 #include "rounding.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 struct e4m3 {
     static constexpr float max_finite = 448.0f;
@@ -38,4 +38,4 @@ struct e4m3 {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -11,20 +11,21 @@
 #include <stdexcept>
 #include <string>
 
-#include "../config.hpp"
+#include "text.hpp"
 
 namespace kvq::inline v0_1 {
 
 /// Bad argument or state. The message is one sentence that contains the numbers.
 class error : public std::invalid_argument {
 public:
-    using std::invalid_argument::invalid_argument;
+    KVQ_INLINE explicit error(const char* message) : std::invalid_argument(message) {}
+    KVQ_INLINE explicit error(const std::string& message) : std::invalid_argument(message) {}
 };
 
 /// No memory, or the byte budget of a page pool would be exceeded. Nothing was changed.
 class out_of_memory : public std::bad_alloc {
 public:
-    out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
+    KVQ_INLINE out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
         : message_("kvq: a page of " + std::to_string(wanted) +
                    " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +
                    std::to_string(budget) + " bytes are in use") {}
@@ -45,7 +46,9 @@ inline error_handler& current_error_handler() noexcept {
     return handler;
 }
 
-namespace detail {
+}  // namespace kvq::inline v0_1
+
+namespace kvq::inline KVQ_TAGGED::detail {
 
 template <class Error, class... Args>
 [[noreturn]] inline void raise(Args&&... args) {
@@ -57,18 +60,19 @@ template <class Error, class... Args>
 #endif
 }
 
-inline std::string to_text(const std::string& s) { return s; }
-inline std::string to_text(const char* s) { return s; }
-template <class T>
-std::string to_text(T number) {
-    return std::to_string(number);
+template <class Part>
+short_text to_text(const Part& part) {
+    if constexpr (std::is_arithmetic_v<Part>)
+        return short_text::of(part);
+    else
+        return short_text(part);
 }
 
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-    std::string message = "kvq: ";
+    short_text message = "kvq: ";
     ((message += to_text(parts)), ...);
-    raise<error>(message);
+    raise<error>(message.c_str());
 }
 
 /// Raises kvq::error with all arguments joined, unless `condition` holds.
@@ -78,5 +82,4 @@ constexpr void expect(bool condition, const Parts&... parts) {
         fail(parts...);
 }
 
-}  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED::detail

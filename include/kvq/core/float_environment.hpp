@@ -9,7 +9,7 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 class default_arithmetic {
 public:
@@ -50,4 +50,4 @@ private:
     control saved_;
 };
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

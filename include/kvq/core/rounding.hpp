@@ -12,7 +12,7 @@
 
 #include "float_formats.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// a*b rounded on its own: never fused with what follows. (Two floats multiplied in double: exact, nothing to round.)
 template <std::floating_point T>
@@ -96,4 +96,4 @@ KVQ_HD KVQ_INLINE constexpr float affine_value(int code, float scale, float bias
     return rounded_product(scale, static_cast<float>(code)) + bias;
 }
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

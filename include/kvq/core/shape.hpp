@@ -23,7 +23,7 @@ struct cache_shape {
     int head_dim = 0;
     int value_dim = 0;
 
-    KVQ_HD constexpr int dim(tensor role) const noexcept {
+    KVQ_HD KVQ_INLINE constexpr int dim(tensor role) const noexcept {
         return role == tensor::key || value_dim == 0 ? head_dim : value_dim;
     }
 };
@@ -34,9 +34,9 @@ struct block_shape {
     int tokens = 0;
     int dim = 0;
 
-    KVQ_HD constexpr int rows() const noexcept { return role == tensor::key ? tokens : dim; }
-    KVQ_HD constexpr int cols() const noexcept { return role == tensor::key ? dim : tokens; }
-    KVQ_HD constexpr std::size_t values() const noexcept {
+    KVQ_HD KVQ_INLINE constexpr int rows() const noexcept { return role == tensor::key ? tokens : dim; }
+    KVQ_HD KVQ_INLINE constexpr int cols() const noexcept { return role == tensor::key ? dim : tokens; }
+    KVQ_HD KVQ_INLINE constexpr std::size_t values() const noexcept {
         return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim);
     }
 };
@@ -47,7 +47,9 @@ struct block_id {
     int head = 0;
 };
 
-namespace detail {
+}  // namespace kvq::inline v0_1
+
+namespace kvq::inline KVQ_TAGGED::detail {
 
 // The bytes of a page of 65536 tokens can still be counted.
 inline constexpr int most_heads = 1 << 16, most_head_dim = 1 << 20;
@@ -62,5 +64,4 @@ inline void check_shape(const cache_shape& s) {
            most_head_dim, " (or 0 for head_dim), got ", s.value_dim);
 }
 
-}  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -6,9 +6,9 @@
 // Contract: exactly what coded pages hold, parameters and padding included; constexpr where block_bytes is.
 #pragma once
 
-#include "../page/formats.hpp"
+#include "../schemes/full.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Bytes of coded K and V per token over all layers and kv heads: what a long context costs per token.
 /// (Page headers, 16-bit window and unfinished pages: estimate/footprint.hpp.)
@@ -31,4 +31,4 @@ template <kv_scheme Scheme>
 
 static_assert(bits_per_value<full<float16>>({tensor::key, 64, 128}) == 16.0);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -10,7 +10,7 @@
 #include "../core/shape.hpp"
 #include "../schemes/presets.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Errors with a window of 4 sinks and 32 recent tokens.
 struct measured_error {
@@ -116,4 +116,4 @@ double preset_bits(const cache_shape& shape, int context = 0,
     return choose(8.0 * bytes_per_token / numbers, shape, statistics, context, options);
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

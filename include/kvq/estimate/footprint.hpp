@@ -12,7 +12,7 @@
 
 #include "../cache/step_down.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// What attends to the cache; for the attention workspace, and what prefill() holds for a moment.
 struct attention_use {
@@ -41,19 +41,16 @@ inline int pages_of_age(const page_geometry& g, int age, int n) noexcept {
     return smaller(g.committed(n), larger(0, n - age - g.sinks) / g.page_tokens);
 }
 
-template <tensor Role, class Cache>
-void add_layer(const Cache& cache, int layer, int tokens, int chunk, const step_down_policy& policy,
-               footprint_report& f) {
-    const page_geometry g = cache.geometry();
-    const int target = cache.template target_format<Role>(layer);
+inline void add_layer(const cache& of, tensor role, int layer, int tokens, int chunk,
+                      const step_down_policy& policy, footprint_report& f) {
+    const page_geometry g = of.geometry();
+    const int target = of.target_format(role, layer);
     const int pages = g.pages(tokens), committed = g.committed(tokens);
-    const auto bytes = [&](int format, int page_tokens) {
-        return cache.template page_bytes<Role>(format, page_tokens);
-    };
+    const auto bytes = [&](int format, int page_tokens) { return of.page_bytes(role, format, page_tokens); };
     const std::size_t window_page = bytes(0, g.page_tokens);
     // Youngest pages first: `format` is what the tiers so far have made of a page, which only ever shrinks. Pages from `in_reach`
     // on have 16-bit copies, if they were ever quantized: a trim within `rollback` may reach them.
-    const int in_reach = g.committed(tokens - cache.options().rollback);
+    const int in_reach = g.committed(tokens - of.options().rollback);
     std::size_t copies = 0;
     int format = target, left = committed;
     const auto take = [&](int older) {
@@ -63,10 +60,9 @@ void add_layer(const Cache& cache, int layer, int tokens, int chunk, const step_
             copies += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
         left = older;
     };
-    if (layer >= policy.first_layers_kept && layer < cache.shape().layers - policy.last_layers_kept)
+    if (layer >= policy.first_layers_kept && layer < of.shape().layers - policy.last_layers_kept)
         for (const tier& t : policy.tiers) {
-            const int own =
-                cache.template table<Role>().index_of(Role == tensor::key ? t.format.key : t.format.value);
+            const int own = of.table(role).index_of(role == tensor::key ? t.format.key : t.format.value);
             if (bytes(own, g.page_tokens) >= bytes(format, g.page_tokens)) continue;
             take(pages_of_age(g, t.age, tokens));
             format = own;
@@ -84,7 +80,7 @@ void add_layer(const Cache& cache, int layer, int tokens, int chunk, const step_
     // Window pages that a call frees only after it has all its new pages: recent ones that it quantizes, copies that go out of
     // reach, one that was begun, and one that serves as scratch or, in a chunk of prefill(), all of the chunk.
     // Without pages to quantize, only the one that was begun, if it was shared or is made larger.
-    const int reach = cache.options().rollback == 0 ? 0 : ceil_div(cache.options().rollback, g.page_tokens);
+    const int reach = of.options().rollback == 0 ? 0 : ceil_div(of.options().rollback, g.page_tokens);
     const int chunk_pages = ceil_div(larger(0, chunk), g.page_tokens) + 1;
     const auto held = static_cast<std::size_t>(
         committed == 0 || target == 0
@@ -97,28 +93,27 @@ void add_layer(const Cache& cache, int layer, int tokens, int chunk, const step_
 
 /// Bytes for `sequences` sequences of `tokens` tokens each. O(layers * tiers). With a policy: after step_down() by age at that length
 /// (its byte budget is not looked at).
-template <class Cache>
-[[nodiscard]] footprint_report footprint(const Cache& cache, int tokens, int sequences = 1,
-                                         const attention_use& use = {}, const step_down_policy& policy = {}) {
-    detail::check_policy(cache, policy);
+[[nodiscard]] inline footprint_report footprint(const cache& of, int tokens, int sequences = 1,
+                                                const attention_use& use = {},
+                                                const step_down_policy& policy = {}) {
+    detail::check_policy(of, policy);
     detail::expect(tokens >= 0, "a footprint needs at least 0 tokens, got ", tokens);
-    detail::expect(tokens <= (std::numeric_limits<int>::max)() - cache.options().page_tokens,
-                   "a footprint of ", tokens, " tokens: no sequence takes that many");
+    detail::expect(tokens <= (std::numeric_limits<int>::max)() - of.options().page_tokens, "a footprint of ",
+                   tokens, " tokens: no sequence takes that many");
     detail::expect(use.chunk >= 0, "a chunk of ", use.chunk, " tokens");
     detail::expect(sequences >= 0, "a footprint needs at least 0 sequences, got ", sequences);
-    const cache_shape& shape = cache.shape();
+    const cache_shape& shape = of.shape();
     footprint_report f;
     for (int layer = 0; layer < shape.layers; ++layer) {
-        detail::add_layer<tensor::key>(cache, layer, tokens, use.chunk, policy, f);
-        detail::add_layer<tensor::value>(cache, layer, tokens, use.chunk, policy, f);
+        detail::add_layer(of, tensor::key, layer, tokens, use.chunk, policy, f);
+        detail::add_layer(of, tensor::value, layer, tokens, use.chunk, policy, f);
     }
     // A table of spans that grows, and the lists of a chunk.
-    const auto spans = static_cast<std::size_t>(cache.geometry().spans(tokens));
+    const auto spans = static_cast<std::size_t>(of.geometry().spans(tokens));
     const std::size_t table = detail::table_capacity(spans) * sizeof(page_span);
-    f.transient =
-        2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk<Cache>);
+    f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
     f.bookkeeping += static_cast<std::size_t>(shape.layers) * (sizeof(detail::layer_track) + table);
-    f.workspace = static_cast<std::size_t>(cache.options().page_tokens) *
+    f.workspace = static_cast<std::size_t>(of.options().page_tokens) *
                   static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
                   sizeof(float);
     for (std::size_t* part : {&f.coded, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
@@ -128,8 +123,7 @@ template <class Cache>
             "a footprint of ", sequences, " sequences with ", *part, " bytes each is no number of bytes");
         *part *= static_cast<std::size_t>(sequences);
     }
-    if (use.q_heads > 0)
-        f.attention = cache.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
+    if (use.q_heads > 0) f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
     f.total = f.coded + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention;
     return f;
 }
@@ -137,11 +131,10 @@ template <class Cache>
 /// Longest context such that every length up to it fits `budget` bytes, the moment of coding included; -1 if not even an
 /// empty cache does. As `transient` is an upper bound, decoding token by token may come some pages further.
 /// With a policy: where step_down() follows every append. O(log(result)) footprints.
-template <class Cache>
-[[nodiscard]] int longest_context(const Cache& cache, std::size_t budget, int sequences = 1,
-                                  const attention_use& use = {}, const step_down_policy& policy = {}) {
-    const page_geometry g = cache.geometry();
-    const int rollback = cache.options().rollback;
+[[nodiscard]] inline int longest_context(const cache& of, std::size_t budget, int sequences = 1,
+                                         const attention_use& use = {}, const step_down_policy& policy = {}) {
+    const page_geometry g = of.geometry();
+    const int rollback = of.options().rollback;
     const auto fits = [&](int n) {
         // Bytes fall when a page is coded or steps down and when its original goes, so the lengths before that decide, over the last
         // page's worth.
@@ -154,7 +147,7 @@ template <class Cache>
         };
         for (int m = detail::larger(0, n - g.page_tokens); m <= n; ++m) {
             if (m < n && !falls(m)) continue;
-            const footprint_report f = footprint(cache, m, sequences, use, policy);
+            const footprint_report f = footprint(of, m, sequences, use, policy);
             if (f.total + (m > 0 ? f.transient : 0) > budget) return false;
         }
         return true;
@@ -172,4 +165,4 @@ template <class Cache>
     return low;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -11,24 +11,23 @@
 #include "../cache/layer_track.hpp"
 #include "../cache/window.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// The page of tensor `role` of span i, or a clean copy of it from `scratch`.
-template <class Window>
-page_ref clean_page(const layer_track& track, int i, tensor role, const cache_shape& shape,
-                    const page_geometry& g, page_pool& scratch) {
+inline page_ref clean_page(const format& window, const layer_track& track, int i, tensor role,
+                           const cache_shape& shape, const page_geometry& g, page_pool& scratch) {
     const page_span& s = track[i];
     const page_ref& p = s.pages[static_cast<int>(role)];
     if (i < track.committed) return p;
     const int tokens = g.window_tokens(s.first_token, s.tokens, s.room);
     if (s.tokens == p->tokens) return p;
-    const std::size_t bytes = full<Window>{}.block_bytes({role, tokens, shape.dim(role)}) *
-                              static_cast<std::size_t>(shape.kv_heads);
+    const std::size_t bytes =
+        window.block_bytes({role, tokens, shape.dim(role)}) * static_cast<std::size_t>(shape.kv_heads);
     page_ref copy = scratch.allocate(bytes, 0, tokens);
     std::memset(copy->data(), 0, bytes);
     copy->not_finite = p->not_finite;
-    copy_tokens<Window>(*p, *copy, role, shape.dim(role), shape.kv_heads, s.tokens);
+    copy_tokens(window.functions().value_type, *p, *copy, role, shape.dim(role), shape.kv_heads, s.tokens);
     return copy;
 }
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

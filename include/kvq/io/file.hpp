@@ -11,7 +11,7 @@
 #include "restore.hpp"
 #include "save.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
@@ -53,8 +53,7 @@ struct unfinished_file {
 }  // namespace detail
 
 /// Writes the sequence to `path`; through `path`.tmp, which must not be anybody else's.
-template <class Cache>
-void save(const sequence<Cache>& s, const std::string& path, const save_options& options = {}) {
+inline void save(const sequence& s, const std::string& path, const save_options& options = {}) {
     const std::string unfinished = path + ".tmp";
     detail::unfinished_file guard{unfinished, true};
     detail::open_file file(unfinished, "wb");
@@ -69,8 +68,7 @@ void save(const sequence<Cache>& s, const std::string& path, const save_options&
 }
 
 /// A new sequence of the cache from a file.
-template <class Cache>
-[[nodiscard]] sequence<Cache> restore(Cache& cache, const std::string& path,
+[[nodiscard]] inline sequence restore(cache& of, const std::string& path,
                                       const restore_options& options = {}) {
     detail::open_file file(path, "rb");
     const auto read = [&](void* to, std::size_t bytes) {
@@ -78,10 +76,10 @@ template <class Cache>
         detail::expect_io(!file.failed(), "cannot read ", path);
         return got;
     };
-    sequence<Cache> s = restore(cache, read, options);
+    sequence s = restore(of, read, options);
     char more = 0;
     detail::expect(file.read(&more, 1) == 0, path, " has data after the saved sequence");
     return s;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

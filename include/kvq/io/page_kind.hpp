@@ -5,11 +5,11 @@
 
 #include "../config.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 enum class page_kind : std::uint8_t {
     copy,  ///< 16-bit page from which a quantized page was made; kept for exact rollback
     page   ///< of a span: sinks, quantized pages, recent tokens
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

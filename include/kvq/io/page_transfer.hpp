@@ -16,18 +16,18 @@
 #include "clean_page.hpp"
 #include "page_wire.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Writes the pages of one layer to a sink, a message each: by spans, 16-bit copies before their pages, first K, then V.
-template <class Cache, byte_sink Sink>
-void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
-    const Cache& cache = detail::sequence_access::cache(s);
-    const cache_shape& shape = cache.shape();
+template <byte_sink Sink>
+void send_pages(const sequence& s, int layer, Sink&& write) {
+    const cache& of = detail::sequence_access::cache(s);
+    const cache_shape& shape = of.shape();
     detail::expect(layer >= 0 && layer < shape.layers, "layer ", layer, " is not among the ", shape.layers,
                    " layers of the cache");
     const detail::layer_track& track = detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
-    const page_geometry g = cache.geometry();
-    page_pool scratch(cache.pool().memory());
+    const page_geometry g = of.geometry();
+    page_pool scratch(of.pool().memory());
     const auto send = [&](tensor role, page_kind kind, const page_ref& p, int i) {
         page_message m;
         m.role = role;
@@ -41,10 +41,7 @@ void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
         m.dim = shape.dim(role);
         m.layer_tokens = track.tokens;
         m.not_finite = p->not_finite;
-        const auto name = [&](const auto& table) {
-            m.scheme = table.visit(p->format, [](const auto& scheme) { return identity_of(scheme); });
-        };
-        role == tensor::key ? name(cache.keys()) : name(cache.values());
+        m.scheme = identity_of(of.table(role)[p->format]);
         m.data = {p->data(), p->bytes};
         encode_page(write, m);
     };
@@ -52,26 +49,23 @@ void send_pages(const sequence<Cache>& s, int layer, Sink&& write) {
         for (int i = 0; i < track.size(); ++i) {
             if (const page_ref& copy = track[i].copies[static_cast<int>(role)])
                 send(role, page_kind::copy, copy, i);
-            send(role, page_kind::page,
-                 detail::clean_page<typename Cache::window>(track, i, role, shape, g, scratch), i);
+            send(role, page_kind::page, detail::clean_page(of.window(), track, i, role, shape, g, scratch),
+                 i);
         }
 }
 
 /// Collects the pages of one sequence. Not for several threads at once.
-template <class Cache>
 class page_receiver {
 public:
-    explicit page_receiver(Cache& cache)
-        : cache_(cache), received_(2 * static_cast<std::size_t>(cache.shape().layers)) {}
+    explicit page_receiver(cache& of)
+        : cache_(of), received_(2 * static_cast<std::size_t>(of.shape().layers)) {}
 
     /// Copies a page into the cache. Raises kvq::error if it does not belong there; nothing has changed then.
-    void accept(const page_message& m) {
-        m.role == tensor::key ? accept_as<tensor::key>(m) : accept_as<tensor::value>(m);
-    }
+    void accept(const page_message& m) { accept_as(m, m.role); }
 
     /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is empty then.
     /// Only so is the loss of all pages of a layer noticed.
-    [[nodiscard]] sequence<Cache> finish(int tokens) {
+    [[nodiscard]] sequence finish(int tokens) {
         for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
             const int came = check(layer, 0, received_[2 * layer]).tokens;
             detail::expect(came == tokens, detail::layer_text(layer, tensor::key), ": ", came,
@@ -80,8 +74,8 @@ public:
         return finish();
     }
     /// The same for layers of whatever length their messages say.
-    [[nodiscard]] sequence<Cache> finish() {
-        sequence<Cache> s = cache_.new_sequence();
+    [[nodiscard]] sequence finish() {
+        sequence s = cache_.new_sequence();
         auto& tracks = detail::sequence_access::tracks(s);
         for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
             extent found[2];
@@ -126,43 +120,42 @@ private:
         return first_token < g.sinks ? g.sinks : g.page_tokens;
     }
 
-    template <tensor Role>
-    void accept_as(const page_message& m) {
+    void accept_as(const page_message& m, tensor tensor_of) {
         const cache_shape& shape = cache_.shape();
         const page_geometry g = cache_.geometry();
         detail::expect(m.layer >= 0 && m.layer < shape.layers && m.kv_heads == shape.kv_heads &&
-                           m.dim == shape.dim(Role),
+                           m.dim == shape.dim(tensor_of),
                        "a page of layer ", m.layer, ", ", m.kv_heads, " heads x ", m.dim,
                        " channels does not belong to a cache of ", shape.layers, " layers, ", shape.kv_heads,
-                       " x ", shape.dim(Role));
-        const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(Role);
+                       " x ", shape.dim(tensor_of));
+        const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(tensor_of);
         const int room = room_at(m.first_token);
         const bool sinks = m.first_token < g.sinks;
         detail::expect(m.used >= 1 && m.used <= room && (!sinks || m.first_token == 0) &&
                            m.tokens == (m.committed ? room : g.window_tokens(m.first_token, m.used, room)),
-                       detail::layer_text(layer, Role), ": a page of ", m.tokens, " tokens at ",
+                       detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
                        m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
                        g.sinks, " sinks and ", g.page_tokens, " tokens per page");
         const bool copy = m.kind == page_kind::copy;
-        const int format = detail::find_format(cache_.template table<Role>(), m.scheme);
+        const int format = detail::index_of_identity(cache_.table(tensor_of), m.scheme);
         if (format < 0)
-            detail::raise_unknown_format(cache_.template table<Role>(), m.scheme,
-                                         detail::layer_text(layer, Role) + " is");
+            detail::raise_unknown_format(cache_.table(tensor_of), m.scheme,
+                                         detail::layer_text(layer, tensor_of) + " is");
         detail::expect(copy ? format == 0 && m.committed && m.used == m.tokens && !sinks
                             : format == 0 || (m.committed && !sinks),
-                       detail::layer_text(layer, Role), ": the page at ", m.first_token,
+                       detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
                        " is quantized before its time");
-        const std::size_t bytes = cache_.template page_bytes<Role>(format, m.tokens);
-        detail::expect(bytes == m.data.size(), detail::layer_text(layer, Role), ": a page of ", m.scheme.name,
-                       " has ", m.data.size(), " bytes, here it would have ", bytes);
+        const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
+        detail::expect(bytes == m.data.size(), detail::layer_text(layer, tensor_of), ": a page of ",
+                       m.scheme.name, " has ", m.data.size(), " bytes, here it would have ", bytes);
         received_pages& list = received_[2 * layer + role];
         const auto known = list.find(m.first_token);
         if (known != list.end()) {
             const received& r = known->second;
-            detail::expect(!(copy ? r.copy : r.page), detail::layer_text(layer, Role), ": the page at ",
+            detail::expect(!(copy ? r.copy : r.page), detail::layer_text(layer, tensor_of), ": the page at ",
                            m.first_token, " came twice");
             detail::expect(r.used == m.used && r.committed == m.committed && r.layer_tokens == m.layer_tokens,
-                           detail::layer_text(layer, Role), ": the page at ", m.first_token,
+                           detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
                            " and its 16-bit copy do not belong together");
         }
         page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
@@ -215,8 +208,8 @@ private:
                                    {k->second.copy, v->second.copy}});
     }
 
-    Cache& cache_;
+    cache& cache_;
     std::vector<received_pages> received_;  // [layer][K, V]
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

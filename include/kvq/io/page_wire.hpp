@@ -28,7 +28,7 @@
 #include "page_kind.hpp"
 #include "scheme_identity.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// What a message says about its page.
 struct page_message {
@@ -200,4 +200,4 @@ page_message read_page(Source&& read, std::vector<std::byte>& storage) {
     return m;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -18,7 +18,7 @@
 
 #include "byte_stream.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 struct safetensors_tensor {
     std::string name;
@@ -240,4 +240,4 @@ safetensors_header read_safetensors_header(detail::exact_source<Source>& source)
     return header;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

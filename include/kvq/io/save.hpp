@@ -11,7 +11,7 @@
 #include "clean_page.hpp"
 #include "saved_sequence.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 struct save_options {
     std::string model = {};  ///< whose tokens these are: any text by which the engine recognizes its model
@@ -19,10 +19,9 @@ struct save_options {
 
 namespace detail {
 
-template <class Cache>
 class sequence_writer {
 public:
-    sequence_writer(const sequence<Cache>& s, const save_options& options)
+    sequence_writer(const sequence& s, const save_options& options)
         : sequence_(s), cache_(sequence_access::cache(s)), scratch_(cache_.pool().memory()) {
         header_.metadata = describe(cache_, options).to_metadata();
         add_tensor("tokens", "I32", {layers()});
@@ -69,23 +68,21 @@ public:
 private:
     std::uint64_t layers() const { return static_cast<std::uint64_t>(cache_.shape().layers); }
 
-    static saved_description describe(const Cache& cache, const save_options& options) {
+    static saved_description describe(const cache& of, const save_options& options) {
         saved_description d;
         d.model = options.model;
         d.library = std::to_string(KVQ_VERSION_MAJOR) + "." + std::to_string(KVQ_VERSION_MINOR) + "." +
                     std::to_string(KVQ_VERSION_PATCH);
-        d.window = full<typename Cache::window>{}.name();
-        d.shape = cache.shape();
+        d.window = of.window().name();
+        d.shape = of.shape();
         d.shape.value_dim = d.shape.dim(tensor::value);
-        d.geometry = cache.geometry();
-        d.rollback = cache.options().rollback;
+        d.geometry = of.geometry();
+        d.rollback = of.options().rollback;
         expect(d.geometry.sinks <= saved_description::most_sinks, "a sequence with ", d.geometry.sinks,
                " sinks cannot be saved, the limit is ", saved_description::most_sinks);
-        const auto add = [](auto& list) {
-            return [&list](const auto& scheme, int) { list.push_back(identity_of(scheme)); };
-        };
-        cache.keys().for_each(add(d.schemes[0]));
-        cache.values().for_each(add(d.schemes[1]));
+        for (const tensor role : {tensor::key, tensor::value})
+            for (int i = 0; i < of.table(role).size(); ++i)
+                d.schemes[static_cast<std::size_t>(role)].push_back(identity_of(of.table(role)[i]));
         return d;
     }
 
@@ -129,7 +126,7 @@ private:
                     if (const page_ref& copy = track[i].copies[static_cast<int>(role)])
                         take(page_kind::copy, i, copy);
                     take(page_kind::page, i,
-                         clean_page<typename Cache::window>(track, i, role, cache_.shape(), g, scratch_));
+                         clean_page(cache_.window(), track, i, role, cache_.shape(), g, scratch_));
                 }
                 std::sort(pages.begin(), pages.end(),
                           [](const auto& a, const auto& b) { return a.first.order() < b.first.order(); });
@@ -137,8 +134,8 @@ private:
             }
     }
 
-    const sequence<Cache>& sequence_;
-    const Cache& cache_;
+    const sequence& sequence_;
+    const cache& cache_;
     page_pool scratch_;
     safetensors_header header_;
     std::vector<saved_page> index_;
@@ -147,9 +144,9 @@ private:
 }  // namespace detail
 
 /// Writes the sequence to a sink: a callable write(const void*, std::size_t) that takes everything or throws.
-template <class Cache, byte_sink Sink>
-void save(const sequence<Cache>& s, Sink&& write, const save_options& options = {}) {
-    detail::sequence_writer<Cache>(s, options).write(write);
+template <byte_sink Sink>
+void save(const sequence& s, Sink&& write, const save_options& options = {}) {
+    detail::sequence_writer(s, options).write(write);
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

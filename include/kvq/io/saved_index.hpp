@@ -9,7 +9,7 @@
 #include "../cache/layer_track.hpp"
 #include "saved_sequence.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// K or V of one layer, as the file has it.
 struct saved_table {
@@ -219,4 +219,4 @@ private:
     std::vector<saved_layer> layers_;
 };
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

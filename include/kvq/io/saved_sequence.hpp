@@ -19,7 +19,7 @@
 #include "safetensors.hpp"
 #include "scheme_identity.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
 /// Changes whenever a reader of the version before would misunderstand the file, be it the bytes of pages.
@@ -144,4 +144,4 @@ public:
     }
 };
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

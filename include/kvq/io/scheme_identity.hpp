@@ -5,18 +5,16 @@
 //   std::uint64_t fingerprint() const     equal for two schemes of one name only if they decode the same
 //
 // so that pages are never decoded with somebody else's parameters; without it they cannot be saved or sent. The index in
-// formats<...> says nothing: other caches have other lists.
+// a table of formats says nothing: other caches have other lists.
 #pragma once
 
-#include <concepts>
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <type_traits>
 
-#include "../page/formats.hpp"
+#include "../format/format_table.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 struct scheme_identity {
     std::string name;
@@ -25,17 +23,13 @@ struct scheme_identity {
     bool operator==(const scheme_identity&) const = default;
 };
 
-template <kv_scheme S>
-scheme_identity identity_of(const S& scheme) {
-    constexpr bool has_fingerprint = requires {
-        { scheme.fingerprint() } -> std::convertible_to<std::uint64_t>;
-    };
-    static_assert(has_fingerprint || std::is_empty_v<S>,
-                  "kvq: to save or send pages of a scheme that holds state, it must have "
-                  "std::uint64_t fingerprint() const");
-    scheme_identity id{scheme.name(), std::nullopt};
-    if constexpr (has_fingerprint) id.fingerprint = static_cast<std::uint64_t>(scheme.fingerprint());
-    return id;
+/// Raises kvq::error for a format with state that has no fingerprint.
+inline scheme_identity identity_of(const format& f) {
+    const format_record& r = f.record();
+    detail::expect(r.has_fingerprint || !r.has_state, "pages of ", f.name(),
+                   " cannot be saved or sent: it holds state, so its scheme must have std::uint64_t "
+                   "fingerprint() const");
+    return {f.name(), r.has_fingerprint ? std::optional(r.fingerprint) : std::nullopt};
 }
 
 namespace detail {
@@ -52,29 +46,26 @@ inline std::string layer_text(std::size_t layer, tensor role) {
     return "layer " + std::to_string(layer) + (role == tensor::key ? " (keys)" : " (values)");
 }
 
-/// Index of the scheme in a table, or -1. Several of one identity: the first.
-template <class Table>
-int find_format(const Table& table, const scheme_identity& id) {
-    int found = -1;
-    table.for_each([&](const auto& scheme, int index) {
-        if (found < 0 && identity_of(scheme) == id) found = index;
-    });
-    return found;
+/// Index of the format in a table, or -1. Several of one identity: the first.
+inline int index_of_identity(const format_table& table, const scheme_identity& id) {
+    for (int i = 0; i < table.size(); ++i)
+        if (identity_of(table[i]) == id) return i;
+    return -1;
 }
 
 /// Raises kvq::error: `id`, with which `what` is coded, is not in the table.
-template <class Table>
-void raise_unknown_format(const Table& table, const scheme_identity& id, const std::string& what) {
+[[noreturn]] inline void raise_unknown_format(const format_table& table, const scheme_identity& id,
+                                              const std::string& what) {
     std::string listed;
-    table.for_each([&](const auto& scheme, int) {
-        const scheme_identity mine = identity_of(scheme);
+    for (int i = 0; i < table.size(); ++i) {
+        const scheme_identity mine = identity_of(table[i]);
         expect(mine.name != id.name, what, " coded with ", id.name,
                ", whose parameters differ from this cache's: ", "fingerprint ",
                fingerprint_text(id.fingerprint), ", here ", fingerprint_text(mine.fingerprint));
         listed += (listed.empty() ? "" : ", ") + mine.name;
-    });
-    expect(false, what, " coded with ", id.name, ", which is not among the formats of this cache: ", listed);
+    }
+    fail(what, " coded with ", id.name, ", which is not among the formats of this cache: ", listed);
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

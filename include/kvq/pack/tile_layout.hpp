@@ -15,7 +15,7 @@
 
 #include "../core/bits.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// An axis of `size` elements cut into groups of `group`; every group is padded to a multiple of 4 slots.
 /// Counts are kept, not divided out again: kernels ask for them once per block.
@@ -79,4 +79,4 @@ struct tile_layout {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -13,7 +13,7 @@
 
 #include "page.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// How tokens fall into pages as long as nothing is cut.
 struct page_geometry {
@@ -97,4 +97,4 @@ struct layer_pages {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

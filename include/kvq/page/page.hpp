@@ -17,7 +17,7 @@
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 class page_pool;
 
@@ -129,4 +129,4 @@ inline void page_ref::release() noexcept {
     if (page_ && page_->references.fetch_sub(1, std::memory_order_acq_rel) == 1) page_->pool->free(page_);
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -12,7 +12,7 @@
 
 #include "../core/rounding.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Scale and bias as stored.
 template <class P>
@@ -54,4 +54,4 @@ struct asymmetric {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -23,7 +23,7 @@
 #include "../core/shape.hpp"
 #include "../core/token_view.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 class calibration {
 public:
@@ -219,4 +219,4 @@ private:
     std::vector<double> keys_, key_squares_, queries_, key_tokens_, query_tokens_;
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -14,7 +14,7 @@
 #include "../core/shape.hpp"
 #include "grid_keeper.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 inline constexpr int most_coded = 1024;            // tokens, channels: what scratch on the stack holds
 inline constexpr int most_slots = 4 * most_coded;  // groups of one token have four slots
@@ -91,4 +91,4 @@ void code_channels(const Encoder& encoder, block_id id, float* y, int tokens, in
                                  corrected_rounding<Encoder>);
 }
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -13,10 +13,11 @@
 
 #include <string>
 
+#include "../core/text.hpp"
 #include "coded.hpp"
 #include "params.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
@@ -33,7 +34,7 @@ struct channel_parameters;
 
 template <class P>
 struct channel_parameters<params<P>> {
-    static std::string name() { return detail::parameter_name<P>(); }
+    static short_text name() { return detail::parameter_name<P>(); }
     KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
         return 2 * sizeof(P) * static_cast<std::size_t>(groups * slot_count);
     }
@@ -93,7 +94,7 @@ struct channel_parameters<params<P>> {
 
 template <>
 struct channel_parameters<coded> {
-    static std::string name() { return coded::name; }
+    static short_text name() { return coded::name; }
     KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
         return static_cast<std::size_t>(2 * groups * slot_count) +
                shared_bytes * static_cast<std::size_t>(groups);
@@ -194,7 +195,7 @@ struct channel_parameters<coded> {
 /// No factor: parameters of channels alone.
 struct no_factors {
     static constexpr bool present = false;
-    static std::string name() { return ""; }
+    static short_text name() { return ""; }
     KVQ_HD static constexpr std::size_t bytes(int) noexcept { return 0; }
 };
 
@@ -211,7 +212,7 @@ concept factors_of_tokens = requires {
 template <>
 struct token_factors<coded> {
     static constexpr bool present = true;
-    static std::string name() { return "-dual"; }
+    static short_text name() { return "-dual"; }
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
         return static_cast<std::size_t>(slot_count);
     }
@@ -234,7 +235,7 @@ struct token_factors<coded> {
 template <class P>
 struct token_factors<params<P>> {
     static constexpr bool present = true;
-    static std::string name() { return "-dual-" + channel_parameters<params<P>>::name(); }
+    static short_text name() { return "-dual-" + channel_parameters<params<P>>::name(); }
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
         return sizeof(P) * static_cast<std::size_t>(slot_count);
     }
@@ -261,4 +262,4 @@ struct channel_parameters : channel_parameters<coded> {
         "kvq::channel_grid, kvq::mixed_width: parameters are `coded` or params<P>, such as params<float16>");
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -18,7 +18,7 @@
 
 #include "../core/rounding.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// A group's scale: `working` while codes are chosen, `stored` for the block. Most codebooks have one for both.
 struct fitted {
@@ -111,4 +111,4 @@ struct by_norm : table_levels<Table> {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

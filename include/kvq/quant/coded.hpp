@@ -14,7 +14,7 @@
 
 #include "../core/rounding.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Tag: 8-bit parameters under bfloat16 numbers shared by the channels of a group. 16 bits per channel and group.
 struct coded {
@@ -140,4 +140,4 @@ struct bias_line {
 };
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

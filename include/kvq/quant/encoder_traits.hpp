@@ -11,7 +11,7 @@
 #include "encoders.hpp"
 #include "error_feedback.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// The range; the best of shrink_search's candidates; that one refitted by least squares.
 enum class grid_fit : unsigned char { range, search, squares };
@@ -54,4 +54,4 @@ requires(encoder_traits<Encoder>::known&&
     static constexpr grid_fits fits = encoder_traits<Encoder>::fits, alone = encoder_traits<Alone>::fits;
 };
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

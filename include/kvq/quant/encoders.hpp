@@ -20,9 +20,10 @@
 
 #include <string>
 
+#include "../core/text.hpp"
 #include "coded.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// The first and last value of a grid: code 0 and code top.
 struct grid_range {
@@ -112,7 +113,7 @@ inline double code_on_grid(const float* x, int n, const grid_range& r, int top, 
 struct min_max {
     static constexpr parameter_rounding rounding = parameter_rounding::nearest;
     static constexpr bool corrects_mean = false;
-    static std::string name() { return ""; }
+    static short_text name() { return ""; }
 
     /// Grid for n >= 1 finite numbers; codes: scratch of n floats.
     static grid_range fit(const float* x, int n, int, float*) noexcept { return detail::range_of(x, n); }
@@ -120,13 +121,13 @@ struct min_max {
 
 struct enclosing : min_max {
     static constexpr parameter_rounding rounding = parameter_rounding::outside;
-    static std::string name() { return "-enclosing"; }
+    static short_text name() { return "-enclosing"; }
 };
 
 struct shrink_search {
     static constexpr parameter_rounding rounding = parameter_rounding::nearest;
     static constexpr bool corrects_mean = false;
-    static std::string name() { return "-search"; }
+    static short_text name() { return "-search"; }
 
     static constexpr int candidates = 10;
     /// The range (0) or what is left of it when i / 40 of it are cut off at both ends.
@@ -155,7 +156,7 @@ struct shrink_search {
 struct least_squares {
     static constexpr parameter_rounding rounding = parameter_rounding::nearest;
     static constexpr bool corrects_mean = false;
-    static std::string name() { return "-ls"; }
+    static short_text name() { return "-ls"; }
 
     static constexpr int turns = 4;
     /// The best grid for codes of n numbers: sums of codes c, numbers y, squares of codes cc and products cy. False: none.
@@ -206,7 +207,7 @@ struct least_squares {
 struct least_squares_below_3_bits {
     static constexpr parameter_rounding rounding = parameter_rounding::nearest;
     static constexpr bool corrects_mean = false;
-    static std::string name() { return "-ls2"; }
+    static short_text name() { return "-ls2"; }
 
     static grid_range fit(const float* x, int n, int top, float* codes) noexcept {
         return top < 7 ? least_squares::fit(x, n, top, codes) : min_max::fit(x, n, top, codes);
@@ -216,7 +217,7 @@ struct least_squares_below_3_bits {
 template <class Encoder>
 struct mean_corrected : Encoder {
     static constexpr bool corrects_mean = true;
-    static std::string name() { return Encoder::name() + "-mean"; }
+    static short_text name() { return Encoder::name() + "-mean"; }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

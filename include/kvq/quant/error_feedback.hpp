@@ -17,11 +17,12 @@
 #include <concepts>
 #include <memory>
 
+#include "../core/text.hpp"
 #include "calibration.hpp"
 #include "encoders.hpp"
 #include "width_allocation.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// R_ij / R_ii for every layer and head, by places, column after column.
 class feedback_matrices {
@@ -141,7 +142,7 @@ template <class Encoder, class Alone = Encoder>
 struct error_feedback : Encoder {
     static_assert(Encoder::rounding == Alone::rounding && Encoder::corrects_mean == Alone::corrects_mean,
                   "kvq::error_feedback: both encoders must round parameters and correct means alike");
-    static std::string name() {
+    static short_text name() {
         return (std::same_as<Encoder, Alone> ? "" : Alone::name()) + Encoder::name() + "-feedback";
     }
 
@@ -182,4 +183,4 @@ Encoder make_encoder(const calibration& statistics, const width_plan* plan = nul
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -8,12 +8,12 @@
 // Source: per-channel keys and per-token values: KIVI, arXiv 2402.02750, section 3.
 #pragma once
 
-#include <string>
+#include "../core/text.hpp"
 
 #include "../core/shape.hpp"
 #include "../pack/tile_layout.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// One parameter set per token and `Group` channels; 0 means all channels of the head.
 template <int Group = 0>
@@ -22,7 +22,7 @@ struct per_token {
                   "kvq::per_token<G>: the group size G must be at least 1 (or 0 for the whole head)");
     static constexpr int group = Group;
     static constexpr bool on_tokens = true;
-    static std::string name() { return Group ? "token-g" + std::to_string(Group) : "token"; }
+    static short_text name() { return Group ? "token-g" + short_text::of(Group) : "token"; }
 };
 
 /// One parameter set per channel and `Group` tokens; 0 means all tokens of the page.
@@ -32,7 +32,7 @@ struct per_channel {
                   "kvq::per_channel<G>: the group size G must be at least 1 (or 0 for the whole page)");
     static constexpr int group = Group;
     static constexpr bool on_tokens = false;
-    static std::string name() { return Group ? "channel-g" + std::to_string(Group) : "channel"; }
+    static short_text name() { return Group ? "channel-g" + short_text::of(Group) : "channel"; }
 };
 
 template <class T>
@@ -64,4 +64,4 @@ KVQ_HD KVQ_INLINE constexpr grouped_axis col_axis(const block_shape& s) noexcept
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -14,7 +14,7 @@
 #include "channel_params.hpp"
 #include "encoders.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// How biases are stored once the mean is corrected.
 template <class Encoder>
@@ -218,4 +218,4 @@ inline void settle_token_factors(const float* values, int tokens, int dim, int t
     }
 }
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -15,8 +15,9 @@
 #include <string>
 
 #include "../core/shape.hpp"
+#include "../core/text.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 namespace detail {
 
 /// +1 or -1 of a channel. Seed 0: all +1.
@@ -52,7 +53,7 @@ struct hadamard_transform {
     static_assert(Largest >= 0 && (Largest & (Largest - 1)) == 0,
                   "kvq::hadamard_transform: Largest must be a power of two, or 0 for no limit");
 
-    std::string name() const { return "hadamard" + (Largest ? std::to_string(Largest) : std::string()); }
+    short_text name() const { return "hadamard" + (Largest ? short_text::of(Largest) : short_text()); }
 
     /// Of the signs.
     static constexpr std::uint64_t fingerprint() noexcept { return Seed; }
@@ -88,4 +89,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

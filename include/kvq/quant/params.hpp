@@ -6,8 +6,9 @@
 #include <type_traits>
 
 #include "../core/float_formats.hpp"
+#include "../core/text.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Width of a code, 1 to 8 bits.
 template <int Bits>
@@ -34,11 +35,11 @@ namespace detail {
 
 /// How P is called in the names of schemes.
 template <class P>
-std::string parameter_name() {
+short_text parameter_name() {
     if constexpr (float_format<P>)
         return float_name<P>;
     else
-        return "p" + std::to_string(8 * sizeof(P));
+        return "p" + short_text::of(8 * sizeof(P));
 }
 
 /// How a backend without vectors loads parameters, and code that has no backend.
@@ -64,4 +65,4 @@ struct parameter_of<Params> {
 };
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -12,7 +12,7 @@
 #include "../core/e4m3.hpp"
 #include "codebook.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// The 2^B levels with the smallest mean squared error for N(0, 1): each the mean of its cell, cells end half-way.
 /// Sources: Max, Quantizing for minimum distortion, IRE Trans. IT-6, 1960, table I; Lloyd, IEEE Trans. IT-28, 1982.
@@ -193,4 +193,4 @@ private:
 static_assert(codebook<by_norm<normal_levels<4>>> && codebook<nf4> && codebook<iq4_nl> && codebook<q4_0> &&
               codebook<midpoint<4>> && codebook<fp8_e4m3> && codebook<integer_zero<4>>);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

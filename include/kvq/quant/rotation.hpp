@@ -16,8 +16,9 @@
 
 #include "../core/bits.hpp"
 #include "../core/shape.hpp"
+#include "../core/text.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// The rotation as a policy of transformed<> (schemes/transformed.hpp). Copies share the matrices.
 class rotation {
@@ -49,7 +50,7 @@ public:
         transposed_ = std::make_shared<const std::vector<float>>(std::move(transposed));
     }
 
-    std::string name() const { return "rotated"; }
+    short_text name() const { return "rotated"; }
     int dim() const noexcept { return dim_; }
 
     /// Of all matrices, bit for bit. O(their size).
@@ -120,4 +121,4 @@ private:
     std::shared_ptr<const std::vector<float>> matrices_, transposed_;  // whose columns are read side by side
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

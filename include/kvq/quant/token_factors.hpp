@@ -12,7 +12,7 @@
 
 #include "encoders.hpp"
 
-namespace kvq::inline v0_1::detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// 1 / w of a channel, or 0 for one of zeros, from a sum of squares over n tokens.
 KVQ_HD inline float inverse_size(double squares, int n) noexcept {
@@ -62,4 +62,4 @@ inline void fit_token_factors(const float* values, int tokens, int dim, float* f
     }
 }
 
-}  // namespace kvq::inline v0_1::detail
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -28,7 +28,7 @@
 #include "../core/rounding.hpp"
 #include "../pack/code_layout.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
@@ -183,4 +183,4 @@ inline channel_allocation allocate_widths(std::span<const double> importance, st
     return result;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -6,7 +6,7 @@
 
 #include "scheme.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, ...
 template <int Bits, class Granularity = per_token<64>, class Params = params<float16>>
@@ -16,4 +16,4 @@ static_assert(foldable<affine<4>>);
 static_assert(affine<4>{}.block_bytes({tensor::key, 64, 128}) == 64 * 72);
 static_assert(affine<8>{}.block_bytes({tensor::value, 64, 128}) == 64 * 136);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

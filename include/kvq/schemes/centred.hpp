@@ -15,9 +15,10 @@
 #include <type_traits>
 
 #include "../core/float_formats.hpp"
+#include "../core/text.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 namespace detail {
 
 template <class S>
@@ -32,7 +33,7 @@ template <kv_scheme Inner>
 struct centred : Inner {
     using attends_as = std::conditional_t<detail::folds_columns_only<Inner>, centred, void>;
 
-    std::string name() const { return "centred-" + Inner::name(); }
+    short_text name() const { return "centred-" + Inner::name(); }
 
     static constexpr bool supports(tensor role) noexcept {
         return role == tensor::key && detail::supports<Inner>(role);
@@ -90,4 +91,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -11,7 +11,7 @@
 #include "../quant/codebook.hpp"
 #include "scheme.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 namespace detail {
 
 /// A codebook as the levels of scheme<>, which then packs, stores and decodes.
@@ -70,4 +70,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -35,7 +35,7 @@
 #include "../core/shape.hpp"
 #include "../pack/code_layout.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 template <class S>
 concept kv_scheme = std::copy_constructible<S> &&
@@ -144,4 +144,4 @@ concept full_precision = detail::read_by_attention<S> && requires {
     typename S::value_type;
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

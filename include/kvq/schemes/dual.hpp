@@ -27,7 +27,7 @@
 #include "../quant/token_factors.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Bits per code; Group tokens share a channel's parameters (0: the whole page); Params: coded or params<P>; Factors: no_factors
 /// or token_factors<coded or params<P>>; Encoder: quant/encoders.hpp.
@@ -56,8 +56,8 @@ struct channel_grid {
         : encoder(detail::make_encoder<Encoder>(statistics)) {}
 
     /// The format; encoders do not change it.
-    std::string name() const {
-        return "channel" + std::to_string(Bits) + (Group ? "-g" + std::to_string(Group) : "") + "-" +
+    short_text name() const {
+        return "channel" + short_text::of(Bits) + (Group ? "-g" + short_text::of(Group) : "") + "-" +
                parameters::name() + Factors::name();
     }
 
@@ -234,4 +234,4 @@ public:
 
 static_assert(foldable<channel_grid<4>>);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

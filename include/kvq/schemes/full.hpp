@@ -6,17 +6,18 @@
 #include <cstring>
 
 #include "../core/float_formats.hpp"
+#include "../core/text.hpp"
 #include "../pack/value_layout.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 template <float_format T>
 struct full {
     using value_type = T;
     using attends_as = full;
 
-    std::string name() const { return float_name<T>; }
+    short_text name() const { return float_name<T>; }
 
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
         return detail::round_up(value_layout<T>(s).bytes(), std::size_t{16});
@@ -51,4 +52,4 @@ struct full {
 
 static_assert(key_scheme<full<float16>> && value_scheme<full<float>>);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -19,10 +19,11 @@
 #include <vector>
 
 #include "../core/rounding.hpp"
+#include "../core/text.hpp"
 #include "../pack/bit_pack.hpp"
 #include "transformed.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 template <int Bits, bool Floor = true, int Turns = 8>
 struct variance_normalized {
@@ -31,8 +32,8 @@ struct variance_normalized {
     static constexpr int zero_code = 0;
     static constexpr int top = (1 << Bits) - 1;
 
-    std::string name() const {
-        return std::string("variance-normalized") + std::to_string(Bits) + (Floor ? "" : "-free");
+    short_text name() const {
+        return short_text("variance-normalized") + short_text::of(Bits) + (Floor ? "" : "-free");
     }
 
     constexpr code_layout<Bits> codes(const block_shape& s) const noexcept {
@@ -192,4 +193,4 @@ struct kvarn {
 
 static_assert(foldable<kvarn<4>::keys> && transforming<kvarn<4>::keys>);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -16,6 +16,7 @@
 #include <limits>
 #include <memory>
 
+#include "../core/text.hpp"
 #include "../pack/bit_pack.hpp"
 #include "../quant/affine.hpp"
 #include "../quant/channel_coder.hpp"
@@ -25,7 +26,7 @@
 #include "../quant/width_allocation.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Widths that channels may have, falling; 0 is one of them if it is the last.
 template <int... Widths>
@@ -123,12 +124,12 @@ struct mixed_width {
     }
 
     /// The format; encoders do not change it.
-    std::string name() const {
-        std::string text = "mixed";
-        for (const int w : Widths::values) text += (text == "mixed" ? "" : "-") + std::to_string(w);
-        text += "-avg" + std::to_string(AverageEighths / 8);
+    short_text name() const {
+        short_text all = "mixed";
+        for (const int w : Widths::values) all += (all == "mixed" ? "" : "-") + short_text::of(w);
+        all += "-avg" + short_text::of(AverageEighths / 8);
         constexpr const char* eighths[8] = {"", ".125", ".25", ".375", ".5", ".625", ".75", ".875"};
-        return text + eighths[AverageEighths % 8] + (Group ? "-g" + std::to_string(Group) : "") + "-" +
+        return all + eighths[AverageEighths % 8] + (Group ? "-g" + short_text::of(Group) : "") + "-" +
                parameters::name();
     }
 
@@ -421,4 +422,4 @@ static_assert(key_scheme<mixed_width<widths<4, 2, 0>, 16>> &&
               !value_scheme<mixed_width<widths<4, 2, 0>, 16>>);
 static_assert(transforming<mixed_width<widths<4, 2, 0>, 16>> && segmented<mixed_width<widths<4, 2, 0>, 16>>);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

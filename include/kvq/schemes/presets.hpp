@@ -23,7 +23,7 @@
 #include "dual.hpp"
 #include "mixed_width.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
@@ -89,4 +89,4 @@ constexpr void for_each_preset(F&& f) {
 
 static_assert(foldable<std4::keys> && foldable<std4::values>);
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -23,7 +23,7 @@
 #include "kivi.hpp"
 #include "kvarn.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 template <class S>
@@ -65,4 +65,4 @@ struct rotating {
     using values = hadamard<typename Pair::values, 0, 0>;
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -8,6 +8,7 @@
 
 #include <cstring>
 
+#include "../core/text.hpp"
 #include "../pack/bit_pack.hpp"
 #include "../quant/affine.hpp"
 #include "../quant/granularity.hpp"
@@ -15,7 +16,7 @@
 #include "../quant/symmetric.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 template <class Bits, class Levels, class Granularity>
@@ -41,8 +42,8 @@ struct scheme {
                   "kvq::scheme: symmetric levels need at least 2 bits");
     static constexpr int zero_code = Levels::template zero_code<code_bits>;
 
-    std::string name() const {
-        return std::string(Levels::name) + std::to_string(code_bits) + "-" + Granularity::name() + "-" +
+    short_text name() const {
+        return short_text(Levels::name) + short_text::of(code_bits) + "-" + Granularity::name() + "-" +
                detail::parameter_name<parameter>();
     }
 
@@ -191,4 +192,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -13,11 +13,12 @@
 #include <utility>
 
 #include "../core/float_formats.hpp"
+#include "../core/text.hpp"
 #include "../quant/hadamard.hpp"
 #include "../quant/rotation.hpp"
 #include "concepts.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 /// Transform: name(), fingerprint(), forward(dim, id, x), backward(dim, id, x) in place, orthogonal; check(cache_shape, tensor) if it
 /// has state.
@@ -32,7 +33,7 @@ struct transformed : Inner {
     explicit transformed(Transform t, Inner inner = Inner())
         : Inner(std::move(inner)), transform(std::move(t)) {}
 
-    std::string name() const { return transform.name() + "-" + Inner::name(); }
+    short_text name() const { return transform.name() + "-" + Inner::name(); }
 
     /// Of the transform and of what Inner holds (io/scheme_identity.hpp).
     std::uint64_t fingerprint() const {
@@ -97,4 +98,4 @@ using hadamard = transformed<hadamard_transform<Largest, Seed>, Inner>;
 template <kv_scheme Inner>
 using rotated = transformed<rotation, Inner>;
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

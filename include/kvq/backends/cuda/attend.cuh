@@ -12,7 +12,7 @@
 #include "attend_any.cuh"
 #include "attend_warps.cuh"
 
-namespace kvq::inline v0_1::cuda {
+namespace kvq::inline KVQ_TAGGED::cuda {
 
 namespace detail {
 
@@ -237,4 +237,4 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
         return detail::run_any(a, stream);
 }
 
-}  // namespace kvq::inline v0_1::cuda
+}  // namespace kvq::inline KVQ_TAGGED::cuda

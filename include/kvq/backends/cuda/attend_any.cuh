@@ -11,7 +11,7 @@
 #include "attention_args.cuh"
 #include "block_access.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int any_threads = 256;
 
@@ -95,4 +95,4 @@ status run_any(const attention_args<Format, T>& a, cudaStream_t stream) noexcept
                   dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a);
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -19,7 +19,7 @@
 #include "mixed_keys.cuh"
 #include "query_rows.cuh"
 
-namespace kvq::inline v0_1::cuda {
+namespace kvq::inline KVQ_TAGGED::cuda {
 
 namespace detail {
 
@@ -596,4 +596,4 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1::cuda
+}  // namespace kvq::inline KVQ_TAGGED::cuda

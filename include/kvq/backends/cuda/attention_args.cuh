@@ -8,7 +8,7 @@
 #include "../../core/token_view.hpp"
 #include "schedule.cuh"
 
-namespace kvq::inline v0_1::cuda {
+namespace kvq::inline KVQ_TAGGED::cuda {
 
 struct attention_options {
     float scale = 0.0f;               ///< of scores; 0: 1/sqrt(head_dim)
@@ -164,4 +164,4 @@ __device__ __forceinline__ void finish_header(const attention_args<Format, T>& a
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1::cuda
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -10,7 +10,7 @@
 #include "cache_ref.cuh"
 #include "ptx.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 template <class S>
 KVQ_HD stored_parameters<typename S::parameter> read_parameters(const block_shape& s, const std::byte* block,
@@ -152,4 +152,4 @@ __device__ __forceinline__ void store_code_shared(const block_shape& s, std::byt
     }
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

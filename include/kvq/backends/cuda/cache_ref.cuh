@@ -23,7 +23,7 @@
 #include "../../schemes/presets.hpp"
 #include "status.cuh"
 
-namespace kvq::inline v0_1::cuda {
+namespace kvq::inline KVQ_TAGGED::cuda {
 
 namespace detail {
 
@@ -278,4 +278,4 @@ status check_ref(const cache_ref<Format>& c, bool tables) noexcept {
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1::cuda
+}  // namespace kvq::inline KVQ_TAGGED::cuda

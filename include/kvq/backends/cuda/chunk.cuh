@@ -15,7 +15,7 @@
 
 #include "code_words.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int warp_size = 32;
 
@@ -547,4 +547,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -12,7 +12,7 @@
 #include "grid_feedback.cuh"
 #include "grid_memory.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 template <class From, class To, tensor Role, int Threads>
 class grid_encoder {
@@ -475,4 +475,4 @@ private:
     [[no_unique_address]] typename quads_type<S>::type quads_;
 };
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

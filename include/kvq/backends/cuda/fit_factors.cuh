@@ -9,7 +9,7 @@
 #include "../../quant/token_factors.hpp"
 #include "chunk.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Scratch in shared memory, by token slot and by channel.
 struct factor_scratch {
@@ -86,4 +86,4 @@ __device__ __forceinline__ void scale_factors(const factor_scratch& s, int dim, 
     __syncthreads();
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -11,7 +11,7 @@
 #include "../../core/rounding.hpp"
 #include "grid_memory.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Stored parameters of a channel and its largest code.
 struct channel_grid_of {
@@ -90,4 +90,4 @@ __device__ __forceinline__ void code_with_feedback(const float* matrix, double* 
     }
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

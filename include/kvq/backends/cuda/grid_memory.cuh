@@ -13,7 +13,7 @@
 #include "fit_grids.cuh"
 #include "page_numbers.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 template <class S>
 inline constexpr bool has_factors = [] {
@@ -87,4 +87,4 @@ struct grid_memory {
     static constexpr int codes = rows + 2 * 8 * feedback_channels * dim;
 };
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -11,7 +11,7 @@
 
 #include "chunk.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// The format whose pages hold the tokens of two pages.
 template <class Format>
@@ -93,4 +93,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -13,7 +13,7 @@
 
 #include "chunk.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Do the pieces of a row lie in two tiles of columns? Then a lane folds one row of 8 and keeps both pieces.
 template <int Rows4>
@@ -412,4 +412,4 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
     });
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -13,7 +13,7 @@
 #include "attention_args.cuh"
 #include "value_product.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// The shares that have a part of an item.
 struct share_span {
@@ -314,4 +314,4 @@ __device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, 
         store_relaxed(part(i / (2 * rows)) + i % (2 * rows), 0u);
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

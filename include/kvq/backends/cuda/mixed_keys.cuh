@@ -15,7 +15,7 @@
 #include "half_keys.cuh"
 #include "joined_chunk.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 template <class Format, int Tokens>
 struct mixed_chunk {
@@ -483,4 +483,4 @@ __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4]
     }
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -12,7 +12,7 @@
 #include "../../core/token_view.hpp"
 #include "encode_grid.cuh"
 
-namespace kvq::inline v0_1::cuda {
+namespace kvq::inline KVQ_TAGGED::cuda {
 
 namespace detail {
 
@@ -299,4 +299,4 @@ status decode_tokens(const cache_ref<Format>& cache, const token_view<T>& keys, 
                           256, 0, stream, cache, keys, values, starts);
 }
 
-}  // namespace kvq::inline v0_1::cuda
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -13,7 +13,7 @@
 #include "../../quant/channel_params.hpp"
 #include "ptx.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// 2^exponent, twice.
 KVQ_HD constexpr std::uint32_t half_power(int exponent) {
@@ -142,4 +142,4 @@ __device__ __forceinline__ void load_pairs(uint2 (&to)[N], std::uint32_t at) {
     }
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -17,7 +17,7 @@
 
 #include "../../core/float_formats.hpp"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Unsigned codes times signed pieces (keys x query).
 __device__ __forceinline__ void mma_codes_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1,
@@ -271,4 +271,4 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

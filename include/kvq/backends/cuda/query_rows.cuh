@@ -9,7 +9,7 @@
 #include "attention_args.cuh"
 #include "key_product.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero, and so are
 /// numbers that are not finite: store() returns a bit for every row in which this thread has met one.
@@ -95,4 +95,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -15,7 +15,7 @@
 
 #include "chunk.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// a / b for a >= 0, b > 0. Launches begin with a chain of divisions; most numbers are small enough for floats.
 __device__ __forceinline__ int divide(int a, int b) {
@@ -322,4 +322,4 @@ __device__ __forceinline__ share_plan find_share(const work_shape& work, const i
     return plan;
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -12,7 +12,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq::inline v0_1::cuda {
+namespace kvq::inline KVQ_TAGGED::cuda {
 
 struct [[nodiscard]] status {
     cudaError_t code = cudaSuccess;
@@ -77,4 +77,4 @@ inline status launch(const char* what, overlap overlapped, void (*kernel)(Parame
 }
 
 }  // namespace detail
-}  // namespace kvq::inline v0_1::cuda
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -10,7 +10,7 @@
 #include "block_access.cuh"
 #include "chunk.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// W(float(x)) as the CPU rounds it, NaN payloads included.
 template <class W, class T>
@@ -346,4 +346,4 @@ __device__ __forceinline__ unsigned store_tile(
     return not_finite;
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -12,7 +12,7 @@
 
 #include "key_product.cuh"
 
-namespace kvq::inline v0_1::cuda::detail {
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 template <class Values>
 struct weight_words {
@@ -462,4 +462,4 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
     });
 }
 
-}  // namespace kvq::inline v0_1::cuda::detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -16,7 +16,7 @@
 #include "segment_product.hpp"
 #include "word_product.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// Blocks that are multiplied as they are, or decoded first.
 struct float_plan {
@@ -115,19 +115,50 @@ public:
         } else {
             float* const values = reinterpret_cast<float*>(workspace);
             scheme_.decode(shape, id, block, values);
-            const bool key = shape.role == tensor::key;
-            for (int i = 0; i < n_; ++i)
-                for (int r = 0; r < rows; ++r) {
-                    float sum = 0.0f;
-                    for (int c = 0; c < cols; ++c)
-                        sum += values[key ? r * shape.dim + c : c * shape.dim + r] * x[i * x_stride + c];
-                    float& out = y[i * y_stride + r];
-                    out = add ? out + sum : sum;
-                }
+            for (int i = 0; i < n_; ++i) {
+                if (shape.role == tensor::key)
+                    multiply_keys(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);
+                else
+                    multiply_values(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);
+            }
         }
     }
 
 private:
+    // Products with dequantized values, [tokens][dim].
+
+    /// y[t] (+)= sum over channels of values[t][c] x[c].
+    static void multiply_keys(const float* values, int dim, const float* x, int tokens, int channels,
+                              float* y, bool add) {
+        for (int t = 0; t < tokens; ++t) {
+            const float* const row = values + t * dim;
+            auto sums = lanes::splat_float(0.0f);
+            int c = 0;
+            for (; c + lanes::width <= channels; c += lanes::width)
+                sums = lanes::multiply_add(lanes::load_floats(row + c), lanes::load_floats(x + c), sums);
+            float sum = lanes::sum(sums);
+            for (; c < channels; ++c) sum += row[c] * x[c];
+            y[t] = add ? y[t] + sum : sum;
+        }
+    }
+    /// y[c] (+)= sum over tokens of values[t][c] x[t].
+    static void multiply_values(const float* values, int dim, const float* x, int channels, int tokens,
+                                float* y, bool add) {
+        int c = 0;
+        for (; c + lanes::width <= channels; c += lanes::width) {
+            auto sums = add ? lanes::load_floats(y + c) : lanes::splat_float(0.0f);
+            for (int t = 0; t < tokens; ++t)
+                sums = lanes::multiply_add(lanes::load_floats(values + t * dim + c), lanes::splat_float(x[t]),
+                                           sums);
+            lanes::store_floats(y + c, sums);
+        }
+        for (; c < channels; ++c) {
+            float sum = 0.0f;
+            for (int t = 0; t < tokens; ++t) sum += values[t * dim + c] * x[t];
+            y[c] = add ? y[c] + sum : sum;
+        }
+    }
+
     template <class T>
     static constexpr bool by_words = has_word_dots<lanes> && sizeof(T) == 2;
 
@@ -152,4 +183,4 @@ private:
     std::size_t block_bytes_;
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

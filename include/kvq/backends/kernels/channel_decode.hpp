@@ -13,7 +13,7 @@
 #include "channel_schemes.hpp"
 #include "code_sums.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Backend, class Scheme>
 requires is_channel_scheme<Scheme>
@@ -187,4 +187,4 @@ private:
     alignas(64) float scale_[most], bias_[most], factor_[most];
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -20,7 +20,7 @@
 #include "factor_fit.hpp"
 #include "special_values.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// Schemes whose channels are fitted by one of the library's own encoders.
 template <class S>
@@ -339,4 +339,4 @@ private:
     alignas(64) float bias_[most], scale_[most], inverse_[most];
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -10,7 +10,7 @@
 #include "../../quant/encoder_traits.hpp"
 #include "../../quant/grid_keeper.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes>
 class channel_fits {
@@ -294,4 +294,4 @@ private:
     alignas(64) float x_[most_tokens * width];  // [token][channel]
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

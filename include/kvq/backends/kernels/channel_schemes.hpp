@@ -6,7 +6,7 @@
 #include "../../schemes/dual.hpp"
 #include "../../schemes/mixed_width.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 inline constexpr int most_channels = 256;  // and tokens
 
@@ -38,4 +38,4 @@ constexpr int rows_of_part(int size, int part) {
         Width, detail::smaller(size - part, tile_layout::tile_rows - part % tile_layout::tile_rows));
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

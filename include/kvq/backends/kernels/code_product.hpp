@@ -8,7 +8,7 @@
 
 #include "tile_product.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// What products of n vectors with blocks of one shape have in common.
 template <class Scheme>
@@ -232,4 +232,4 @@ private:
     float* biases_;
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

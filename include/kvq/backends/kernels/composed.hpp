@@ -3,7 +3,7 @@
 
 #include "../../schemes/scheme.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class S>
 inline constexpr bool is_composed = false;
@@ -34,4 +34,4 @@ struct parameter_sections {
     }
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -13,7 +13,7 @@
 #include "code_sums.hpp"
 #include "composed.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Backend, composed_scheme Scheme>
 class block_decoder {
@@ -365,4 +365,4 @@ private:
     const std::byte* from_;
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

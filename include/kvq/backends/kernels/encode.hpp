@@ -15,7 +15,7 @@
 #include "fit.hpp"
 #include "special_values.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, class Window, composed_scheme Scheme>
 class block_encoder {
@@ -448,4 +448,4 @@ private:
     ints special_ = Lanes::splat(0);
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -11,7 +11,7 @@
 
 #include "../../quant/token_factors.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes>
 class factor_fit {
@@ -94,4 +94,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -22,7 +22,7 @@
 
 #include "../../schemes/concepts.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// Queries that share one pass over a block.
 inline constexpr int query_block = 4;
@@ -458,4 +458,4 @@ void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, co
                                                             memory);
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -9,7 +9,7 @@
 #include "../../core/bits.hpp"
 #include "../../quant/hadamard.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes>
 class hadamard_rows {
@@ -84,4 +84,4 @@ private:
     int tokens_, dim_;
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -11,7 +11,7 @@
 
 #include "../../core/rounding.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 struct plain_lanes {
     static constexpr int width = 8;
@@ -344,4 +344,4 @@ struct plain_lanes {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

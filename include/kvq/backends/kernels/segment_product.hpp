@@ -9,7 +9,7 @@
 
 #include "code_product.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// What products of n vectors with one head's blocks of one shape have in common. Workspaces are the same for every head.
 template <class Scheme>
@@ -248,4 +248,4 @@ private:
     std::ptrdiff_t ahead_;
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -10,7 +10,7 @@
 
 #include "../../core/bits.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// 2^x for x <= 0.
 template <class Lanes>
@@ -89,4 +89,4 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
     }
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -10,7 +10,7 @@
 
 #include "../../core/float_formats.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, float_format T>
 struct special_values {
@@ -49,4 +49,4 @@ bool all_finite(const float* x, std::size_t n) {
     return !special::any(seen);
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -16,7 +16,7 @@
 
 #include "composed.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Backend, composed_scheme Scheme, float_format T>
 class table_decoder {
@@ -241,4 +241,4 @@ private:
     std::ptrdiff_t stride_;
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -13,7 +13,7 @@
 
 #include "code_sums.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// Registers of tiles for n vectors, as long as it lives: attention has one for all products of a task, since shaping them takes as
 /// long as a product of a few tiles.
@@ -307,4 +307,4 @@ void finish_tile(const std::byte* sums, int height, int n, const code_target& to
     }
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

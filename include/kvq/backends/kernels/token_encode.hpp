@@ -20,7 +20,7 @@
 #include "fit.hpp"
 #include "special_values.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, composed_scheme Scheme, float_format T>
 class token_encoder {
@@ -326,4 +326,4 @@ private:
     floats most_ = Lanes::splat_float(0.0f);
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

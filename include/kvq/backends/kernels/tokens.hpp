@@ -11,7 +11,7 @@
 #include "../../pack/value_layout.hpp"
 #include "special_values.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, float_format Window, float_format T>
 class token_writer {
@@ -229,4 +229,4 @@ bool read_tokens(const block_shape& shape, const std::byte* block, T* out, std::
     return true;
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

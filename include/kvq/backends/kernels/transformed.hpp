@@ -10,7 +10,7 @@
 #include "hadamard.hpp"
 #include "special_values.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class S>
 inline constexpr bool is_transformed = false;
@@ -70,4 +70,4 @@ void round_tokens(const block_shape& shape, const float* values, T* out, std::pt
     }
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -9,7 +9,7 @@
 #include "../../pack/value_layout.hpp"
 #include "folded.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, class T, bool Partial>
 KVQ_INLINE typename Lanes::floats load_value_vector(const std::byte* from, int n) {
@@ -144,4 +144,4 @@ void value_product(const block_shape& shape, const std::byte* block, const float
     }
 }
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -15,7 +15,7 @@
 
 #include "value_product.hpp"
 
-namespace kvq::inline v0_1::kernels {
+namespace kvq::inline KVQ_TAGGED::kernels {
 
 /// Does a product of n vectors with blocks of T go by words? With fewer, making words takes longer than they save.
 template <class Lanes, class T>
@@ -258,4 +258,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1::kernels
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -26,7 +26,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq::inline v0_1::arch {
+namespace kvq::inline KVQ_TAGGED::arch {
 
 #if defined(__x86_64__)
 
@@ -138,16 +138,4 @@ using best = neon64;
 template <class Arch>
 struct register_ops;
 
-/// Calls f(Arch{}) for the first architecture of the list that the running CPU has (list the best first).
-/// Each f(Arch{}) should end up in a translation unit built for that architecture; docs/performance.md shows how.
-template <class First, class... Rest, class F>
-decltype(auto) dispatch(F&& f) {
-    if constexpr (sizeof...(Rest) == 0) {
-        return f(First{});
-    } else {
-        if (First::available()) return f(First{});
-        return dispatch<Rest...>(static_cast<F&&>(f));
-    }
-}
-
-}  // namespace kvq::inline v0_1::arch
+}  // namespace kvq::inline KVQ_TAGGED::arch

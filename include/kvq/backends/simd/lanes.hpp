@@ -10,7 +10,7 @@
 #include "arch.hpp"
 #include "register_ops.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline KVQ_TAGGED {
 
 template <class Arch>
 struct simd_lanes : arch::register_ops<Arch> {
@@ -135,4 +135,4 @@ struct simd_lanes : arch::register_ops<Arch> {
     }
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline KVQ_TAGGED

@@ -18,7 +18,7 @@
 
 #include "../../config.hpp"
 
-namespace kvq::inline v0_1::arch {
+namespace kvq::inline KVQ_TAGGED::arch {
 
 // Instructions in words of their own: intrinsics of g++ 12 do not say that they read and write memory.
 struct amx_tiles {
@@ -76,4 +76,4 @@ struct amx_tiles {
     }
 };
 
-}  // namespace kvq::inline v0_1::arch
+}  // namespace kvq::inline KVQ_TAGGED::arch

@@ -14,7 +14,7 @@
 #include "../../core/float_formats.hpp"
 #include "arch.hpp"
 
-namespace kvq::inline v0_1::arch {
+namespace kvq::inline KVQ_TAGGED::arch {
 
 template <class Arch>
 requires std::derived_from<Arch, avx512bw>
@@ -375,4 +375,4 @@ private:
     }
 };
 
-}  // namespace kvq::inline v0_1::arch
+}  // namespace kvq::inline KVQ_TAGGED::arch

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: MIT
+// One round of the rows of scripts/compare: microseconds of each, the fifth percentile of many calls. The same file compiles against
+// this tree and against older ones, where a cache was a template.
+//
+//   decode     attention of one token, 32/8 heads of 128 channels, pages of 128
+//   prefill    attention of 512 query tokens over 4096 tokens
+//   quantize   one block of 128 tokens, from 16-bit values; dequantize: to 16-bit values; blocks that stay in L2
+#include <kvq/backends/simd.hpp>
+#include <kvq/kvq.hpp>
+#include <kvq/quant/calibration.hpp>
+#include <kvq/schemes/affine.hpp>
+#include <kvq/schemes/int8.hpp>
+#include <kvq/schemes/kivi.hpp>
+#include <kvq/schemes/presets.hpp>
+#if __has_include(<kvq/format/format.hpp>)
+#define FORMATS_ARE_VALUES
+#else
+#include <kvq/attention/workspace.hpp>
+#endif
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr int heads = 8, q_heads = 32, dim = 128, page = 128;
+const kvq::cache_shape shape{.layers = 1, .kv_heads = heads, .head_dim = dim};
+
+// Normal values; every eighth channel of keys is wider, as in models.
+std::vector<kvq::float16> normals(int n, unsigned seed, bool keys) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    std::vector<kvq::float16> x(static_cast<std::size_t>(n));
+    for (std::size_t i = 0; i < x.size(); ++i)
+        x[i] = kvq::float16(normal(random) * (keys && i % 8 == 0 ? 4.0f : 1.0f));
+    return x;
+}
+
+template <class F>
+void measure(const std::string& row, double seconds, F&& f) {
+    using clock = std::chrono::steady_clock;
+    std::vector<double> times;
+    f();
+    const auto end = clock::now() + std::chrono::duration<double>(seconds);
+    while (times.size() < 20 || clock::now() < end) {
+        const auto start = clock::now();
+        f();
+        times.push_back(std::chrono::duration<double, std::micro>(clock::now() - start).count());
+    }
+    std::sort(times.begin(), times.end());
+    std::printf("%s\t%.3f\n", row.c_str(), times[times.size() / 20]);
+    std::fflush(stdout);
+}
+
+template <class Keys, class Values, class Do>
+void with_cache(const Keys& keys, const Values& values, Do&& act) {
+    kvq::cache_options options;
+    options.page_tokens = page;
+#if defined(FORMATS_ARE_VALUES)
+    options.keys = kvq::make_format<kvq::simd<>>(keys);
+    options.values = kvq::make_format<kvq::simd<>>(values);
+    kvq::cache cache(shape, options);
+#else
+    using cache_type = kvq::cache<Keys, Values, kvq::simd<>>;
+    cache_type cache(shape, options, typename cache_type::key_table(keys),
+                     typename cache_type::value_table(values));
+#endif
+    act(cache);
+}
+
+template <class Cache>
+void attention_rows(const std::string& name, Cache& cache, double seconds) {
+    auto sequence = cache.new_sequence();
+    constexpr int step = 1024;
+    const auto k = normals(step * heads * dim, 1, true), v = normals(step * heads * dim, 2, false);
+    const auto q = normals(512 * q_heads * dim, 3, false);
+    std::vector<float> out(512 * q_heads * dim);
+    kvq::workspace space;
+    const auto attend = [&](int tokens) {
+        sequence.attend(0, kvq::token_view<const kvq::float16>(q.data(), tokens, q_heads, dim),
+                        kvq::token_view<float>(out.data(), tokens, q_heads, dim), kvq::causal{},
+                        kvq::serial_executor{}, space);
+    };
+    for (const int tokens : {4096, 16384}) {
+        while (sequence.tokens() < tokens)
+            sequence.append(0, kvq::token_view<const kvq::float16>(k.data(), step, heads, dim),
+                            kvq::token_view<const kvq::float16>(v.data(), step, heads, dim));
+        measure("decode " + std::to_string(tokens / 1024) + "k " + name, seconds, [&] { attend(1); });
+        if (tokens == 4096) measure("prefill 512 x 4k " + name, 3 * seconds, [&] { attend(512); });
+    }
+}
+
+template <class Scheme>
+void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role, double seconds) {
+    const kvq::block_shape block{role, page, dim};
+    constexpr int blocks = 8;
+    const kvq::full<kvq::float16> values;
+    const std::size_t in_bytes = values.block_bytes(block), bytes = scheme.block_bytes(block);
+    std::vector<float> x(block.values());
+    std::vector<std::byte> in(blocks * in_bytes), out(blocks * bytes);
+    std::vector<kvq::float16> tokens(block.values());
+    for (std::size_t b = 0; b < blocks; ++b) {
+        const auto half = normals(page * dim, 10 + static_cast<unsigned>(b), role == kvq::tensor::key);
+        for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(half[i]);
+        values.encode(block, {}, x.data(), in.data() + b * in_bytes);
+    }
+#if defined(FORMATS_ARE_VALUES)
+    const kvq::format f = kvq::make_format<kvq::simd<>>(scheme);
+    const auto quantize = [&](std::size_t b) {
+        f.functions().quantize(f.scheme(), block, {}, kvq::float_type::fp16, in.data() + b * in_bytes,
+                               out.data() + b * bytes, x.data());
+    };
+    const auto dequantize = [&](std::size_t b) {
+        f.functions().dequantize(f.scheme(), block, {}, out.data() + b * bytes, kvq::float_type::fp16,
+                                 tokens.data(), dim, x.data());
+    };
+#else
+    using backend = kvq::simd<>;
+    const auto quantize = [&](std::size_t b) {
+        backend::encode<kvq::float16>(scheme, block, {}, in.data() + b * in_bytes, out.data() + b * bytes,
+                                      x.data());
+    };
+    const auto dequantize = [&](std::size_t b) {
+        backend::decode(scheme, block, {}, out.data() + b * bytes, tokens.data(), dim, x.data());
+    };
+#endif
+    const std::string of = name + (role == kvq::tensor::key ? " K" : " V");
+    measure("quantize " + of, seconds, [&] {
+        for (std::size_t b = 0; b < blocks; ++b) quantize(b);
+    });
+    measure("dequantize " + of, seconds, [&] {
+        for (std::size_t b = 0; b < blocks; ++b) dequantize(b);
+    });
+}
+
+template <class Keys, class Values>
+void rows(const std::string& name, const std::string& only, double seconds, const Keys& keys = {},
+          const Values& values = {}) {
+    if (!only.empty() && only != name) return;
+    with_cache(keys, values, [&](auto& cache) { attention_rows(name, cache, seconds); });
+    block_rows(name, keys, kvq::tensor::key, seconds);
+    block_rows(name, values, kvq::tensor::value, seconds);
+}
+
+template <class Preset>
+void plan_rows(const std::string& name, const std::string& only, double seconds) {
+    kvq::calibration statistics(shape);
+    const auto k = normals(1024 * heads * dim, 1, true);
+    statistics.add_keys(0, kvq::token_view<const kvq::float16>(k.data(), 1024, heads, dim));
+    using keys = typename Preset::keys;
+    rows(name, only, seconds, keys(std::make_shared<const kvq::width_plan>(keys::make_plan(statistics))),
+         typename Preset::values{});
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const double seconds = argc > 1 ? std::atof(argv[1]) : 0.1;  // of a row
+    const std::string only = argc > 2 ? argv[2] : "";            // one format; all
+    using sixteen = kvq::full<kvq::float16>;
+    rows<sixteen, sixteen>("fp16", only, seconds);
+    rows<kvq::int8, kvq::int8>("int8", only, seconds);
+    rows<kvq::affine<4, kvq::per_token<64>>, kvq::affine<4, kvq::per_token<64>>>("affine-4-g64", only,
+                                                                                 seconds);
+    rows<kvq::kivi<4, 128>::keys, kvq::kivi<4, 128>::values>("kivi-4-g128", only, seconds);
+    rows<kvq::kivi<2, 128>::keys, kvq::kivi<2, 128>::values>("kivi-2-g128", only, seconds);
+    rows<kvq::std4::keys, kvq::std4::values>("std4", only, seconds);
+    plan_rows<kvq::mix4>("mix4-plan", only, seconds);
+    plan_rows<kvq::low2>("low2-plan", only, seconds);
+}

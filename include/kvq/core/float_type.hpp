@@ -1,0 +1,36 @@
+// The float types of tensors as a value: for functions that are compiled once and told at run time what they read or write.
+//
+//   float_type_of<float16> == float_type::fp16
+//   visit_float_type(type, f)     f(T{}) with the type itself
+#pragma once
+
+#include "float_formats.hpp"
+
+namespace kvq::inline v0_1 {
+
+enum class float_type : unsigned char { fp32, fp16, bf16 };
+
+}  // namespace kvq::inline v0_1
+
+namespace kvq::inline KVQ_TAGGED {
+
+template <float_format T>
+inline constexpr float_type float_type_of = std::same_as<T, float>     ? float_type::fp32
+                                            : std::same_as<T, float16> ? float_type::fp16
+                                                                       : float_type::bf16;
+
+/// Bytes of one value.
+constexpr std::size_t size_of(float_type type) noexcept { return type == float_type::fp32 ? 4 : 2; }
+
+namespace detail {
+
+/// Returns f(T{}) with the type that `type` names.
+template <class F>
+constexpr decltype(auto) visit_float_type(float_type type, F&& f) {
+    if (type == float_type::fp32) return f(float{});
+    if (type == float_type::fp16) return f(float16{});
+    return f(bfloat16{});
+}
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED

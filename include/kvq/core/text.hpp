@@ -1,0 +1,67 @@
+// Short text in a buffer of its own: names of schemes and messages of errors.
+//
+// Contract: what does not fit is left out, nothing is allocated. Kernels use it instead of std::string, whose inline functions every
+// object would compile for its own instruction set and share with all others.
+#pragma once
+
+#include <cstddef>
+#include <cstdio>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "../config.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+class short_text {
+public:
+    static constexpr std::size_t room = 1000;
+
+    constexpr short_text() = default;
+    constexpr short_text(const char* s) { *this += s; }
+    KVQ_INLINE short_text(const std::string& s) { add(s.data(), s.size()); }
+    /// A number in decimals.
+    template <class Number>
+    requires std::is_arithmetic_v<Number>
+    static short_text of(Number number) {
+        char digits[32];
+        if constexpr (std::is_floating_point_v<Number>)
+            std::snprintf(digits, sizeof(digits), "%f", static_cast<double>(number));
+        else if constexpr (std::is_signed_v<Number>)
+            std::snprintf(digits, sizeof(digits), "%lld", static_cast<long long>(number));
+        else
+            std::snprintf(digits, sizeof(digits), "%llu", static_cast<unsigned long long>(number));
+        return short_text(digits);
+    }
+
+    constexpr short_text& operator+=(const char* s) {
+        std::size_t n = 0;
+        while (s[n] != 0) ++n;
+        return add(s, n);
+    }
+    constexpr short_text& operator+=(const short_text& other) { return add(other.data_, other.size_); }
+    friend constexpr short_text operator+(short_text a, const short_text& b) { return a += b; }
+
+    constexpr const char* c_str() const noexcept { return data_; }
+    KVQ_INLINE operator std::string() const { return std::string(data_, size_); }
+    friend bool operator==(const short_text& a, std::string_view b) noexcept {
+        return std::string_view(a.data_, a.size_) == b;
+    }
+    friend bool operator==(const short_text& a, const char* b) noexcept { return a == std::string_view(b); }
+    friend bool operator==(const short_text& a, const short_text& b) noexcept {
+        return a == std::string_view(b.data_, b.size_);
+    }
+
+private:
+    constexpr short_text& add(const char* s, std::size_t n) {
+        for (std::size_t i = 0; i < n && size_ < room; ++i) data_[size_++] = s[i];
+        data_[size_] = 0;
+        return *this;
+    }
+
+    std::size_t size_ = 0;
+    char data_[room + 1] = {};
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,0 +1,49 @@
+// Scratch memory of attention, owned by the caller: nothing is allocated while attending once it is large enough.
+//
+// How large: cache::attention_workspace(tokens, q_heads, q_tokens, threads). Contract: reserve() takes what it is asked for in one
+// piece from the memory resource, or throws and holds nothing; size() is what is held. One thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <memory_resource>
+#include <new>
+
+namespace kvq::inline KVQ_TAGGED {
+
+/// A buffer that only grows. Not for use by two attention calls at once.
+class workspace {
+public:
+    explicit workspace(std::pmr::memory_resource* memory = std::pmr::get_default_resource()) noexcept
+        : memory_(memory) {}
+    workspace(const workspace&) = delete;
+    workspace& operator=(const workspace&) = delete;
+    workspace(workspace&& other) noexcept : memory_(other.memory_), data_(other.data_), size_(other.size_) {
+        other.data_ = nullptr;
+        other.size_ = 0;
+    }
+    ~workspace() { release(); }
+
+    /// At least `bytes` bytes, aligned to 64. Contents are lost when it grows.
+    std::byte* reserve(std::size_t bytes) {
+        if (bytes > size_) {
+            release();
+            data_ = static_cast<std::byte*>(memory_->allocate(bytes, 64));
+            size_ = bytes;
+        }
+        return data_;
+    }
+    std::size_t size() const noexcept { return size_; }
+
+private:
+    void release() noexcept {
+        if (data_) memory_->deallocate(data_, size_, 64);
+        data_ = nullptr;
+        size_ = 0;
+    }
+
+    std::pmr::memory_resource* memory_;
+    std::byte* data_ = nullptr;
+    std::size_t size_ = 0;
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,0 +1,23 @@
+// One entry of the list of built-in formats, and the list that a program has: from the compiled library or from a file of its own.
+//
+//   kvq::builtin_formats(&count)     defined by kvq::library, or by a file that includes format/define_builtin_formats.hpp
+//
+// Names: fp16, bf16, fp32, int8, affine-B-gG, kivi-B-gG, and every preset (schemes/presets.hpp).
+#pragma once
+
+#include "format.hpp"
+
+namespace kvq::inline v0_1 {
+
+struct builtin_format {
+    const char* name;
+    bool keys, values;      ///< tensors that this entry is for; K and V of kivi-4-g64 are two entries
+    bool takes_statistics;  ///< keys that may be made from statistics (quant/calibration.hpp)
+    /// statistics: what calibration::save() has written, or null.
+    format (*make)(const std::byte* statistics, std::size_t bytes);
+};
+
+/// Those for the best instructions that this CPU has. The list lives as long as the program.
+KVQ_EXPORT const builtin_format* builtin_formats(std::size_t* count);
+
+}  // namespace kvq::inline v0_1

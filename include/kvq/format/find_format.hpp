@@ -1,0 +1,91 @@
+// Built-in formats by name, chosen at run time.
+//
+//   format keys = find_format("kivi-4-g64", tensor::key);
+//   for_each_format([](const builtin_format& f) { ... });
+//   cache cache(shape, preset("std4"));                        both formats, window and page size
+//   find_format("low2", tensor::key, statistics)               keys made from statistics (quant/calibration.hpp)
+//
+// Contract: an unknown name raises kvq::error, whose message lists the names that are most like it. The program needs kvq::library,
+// or one file that includes format/define_builtin_formats.hpp.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../cache/preset_options.hpp"
+#include "../quant/calibration.hpp"
+#include "builtin_format.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+namespace detail {
+
+/// Letters to insert, remove or change to get from one name to the other (Levenshtein). O(letters^2)
+inline int letters_apart(std::string_view a, std::string_view b) {
+    std::vector<int> row(b.size() + 1);
+    for (std::size_t j = 0; j <= b.size(); ++j) row[j] = static_cast<int>(j);
+    for (std::size_t i = 1; i <= a.size(); ++i) {
+        int diagonal = row[0];
+        row[0] = static_cast<int>(i);
+        for (std::size_t j = 1; j <= b.size(); ++j) {
+            const int changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+            diagonal = row[j];
+            row[j] = smaller(changed, smaller(row[j], row[j - 1]) + 1);
+        }
+    }
+    return row[b.size()];
+}
+
+/// The names most like `name`, of formats for this tensor.
+inline std::string names_like(std::string_view name, tensor role) {
+    std::size_t count = 0;
+    const builtin_format* const formats = builtin_formats(&count);
+    std::vector<std::pair<int, std::string>> names;
+    for (std::size_t i = 0; i < count; ++i)
+        if (role == tensor::key ? formats[i].keys : formats[i].values)
+            names.emplace_back(letters_apart(name, formats[i].name), formats[i].name);
+    std::sort(names.begin(), names.end());
+    std::string list;
+    for (std::size_t i = 0; i < names.size() && i < 5; ++i) list += (i ? ", " : "") + names[i].second;
+    return list;
+}
+
+inline const builtin_format& find_builtin(std::string_view name, tensor role) {
+    std::size_t count = 0;
+    const builtin_format* const formats = builtin_formats(&count);
+    for (std::size_t i = 0; i < count; ++i)
+        if (formats[i].name == name && (role == tensor::key ? formats[i].keys : formats[i].values))
+            return formats[i];
+    fail("there is no format \"", std::string(name), "\" for ", role == tensor::key ? "keys" : "values",
+         "; the nearest of ", count, " are ", names_like(name, role));
+}
+
+}  // namespace detail
+
+/// Calls f(const builtin_format&) for every built-in format.
+template <class F>
+void for_each_format(F&& f) {
+    std::size_t count = 0;
+    const builtin_format* const formats = builtin_formats(&count);
+    for (std::size_t i = 0; i < count; ++i) f(formats[i]);
+}
+
+[[nodiscard]] inline format find_format(std::string_view name, tensor role) {
+    return detail::find_builtin(name, role).make(nullptr, 0);
+}
+/// Made from statistics, if the format can be; else as without them.
+[[nodiscard]] inline format find_format(std::string_view name, tensor role, const calibration& statistics) {
+    const builtin_format& found = detail::find_builtin(name, role);
+    if (!found.takes_statistics) return found.make(nullptr, 0);
+    const std::vector<std::byte> saved = statistics.save();
+    return found.make(saved.data(), saved.size());
+}
+
+/// K and V in the formats of one name, with the window and the page size that presets want.
+[[nodiscard]] inline cache_options preset(std::string_view name, int recent = 32) {
+    return preset_options({find_format(name, tensor::key), find_format(name, tensor::value)}, recent);
+}
+
+}  // namespace kvq::inline KVQ_TAGGED

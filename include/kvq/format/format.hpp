@@ -1,0 +1,204 @@
+// A format: a scheme and a backend, ready to run, as a value. Everything above a block is written against it.
+//
+//   format f = make_format<affine<4, per_channel<64>>, simd<>>();     format/make_format.hpp
+//   format f = find_format("kivi-4-g64");                             format/find_format.hpp
+//
+// It is a table of plain functions (format_functions) and the state of one scheme. Copies share the state, so that a copy costs an
+// atomic increment. A call through the table covers one block: thousands of multiply-adds.
+// Contract: const functions may be called from any thread. The bytes of a block are the same for every backend.
+// A format may be made in one object and used in another that was compiled for other instructions: nothing here is compiled into
+// a function of its own.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "../core/float_type.hpp"
+#include "../core/shape.hpp"
+
+namespace kvq::inline v0_1 {
+
+class format;
+
+/// What attention needs of a backend besides the products of blocks.
+struct backend_functions {
+    static constexpr std::size_t tile_state_bytes = 128;
+
+    const char* name;
+    int query_rows;  ///< per task, at most
+
+    /// Scores [0, n) of `rows` rows, `stride` apart, become weights (kernels/softmax.hpp).
+    void (*softmax)(float* scores, std::ptrdiff_t stride, int rows, int n, float* max, float* sum,
+                    float* factor);
+    /// Around the products of `rows` rows, where the architecture keeps a state for them; else null. `state`: tile_state_bytes.
+    void (*open_tiles)(int rows, void* state);
+    void (*close_tiles)(void* state);
+    /// 16-bit values on this backend, the usual window.
+    const format& (*fp16)();
+};
+
+/// Which functions of a format run in vectors for blocks of some shape; the others are portable loops, 10 to 50 times slower.
+struct format_description {
+    bool quantize = false;    ///< from fp16 and from values
+    bool dequantize = false;  ///< to fp16 and fp32
+    bool attend = false;      ///< products on the block as it is, or on a copy that is dequantized in vectors
+
+    KVQ_INLINE bool all() const noexcept { return quantize && dequantize && attend; }
+};
+
+/// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks: schemes/concepts.hpp.
+struct format_functions {
+    const backend_functions* backend;
+    bool keys, values;       ///< tensors that it can hold
+    bool dequantizes_first;  ///< attention multiplies a dequantized copy, because codes cannot be folded
+    bool transforms;         ///< transform_query and restore_output are there
+    bool begins_once[2];     ///< K, V: begin() serves every block of a layer and head
+    bool holds_values;       ///< full precision
+    float_type value_type;   ///< of full precision
+    std::size_t plan_bytes;
+
+    /// Raises kvq::error where state belongs to another shape.
+    void (*check)(const void* scheme, const cache_shape&, tensor);
+    std::size_t (*block_bytes)(const void* scheme, const block_shape&);
+    /// Bytes of codes in a block, or of values; 0 where they do not stand apart from parameters.
+    std::size_t (*code_bytes)(const void* scheme, const block_shape&);
+
+    /// From a block of 16- or 32-bit values. scratch: shape.values() floats. Returns how many values were not finite.
+    std::uint32_t (*quantize)(const void* scheme, const block_shape&, block_id, float_type,
+                              const std::byte* from, std::byte* block, float* scratch);
+    /// From values [tokens][dim], which may be overwritten.
+    std::uint32_t (*quantize_values)(const void* scheme, const block_shape&, block_id, float* values,
+                                     std::byte* block);
+    /// The same for values that were quantized before; token_scales: those of their block then, or null.
+    std::uint32_t (*requantize_values)(const void* scheme, const block_shape&, block_id, float* values,
+                                       float* token_scales, std::byte* block);
+    /// The scales of tokens of a block; null where a scheme has none.
+    void (*read_token_scales)(const void* scheme, const block_shape&, const std::byte* block, float* scales);
+    /// Token t to out + t * stride, rounded once. scratch: shape.values() floats.
+    void (*dequantize)(const void* scheme, const block_shape&, block_id, const std::byte* block, float_type,
+                       void* out, std::ptrdiff_t stride, float* scratch);
+
+    /// Full precision only, else null: `count` tokens, `stride` values apart, become tokens [at, at + count) of a block.
+    void (*write_tokens)(const block_shape&, std::byte* block, float_type, const void* tokens,
+                         std::ptrdiff_t stride, int count, int at);
+
+    /// Products of `rows` vectors with blocks of one layer and head (kernels/block_product.hpp). make_plan: writes plan_bytes to `plan`
+    /// unless it is null; returns the bytes of workspace.
+    std::size_t (*make_plan)(const void* scheme, const block_shape&, block_id, int rows, void* plan);
+    void (*begin)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
+                  std::ptrdiff_t x_stride, std::byte* workspace);
+    void (*finish)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
+                   std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
+                   std::ptrdiff_t ahead, std::byte* workspace);
+
+    format_description (*describe)(const void* scheme, const block_shape&);
+
+    void (*transform_query)(const void* scheme, const block_shape&, block_id, float* x);
+    void (*restore_output)(const void* scheme, const block_shape&, block_id, float* y);
+};
+
+/// A format's functions and state, shared by its copies.
+struct format_record {
+    const format_functions* functions = nullptr;
+    const void* scheme = nullptr;
+    const char* name = nullptr;
+    bool has_state = false, has_fingerprint = false;
+    std::uint64_t fingerprint = 0;
+    void (*destroy)(format_record*) = nullptr;
+    std::atomic<std::uint32_t> references{1};
+
+    KVQ_INLINE format_record() noexcept {}
+};
+
+class format {
+public:
+    /// No format; only to be assigned to.
+    KVQ_INLINE format() = default;
+    KVQ_INLINE explicit format(format_record* owned) noexcept : record_(owned) {}
+    KVQ_INLINE format(const format& other) noexcept : record_(other.record_) {
+        if (record_) record_->references.fetch_add(1, std::memory_order_relaxed);
+    }
+    KVQ_INLINE format(format&& other) noexcept : record_(other.record_) { other.record_ = nullptr; }
+    KVQ_INLINE format& operator=(const format& other) noexcept {
+        format copy(other);
+        return *this = static_cast<format&&>(copy);
+    }
+    KVQ_INLINE format& operator=(format&& other) noexcept {
+        format_record* const mine = record_;
+        record_ = other.record_;
+        other.record_ = mine;
+        return *this;
+    }
+    KVQ_INLINE ~format() {
+        if (record_ && record_->references.fetch_sub(1, std::memory_order_acq_rel) == 1)
+            record_->destroy(record_);
+    }
+    KVQ_INLINE explicit operator bool() const noexcept { return record_ != nullptr; }
+
+    /// As the scheme says it, such as "affine4-g64-per-token-fp16".
+    KVQ_INLINE const char* name() const noexcept { return record_->name; }
+    /// Of the backend: "scalar", "avx2", ...
+    KVQ_INLINE const char* backend() const noexcept { return record_->functions->backend->name; }
+    KVQ_INLINE bool supports(tensor role) const noexcept {
+        return role == tensor::key ? record_->functions->keys : record_->functions->values;
+    }
+    /// fp32, fp16 or bf16: values as they are, which a window may hold.
+    KVQ_INLINE bool holds_values() const noexcept { return record_->functions->holds_values; }
+    /// Bytes of one head's block, a multiple of 16.
+    KVQ_INLINE std::size_t block_bytes(const block_shape& shape) const {
+        return record_->functions->block_bytes(record_->scheme, shape);
+    }
+    /// Bits per value, parameters included, of a block with at least one token and channel.
+    KVQ_INLINE double bits(const block_shape& shape) const {
+        return 8.0 * static_cast<double>(block_bytes(shape)) / static_cast<double>(shape.values());
+    }
+
+    /// What is fast for blocks of this shape: the kernels are asked, on a block of zeros.
+    KVQ_INLINE format_description describe(const block_shape& shape) const {
+        return record_->functions->describe(record_->scheme, shape);
+    }
+
+    /// Are both copies of one format?
+    KVQ_INLINE bool is(const format& other) const noexcept { return record_ == other.record_; }
+
+    /// The table and the state, for whoever walks over blocks.
+    KVQ_INLINE const format_functions& functions() const noexcept { return *record_->functions; }
+    KVQ_INLINE const void* scheme() const noexcept { return record_->scheme; }
+    KVQ_INLINE const format_record& record() const noexcept { return *record_; }
+
+private:
+    format_record* record_ = nullptr;
+};
+
+}  // namespace kvq::inline v0_1
+
+namespace kvq::inline KVQ_TAGGED {
+
+/// What a scheme that is a pair, such as kivi<4> or a preset, has for K and for V.
+struct format_pair {
+    format keys, values;
+};
+
+/// The formats of one tensor; one format is a list as well.
+class format_list {
+public:
+    format_list() = default;
+    format_list(format only) { formats_.push_back(std::move(only)); }
+    format_list(std::initializer_list<format> formats) : formats_(formats) {}
+    format_list(std::vector<format> formats) : formats_(std::move(formats)) {}
+
+    int size() const noexcept { return static_cast<int>(formats_.size()); }
+    bool empty() const noexcept { return formats_.empty(); }
+    const format& operator[](int i) const { return formats_[static_cast<std::size_t>(i)]; }
+    void push_back(format f) { formats_.push_back(std::move(f)); }
+    auto begin() const noexcept { return formats_.begin(); }
+    auto end() const noexcept { return formats_.end(); }
+
+private:
+    std::vector<format> formats_;
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,0 +1,240 @@
+// From a scheme to a format: the functions of one scheme on one backend, compiled once.
+//
+//   make_format<affine<4, per_channel<64>>, simd<>>()       a scheme without state
+//   make_format<simd<>>(rotated(...))                       one with state, which the format keeps
+//
+// This is where templates end. A program pays the compile time of a scheme once, wherever it calls make_format for it.
+// backends/simd.hpp adds make_format<Scheme>() for the best backend of the build.
+#pragma once
+
+#include <new>
+#include <type_traits>
+
+#include "../backends/kernels/block_product.hpp"
+#include "../backends/kernels/softmax.hpp"
+#include "../backends/scalar.hpp"
+#include "../core/text.hpp"
+#include "../schemes/checked_scheme.hpp"
+#include "format.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+namespace detail {
+
+/// Query rows per task, at most. More of them where all rows of a task share what is made of a block (word_product.hpp).
+template <class Backend>
+inline constexpr int query_rows =
+    kernels::has_word_dots<typename Backend::lanes> && !kernels::has_tiles<typename Backend::lanes> ? 128
+                                                                                                    : 16;
+
+template <class Backend>
+const format& fp16_format();
+
+template <class Backend>
+struct backend_table {
+    using lanes = typename Backend::lanes;
+    using session = kernels::tile_session<lanes, Backend>;
+    static constexpr bool has_session = !std::is_empty_v<session>;
+    static_assert(sizeof(session) <= backend_functions::tile_state_bytes);
+
+    static void softmax(float* scores, std::ptrdiff_t stride, int rows, int n, float* max, float* sum,
+                        float* factor) {
+        constexpr int together = kernels::query_block;
+        int i = 0;
+        for (; i + together <= rows; i += together)
+            kernels::softmax_tile<lanes, together>(scores + i * stride, stride, n, max + i, sum + i,
+                                                   factor + i);
+        for (; i < rows; ++i)
+            kernels::softmax_tile<lanes, 1>(scores + i * stride, stride, n, max + i, sum + i, factor + i);
+    }
+    static void open_tiles(int rows, void* state) { ::new (state) session(rows); }
+    static void close_tiles(void* state) { static_cast<session*>(state)->~session(); }
+
+    static constexpr backend_functions functions{Backend::name(),
+                                                 query_rows<Backend>,
+                                                 &softmax,
+                                                 has_session ? &open_tiles : nullptr,
+                                                 has_session ? &close_tiles : nullptr,
+                                                 &fp16_format<Backend>};
+};
+
+/// The functions of format_functions for one scheme and backend.
+template <class Backend, kv_scheme Scheme>
+struct scheme_table {
+    using product = kernels::block_product<Backend, Scheme>;
+    static_assert(std::is_trivially_destructible_v<product>);
+
+    static const Scheme& of(const void* scheme) noexcept { return *static_cast<const Scheme*>(scheme); }
+
+    static void check(const void* scheme, const cache_shape& shape, tensor role) {
+        if constexpr (requires { of(scheme).check(shape, role); }) of(scheme).check(shape, role);
+    }
+    static std::size_t block_bytes(const void* scheme, const block_shape& shape) {
+        return of(scheme).block_bytes(shape);
+    }
+    static std::size_t code_bytes(const void* scheme, const block_shape& shape) {
+        if constexpr (full_precision<Scheme>)
+            return of(scheme).block_bytes(shape);
+        else if constexpr (foldable<Scheme>)
+            return of(scheme).codes(shape).bytes();
+        else
+            return 0;
+    }
+    static std::uint32_t quantize(const void* scheme, const block_shape& shape, block_id id, float_type type,
+                                  const std::byte* from, std::byte* block, float* scratch) {
+        return visit_float_type(type, [&]<class Window>(Window) {
+            return Backend::template encode<Window>(of(scheme), shape, id, from, block, scratch);
+        });
+    }
+    static std::uint32_t quantize_values(const void* scheme, const block_shape& shape, block_id id,
+                                         float* values, std::byte* block) {
+        return Backend::encode_values(of(scheme), shape, id, values, block);
+    }
+    static std::uint32_t requantize_values(const void* scheme, const block_shape& shape, block_id id,
+                                           float* values, float* token_scales, std::byte* block) {
+        return Backend::requantize_values(of(scheme), shape, id, values, token_scales, block);
+    }
+    static void read_token_scales(const void* scheme, const block_shape& shape, const std::byte* block,
+                                  float* scales) {
+        if constexpr (with_factors<Scheme>) of(scheme).read_factors(shape, block, scales);
+    }
+    static void dequantize(const void* scheme, const block_shape& shape, block_id id, const std::byte* block,
+                           float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
+        visit_float_type(type, [&]<class T>(T) {
+            Backend::decode(of(scheme), shape, id, block, static_cast<T*>(out), stride, scratch);
+        });
+    }
+    static void write_tokens(const block_shape& shape, std::byte* block, float_type type, const void* tokens,
+                             std::ptrdiff_t stride, int count, int at) {
+        if constexpr (full_precision<Scheme>)
+            visit_float_type(type, [&]<class T>(T) {
+                Backend::template write_tokens<typename Scheme::value_type>(
+                    shape, block, static_cast<const T*>(tokens), stride, count, at);
+            });
+    }
+
+    static std::size_t make_plan(const void* scheme, const block_shape& shape, block_id id, int rows,
+                                 void* plan) {
+        const product p(of(scheme), shape, id, rows);
+        const std::size_t bytes = p.workspace_bytes();
+        if (plan) ::new (plan) product(p);
+        return bytes;
+    }
+    static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                      const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
+        static_cast<const product*>(plan)->begin(shape, id, block, x, x_stride, workspace);
+    }
+    static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
+                       const float* x, std::ptrdiff_t x_stride, int rows, int cols, float* y,
+                       std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* workspace) {
+        static_cast<const product*>(plan)->finish(shape, id, block, x, x_stride, rows, cols, y, y_stride, add,
+                                                  ahead, workspace);
+    }
+    static format_description describe(const void* scheme, const block_shape& shape) {
+        return Backend::describe(of(scheme), shape);
+    }
+    static void transform_query(const void* scheme, const block_shape& shape, block_id id, float* x) {
+        if constexpr (transforming<Scheme>) of(scheme).transform_query(shape, id, x);
+    }
+    static void restore_output(const void* scheme, const block_shape& shape, block_id id, float* y) {
+        if constexpr (transforming<Scheme>) of(scheme).restore_output(shape, id, y);
+    }
+    static constexpr float_type value_type() {
+        if constexpr (full_precision<Scheme>)
+            return float_type_of<typename Scheme::value_type>;
+        else
+            return float_type::fp32;
+    }
+
+    static constexpr format_functions functions{
+        &backend_table<Backend>::functions,
+        supports<Scheme>(tensor::key),
+        supports<Scheme>(tensor::value),
+        !foldable<Scheme> && !segmented<Scheme> && !full_precision<Scheme>,
+        transforming<Scheme>,
+        {product::folds_once(tensor::key), product::folds_once(tensor::value)},
+        full_precision<Scheme>,
+        value_type(),
+        sizeof(product),
+        &check,
+        &block_bytes,
+        &code_bytes,
+        &quantize,
+        &quantize_values,
+        &requantize_values,
+        with_factors<Scheme> ? &read_token_scales : nullptr,
+        &dequantize,
+        full_precision<Scheme> ? &write_tokens : nullptr,
+        &make_plan,
+        &begin,
+        &finish,
+        &describe,
+        transforming<Scheme> ? &transform_query : nullptr,
+        transforming<Scheme> ? &restore_output : nullptr};
+};
+
+template <class Backend, kv_scheme Scheme>
+struct scheme_record : format_record {
+    Scheme held;
+    short_text held_name;
+
+    explicit scheme_record(Scheme of) : held(std::move(of)), held_name(held.name()) {
+        functions = &scheme_table<Backend, Scheme>::functions;
+        scheme = &held;
+        name = held_name.c_str();
+        has_state = !std::is_empty_v<Scheme>;
+        destroy = [](format_record* self) { delete static_cast<scheme_record*>(self); };
+        if constexpr (requires {
+                          { held.fingerprint() } -> std::convertible_to<std::uint64_t>;
+                      }) {
+            has_fingerprint = true;
+            fingerprint = static_cast<std::uint64_t>(held.fingerprint());
+        }
+    }
+};
+
+}  // namespace detail
+
+/// A format of `scheme` on Backend: scalar, simd<...>. A scheme with state is copied or moved into the format.
+template <class Backend, kv_scheme Scheme>
+[[nodiscard]] format make_format(Scheme scheme) {
+    return format(new detail::scheme_record<Backend, Scheme>(std::move(scheme)));
+}
+/// Of a scheme that holds no state.
+template <class Scheme, class Backend>
+[[nodiscard]] format make_format() {
+    if constexpr (!kv_scheme<Scheme>) {
+        static_assert(sizeof(detail::checked_scheme<Scheme>) > 0);
+        return {};
+    } else {
+        static_assert(
+            std::is_default_constructible_v<Scheme>,
+            "kvq::make_format: this scheme holds state that it cannot make up, such as the matrices of "
+            "rotated<>: pass it, as in make_format<backend>(scheme(...))");
+        if constexpr (std::is_default_constructible_v<Scheme>) return make_format<Backend>(Scheme{});
+    }
+}
+
+/// Of a pair such as kivi<4> or a preset; of one scheme for both.
+template <class Pair, class Backend>
+[[nodiscard]] format_pair make_formats() {
+    if constexpr (requires {
+                      typename Pair::keys;
+                      typename Pair::values;
+                  })
+        return {make_format<typename Pair::keys, Backend>(), make_format<typename Pair::values, Backend>()};
+    else
+        return {make_format<Pair, Backend>(), make_format<Pair, Backend>()};
+}
+
+namespace detail {
+
+template <class Backend>
+const format& fp16_format() {
+    // Lives as long as the program, so that nothing has to be done at its end.
+    static const format* const f = new format(make_format<Backend>(full<float16>{}));
+    return *f;
+}
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,0 +1,408 @@
+// A store of sequences by their token ids, so that a request does not compute again what an earlier one has computed.
+//
+//   kvq::prefix_cache store(cache, {.byte_limit = std::size_t{8} << 30, .format = kvq::layer_format{.key = 1, .value = 1}});
+//   auto [match, tokens, sequence] = store.fetch(prompt);   // a sequence that holds the first `tokens` of the prompt
+//   ...                                                     // append the rest, decode
+//   store.store(all_tokens, sequence);
+//
+// What a request finds:           exact            the same tokens
+//                                 supersequence    a longer entry that begins with them, trimmed
+//                                 prefix           an entry with which they begin
+//                                 lcp              an entry with which they have most in common, trimmed
+//                                 miss...          nothing, or less than min_prefix_tokens of one of the last two
+// in this order; lcp wins over a prefix where it reuses more tokens.
+//
+// Entries are forks: they share pages with the sequences that they came from and with those that were fetched, and
+// nobody who writes to a sequence can be seen by another. What was fetched, continued and stored again costs its new
+// pages only; so does what was computed again with the same result: pages that equal those of the entry nearest to it
+// are taken from there. Bytes are those of pages (headers included), each counted once however many entries hold it, as
+// page_pool counts them; token ids and tables (about 4 bytes per token, and 60 per page) come on top.
+//
+// Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp); fetch the same plus a fork, O(p), and one
+// page per layer and tensor where a trim cuts a coded page; store O(n + p) plus the coding of pages and one comparison
+// with those of the nearest entry; an eviction O(p).
+// Thread safety: all members may be called from any thread. Forking, trimming, coding and freeing happen outside the
+// lock; only step_down, which changes entries where they are, lets the others wait.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <limits>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+
+#include "../cache/cache.hpp"
+#include "../cache/step_down.hpp"
+#include "page_counts.hpp"
+#include "radix_tree.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+struct prefix_cache_options {
+    std::size_t byte_limit = (std::numeric_limits<std::size_t>::max)();  ///< for the pages that entries hold
+    int max_entries = 1000;
+    int min_prefix_tokens = 128;              ///< a shorter prefix or common prefix is not worth a fork
+    int min_quantize_tokens = 256;            ///< shorter entries stay in the format in which they come
+    std::optional<layer_format> format = {};  ///< what entries are requantized to, where that is smaller
+};
+
+/// How the tokens of a request were found.
+enum class prefix_match : unsigned char {
+    exact,
+    supersequence,
+    prefix,
+    lcp,
+    miss,
+    miss_short_prefix,
+    miss_short_lcp
+};
+inline constexpr int prefix_match_kinds = 7;
+
+constexpr const char* name(prefix_match m) noexcept {
+    constexpr const char* names[prefix_match_kinds] = {"exact", "supersequence",     "prefix",        "lcp",
+                                                       "miss",  "miss_short_prefix", "miss_short_lcp"};
+    return names[static_cast<int>(m)];
+}
+constexpr bool is_hit(prefix_match m) noexcept { return m < prefix_match::miss; }
+
+/// What became of a sequence that was given to the store.
+enum class store_outcome : unsigned char {
+    stored,
+    duplicate,  ///< there was an entry with these tokens: it was used just now
+    too_large   ///< alone more than the byte limit
+};
+
+struct prefix_cache_statistics {
+    std::array<std::size_t, prefix_match_kinds> fetches{};  ///< by prefix_match
+    std::size_t tokens_saved = 0;                           ///< handed out by hits
+    std::size_t stored = 0;
+    std::size_t duplicates = 0;
+    std::size_t rejections = 0;
+    std::size_t replaced = 0;   ///< entries dropped because a new one begins with them
+    std::size_t evictions = 0;  ///< entries dropped because of the limits, or by release()
+
+    std::size_t operator[](prefix_match m) const noexcept { return fetches[static_cast<std::size_t>(m)]; }
+    std::size_t hits() const noexcept { return sum(0, static_cast<int>(prefix_match::miss)); }
+    std::size_t misses() const noexcept {
+        return sum(static_cast<int>(prefix_match::miss), prefix_match_kinds);
+    }
+
+private:
+    std::size_t sum(int from, int to) const noexcept {
+        std::size_t n = 0;
+        for (int i = from; i < to; ++i) n += fetches[static_cast<std::size_t>(i)];
+        return n;
+    }
+};
+
+class prefix_cache {
+public:
+    struct lookup_result {
+        prefix_match match = prefix_match::miss;
+        int tokens = 0;  ///< leading tokens of the request that need not be computed
+    };
+    struct fetch_result {
+        prefix_match match;
+        int tokens;
+        kvq::sequence sequence;  ///< holds exactly `tokens` tokens; empty on a miss
+    };
+
+    /// The cache must outlive the store. Raises kvq::error when an option is out of range.
+    explicit prefix_cache(cache& of, const prefix_cache_options& options = {})
+        : cache_(&of), options_(options) {
+        detail::expect(options.max_entries >= 1, "max_entries must be at least 1, got ", options.max_entries);
+        detail::expect(options.min_prefix_tokens >= 0, "min_prefix_tokens must not be negative, got ",
+                       options.min_prefix_tokens);
+        detail::expect(options.min_quantize_tokens >= 0, "min_quantize_tokens must not be negative, got ",
+                       options.min_quantize_tokens);
+        if (options.format) {
+            // The check of a request is that of an empty sequence.
+            const sequence nothing = of.new_sequence();
+            (void)of.plan_requantize(nothing, request());
+        }
+    }
+    prefix_cache(const prefix_cache&) = delete;
+    prefix_cache& operator=(const prefix_cache&) = delete;
+
+    /// What fetch would find. Counts nothing and makes no entry younger. Allocates nothing.
+    [[nodiscard]] lookup_result lookup(token_ids tokens) const {
+        const std::lock_guard lock(mutex_);
+        return find(tokens).result;
+    }
+
+    /// A sequence that holds as much of `tokens` as there is: its own from now on. On an exact hit nothing is left to
+    /// compute; who needs the logits of the last token trims by one. What a trim cuts keeps its codes.
+    fetch_result fetch(token_ids tokens) {
+        std::shared_ptr<const sequence> held;
+        lookup_result result;
+        {
+            const std::lock_guard lock(mutex_);
+            const found f = find(tokens);
+            result = f.result;
+            if (f.node) {
+                touch(f.node->value);
+                held = f.node->value->sequence;
+            }
+        }
+        kvq::sequence sequence = held ? fork(*held) : cache_->new_sequence();
+        if (sequence.tokens() > result.tokens) sequence.trim(result.tokens);
+        const std::lock_guard lock(mutex_);
+        ++statistics_.fetches[static_cast<std::size_t>(result.match)];
+        statistics_.tokens_saved += static_cast<std::size_t>(result.tokens);
+        return {result.match, result.tokens, std::move(sequence)};
+    }
+
+    /// Keeps the first tokens.size() tokens of a sequence. The sequence itself stays the caller's and does not change.
+    /// Raises kvq::error when it holds fewer tokens in any layer or belongs to another cache, kvq::out_of_memory when
+    /// coding needs a page for which the pool has no room (release() makes some). The store is as it was then.
+    store_outcome store(token_ids tokens, const kvq::sequence& sequence) {
+        detail::expect(&detail::sequence_access::cache(sequence) == cache_,
+                       "a sequence belongs to another cache");
+        detail::expect(!tokens.empty(), "an entry needs at least 1 token");
+        for (int layer = 0; layer < cache_->shape().layers; ++layer)
+            detail::expect(tokens.size() <= static_cast<std::size_t>(sequence.tokens(layer)), "an entry of ",
+                           tokens.size(), " tokens cannot be made: layer ", layer, " holds ",
+                           sequence.tokens(layer));
+        std::shared_ptr<const kvq::sequence> nearest;
+        int common = 0;
+        {
+            const std::lock_guard lock(mutex_);
+            if (is_duplicate(tokens)) return store_outcome::duplicate;
+            const auto m = tree_.find(tokens);
+            common = static_cast<int>(m.tokens);
+            if (common > 0) nearest = (m.extension ? m.extension : m.prefix)->value->sequence;
+        }
+        const auto kept = std::make_shared<kvq::sequence>(sequence.fork());
+        kept->trim(static_cast<int>(tokens.size()));
+        if (options_.format && static_cast<int>(tokens.size()) >= options_.min_quantize_tokens)
+            quantize(*kept);
+        if (nearest) {
+            const std::shared_lock reading(changing_);
+            share(*kept, *nearest, common);
+        }
+        auto pages = detail::page_counts::of(*kept);
+        const std::size_t bytes = detail::page_counts::bytes_of(pages);
+
+        std::list<entry> fresh(1), dropped;  // freed outside the lock
+        const std::lock_guard lock(mutex_);
+        if (is_duplicate(tokens)) return store_outcome::duplicate;
+        if (bytes > options_.byte_limit) {
+            ++statistics_.rejections;
+            return store_outcome::too_large;
+        }
+        held_.reserve(pages.size());
+        auto* const node = tree_.insert(tokens).first;
+        // Nothing fails from here on.
+        fresh.front() = {kept, node};
+        node->value = fresh.begin();
+        entries_.splice(entries_.begin(), fresh);
+        held_.add(*kept, pages);
+        ++statistics_.stored;
+        while (auto* const shorter = node->shorter()) {
+            ++statistics_.replaced;
+            drop(shorter->value, dropped);
+        }
+        while (held_.bytes() > options_.byte_limit ||
+               tree_.size() > static_cast<std::size_t>(options_.max_entries))
+            evict(dropped);
+        return store_outcome::stored;
+    }
+
+    /// Forgets one entry; false if there is none with exactly these tokens.
+    bool erase(token_ids tokens) {
+        std::list<entry> dropped;
+        const std::lock_guard lock(mutex_);
+        const auto m = tree_.find(tokens);
+        if (!m.exact) return false;
+        drop(m.exact->value, dropped);
+        return true;
+    }
+    void clear() {
+        std::list<entry> dropped;
+        const std::lock_guard lock(mutex_);
+        while (!entries_.empty()) drop(entries_.begin(), dropped);
+    }
+    /// Evicts the least recently used entries until the store holds `bytes` less, or nothing. Returns by how much it
+    /// fell: pages that live sequences share are freed when these go.
+    std::size_t release(std::size_t bytes) {
+        std::list<entry> dropped;
+        const std::lock_guard lock(mutex_);
+        const std::size_t before = held_.bytes();
+        while (!entries_.empty() && before - held_.bytes() < bytes) evict(dropped);
+        return before - held_.bytes();
+    }
+
+    /// kvq::step_down for all entries and the live sequences together: pages that they share stay shared, and under a
+    /// budget those move that nobody else holds. Other members wait meanwhile; live sequences are the caller's, as in any other
+    /// call that changes them. Raises what kvq::step_down raises; steps done until then stay. O(pages) of all of them.
+    step_down_report step_down(std::span<sequence* const> live, const step_down_policy& policy,
+                               executor_view executor = serial_executor{}) {
+        step_down_report report;
+        {
+            std::list<entry> dropped;
+            const std::lock_guard lock(mutex_);
+            const std::lock_guard alone(changing_);
+            std::vector<sequence*> all(live.begin(), live.end());
+            for (const entry& e : entries_) all.push_back(e.sequence.get());
+            recounting pages{*this, dropped};
+            report = kvq::step_down(*cache_, std::span<sequence* const>(all), policy, executor);
+            pages.needed = !report.steps.empty();
+        }
+        report.bytes_after = cache_->pool().bytes_in_use();
+        report.fits = report.bytes_after <= policy.byte_budget;
+        return report;
+    }
+
+    [[nodiscard]] std::size_t entries() const {
+        const std::lock_guard lock(mutex_);
+        return tree_.size();
+    }
+    /// Bytes of the pages that entries hold, each counted once.
+    [[nodiscard]] std::size_t bytes() const {
+        const std::lock_guard lock(mutex_);
+        return held_.bytes();
+    }
+    [[nodiscard]] prefix_cache_statistics statistics() const {
+        const std::lock_guard lock(mutex_);
+        return statistics_;
+    }
+    void reset_statistics() {
+        const std::lock_guard lock(mutex_);
+        statistics_ = {};
+    }
+    const prefix_cache_options& options() const noexcept { return options_; }
+
+private:
+    struct entry;
+    using position = typename std::list<entry>::iterator;
+    using tree = radix_tree<position>;
+    struct entry {
+        std::shared_ptr<kvq::sequence> sequence;
+        typename tree::node* node = nullptr;
+    };
+    /// Entries that have other pages now are counted anew, also where stepping down came to an end half way.
+    struct recounting {
+        prefix_cache& store;
+        std::list<entry>& dropped;
+        bool needed = true;
+        ~recounting() {
+            if (needed) store.recount(dropped);
+        }
+    };
+    struct found {
+        lookup_result result;
+        const typename tree::node* node = nullptr;
+    };
+
+    found find(token_ids tokens) const noexcept {
+        const auto m = tree_.find(tokens);
+        const int common = static_cast<int>(m.tokens);
+        if (m.exact) return {{prefix_match::exact, common}, m.exact};
+        if (common == 0) return {};
+        if (m.tokens == tokens.size()) return {{prefix_match::supersequence, common}, m.extension};
+        const bool whole = m.prefix && m.prefix->tokens().size() == m.tokens;
+        if (common < options_.min_prefix_tokens)
+            return {{whole ? prefix_match::miss_short_prefix : prefix_match::miss_short_lcp, 0}, nullptr};
+        if (whole) return {{prefix_match::prefix, common}, m.prefix};
+        return {{prefix_match::lcp, common}, m.extension};
+    }
+
+    bool is_duplicate(token_ids tokens) {
+        const auto m = tree_.find(tokens);
+        if (!m.exact) return false;
+        touch(m.exact->value);
+        ++statistics_.duplicates;
+        return true;
+    }
+    void touch(position e) noexcept { entries_.splice(entries_.begin(), entries_, e); }
+
+    requantize_request request() const noexcept {
+        return {.key = options_.format->key, .value = options_.format->value, .only_smaller = true};
+    }
+    void quantize(sequence& s) {
+        cache_->requantize(s, request());
+        // 16-bit copies of quantized pages make short trims exact while decoding; here they would outlive their use.
+        for (detail::layer_track& track : detail::sequence_access::tracks(s))
+            for (page_span& span : track.spans)
+                for (page_ref& copy : span.copies) copy = page_ref{};
+    }
+
+    /// Takes the pages of `from` that hold the same: of the first `common` tokens, in the same format, with the same
+    /// bytes.
+    void share(sequence& s, const sequence& from, int common) const noexcept {
+        const auto take = [](page_ref& mine, const page_ref& theirs) {
+            if (mine.get() != theirs.get() && mine->format == theirs->format &&
+                mine->bytes == theirs->bytes && std::memcmp(mine->data(), theirs->data(), mine->bytes) == 0)
+                mine = theirs;
+        };
+        auto& tracks = detail::sequence_access::tracks(s);
+        for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
+            detail::layer_track& mine = tracks[layer];
+            const detail::layer_track& theirs = detail::sequence_access::tracks(from)[layer];
+            for (int i = 0; i < detail::smaller(mine.size(), theirs.size()); ++i) {
+                if (mine[i].end() > common || mine[i].first_token != theirs[i].first_token ||
+                    mine[i].tokens != theirs[i].tokens || !mine[i].full())
+                    break;
+                for (int role = 0; role < 2; ++role) take(mine[i].pages[role], theirs[i].pages[role]);
+            }
+        }
+    }
+
+    sequence fork(const sequence& s) const {
+        const std::shared_lock reading(changing_);
+        return s.fork();
+    }
+
+    /// An entry for whose count there is no memory is evicted.
+    void recount(std::list<entry>& dropped) noexcept {
+        held_.clear();
+        for (position e = entries_.begin(); e != entries_.end();) {
+            const position at = e++;
+            if (count(*at->sequence)) continue;
+            ++statistics_.evictions;
+            tree_.erase(at->node);
+            dropped.splice(dropped.begin(), entries_, at);
+        }
+        while (held_.bytes() > options_.byte_limit) evict(dropped);
+    }
+    bool count(const sequence& s) noexcept {
+#if KVQ_EXCEPTIONS
+        try {
+#endif
+            auto pages = detail::page_counts::of(s);
+            held_.reserve(pages.size());
+            held_.add(s, pages);
+            return true;
+#if KVQ_EXCEPTIONS
+        } catch (const std::bad_alloc&) {
+            return false;
+        }
+#endif
+    }
+
+    void drop(position e, std::list<entry>& dropped) noexcept {
+        held_.remove(*e->sequence);
+        tree_.erase(e->node);
+        dropped.splice(dropped.begin(), entries_, e);
+    }
+    void evict(std::list<entry>& dropped) noexcept {
+        ++statistics_.evictions;
+        drop(std::prev(entries_.end()), dropped);
+    }
+
+    cache* cache_;
+    prefix_cache_options options_;
+    mutable std::mutex mutex_;
+    mutable std::shared_mutex
+        changing_;              // shared: reads an entry outside of mutex_; alone: changes entries, in mutex_
+    std::list<entry> entries_;  // the one used last comes first
+    tree tree_;
+    detail::page_counts held_;
+    prefix_cache_statistics statistics_;
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: MIT
+// Formats as values: made, found by name, mixed, added to a living cache, refused.
+#include <doctest/doctest.h>
+
+#include <kvq/backends/simd.hpp>
+#include <kvq/format/builtin_schemes.hpp>
+#include <kvq/format/find_format.hpp>
+#include <memory>
+#include <vector>
+
+#include "support/caches.hpp"
+
+namespace {
+
+/// Holds state that dequantizing needs, and does not say which.
+struct shifted : kvq::affine<4> {
+    float shift = 0;
+};
+struct values_only : kvq::affine<4> {
+    static constexpr bool supports(kvq::tensor role) { return role == kvq::tensor::value; }
+};
+
+const std::vector<kvq::builtin_format>& listed() {
+    using kvq::detail::builtin_entry;
+    static const std::vector<kvq::builtin_format> all{
+        builtin_entry<kvq::scalar, kvq::full<kvq::float16>>("fp16", true, true),
+        builtin_entry<kvq::scalar, kvq::int8>("int8", true, true),
+        builtin_entry<kvq::scalar, kvq::kivi<4, 32>::keys>("kivi-4-g32", true, false),
+        builtin_entry<kvq::scalar, kvq::kivi<4, 32>::values>("kivi-4-g32", false, true),
+        builtin_entry<kvq::scalar, kvq::low2::keys>("low2", true, false),
+        builtin_entry<kvq::scalar, kvq::low2::values>("low2", false, true)};
+    return all;
+}
+
+template <class F>
+std::string message_of(F&& f) {
+    try {
+        f();
+    } catch (const kvq::error& e) {
+        return e.what();
+    }
+    FAIL("no kvq::error");
+    return {};
+}
+bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+constexpr kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 32};
+
+}  // namespace
+
+// What kvq::library defines elsewhere.
+const kvq::builtin_format* kvq::builtin_formats(std::size_t* count) {
+    *count = listed().size();
+    return listed().data();
+}
+
+TEST_CASE("formats are found by name, for each tensor its own") {
+    CHECK(std::string(kvq::find_format("kivi-4-g32", kvq::tensor::key).name()) == "affine4-channel-g32-fp16");
+    CHECK(std::string(kvq::find_format("kivi-4-g32", kvq::tensor::value).name()) == "affine4-token-g32-fp16");
+    int count = 0;
+    kvq::for_each_format([&](const kvq::builtin_format& f) { count += f.name != nullptr; });
+    CHECK(count == 6);
+    const auto options = kvq::preset("kivi-4-g32");
+    CHECK(options.page_tokens == 128);
+    CHECK(kvq::cache(shape, options).table(kvq::tensor::key)[1].supports(kvq::tensor::key));
+}
+
+TEST_CASE("an unknown name is refused with the names that are most like it") {
+    const auto message = message_of([] { (void)kvq::find_format("kivi-4-g23", kvq::tensor::key); });
+    CHECK(contains(message, "there is no format \"kivi-4-g23\" for keys"));
+    CHECK(contains(message, "kivi-4-g32"));
+    CHECK(contains(message_of([] { (void)kvq::find_format("", kvq::tensor::value); }), "fp16"));
+}
+
+TEST_CASE("statistics make keys, where a format takes them") {
+    test::generator random(7);
+    kvq::calibration statistics(shape);
+    for (int layer = 0; layer < shape.layers; ++layer) {
+        const auto k = test::random_tensor(random, 128, shape.kv_heads, shape.head_dim);
+        statistics.add_keys(layer, k.view());
+    }
+    const auto with = kvq::find_format("low2", kvq::tensor::key, statistics);
+    const auto without = kvq::find_format("low2", kvq::tensor::key);
+    CHECK(with.record().fingerprint != without.record().fingerprint);
+    CHECK(with.record().fingerprint == kvq::low2::keys(statistics).fingerprint());
+    CHECK(std::string(kvq::find_format("int8", kvq::tensor::key, statistics).name()) == "int8-token-fp32");
+    // Of another shape.
+    CHECK_THROWS_AS(
+        kvq::cache({.layers = 3, .kv_heads = 2, .head_dim = 32}, {.keys = with, .values = without}),
+        kvq::error);
+}
+
+TEST_CASE("caches of different formats have one type; backends may be mixed, with the same bytes") {
+    std::vector<std::unique_ptr<kvq::cache>> caches;
+    const auto scalar = kvq::make_formats<kvq::kivi<4, 32>, kvq::scalar>();
+    const auto simd = kvq::make_formats<kvq::kivi<4, 32>>();
+    for (const auto& [keys, values] : {scalar, simd, kvq::format_pair{scalar.keys, simd.values}})
+        caches.push_back(std::make_unique<kvq::cache>(
+            shape, kvq::cache_options{.keys = keys, .values = values, .page_tokens = 32}));
+    test::generator random(5);
+    const test::stream words(random, shape, 200);
+    std::vector<std::vector<test::held_page>> held;
+    for (auto& cache : caches) {
+        auto sequence = cache->new_sequence();
+        for (int layer = 0; layer < shape.layers; ++layer)
+            sequence.append(layer, words.k.view(), words.v.view());
+        const auto pages = sequence.pages(0);
+        std::vector<test::held_page> all;
+        for (int e = 0; e < pages.entries(); ++e) {
+            const kvq::page& p = *pages.at(e).keys;
+            all.push_back(
+                {p.format, pages.at(e).first_token, pages.at(e).tokens, {p.data(), p.data() + p.bytes}});
+        }
+        held.push_back(std::move(all));
+        for (const auto bits : test::attention_bits(*cache, sequence))
+            CHECK(kvq::detail::is_finite(kvq::detail::bit_cast<float>(bits)));
+    }
+    CHECK(held[0] == held[1]);
+    CHECK(held[0] == held[2]);
+}
+
+TEST_CASE("a living cache takes further formats") {
+    kvq::cache cache(shape, {.keys = kvq::find_format("fp16", kvq::tensor::key), .page_tokens = 16});
+    auto sequence = cache.new_sequence();
+    test::generator random(3);
+    const test::stream words(random, shape, 100);
+    for (int layer = 0; layer < shape.layers; ++layer) sequence.append(layer, words.k.view(), words.v.view());
+    CHECK(sequence.usage().coded == 0);
+
+    const auto int8 = kvq::find_format("int8", kvq::tensor::key);
+    const int key = cache.add_format(kvq::tensor::key, int8),
+              value = cache.add_format(kvq::tensor::value, int8);
+    CHECK(key == 1);
+    CHECK(value == 1);
+    CHECK(cache.add_format(kvq::tensor::key, int8) == key);
+    const auto plan = cache.plan_requantize(sequence, {.key = key, .value = value});
+    const auto report = cache.requantize(sequence, {.key = key, .value = value});
+    CHECK(report.pages == plan.pages);
+    CHECK(report.bytes_after == plan.bytes_after);
+    CHECK(report.bytes_after < report.bytes_before);
+    CHECK(sequence.usage().coded > 0);
+    CHECK_THROWS_AS(cache.add_format(kvq::tensor::key, kvq::make_format<values_only, kvq::scalar>()),
+                    kvq::error);
+    CHECK(cache.table(kvq::tensor::key).listed() == 2);
+}
+
+TEST_CASE("what a cache cannot use is refused with a sentence") {
+    const auto keys = kvq::find_format("int8", kvq::tensor::key);
+    const auto refused = [&](const kvq::cache_options& options, const char* part) {
+        const auto message = message_of([&] { kvq::cache(shape, options); });
+        INFO(message);
+        CHECK(contains(message, part));
+    };
+    refused({}, "a cache needs a format for its keys");
+    refused({.keys = kvq::format()}, "a format of the cache is empty");
+    refused({.keys = keys, .window = keys},
+            "the window format must be fp32, fp16 or bf16, got int8-token-fp32");
+    const auto only = kvq::make_format<values_only, kvq::scalar>();
+    refused({.keys = only}, "key format 0, affine4-token-g64-fp16, holds values only");
+    CHECK_NOTHROW(kvq::cache(shape, {.keys = keys, .values = only}));
+    refused({.keys = keys, .layers = {{0, 0}, {1, 0}}}, "key format 1 is not among the 1 listed ones");
+}
+
+TEST_CASE("pages of a scheme with state and without fingerprint are neither saved nor sent") {
+    kvq::cache cache(shape, {.keys = kvq::make_format<kvq::scalar>(shifted{})});
+    const auto sequence = cache.new_sequence();
+    const auto message = message_of([&] { (void)kvq::identity_of(cache.table(kvq::tensor::key)[1]); });
+    CHECK(contains(message, "it holds state, so its scheme must have std::uint64_t fingerprint() const"));
+}
+
+TEST_CASE("a format says what runs in vectors") {
+    const kvq::block_shape block{kvq::tensor::key, 64, 64};
+    const auto fast = kvq::make_formats<kvq::kivi<4, 32>>().keys.describe(block);
+    CHECK(fast.quantize);
+    CHECK(fast.dequantize);
+    CHECK(fast.attend);
+    CHECK(!kvq::find_format("int8", kvq::tensor::key).describe(block).quantize);
+    // Groups that fill no vector.
+    CHECK(!kvq::make_format<kvq::affine<4, kvq::per_token<7>>>()
+               .describe({kvq::tensor::key, 64, 70})
+               .dequantize);
+}
