@@ -13,30 +13,65 @@ namespace {
 
 using list = std::vector<quality::listed_format>;
 
+/// A format that quantizes and dequantizes, and nothing else: with attention this file would take six minutes to compile.
+template <class Scheme>
+struct coder : kvq::format_record {
+    Scheme held;
+
+    explicit coder(Scheme s) : held(std::move(s)) {
+        functions = &table;
+        scheme = &held;
+        name = "";
+        destroy = [](kvq::format_record* self) { delete static_cast<coder*>(self); };
+    }
+
+    static const Scheme& of(const void* scheme) { return *static_cast<const Scheme*>(scheme); }
+    static constexpr kvq::format_functions table = [] {
+        kvq::format_functions f{};
+        f.block_bytes = [](const void* scheme, const kvq::block_shape& shape) -> std::size_t {
+            return of(scheme).block_bytes(shape);
+        };
+        f.quantize_values = [](const void* scheme, const kvq::block_shape& shape, kvq::block_id id,
+                               float* values, std::byte* block) {
+            return kvq::simd<>::encode_values(of(scheme), shape, id, values, block);
+        };
+        // Dense floats are all that is asked for.
+        f.dequantize = [](const void* scheme, const kvq::block_shape& shape, kvq::block_id id,
+                          const std::byte* block, kvq::float_type, void* out, std::ptrdiff_t,
+                          float*) { of(scheme).decode(shape, id, block, static_cast<float*>(out)); };
+        return f;
+    }();
+};
+template <class Scheme>
+kvq::format format_of(Scheme scheme) {
+    return kvq::format(new coder<Scheme>(std::move(scheme)));
+}
+kvq::format sixteen() { return format_of(kvq::full<kvq::float16>()); }
+
 template <class Keys>
 void add_keys(list& to, const std::string& name) {
-    to.push_back({name, "keys alone", [](const kvq::calibration*) { return kvq::make_format<Keys>(); },
-                  [] { return kvq::make_format<kvq::full<kvq::float16>>(); }});
+    to.push_back({name, "keys alone", [](const kvq::calibration*) { return format_of(Keys()); }, &sixteen});
 }
 /// make: statistics -> scheme.
 template <class Keys, class Make>
 void add_keys_with_statistics(list& to, const std::string& name, Make make) {
     to.push_back({name, "keys alone",
                   [make](const kvq::calibration* statistics) {
-                      return kvq::make_format<kvq::simd<>>(statistics ? make(*statistics) : Keys());
+                      return format_of(statistics ? make(*statistics) : Keys());
                   },
-                  [] { return kvq::make_format<kvq::full<kvq::float16>>(); }, true});
+                  &sixteen, true});
 }
 template <class Values>
 void add_values(list& to, const std::string& name) {
-    to.push_back({name, "values alone",
-                  [](const kvq::calibration*) { return kvq::make_format<kvq::full<kvq::float16>>(); },
-                  [] { return kvq::make_format<Values>(); }});
+    to.push_back({name, "values alone", [](const kvq::calibration*) { return sixteen(); },
+                  [] { return format_of(Values()); }});
 }
 
 template <int B>
 void keys(list& to) {
-    const auto key = [&]<class S>(const char* name) { add_keys<S>(to, "K" + std::to_string(B) + " " + name); };
+    const auto key = [&]<class S>(const char* name) {
+        add_keys<S>(to, "K" + std::to_string(B) + " " + name);
+    };
     using namespace kvq;
     key.template operator()<affine<B, per_token<64>>>("token g64");
     key.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");
@@ -70,7 +105,8 @@ void keys_with_statistics(list& to) {
             return S(std::make_shared<const width_plan>(S::make_plan(c)));
         });
     };
-    feedback.template operator()<channel_grid<B, 64, error_feedback<min_max>>>("channel g64, coded, feedback");
+    feedback.template operator()<channel_grid<B, 64, error_feedback<min_max>>>(
+        "channel g64, coded, feedback");
     plan.template operator()<min_max>("min-max");
     plan.template operator()<least_squares_below_3_bits>("least squares below 3 bits");
     using both = error_feedback<least_squares_below_3_bits>;
@@ -125,8 +161,7 @@ int main(int argc, char** argv) {
     values<4>(all);
     values<3>(all);
     values<2>(all);
-    for (const auto family :
-         {&quality::preset_formats, &quality::plan_formats, &quality::ingredient_formats})
+    for (const auto family : {&quality::preset_formats, &quality::plan_formats, &quality::ingredient_formats})
         for (quality::listed_format& f : family()) all.push_back(std::move(f));
     return quality::run_program(argc, argv, all);
 }

@@ -47,9 +47,7 @@ public:
     std::size_t bytes() const override { return sequence_.usage().bytes; }
 
 private:
-    static matrix in_16_bit(const const_rows& x) {
-        return x.cast<Eigen::half>().cast<float>();
-    }
+    static matrix in_16_bit(const const_rows& x) { return x.cast<Eigen::half>().cast<float>(); }
 
     // Behind the last quantized page of a layer.
     int end_of_quantized(int layer) const {

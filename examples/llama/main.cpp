@@ -142,8 +142,7 @@ std::vector<llama::scheme_choice> schemes_of(const options& chosen) {
 
 void give_statistics(const options& chosen, const llama::model& model, const std::vector<int>& tokens,
                      std::vector<llama::scheme_choice>& schemes) {
-    if (std::none_of(schemes.begin(), schemes.end(),
-                     [](const auto& s) { return s.use_statistics; })) {
+    if (std::none_of(schemes.begin(), schemes.end(), [](const auto& s) { return s.use_statistics; })) {
         return;
     }
     std::vector<int> text =

@@ -24,8 +24,9 @@ const std::vector<quality::listed_format>& baselines() {
     static const std::vector<quality::listed_format> all = [] {
         std::vector<quality::listed_format> list;
 #if defined(KVQ_LLAMA_BASELINES)
-        for (const auto family : {&quality::plan_formats, &quality::ingredient_formats, &quality::group_formats,
-                                  &quality::rotation_formats, &quality::kvarn_formats}) {
+        for (const auto family :
+             {&quality::plan_formats, &quality::ingredient_formats, &quality::group_formats,
+              &quality::rotation_formats, &quality::kvarn_formats}) {
             for (quality::listed_format& format : family()) {
                 list.push_back(std::move(format));
             }

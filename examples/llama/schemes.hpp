@@ -24,9 +24,10 @@ struct scheme_choice {
     std::string label;
     cache_settings settings;
     std::string key_name{}, value_name{};
-    kvq::format_pair formats{};                   // empty: fp32 rows, the scheme "reference"
-    bool use_statistics = false;                  // "+stats"
-    std::shared_ptr<const live_settings> live{};  // if there are some, the cache is a living one (live_cache.hpp)
+    kvq::format_pair formats{};   // empty: fp32 rows, the scheme "reference"
+    bool use_statistics = false;  // "+stats"
+    std::shared_ptr<const live_settings>
+        live{};  // if there are some, the cache is a living one (live_cache.hpp)
 
     std::unique_ptr<kv_cache> make_cache(const model_shape& shape) const;
 

@@ -28,7 +28,7 @@ DEVICE = ("version.hpp", "config.hpp", "core/", "pack/", "quant/", "schemes/", "
 
 # Component, and the beginnings of its headers' paths.
 THIRD_PARTY = {
-    "simd": ("backends/simd",),
+    "simd": ("backends/simd", "format/define_builtin_formats"),
     "eigen": ("adapters/eigen",),
     "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file"),
 }
