@@ -6,11 +6,11 @@
 
 #include "kvq_levels.inc"
 
-#define KVQ_PARTS(X, level)                                                                         \
-    X(level, 0)                                                                                     \
-    X(level, 1)                                                                                     \
-    X(level, 2) X(level, 3) X(level, 4) X(level, 5) X(level, 6) X(level, 7) X(level, 8) X(level, 9) \
-        X(level, 10)
+#define KVQ_PARTS(X, level) \
+    X(level, 0)             \
+    X(level, 1)             \
+    X(level, 2)             \
+    X(level, 3) X(level, 4) X(level, 5) X(level, 6) X(level, 7) X(level, 8) X(level, 9) X(level, 10)
 
 using add_entry = void (*)(void*, const kvq::builtin_format*);
 

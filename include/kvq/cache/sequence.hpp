@@ -109,7 +109,7 @@ public:
     }
 
     /// A sequence with the same tokens that shares every page.
-    [[nodiscard]] sequence fork() const { return sequence(*this, 0); }
+    [[nodiscard]] sequence fork() const { return {*this, 0}; }
 
     /// Tokens of one layer.
     [[nodiscard]] int tokens(int layer) const {

@@ -34,14 +34,13 @@ struct serial_executor {
 /// An executor of a type that is known at run time only; what it refers to must outlive it.
 class executor_view {
 public:
-    template <executor E>
-    requires(!std::same_as<std::remove_cvref_t<E>, executor_view>) executor_view(E&& e)
-    noexcept
-        : executor_(const_cast<void*>(static_cast<const void*>(&e))),
-          threads_(static_cast<int>(e.concurrency())),
+    /// An executor is used by one call at a time and may change meanwhile, also one that is given as const: a temporary, say.
+    template <class E>
+    requires executor<E> &&(!std::same_as<E, executor_view>)executor_view(const E& e) noexcept
+        : executor_(const_cast<E*>(&e)),
+          threads_(static_cast<int>(const_cast<E&>(e).concurrency())),
           run_([](void* self, int n, void* f, void (*call)(void*, int)) {
-              static_cast<std::remove_reference_t<E>*>(self)->parallel_for(n,
-                                                                           [f, call](int i) { call(f, i); });
+              static_cast<E*>(self)->parallel_for(n, [f, call](int i) { call(f, i); });
           }) {}
 
     int concurrency() const noexcept { return threads_; }

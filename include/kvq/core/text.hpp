@@ -32,7 +32,7 @@ public:
             std::snprintf(digits, sizeof(digits), "%lld", static_cast<long long>(number));
         else
             std::snprintf(digits, sizeof(digits), "%llu", static_cast<unsigned long long>(number));
-        return short_text(digits);
+        return digits;
     }
 
     constexpr short_text& operator+=(const char* s) {
@@ -44,7 +44,7 @@ public:
     friend constexpr short_text operator+(short_text a, const short_text& b) { return a += b; }
 
     constexpr const char* c_str() const noexcept { return data_; }
-    KVQ_INLINE operator std::string() const { return std::string(data_, size_); }
+    KVQ_INLINE operator std::string() const { return {data_, size_}; }
     friend bool operator==(const short_text& a, std::string_view b) noexcept {
         return std::string_view(a.data_, a.size_) == b;
     }

@@ -110,7 +110,7 @@ struct format_record {
     void (*destroy)(format_record*) = nullptr;
     std::atomic<std::uint32_t> references{1};
 
-    KVQ_INLINE format_record() noexcept {}
+    KVQ_INLINE format_record() noexcept = default;
 };
 
 class format {

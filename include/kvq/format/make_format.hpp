@@ -204,7 +204,7 @@ template <class Backend, kv_scheme Scheme>
 template <class Scheme, class Backend>
 [[nodiscard]] format make_format() {
     if constexpr (!kv_scheme<Scheme>) {
-        static_assert(sizeof(detail::checked_scheme<Scheme>) > 0);
+        static_assert(!std::is_void_v<typename detail::checked_scheme<Scheme>::type>);
         return {};
     } else {
         static_assert(
