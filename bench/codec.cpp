@@ -1,8 +1,7 @@
 // Encoding and decoding of blocks of one head: time against passes over the same memory in the same run.
 //
 //   read, store, copy     a read-only pass over the input, a store-only pass over the output, memcpy of the float side
-//   encode                float32, float16 or bfloat16 values to codes; `layout` says where they come from: "block" is a
-//                         window block of the cache, "tokens" are rows of an engine's tensor, [tokens][dim]
+//   encode                float32, float16 or bfloat16 values of a window block of the cache to codes
 //   decode                codes to tokens in float32, float16 or bfloat16
 //   requantize            from a 16-bit window or 8-bit codes to 4 bits
 //
@@ -145,15 +144,11 @@ private:
 };
 
 template <class T>
-void fill(working_set& set, const settings& s, kvq::tensor role, bool tokens) {
+void fill(working_set& set, const settings& s, kvq::tensor role) {
     const kvq::block_shape shape{role, s.tokens, s.dim};
     const auto x = bench::random_floats(set.values, 5);
     std::vector<std::byte> one(set.values * sizeof(T));
-    if (tokens)
-        for (std::size_t i = 0; i < set.values; ++i)
-            kvq::detail::store_as(one.data() + i * sizeof(T), T(x[i]));
-    else
-        kvq::full<T>{}.encode(shape, {}, x.data(), one.data());
+    kvq::full<T>{}.encode(shape, {}, x.data(), one.data());
     for (int i = 0; i < set.blocks; ++i)
         std::memcpy(set.floats.data() + static_cast<std::size_t>(i) * one.size(), one.data(), one.size());
 }
@@ -190,17 +185,9 @@ void measure(const char* name, const char* input, kvq::tensor role, const settin
         return scratch.data();
     };
 
-    fill<T>(set, s, role, false);
+    fill<T>(set, s, role);
     out.row("encode", name, role, input, "block", set,
             set.time([&](int i) { backend::encode<T>(scheme, shape, {}, float_at(i), code_at(i), space()); }),
-            bytes, b.read, b.copy);
-    fill<T>(set, s, role, true);
-    thread_local std::vector<std::byte> window;
-    out.row("encode", name, role, input, "tokens", set, set.time([&](int i) {
-        window.resize(plain);
-        backend::encode_tokens<T>(scheme, shape, {}, reinterpret_cast<const T*>(float_at(i)), s.dim,
-                                  window.data(), code_at(i), space());
-    }),
             bytes, b.read, b.copy);
     out.row("decode", name, role, input, "tokens", set, set.time([&](int i) {
         backend::decode(scheme, shape, {}, code_at(i), reinterpret_cast<T*>(float_at(i)), s.dim, space());
@@ -232,7 +219,7 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
         scratch.resize(set.values + 64);
         return scratch.data();
     };
-    fill<kvq::float16>(set, s, role, false);
+    fill<kvq::float16>(set, s, role);
     out.row("requantize", name, role, "16", "block", set, set.time([&](int i) {
         backend::encode<kvq::float16>(to, shape, {}, set.floats.data() + static_cast<std::size_t>(i) * window,
                                       set.more.data() + static_cast<std::size_t>(i) * target, space());
@@ -245,11 +232,9 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
     const double scale = static_cast<double>(coded) / static_cast<double>(window);
     out.row("requantize", name, role, "8", "block", set, set.time([&](int i) {
         float* const values = space();
-        if (!(backend::decode_block(from, shape, set.codes.data() + static_cast<std::size_t>(i) * coded,
-                                    values) &&
-              backend::encode_block(to, shape, values,
-                                    set.more.data() + static_cast<std::size_t>(i) * target)))
-            std::abort();
+        backend::decode(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * coded, values, s.dim, values);
+        backend::requantize_values(to, shape, {}, values, nullptr,
+                                   set.more.data() + static_cast<std::size_t>(i) * target);
     }),
             static_cast<double>(coded + target) * set.blocks, b[1].read * scale, b[1].copy * scale);
 }
@@ -274,7 +259,7 @@ int main(int argc, char** argv) {
         if (!where.empty() && where != name) continue;
         working_set set(name, total * static_cast<std::size_t>(s.threads), s);
         using kvq::tensor;
-        fill<float>(set, s, tensor::key, false);
+        fill<float>(set, s, tensor::key);
         const bounds b[3] = {bounds_of<float>(set, out, "f32"), bounds_of<kvq::float16>(set, out, "f16"),
                              bounds_of<kvq::bfloat16>(set, out, "bf16")};
         measure_all<kvq::int8>("int8", tensor::key, s, set, b, out);

@@ -65,7 +65,6 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     const auto block = test::encoded(scheme, shape, x, nullptr, id);
     test::check_tokens<native, float>(random, scheme, shape, block, id);
     test::check_tokens<native, float16>(random, scheme, shape, block, id);
-    test::check_window<native, Window>(scheme, shape, block, id);
 
     // From scheme to scheme.
     auto values = test::decoded(scheme, shape, block, id), same = values;

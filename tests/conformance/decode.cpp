@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Every backend decodes the bits that scheme::decode says, goes from scheme to scheme through the
-// same bytes, and writes the same window values. Built for several -march.
+// Comparison family: exact. Every backend decodes the bits that scheme::decode says, and writes the same window values. Built
+// for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace {
 
 using native = kvq::simd<>;
 
-std::vector<float> some_block(test::generator& random, const kvq::block_shape& shape, bool finite) {
-    return random.one_in(2) ? test::random_block(random, shape) : test::hostile_block(random, shape, finite);
+std::vector<float> some_block(test::generator& random, const kvq::block_shape& shape) {
+    return random.one_in(2) ? test::random_block(random, shape) : test::hostile_block(random, shape);
 }
 
 }  // namespace
@@ -29,13 +29,12 @@ TEST_CASE_TEMPLATE("same bits from every backend", S, KVQ_TEST_BACKEND_SCHEMES) 
     for (int round = 0; round < 60; ++round) {
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
-        const auto block = test::encoded(scheme, shape, some_block(random, shape, false));
+        const auto block = test::encoded(scheme, shape, some_block(random, shape));
         test::check_tokens<native, float>(random, scheme, shape, block);
-        test::check_window<native, kvq::float16>(scheme, shape, block);
     }
 }
 
-TEST_CASE_TEMPLATE("same 16-bit values, and 32-bit windows", S, KVQ_TEST_WINDOW_SCHEMES) {
+TEST_CASE_TEMPLATE("same 16-bit values", S, KVQ_TEST_WINDOW_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -43,41 +42,9 @@ TEST_CASE_TEMPLATE("same 16-bit values, and 32-bit windows", S, KVQ_TEST_WINDOW_
     for (int round = 0; round < 60; ++round) {
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
-        const auto block = test::encoded(scheme, shape, some_block(random, shape, false));
+        const auto block = test::encoded(scheme, shape, some_block(random, shape));
         test::check_tokens<native, kvq::float16>(random, scheme, shape, block);
         test::check_tokens<native, kvq::bfloat16>(random, scheme, shape, block);
-        test::check_window<native, float>(scheme, shape, block);
-        test::check_window<native, kvq::bfloat16>(scheme, shape, block);
-    }
-}
-
-TEST_CASE_TEMPLATE("from scheme to scheme through a block of floats: the bytes of decode and encode", S,
-                   kvq::int8, kvq::kivi<4>::keys, kvq::kivi<3>::values, kvq::kivi<2>::keys,
-                   test::odd_values) {
-    const auto seed = test::seed();
-    INFO("KVQ_SEED=", seed);
-    test::generator random(seed);
-    const S from = test::make_scheme<S>();
-    const kvq::affine<4, kvq::per_token<32>> to;
-    const kvq::affine<2, kvq::per_channel<32>> other;
-    int fast = 0;
-    for (int round = 0; round < 80 || fast == 0; ++round) {
-        REQUIRE(round < 2000);
-        const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
-        INFO(shape);
-        const auto block = test::encoded(from, shape, some_block(random, shape, true));
-        std::vector<float> values(shape.values());
-        if (!native::decode_block(from, shape, block.data(), values.data())) continue;
-        const auto check = [&](const auto& target) {
-            const auto expected = test::encoded(target, shape, test::decoded(from, shape, block));
-            auto got = expected;
-            std::fill(got.begin(), got.end(), std::byte{0xcd});
-            if (!native::encode_block(target, shape, values.data(), got.data())) return;
-            ++fast;
-            CHECK(got == expected);
-        };
-        check(to);
-        check(other);
     }
 }
 

@@ -13,7 +13,7 @@
 
 namespace test {
 
-/// The same bytes and count from a window block and from rows of tokens, and nothing else written.
+/// The same bytes and count from a block of 16- or 32-bit values and from float values, and nothing else written.
 template <class Window, class Backend, class S>
 void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id,
                  const std::vector<float>& x) {
@@ -23,6 +23,7 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
 
     std::vector<float> rounded(shape.values());
     full.decode(shape, id, window.data(), rounded.data());
+    const auto rounded_before = rounded;
     std::vector<std::byte> expected(scheme.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
     const std::uint32_t not_finite = scheme.encode(shape, id, rounded.data(), expected.data());
 
@@ -35,20 +36,14 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
     CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
     for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
 
-    // The same from rows of tokens, some elements apart.
-    const int stride = shape.dim + static_cast<int>(shape.values() % 7);
-    std::vector<Window> tokens(static_cast<std::size_t>(shape.tokens * stride), Window(-3.0f));
-    for (int t = 0; t < shape.tokens; ++t)
-        for (int c = 0; c < shape.dim; ++c)
-            tokens[static_cast<std::size_t>(t * stride + c)] =
-                Window(x[static_cast<std::size_t>(t * shape.dim + c)]);
+    // The same from float values.
     std::fill(got.begin(), got.end(), std::byte{0xcd});
-    const std::uint32_t counted_tokens = Backend::template encode_tokens<Window>(
-        scheme, shape, id, tokens.data(), stride, window.data(), got.data(), scratch.data());
-    CHECK(counted_tokens == not_finite);
-    const auto from_tokens = std::mismatch(expected.begin(), expected.end(), got.begin());
-    CHECK(from_tokens.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
+    std::copy(rounded_before.begin(), rounded_before.end(), scratch.begin());
+    CHECK(Backend::encode_values(scheme, shape, id, scratch.data(), got.data()) == not_finite);
+    const auto from_values = std::mismatch(expected.begin(), expected.end(), got.begin());
+    CHECK(from_values.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
     CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
+    for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
 }
 
 /// Equal bits; where both are NaN, equal payloads too.
@@ -73,18 +68,6 @@ void check_tokens(generator& random, const S& scheme, const kvq::block_shape& sh
     std::vector<float> scratch(shape.values());
     Backend::decode(scheme, shape, id, block.data(), got.data(), stride, scratch.data());
     CHECK(different(expected, got) == 0);
-}
-
-template <class Backend, class Window, class S>
-void check_window(const S& scheme, const kvq::block_shape& shape, const std::vector<std::byte>& block,
-                  kvq::block_id id = {}) {
-    const kvq::full<Window> full;
-    auto x = decoded(scheme, shape, block, id);
-    std::vector<std::byte> expected(full.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
-    full.encode(shape, {}, x.data(), expected.data());
-    Backend::template decode_to_window<Window>(scheme, shape, id, block.data(), got.data(), x.data());
-    CHECK(std::equal(expected.begin(), expected.end(), got.begin()));
-    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
 }
 
 }  // namespace test

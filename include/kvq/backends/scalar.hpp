@@ -8,10 +8,6 @@
 //       codes a full block of Window values; `values` is scratch for shape.values() floats
 //   decode(scheme, shape, id, block, T* out, stride, values)
 //       x^ of all tokens, rounded once to T: token t starts at out + t * stride
-//   decode_to_window<Window>(scheme, shape, id, block, window, values)
-//       a coded block as window values; returns how many of them were not finite
-//   decode_block(scheme, shape, block, values), encode_block(scheme, shape, values, block)
-//       from one scheme to another by way of x^ as a block of full<float> in `values`; false: not here, take the long way
 //   encode_values(scheme, shape, id, values, block)
 //       scheme::encode; values: [tokens][dim], scratch afterwards
 //   requantize_values(scheme, shape, id, values, factors, block)
@@ -19,8 +15,6 @@
 //       had then, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
 //       `count` tokens, `stride` elements apart, become tokens [at, at + count) of a window block
-//   encode_tokens<Window>(scheme, shape, id, tokens, stride, window, block, values)
-//       what write_tokens of all tokens of a block and encode give; `window` is scratch for a window block
 //   describe(scheme, shape)            which of these run in vectors (format/format.hpp)
 //   name()
 #pragma once
@@ -52,22 +46,6 @@ struct scalar : detail::plain_loads {
             for (int c = 0; c < shape.dim; ++c) out[t * stride + c] = T(values[t * shape.dim + c]);
     }
 
-    template <class Window, kv_scheme Scheme>
-    static std::uint32_t decode_to_window(const Scheme& scheme, const block_shape& shape, block_id id,
-                                          const std::byte* block, std::byte* window, float* values) {
-        scheme.decode(shape, id, block, values);
-        return full<Window>{}.encode(shape, id, values, window);
-    }
-
-    template <kv_scheme Scheme>
-    static bool decode_block(const Scheme&, const block_shape&, const std::byte*, float*) {
-        return false;
-    }
-    template <kv_scheme Scheme>
-    static bool encode_block(const Scheme&, const block_shape&, const float*, std::byte*) {
-        return false;
-    }
-
     template <kv_scheme Scheme>
     static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
@@ -96,14 +74,6 @@ struct scalar : detail::plain_loads {
             for (int c = 0; c < shape.dim; ++c)
                 detail::store_as(block + sizeof(Window) * full<Window>::element(layout, shape, at + t, c),
                                  Window(static_cast<float>(tokens[t * stride + c])));
-    }
-
-    template <class Window, kv_scheme Scheme, class T>
-    static std::uint32_t encode_tokens(const Scheme& scheme, const block_shape& shape, block_id id,
-                                       const T* tokens, std::ptrdiff_t stride, std::byte* window,
-                                       std::byte* block, float* values) {
-        write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
-        return encode<Window>(scheme, shape, id, window, block, values);
     }
 };
 

@@ -76,30 +76,13 @@ struct simd {
                                 const std::byte* window, std::byte* block, float* values) {
         // Straight from a block of fp16, the usual window; from others by way of values, so that fewer kernels are compiled.
         if constexpr (kernels::composed_scheme<Scheme> && std::same_as<Window, float16>)
-            if (kernels::block_encoder<lanes, Window, Scheme>(scheme, shape, window, block).run()) return 0;
+            if (kernels::block_encoder<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
         if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
                 full<Window>{}.decode(shape, id, window, values);
             return encode_values(scheme, shape, id, values, block);
         }
         return scalar::encode<Window>(scheme, shape, id, window, block, values);
-    }
-
-    template <class Window, kv_scheme Scheme, class T>
-    static std::uint32_t encode_tokens(const Scheme& scheme, const block_shape& shape, block_id id,
-                                       const T* tokens, std::ptrdiff_t stride, std::byte* window,
-                                       std::byte* block, float* values) {
-        if constexpr (kernels::composed_scheme<Scheme> && std::same_as<T, Window>)
-            if (kernels::token_encoder<lanes, Scheme, T>(scheme, shape, tokens, stride, block).run())
-                return 0;
-        if constexpr (kernels::codes_values<Scheme> && std::same_as<T, Window>) {
-            for (int t = 0; t < shape.tokens; ++t)
-                load_floats<T>(reinterpret_cast<const std::byte*>(tokens + t * stride), shape.dim,
-                               values + t * shape.dim);
-            return encode_values(scheme, shape, id, values, block);
-        }
-        write_tokens<Window>(shape, window, tokens, stride, shape.tokens, 0);
-        return encode<Window>(scheme, shape, id, window, block, values);
     }
 
     template <kv_scheme Scheme, float_format T>
@@ -129,46 +112,6 @@ struct simd {
         scalar::decode(scheme, shape, id, block, out, stride, values);
     }
 
-    template <class Window, kv_scheme Scheme>
-    static std::uint32_t decode_to_window(const Scheme& scheme, const block_shape& shape, block_id id,
-                                          const std::byte* block, std::byte* window, float* values) {
-        if constexpr (kernels::composed_scheme<Scheme>)
-            if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).template to_values<Window>(window))
-                return 0;
-        if constexpr (kernels::is_channel_scheme<Scheme> || kernels::transformed_scheme<Scheme>) {
-            decode(scheme, shape, id, block, values, shape.dim, values);
-            if (kernels::all_finite<lanes>(values, shape.values())) {
-                // Odd rows and columns leave gaps, which are zero.
-                if (shape.rows() % 4 != 0 || shape.cols() % 4 != 0)
-                    std::memset(window, 0, full<Window>{}.block_bytes(shape));
-                write_tokens<Window>(shape, window, values, shape.dim, shape.tokens, 0);
-                return 0;
-            }
-        }
-        return scalar::decode_to_window<Window>(scheme, shape, id, block, window, values);
-    }
-
-    template <kv_scheme Scheme>
-    static bool decode_block(const Scheme& scheme, const block_shape& shape, const std::byte* block,
-                             float* values) {
-        if constexpr (kernels::composed_scheme<Scheme>)
-            return kernels::block_decoder<simd, Scheme>(scheme, shape, block)
-                .template to_values<float>(reinterpret_cast<std::byte*>(values));
-        else
-            return false;
-    }
-
-    template <kv_scheme Scheme>
-    static bool encode_block(const Scheme& scheme, const block_shape& shape, const float* values,
-                             std::byte* block) {
-        if constexpr (kernels::composed_scheme<Scheme>)
-            return kernels::block_encoder<lanes, float, Scheme>(
-                       scheme, shape, reinterpret_cast<const std::byte*>(values), block)
-                .run();
-        else
-            return false;
-    }
-
     template <kv_scheme Scheme>
     static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
@@ -178,7 +121,7 @@ struct simd {
             return not_finite;
         }
         if constexpr (kernels::composed_scheme<Scheme>)
-            if (kernels::token_encoder<lanes, Scheme, float>(scheme, shape, values, shape.dim, block).run())
+            if (kernels::token_encoder<lanes, Scheme>(scheme, shape, values, block).run())
                 return 0;
         if constexpr (kernels::channel_scheme<Scheme>)
             if (kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
@@ -219,7 +162,7 @@ struct simd {
                            kernels::read_tokens<lanes, T>(shape, block.data, out, shape.dim);
         } else if constexpr (kernels::composed_scheme<Scheme>) {
             d.quantize =
-                kernels::block_encoder<lanes, float16, Scheme>(scheme, shape, from.data, block.data).run();
+                kernels::block_encoder<lanes, Scheme>(scheme, shape, from.data, block.data).run();
             d.dequantize =
                 kernels::block_decoder<simd, Scheme>(scheme, shape, block.data)
                     .to_tokens(halves, shape.dim) &&

@@ -1,15 +1,13 @@
 // Decoding a block of a composed scheme, a vector of rows at a time: the mirror of encode.hpp.
 //
-//   codes of 64 columns -> words of four codes -> x^ = scale * code + bias -> tokens, or a block of values
+//   codes of 64 columns -> words of four codes -> x^ = scale * code + bias -> tokens
 //
-// A block of values has the tiles of the codes, so nothing moves between lanes. Tokens of V neither: its lanes are
-// channels. Tokens of K are rows; their codes are transposed while they are bytes, a quarter of the work of floats.
+// Tokens of V: lanes are channels, nothing moves between them. Tokens of K are rows; their codes are transposed while they are bytes, a quarter of the work of floats.
 // Contract: bit for bit what scheme::decode says (tests/conformance), then rounded once to the type of the output.
 #pragma once
 
 #include <utility>
 
-#include "../../pack/value_layout.hpp"
 #include "code_sums.hpp"
 #include "composed.hpp"
 
@@ -31,38 +29,6 @@ public:
         else
             each_value([&](const part& p, int token, floats x)
                            KVQ_INLINE_LAMBDA { store_some<Lanes>(out + token * stride + p.row, x, p.rows); });
-        return true;
-    }
-
-    /// x^ as a block of full<Window>; same meaning of false.
-    template <class Window>
-    bool to_values(std::byte* out) const {
-        const grouped_axis& cols = codes_.cols;
-        if ((cols.groups() > 1 && cols.group % 4 != 0) || shape_.rows() % 4 != 0) return false;
-        const value_layout<Window> layout(shape_);
-        // Row groups that do not line up with tiles of 32 would need more than one store per vector.
-        const grouped_axis& rows = codes_.rows();
-        if (rows.groups() > 1 && rows.group % tile_layout::tile_rows != 0 &&
-            tile_layout::tile_rows % rows.group != 0)
-            return false;
-        // Rows come in fours and groups of rows stay inside tiles: one store per vector.
-        const auto address = [&](const part& p, int word)
-                                 KVQ_INLINE_LAMBDA { return out + 4 * layout.tiles.word(p.row, word); };
-        if constexpr (sizeof(Window) == 4) {
-            each_value([&](const part& p, int col, floats x)
-                           KVQ_INLINE_LAMBDA { store_words(address(p, col), Lanes::as_ints(x), p.rows); });
-        } else {
-            ints even = Lanes::splat(0);
-            const int last = shape_.cols() - 1;
-            each_value([&](const part& p, int col, floats x) KVQ_INLINE_LAMBDA {
-                const ints pattern = Lanes::template half_bits<Window>(x);
-                if (col % 2 == 0) even = pattern;
-                if (col % 2 == 0 && col < last) return;
-                const ints word =
-                    col % 2 == 0 ? even : Lanes::bit_or(even, Lanes::template shift_left<16>(pattern));
-                store_words(address(p, col / 2), word, p.rows);
-            });
-        }
         return true;
     }
 
@@ -103,12 +69,6 @@ private:
         }
     }
 
-    static KVQ_INLINE void store_words(std::byte* to, ints words, int n) {
-        if (n == Lanes::width)
-            Lanes::store(to, words);
-        else
-            Lanes::store(to, words, n);
-    }
     static KVQ_INLINE floats value(ints code, floats scale, floats bias) {
         if constexpr (levels::has_bias) {
             return Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias);

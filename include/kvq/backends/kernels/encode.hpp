@@ -1,4 +1,4 @@
-// Coding a full block of window values with a composed scheme, a vector of rows at a time.
+// Quantizing a full block of 16-bit values with a composed scheme, a vector of rows at a time.
 //
 // The window block and the coded block have the same tiles, so nothing is transposed: a lane stays a row. Minima and maxima
 // of a group come first, then its codes, from values that are still in the first cache; parameters are fitted a vector at
@@ -17,7 +17,7 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-template <class Lanes, class Window, composed_scheme Scheme>
+template <class Lanes, composed_scheme Scheme>
 class block_encoder {
 public:
     block_encoder(const Scheme& scheme, const block_shape& shape, const std::byte* window, std::byte* block)
@@ -57,10 +57,10 @@ private:
     using writer = code_words<Lanes, Scheme::code_bits>;
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
-    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, Window>;
-    using special = special_values<Lanes, Window>;
+    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, float16>;
+    using special = special_values<Lanes, float16>;
     static constexpr int bits = Scheme::code_bits;
-    static constexpr int per_word = value_layout<Window>::values_per_word;
+    static constexpr int per_word = value_layout<float16>::values_per_word;
     static constexpr int step_quads = planes::quads_per_step, step_columns = 4 * step_quads;
     /// Columns whose parameters are kept at hand when columns carry them.
     static constexpr int chunk = 64;
@@ -110,66 +110,35 @@ private:
         }
     }
 
-    /// One half of each word, as group_fit counts: float16 times 2^-112.
+    /// One half of each word, as group_fit counts: times 2^-112.
     template <int Half>
     static KVQ_INLINE floats half(ints words) {
-        if constexpr (std::same_as<Window, float>) {
-            return Lanes::as_floats(words);
-        } else if constexpr (std::same_as<Window, float16>) {
-            const ints high = Half ? words : Lanes::template shift_left<16>(words);
-            return Lanes::as_floats(Lanes::bit_and(Lanes::template shift_right_signed<3>(high),
-                                                   Lanes::splat(static_cast<std::int32_t>(0x8fffe000u))));
-        } else {
-            return Lanes::as_floats(
-                Half ? Lanes::bit_and(words, Lanes::splat(static_cast<std::int32_t>(0xffff0000u)))
-                     : Lanes::template shift_left<16>(words));
-        }
+        const ints high = Half ? words : Lanes::template shift_left<16>(words);
+        return Lanes::as_floats(Lanes::bit_and(Lanes::template shift_right_signed<3>(high),
+                                               Lanes::splat(static_cast<std::int32_t>(0x8fffe000u))));
     }
 
-    /// Minima and maxima of words in every lane; two of each, so that they do not wait for each other. 16-bit values are
-    /// compared as the integers that have their order, both halves at once; where infinities and NaN are the extremes.
+    /// Minima and maxima of words in every lane; two of each, so that they do not wait for each other. Values are compared as
+    /// the integers that have their order, both halves at once; there infinities and NaN are the extremes.
     struct extremes {
-        ints lo[2], hi[2], seen = Lanes::splat(0);
+        ints lo[2], hi[2];
 
         KVQ_INLINE extremes() {
             for (int i = 0; i < 2; ++i) {
-                lo[i] = per_word == 2 ? Lanes::splat(0x7fff7fff)
-                                      : Lanes::as_ints(Lanes::splat_float(detail::max_float));
-                hi[i] = per_word == 2 ? Lanes::splat(static_cast<std::int32_t>(0x80008000u))
-                                      : Lanes::as_ints(Lanes::splat_float(-detail::max_float));
+                lo[i] = Lanes::splat(0x7fff7fff);
+                hi[i] = Lanes::splat(static_cast<std::int32_t>(0x80008000u));
             }
         }
         KVQ_INLINE void take(ints words, int i) {
-            if constexpr (per_word == 2) {
-                words = Lanes::ordered_halves(words);
-                lo[i] = Lanes::min_halves(lo[i], words);
-                hi[i] = Lanes::max_halves(hi[i], words);
-            } else {
-                words = Lanes::in_register(words);
-                seen = Lanes::bit_or(seen, special::marks(words));
-                const floats x = Lanes::as_floats(words);
-                lo[i] = Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo[i]), x));
-                hi[i] = Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi[i]), x));
-            }
+            words = Lanes::ordered_halves(words);
+            lo[i] = Lanes::min_halves(lo[i], words);
+            hi[i] = Lanes::max_halves(hi[i], words);
         }
         /// Words of the least and of the largest values.
-        KVQ_INLINE ints least() const {
-            if constexpr (per_word == 2)
-                return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1]));
-            else
-                return Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo[0]), Lanes::as_floats(lo[1])));
-        }
-        KVQ_INLINE ints most() const {
-            if constexpr (per_word == 2)
-                return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1]));
-            else
-                return Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi[0]), Lanes::as_floats(hi[1])));
-        }
+        KVQ_INLINE ints least() const { return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1])); }
+        KVQ_INLINE ints most() const { return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1])); }
         KVQ_INLINE ints met() const {
-            if constexpr (per_word == 2)
-                return Lanes::bit_or(special::marks(least()), special::marks(most()));
-            else
-                return seen;
+            return Lanes::bit_or(special::marks(least()), special::marks(most()));
         }
     };
 
@@ -188,7 +157,7 @@ private:
     KVQ_INLINE extremes range_of(const strip<Whole>& at, int begin, int end) {
         extremes found;
         const std::byte* p = at.from + begin / per_word * at.from_step;
-        if (per_word == 2 && begin % 2 && begin < end) {
+        if (begin % 2 && begin < end) {
             found.take(twice<1>(at.load(p)), 0);
             p += at.from_step;
             ++begin;
@@ -198,7 +167,7 @@ private:
             found.take(at.load(p + at.from_step), 1);
         }
         for (; begin + per_word <= end; begin += per_word, p += at.from_step) found.take(at.load(p), 0);
-        if (per_word == 2 && begin < end) found.take(twice<0>(at.load(p)), 0);
+        if (begin < end) found.take(twice<0>(at.load(p)), 0);
         special_ = Lanes::bit_or(special_, found.met());
         return found;
     }
@@ -217,16 +186,11 @@ private:
     /// The four values of a quad, from its first word on.
     template <bool Whole>
     static KVQ_INLINE void load_quad(const strip<Whole>& at, const std::byte* p, floats (&x)[4]) {
-        if constexpr (per_word == 2) {
-            const ints w0 = at.load(p), w1 = at.load(p + at.from_step);
-            x[0] = half<0>(w0);
-            x[1] = half<1>(w0);
-            x[2] = half<0>(w1);
-            x[3] = half<1>(w1);
-        } else {
-            KVQ_UNROLL
-            for (int k = 0; k < 4; ++k) x[k] = half<0>(at.load(p + k * at.from_step));
-        }
+        const ints w0 = at.load(p), w1 = at.load(p + at.from_step);
+        x[0] = half<0>(w0);
+        x[1] = half<1>(w0);
+        x[2] = half<0>(w1);
+        x[3] = half<1>(w1);
     }
     /// Codes of whole steps [first, last) with the same parameters for all columns.
     template <bool Clamp, bool Whole>
@@ -270,18 +234,15 @@ private:
     template <bool Whole>
     KVQ_INLINE ints code_one(const strip<Whole>& at, int c, floats bias, floats inverse) const {
         const ints w = at.load(at.from + c / per_word * at.from_step);
-        return fit::template code<true>(per_word == 2 && c % 2 ? half<1>(w) : half<0>(w), bias, inverse);
+        return fit::template code<true>(c % 2 ? half<1>(w) : half<0>(w), bias, inverse);
     }
 
     template <bool Whole>
     fit fit_group(const strip<Whole>& at, int g) {
         const int begin = g * codes_.cols.group;
         const extremes found = range_of(at, begin, begin + codes_.cols.group_size(g));
-        floats lo = half<0>(found.least()), hi = half<0>(found.most());
-        if constexpr (per_word == 2) {
-            lo = Lanes::smaller(lo, half<1>(found.least()));
-            hi = Lanes::larger(hi, half<1>(found.most()));
-        }
+        const floats lo = Lanes::smaller(half<0>(found.least()), half<1>(found.least())),
+                     hi = Lanes::larger(half<0>(found.most()), half<1>(found.most()));
         const fit f(lo, hi);
         f.store(to_ + sections_.offset(g, codes_.rows().slot(at.row)), sections_.bytes, at.n);
         return f;
@@ -394,17 +355,17 @@ private:
         for (int w = detail::ceil_div(size, per_word); w % Lanes::width != 0; ++w)
             lo[w] = hi[w] = Lanes::splat(0);
         // Of every column, one after the other.
-        alignas(64) std::byte least[chunk * sizeof(Window)], most[chunk * sizeof(Window)];
+        alignas(64) std::byte least[2 * chunk], most[2 * chunk];
         for (int w = 0; w < detail::ceil_div(size, per_word); w += Lanes::width) {
             Lanes::store(least + 4 * w, merged<true>(lo + w));
             Lanes::store(most + 4 * w, merged<false>(hi + w));
         }
         bool clamp = false;
         for (int c = 0; c < size; c += Lanes::width) {
-            const auto bytes = static_cast<std::size_t>(c) * sizeof(Window);
-            const group_fit<Lanes, levels, bits, parameter, Window, false> f(
-                Lanes::template load_values<Window>(least + bytes),
-                Lanes::template load_values<Window>(most + bytes));
+            const auto bytes = static_cast<std::size_t>(c) * 2;
+            const group_fit<Lanes, levels, bits, parameter, float16, false> f(
+                Lanes::template load_values<float16>(least + bytes),
+                Lanes::template load_values<float16>(most + bytes));
             f.store(to_ + sections_.offset(group, first + c), sections_.bytes,
                     detail::smaller(Lanes::width, size - c));
             Lanes::store_floats(bias + c, f.bias);
@@ -414,20 +375,16 @@ private:
         return clamp;
     }
 
-    /// Lane i: the least (most) word of vector i; of 16-bit values, halves by themselves.
+    /// Lane i: the least (most) word of vector i, halves by themselves.
     template <bool Least>
     static KVQ_INLINE ints merged(const ints* v) {
-        if constexpr (per_word == 1) {
-            return Lanes::as_ints(Lanes::template extreme_of_each<Least>(v));
-        } else {
-            ints ordered[Lanes::width];
-            KVQ_UNROLL
-            for (int i = 0; i < Lanes::width; ++i) ordered[i] = Lanes::ordered_halves(v[i]);
-            return Lanes::ordered_halves(Lanes::as_ints(Lanes::merge_lanes(ordered, [](floats a, floats b) {
-                const ints x = Lanes::as_ints(a), y = Lanes::as_ints(b);
-                return Lanes::as_floats(Least ? Lanes::min_halves(x, y) : Lanes::max_halves(x, y));
-            })));
-        }
+        ints ordered[Lanes::width];
+        KVQ_UNROLL
+        for (int i = 0; i < Lanes::width; ++i) ordered[i] = Lanes::ordered_halves(v[i]);
+        return Lanes::ordered_halves(Lanes::as_ints(Lanes::merge_lanes(ordered, [](floats a, floats b) {
+            const ints x = Lanes::as_ints(a), y = Lanes::as_ints(b);
+            return Lanes::as_floats(Least ? Lanes::min_halves(x, y) : Lanes::max_halves(x, y));
+        })));
     }
 
     /// Lanes from n on repeat lane 0, so that they change no minimum or maximum.
@@ -440,7 +397,7 @@ private:
 
     const Scheme& scheme_;
     const block_shape shape_;
-    const value_layout<Window> window_;
+    const value_layout<float16> window_;
     const code_layout<bits> codes_;
     const parameter_sections sections_;
     const std::byte* from_;

@@ -1,14 +1,13 @@
-// Coding a full block straight from tokens, [token][channel]: lanes are neighbouring channels, as they lie in memory.
+// Quantizing float values [token][channel] with a composed scheme: lanes are neighbouring channels, as they lie in memory.
 //
 //   per token      minima and maxima of `width` tokens, merged to one lane each; a token's parameters are broadcast
 //   per channel    minima and maxima lane by lane, over the tokens of a group
 //   K              rows are tokens: codes are packed to bytes first and transposed as words of four, a quarter of the work
 //   V              rows are channels: nothing moves between lanes
 //
-// Contract: the bytes of write_tokens followed by encode (tests/conformance). run() returns false, and what it wrote is to
-// be written again, for shapes that do not fill vectors, for lanes without pack_bytes, where codes would need clamping,
-// and where NaN or infinities turn up: a NaN, and nothing else, gives the integer -2^31; infinities, and in 16
-// bits NaN too, are extremes.
+// Contract: the bytes of scheme::encode (tests/conformance). run() returns false, and what it wrote is to be written again,
+// for shapes that do not fill vectors, for lanes without pack_bytes, where codes would need clamping, and where NaN or
+// infinities turn up: a NaN, and nothing else, gives the integer -2^31; infinities are extremes.
 #pragma once
 
 #include <array>
@@ -22,16 +21,14 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-template <class Lanes, composed_scheme Scheme, float_format T>
+template <class Lanes, composed_scheme Scheme>
 class token_encoder {
 public:
-    token_encoder(const Scheme& scheme, const block_shape& shape, const T* tokens, std::ptrdiff_t stride,
-                  std::byte* block)
+    token_encoder(const Scheme& scheme, const block_shape& shape, const float* values, std::byte* block)
         : shape_(shape),
           codes_(scheme.codes(shape)),
           sections_(scheme, shape, codes_),
-          from_(tokens),
-          stride_(stride),
+          from_(values),
           to_(block) {}
 
     bool run() {
@@ -53,7 +50,7 @@ private:
     using floats = typename Lanes::floats;
     using levels = typename Scheme::levels;
     using parameter = typename Scheme::parameter;
-    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, T, false>;
+    using fit = group_fit<Lanes, levels, Scheme::code_bits, parameter, float>;
     using writer = code_words<Lanes, Scheme::code_bits>;
     using special = special_values<Lanes, float>;  // of extremes, and of codes
     static constexpr int width = Lanes::width;
@@ -61,13 +58,11 @@ private:
     static constexpr bool per_token = detail::on_rows<typename Scheme::granularity_type>(tensor::key);
     /// Channels that are packed at a time.
     static constexpr int unit = 4 * width;
-    /// Channels of a vector as it lies in memory.
-    static constexpr int per_load = 4 * width / static_cast<int>(sizeof(T));
     /// Are parameters fitted a vector at a time?
     static constexpr bool fits_lanes = float_format<parameter>;
     /// Has a unit two groups of channels?
     static constexpr bool halves =
-        per_token && Scheme::granularity_type::group == unit / 2 && unit / 2 % per_load == 0;
+        per_token && Scheme::granularity_type::group == unit / 2;
     /// Channels of a group, where they are always as many; else 0.
     static constexpr int channels_of_group = halves                                    ? unit / 2
                                              : Scheme::granularity_type::group == unit ? unit
@@ -100,34 +95,22 @@ private:
         return whole(tokens, token_step()) && shape_.dim % unit == 0 && (halves || whole(channels, unit));
     }
 
-    const T* token(int t) const { return from_ + t * stride_; }
-    static KVQ_INLINE floats value(const T* p) {
-        return Lanes::template load_values<T>(reinterpret_cast<const std::byte*>(p));
-    }
+    const float* token(int t) const { return from_ + t * shape_.dim; }
 
     // ---- extremes ----
 
-    /// Minima and maxima: of floats, or of 16-bit values as the integers that have their order.
     struct extremes {
-        ints lo, hi;
+        floats lo, hi;
 
-        static KVQ_INLINE ints load(const T* p) {
-            const ints w = Lanes::in_register(Lanes::load(reinterpret_cast<const std::byte*>(p)));
-            if constexpr (sizeof(T) == 2)
-                return Lanes::ordered_halves(w);
-            else
-                return w;
+        /// Into a register: a minimum and a maximum that both read memory are slower.
+        static KVQ_INLINE floats load(const float* p) {
+            return Lanes::as_floats(Lanes::in_register(Lanes::load(reinterpret_cast<const std::byte*>(p))));
         }
-        KVQ_INLINE explicit extremes(const T* p) : lo(load(p)), hi(lo) {}
-        KVQ_INLINE void take(const T* p) { take(extremes(p)); }
-        KVQ_INLINE void take(const extremes& x) {
-            if constexpr (sizeof(T) == 2) {
-                lo = Lanes::min_halves(lo, x.lo);
-                hi = Lanes::max_halves(hi, x.hi);
-            } else {
-                lo = Lanes::as_ints(Lanes::smaller(Lanes::as_floats(lo), Lanes::as_floats(x.lo)));
-                hi = Lanes::as_ints(Lanes::larger(Lanes::as_floats(hi), Lanes::as_floats(x.hi)));
-            }
+        KVQ_INLINE explicit extremes(const float* p) : lo(load(p)), hi(lo) {}
+        KVQ_INLINE void take(const float* p) {
+            const floats x = load(p);
+            lo = Lanes::smaller(lo, x);
+            hi = Lanes::larger(hi, x);
         }
     };
 
@@ -146,58 +129,30 @@ private:
     void fit_tokens(int t, int begin, int end, int group, float* bias, float* inverse) {
         ints lo[width], hi[width];
         for (int i = 0; i < width; ++i) {
-            const T* const p = token(t + i);
+            const float* const p = token(t + i);
             extremes found(p + begin);
             const int n = channels_of_group > 0 ? channels_of_group : end - begin;
-            for (int c = per_load; c < n; c += per_load) found.take(p + begin + c);
-            if constexpr (sizeof(T) == 2) {
-                lo[i] = Lanes::pair_extremes(found.lo, found.hi);
-            } else {
-                lo[i] = found.lo;
-                hi[i] = found.hi;
-            }
+            for (int c = width; c < n; c += width) found.take(p + begin + c);
+            lo[i] = Lanes::as_ints(found.lo);
+            hi[i] = Lanes::as_ints(found.hi);
         }
-        const int slot = axis(true).slot(t);
-        if constexpr (sizeof(T) == 2) {
-            const auto pick = [](floats a, floats b) {
-                return Lanes::as_floats(Lanes::min_halves(Lanes::as_ints(a), Lanes::as_ints(b)));
-            };
-            const ints both = Lanes::ordered_halves(
-                Lanes::bit_xor(Lanes::as_ints(Lanes::merge_lanes(lo, pick)), Lanes::splat(-0x10000)));
-            fitted(Lanes::template halves<T, 0>(both), Lanes::template halves<T, 1>(both), group, slot, bias,
-                   inverse);
-        } else {
-            fitted(Lanes::template extreme_of_each<true>(lo), Lanes::template extreme_of_each<false>(hi),
-                   group, slot, bias, inverse);
-        }
+        fitted(Lanes::template extreme_of_each<true>(lo), Lanes::template extreme_of_each<false>(hi), group,
+               axis(true).slot(t), bias, inverse);
     }
 
     /// A unit of channels, from c on, over tokens [begin, end).
     void fit_channels(int c, int begin, int end, int group, float* bias, float* inverse) {
-        constexpr int loads = unit / per_load;
-        const auto at = [&](int t, int i) KVQ_INLINE_LAMBDA { return token(t) + c + i * per_load; };
         const auto start = [&]<int... Load>(std::integer_sequence<int, Load...>) {
-            return std::array<extremes, loads>{extremes(at(begin, Load))...};
+            return std::array<extremes, 4>{extremes(token(begin) + c + Load * width)...};
         };
-        auto found = start(std::make_integer_sequence<int, loads>{});
+        auto found = start(std::make_integer_sequence<int, 4>{});
         for (int t = begin + 1; t < end; ++t) {
             KVQ_UNROLL
-            for (int i = 0; i < loads; ++i) found[static_cast<std::size_t>(i)].take(at(t, i));
+            for (int i = 0; i < 4; ++i) found[static_cast<std::size_t>(i)].take(token(t) + c + i * width);
         }
-        alignas(64) std::byte lo[unit * sizeof(T)], hi[unit * sizeof(T)];
-        for (int i = 0; i < loads; ++i) {
-            extremes e = found[static_cast<std::size_t>(i)];
-            if constexpr (sizeof(T) == 2) {
-                e.lo = Lanes::ordered_halves(e.lo);
-                e.hi = Lanes::ordered_halves(e.hi);
-            }
-            Lanes::store(lo + i * 4 * width, e.lo);
-            Lanes::store(hi + i * 4 * width, e.hi);
-        }
-        for (int i = 0; i < unit; i += width) {
-            const auto bytes = static_cast<std::size_t>(i) * sizeof(T);
-            fitted(Lanes::template load_values<T>(lo + bytes), Lanes::template load_values<T>(hi + bytes),
-                   group, axis(false).slot(c + i), bias + i, inverse + i);
+        for (int i = 0; i < 4; ++i) {
+            const extremes& e = found[static_cast<std::size_t>(i)];
+            fitted(e.lo, e.hi, group, axis(false).slot(c + i * width), bias + i * width, inverse + i * width);
         }
     }
 
@@ -248,15 +203,14 @@ private:
 
     /// The levels of values at p with the parameters of(token, vector), counted in the area and in the unit.
     template <class F>
-    static KVQ_INLINE ints code_at(const T* p, int token_of, int vector, F&& of) {
+    static KVQ_INLINE ints code_at(const float* p, int token_of, int vector, F&& of) {
         const auto [bias, inverse] = of(token_of, vector);
-        return fit::template level<false>(value(p), bias, inverse);
+        return fit::template level<false>(Lanes::load_floats(p), bias, inverse);
     }
     /// Remembers the sign bit that no code has but that of -2^31.
     static KVQ_INLINE void look_at(ints& seen, ints a, ints b, ints c, ints d) {
-        if constexpr (sizeof(T) == 4)
-            seen = Lanes::bit_or(seen, Lanes::bit_or(Lanes::bit_or(fit::code_of(a), fit::code_of(b)),
-                                                     Lanes::bit_or(fit::code_of(c), fit::code_of(d))));
+        seen = Lanes::bit_or(seen, Lanes::bit_or(Lanes::bit_or(fit::code_of(a), fit::code_of(b)),
+                                                 Lanes::bit_or(fit::code_of(c), fit::code_of(d))));
     }
 
     template <class F>
@@ -266,7 +220,7 @@ private:
             for (int c = a.channel; c < a.channel + a.channels; c += unit) {
                 ints square[width];
                 for (int i = 0; i < width; ++i) {
-                    const T* const p = token(a.token + t + i) + c;
+                    const float* const p = token(a.token + t + i) + c;
                     const auto one = [&](int k)
                                          KVQ_INLINE_LAMBDA { return code_at(p + k * width, t + i, k, of); };
                     const ints c0 = one(0), c1 = one(1), c2 = one(2), c3 = one(3);
@@ -319,8 +273,7 @@ private:
     const block_shape shape_;
     const code_layout<Scheme::code_bits> codes_;
     const parameter_sections sections_;
-    const T* from_;
-    std::ptrdiff_t stride_;
+    const float* from_;
     std::byte* to_;
     ints special_ = Lanes::splat(0);
     floats most_ = Lanes::splat_float(0.0f);

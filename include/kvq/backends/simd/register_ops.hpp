@@ -24,7 +24,7 @@
 //     dot_word_pairs(acc, a, x)               word_product.hpp: dot_words in one instruction
 //     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as signed 16-bit words that
 //         saturate; every lane of half of a twice
-//     pack_bytes<Signed>(a, b, c, d), add_bytes, pair_extremes(lo, hi)     token_encode.hpp: word i of 128-bit lane l of the
+//     pack_bytes<Signed>(a, b, c, d), add_bytes    token_encode.hpp: word i of 128-bit lane l of the
 //         result is lane l of vector i; one word that holds the smallest half of lo and the complement of the largest of hi
 //     transpose_fours, split_halves, spread_codes, code_table, lookup_table    table_decode.hpp
 #pragma once

@@ -88,10 +88,6 @@ struct register_ops<Arch> {
     }
     static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm256_min_epi16(a, b); }
     static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm256_max_epi16(a, b); }
-    static KVQ_INLINE ints pair_extremes(ints lo, ints hi) {
-        const __m256i hi_not = _mm256_xor_si256(hi, _mm256_set1_epi32(-1));
-        return _mm256_min_epi16(_mm256_unpacklo_epi16(lo, hi_not), _mm256_unpackhi_epi16(lo, hi_not));
-    }
     template <bool Signed>
     static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
         const __m256i ab = _mm256_packs_epi32(a, b), cd = _mm256_packs_epi32(c, d);

@@ -112,10 +112,6 @@ struct register_ops<Arch> {
     }
     static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm512_min_epi16(a, b); }
     static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm512_max_epi16(a, b); }
-    static KVQ_INLINE ints pair_extremes(ints lo, ints hi) {
-        const __m512i hi_not = _mm512_xor_si512(hi, _mm512_set1_epi32(-1));
-        return _mm512_min_epi16(_mm512_unpacklo_epi16(lo, hi_not), _mm512_unpackhi_epi16(lo, hi_not));
-    }
     template <bool Signed>
     static KVQ_INLINE ints pack_bytes(ints a, ints b, ints c, ints d) {
         const __m512i ab = _mm512_packs_epi32(a, b), cd = _mm512_packs_epi32(c, d);
