@@ -33,12 +33,12 @@ struct coder : kvq::format_record {
         };
         f.quantize_values = [](const void* scheme, const kvq::block_shape& shape, kvq::block_id id,
                                float* values, std::byte* block) {
-            return kvq::simd<>::encode_values(of(scheme), shape, id, values, block);
+            return kvq::simd<>::quantize_values(of(scheme), shape, id, values, block);
         };
         // Dense floats are all that is asked for.
         f.dequantize = [](const void* scheme, const kvq::block_shape& shape, kvq::block_id id,
                           const std::byte* block, kvq::float_type, void* out, std::ptrdiff_t,
-                          float*) { of(scheme).decode(shape, id, block, static_cast<float*>(out)); };
+                          float*) { of(scheme).dequantize(shape, id, block, static_cast<float*>(out)); };
         return f;
     }();
 };
@@ -86,7 +86,7 @@ void keys(list& to) {
     key.template operator()<channel_grid<B, 64, least_squares>>("channel g64, coded, least squares");
     key.template operator()<channel_grid<B, 64, mean_corrected<min_max>>>(
         "channel g64, coded, mean corrected");
-    key.template operator()<channel_grid<B, 0, min_max, coded, token_factors<coded>>>("dual g128, coded");
+    key.template operator()<channel_grid<B, 0, min_max, coded, token_scales<coded>>>("dual g128, coded");
     key.template operator()<variance_normalized<B>>("variance normalized");
     key.template operator()<typename kvarn<B>::keys>("variance normalized, Hadamard (KVarN)");
 }
@@ -124,7 +124,7 @@ void values(list& to) {
         add_values<S>(to, "V" + std::to_string(B) + " " + name);
     };
     using namespace kvq;
-    using dual = token_factors<coded>;
+    using dual = token_scales<coded>;
     value.template operator()<affine<B, per_token<64>>>("token g64");
     value.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");
     value.template operator()<channel_grid<B, 64>>("channel g64, coded");
@@ -140,7 +140,7 @@ void values(list& to) {
         "dual g128, coded, least squares, mean corrected");
     value.template operator()<hadamard<channel_grid<B, 0, min_max, coded, dual>>>(
         "dual g128, coded, Hadamard");
-    value.template operator()<channel_grid<B, 0, min_max, params<float16>, token_factors<params<float16>>>>(
+    value.template operator()<channel_grid<B, 0, min_max, params<float16>, token_scales<params<float16>>>>(
         "dual g128, fp16");
     value.template operator()<variance_normalized<B>>("variance normalized");
     value.template operator()<hadamard<variance_normalized<B, false>>>(

@@ -1,6 +1,6 @@
 // Attention over packed pages, one query token (decode) or a block of them at the end of the cache (prefill): time, bytes,
 // share of the read bandwidth measured in the same run, ratio to this library's 16-bit pages (or to --baseline), and two errors:
-// of the kernel (against double precision on the decoded values) and of the scheme (the same against the 16-bit values; random
+// of the kernel (against double precision on the dequantized values) and of the scheme (the same against the 16-bit values; random
 // data is a hard case, since attention then averages noise). All schemes are measured in turns, so all their caches are in memory
 // at once. Where CMake finds ggml, its attention runs on the same tensors: flash attention on a cache that lies head after head (what
 // its kernel reads fastest) or token after token (llama.cpp's), and products of matrices without it.
@@ -33,7 +33,7 @@ struct row {
     std::string scheme;
     double bits, bytes;
     double ns = 0.0, roofline = 0.0, rel_error = 0.0;
-    std::vector<double> exact{};  // attention over the decoded values
+    std::vector<double> exact{};  // attention over the dequantized values
 };
 
 /// A scheme with its cache filled. Calls of all schemes are timed in turns.
@@ -130,8 +130,8 @@ public:
         attend();
         const shape& s = shape_;
         std::vector<float> k(static_cast<std::size_t>(s.tokens) * values()), v(k.size());
-        sequence_.decode(0, kvq::tensor::key, 0, kvq::token_view(k.data(), s.tokens, s.kv_heads, s.head_dim));
-        sequence_.decode(0, kvq::tensor::value, 0,
+        sequence_.dequantize(0, kvq::tensor::key, 0, kvq::token_view(k.data(), s.tokens, s.kv_heads, s.head_dim));
+        sequence_.dequantize(0, kvq::tensor::value, 0,
                          kvq::token_view(v.data(), s.tokens, s.kv_heads, s.head_dim));
         r.exact = exact_attention(s, k, v, q_);
         r.rel_error = relative_error(r.exact, out_);
@@ -249,9 +249,9 @@ int main(int argc, char** argv) {
     add(list, "low2", kvq::make_formats<kvq::low2>());
     add_planned<kvq::low2>(list, "low2-plan");
     // Queries and weights in 8 bits instead of 16: mind the column of the kernel's error.
-    using one_piece = kvq::simd<kvq::arch::best, kvq::pieces<1>>;
-    add(list, "kivi-4-g128/1", kvq::make_formats<kvq::kivi<4, 128>, one_piece>());
-    add(list, "int8/1", kvq::make_formats<kvq::int8, one_piece>());
+    using one_byte = kvq::simd<kvq::arch::best, kvq::query_bytes<1>>;
+    add(list, "kivi-4-g128/1", kvq::make_formats<kvq::kivi<4, 128>, one_byte>());
+    add(list, "int8/1", kvq::make_formats<kvq::int8, one_byte>());
 #if defined(__AMX_INT8__) || defined(__AMXINT8__)
     // The same pages without tiles, which more than four query rows are multiplied with.
     using registers = kvq::simd<kvq::arch::avx512vnni>;

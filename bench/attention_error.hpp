@@ -98,7 +98,7 @@ inline exact_query make_exact(const head_values& head, const float* q, int seen)
     return e;
 }
 
-/// Adds one query of the coded head; `logits` are those of the coded keys, tokens of the window are taken from `exact`.
+/// Adds one query of the coded head; `logits` are those of the quantized keys, tokens of the window are taken from `exact`.
 inline void add_query(const head_values& exact, const head_values& coded, const exact_query& e,
                       std::vector<double> logits, int sinks, int recent, error_sums& sums) {
     const int first_recent = std::max(e.seen - recent, 0);

@@ -1,11 +1,11 @@
-// Encoding and decoding of blocks of one head: time against passes over the same memory in the same run.
+// Quantizing and dequantizing of blocks of one head: time against passes over the same memory in the same run.
 //
 //   read, store, copy     a read-only pass over the input, a store-only pass over the output, memcpy of the float side
-//   encode                float32, float16 or bfloat16 values of a window block of the cache to codes
-//   decode                codes to tokens in float32, float16 or bfloat16
+//   quantize              float32, float16 or bfloat16 values of a window block of the cache to codes
+//   dequantize            codes to tokens in float32, float16 or bfloat16
 //   requantize            from a 16-bit window or 8-bit codes to 4 bits
 //
-// roofline: share of the speed of the read-only pass (encode, requantize) or of the store-only pass (decode) over the bytes
+// roofline: share of the speed of the read-only pass (quantize, requantize) or of the store-only pass (dequantize) over the bytes
 // of the float side (requantize from codes: of the codes). vs_copy: the same against memcpy.
 // Working sets: L2 64 Ki values; DRAM 64 Mi values, walked through from end to end.
 #include <CLI/CLI.hpp>
@@ -108,7 +108,7 @@ public:
     explicit report(const settings& s) : settings_(s) {
         if (!s.json)
             std::printf(
-                "%s, blocks of %d x %d, %d thread(s)\n%-10s %-14s %-6s %-6s %-7s %-5s %11s %9s %9s %9s %8s\n",
+                "%s, blocks of %d x %d, %d thread(s)\n%-11s %-14s %-6s %-6s %-7s %-5s %11s %9s %9s %9s %8s\n",
                 backend::name(), s.tokens, s.dim, s.threads, "op", "scheme", "tensor", "input", "layout",
                 "where", "ns", "Gelem/s", "GB/s", "roofline", "vs copy");
     }
@@ -132,7 +132,7 @@ public:
                                       {"vs_copy", copy_ns / ns}};
             std::printf("%s\n", line.dump().c_str());
         } else {
-            std::printf("%-10s %-14s %-6s %-6s %-7s %-5s %11.0f %9.2f %9.2f %8.0f%% %7.2fx\n", op,
+            std::printf("%-11s %-14s %-6s %-6s %-7s %-5s %11.0f %9.2f %9.2f %8.0f%% %7.2fx\n", op,
                         scheme.c_str(), tensor, input, layout, set.name, ns, elements / ns, bytes / ns,
                         100.0 * bound_ns / ns, copy_ns / ns);
         }
@@ -148,7 +148,7 @@ void fill(working_set& set, const settings& s, kvq::tensor role) {
     const kvq::block_shape shape{role, s.tokens, s.dim};
     const auto x = bench::random_floats(set.values, 5);
     std::vector<std::byte> one(set.values * sizeof(T));
-    kvq::full<T>{}.encode(shape, {}, x.data(), one.data());
+    kvq::full<T>{}.quantize(shape, {}, x.data(), one.data());
     for (int i = 0; i < set.blocks; ++i)
         std::memcpy(set.floats.data() + static_cast<std::size_t>(i) * one.size(), one.data(), one.size());
 }
@@ -186,11 +186,11 @@ void measure(const char* name, const char* input, kvq::tensor role, const settin
     };
 
     fill<T>(set, s, role);
-    out.row("encode", name, role, input, "block", set,
-            set.time([&](int i) { backend::encode<T>(scheme, shape, {}, float_at(i), code_at(i), space()); }),
+    out.row("quantize", name, role, input, "block", set,
+            set.time([&](int i) { backend::quantize<T>(scheme, shape, {}, float_at(i), code_at(i), space()); }),
             bytes, b.read, b.copy);
-    out.row("decode", name, role, input, "tokens", set, set.time([&](int i) {
-        backend::decode(scheme, shape, {}, code_at(i), reinterpret_cast<T*>(float_at(i)), s.dim, space());
+    out.row("dequantize", name, role, input, "tokens", set, set.time([&](int i) {
+        backend::dequantize(scheme, shape, {}, code_at(i), reinterpret_cast<T*>(float_at(i)), s.dim, space());
     }),
             bytes, b.store, b.copy);
 }
@@ -221,18 +221,18 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
     };
     fill<kvq::float16>(set, s, role);
     out.row("requantize", name, role, "16", "block", set, set.time([&](int i) {
-        backend::encode<kvq::float16>(to, shape, {}, set.floats.data() + static_cast<std::size_t>(i) * window,
+        backend::quantize<kvq::float16>(to, shape, {}, set.floats.data() + static_cast<std::size_t>(i) * window,
                                       set.more.data() + static_cast<std::size_t>(i) * target, space());
     }),
             static_cast<double>(window + target) * set.blocks, b[1].read, b[1].copy);
     for (int i = 0; i < set.blocks; ++i)
-        backend::encode<kvq::float16>(from, shape, {},
+        backend::quantize<kvq::float16>(from, shape, {},
                                       set.floats.data() + static_cast<std::size_t>(i) * window,
                                       set.codes.data() + static_cast<std::size_t>(i) * coded, space());
     const double scale = static_cast<double>(coded) / static_cast<double>(window);
     out.row("requantize", name, role, "8", "block", set, set.time([&](int i) {
         float* const values = space();
-        backend::decode(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * coded, values, s.dim, values);
+        backend::dequantize(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * coded, values, s.dim, values);
         backend::requantize_values(to, shape, {}, values, nullptr,
                                    set.more.data() + static_cast<std::size_t>(i) * target);
     }),
@@ -242,7 +242,7 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
 }  // namespace
 
 int main(int argc, char** argv) {
-    CLI::App app("Encoding, decoding and requantizing blocks");
+    CLI::App app("Quantizing, dequantizing and requantizing blocks");
     settings s;
     std::string where;
     app.add_option("--tokens", s.tokens, "tokens of a block");

@@ -107,7 +107,7 @@ void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role,
     for (std::size_t b = 0; b < blocks; ++b) {
         const auto half = normals(page * dim, 10 + static_cast<unsigned>(b), role == kvq::tensor::key);
         for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(half[i]);
-        values.encode(block, {}, x.data(), in.data() + b * in_bytes);
+        values.quantize(block, {}, x.data(), in.data() + b * in_bytes);
     }
 #if defined(FORMATS_ARE_VALUES)
     const kvq::format f = kvq::make_format<kvq::simd<>>(scheme);
@@ -122,11 +122,11 @@ void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role,
 #else
     using backend = kvq::simd<>;
     const auto quantize = [&](std::size_t b) {
-        backend::encode<kvq::float16>(scheme, block, {}, in.data() + b * in_bytes, out.data() + b * bytes,
+        backend::quantize<kvq::float16>(scheme, block, {}, in.data() + b * in_bytes, out.data() + b * bytes,
                                       x.data());
     };
     const auto dequantize = [&](std::size_t b) {
-        backend::decode(scheme, block, {}, out.data() + b * bytes, tokens.data(), dim, x.data());
+        backend::dequantize(scheme, block, {}, out.data() + b * bytes, tokens.data(), dim, x.data());
     };
 #endif
     const std::string of = name + (role == kvq::tensor::key ? " K" : " V");

@@ -228,7 +228,7 @@ int cuts(cut_settings settings) {
             bool same = true;
             for (int i = 0; i < 2; ++i) {
                 std::vector<float> now(static_cast<std::size_t>(count * row));
-                sequence.decode(0, i == 0 ? kvq::tensor::key : kvq::tensor::value, settings.first,
+                sequence.dequantize(0, i == 0 ? kvq::tensor::key : kvq::tensor::value, settings.first,
                                 kvq::token_view<float>(now.data(), count, settings.heads, settings.dim));
                 double e = 0.0, p = 0.0;
                 for (std::size_t j = 0; j < now.size(); ++j) {

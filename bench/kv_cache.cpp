@@ -3,7 +3,7 @@
 //
 // memory     bytes of the pages of all layers; savings against 16-bit values
 // error      of the values that come back against those that went in: mean and largest absolute difference, normal data
-// quantize   append of the whole prompt, 16-bit input, all layers; dequantize: decode of it to 16-bit tensors
+// quantize   append of the whole prompt, 16-bit input, all layers; dequantize: dequantize of it to 16-bit tensors
 // append     one token in all layers, averaged over a page (so that coding a page is in it), and its share of the time of
 //            decode attention over --attend-tokens tokens (query heads: four times the kv heads)
 // prefill    a chunk of --seq-len tokens with its queries over --attend-tokens tokens, one layer, one thread; and how long append
@@ -59,13 +59,13 @@ row measure(const char* mode, const kvq::format_pair& formats, const settings& s
         quantize.push_back(ms_since(start));
         start = std::chrono::steady_clock::now();
         for (int layer = 0; layer < s.layers; ++layer)
-            for (const tensor role : {tensor::key, tensor::value}) sequence.decode(layer, role, 0, out);
+            for (const tensor role : {tensor::key, tensor::value}) sequence.dequantize(layer, role, 0, out);
         dequantize.push_back(ms_since(start));
         if (round > 0) continue;
         const kvq::usage_report u = sequence.usage();
         r.memory = static_cast<double>(u.coded + u.window - u.slack);
         for (const tensor role : {tensor::key, tensor::value}) {
-            sequence.decode(0, role, 0, out);
+            sequence.dequantize(0, role, 0, out);
             for (std::size_t i = 0; i < n; ++i) {
                 const double e = std::fabs(static_cast<double>(static_cast<float>(output[i])) -
                                            static_cast<double>(static_cast<float>(input[i])));

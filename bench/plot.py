@@ -116,7 +116,7 @@ def speed(rows, y, _own, axes):
 
 TABLES = {
     "out": (("bits", ".2f"), ("bits_with_window", ".2f"), ("out", ".4f"), ("kld", ".2e"), ("worst", ".3f"),
-            ("bare_out", ".4f"), ("bare_kld", ".2e"), ("key_encode_ns", ".1f"), ("value_encode_ns", ".1f")),
+            ("bare_out", ".4f"), ("bare_kld", ".2e"), ("key_quantize_ns", ".1f"), ("value_quantize_ns", ".1f")),
     "ppl_delta_pct": (("bits", ".2f"), ("perplexity", ".3f"), ("ppl_delta_pct", "+.2f"), ("kld", ".2e"),
                       ("top1", ".4f"), ("window_bytes_per_token", ".0f")),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 // output, divergence of its weights, worst query, each with an exact window and without; and what coding costs.
 //
 // Pages cover the whole sequence, also tokens behind a query (the state in which a finished cache is); the query sees the keys
-// up to its own position. All sums are double, on decoded values. Nothing here runs the attention kernels.
+// up to its own position. All sums are double, on dequantized values. Nothing here runs the attention kernels.
 #pragma once
 
 #include <time.h>
@@ -28,8 +28,8 @@ struct settings {
     bool json = false, check = false;
 };
 
-/// One tensor of one head, coded page by page and decoded again.
-struct coded_tensor {
+/// One tensor of one head, quantized page by page and dequantized again.
+struct quantized_tensor {
     std::vector<float> values;
     std::size_t bytes = 0;
     double seconds = 0.0;
@@ -44,10 +44,10 @@ inline double cpu_seconds() {
 /// Tokens that lie in whole pages; the others would still be in 16 bit.
 inline int whole_pages(int tokens, int page_tokens) { return tokens / page_tokens * page_tokens; }
 
-inline coded_tensor code(const kvq::format& f, kvq::tensor role, kvq::block_id id,
+inline quantized_tensor code(const kvq::format& f, kvq::tensor role, kvq::block_id id,
                          const bench::tensor_dump& from, int page_tokens) {
     const kvq::block_shape shape{role, page_tokens, from.dim};
-    coded_tensor result;
+    quantized_tensor result;
     std::vector<float> page(shape.values()), scratch(shape.values());
     std::vector<std::byte> block(f.block_bytes(shape));
     for (int first = 0; first + page_tokens <= from.tokens; first += page_tokens) {
@@ -160,8 +160,8 @@ inline std::vector<head_result> measure_head(const bench::layer_dump& dump, int 
     std::vector<head_result> results;
     for (const kvq::format_pair& scheme : schemes) {
         const kvq::block_id id{dump.layer, head};
-        const coded_tensor k = code(scheme.keys, kvq::tensor::key, id, dump.k, chosen.page_tokens);
-        const coded_tensor v = code(scheme.values, kvq::tensor::value, id, dump.v, chosen.page_tokens);
+        const quantized_tensor k = code(scheme.keys, kvq::tensor::key, id, dump.k, chosen.page_tokens);
+        const quantized_tensor v = code(scheme.values, kvq::tensor::value, id, dump.v, chosen.page_tokens);
         bench::head_values coded = exact;
         const int whole = whole_pages(tokens, chosen.page_tokens);
         for (int t = 0; t < whole; ++t) {
@@ -337,8 +337,8 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
                                         {"bare_out", bare.out},
                                         {"bare_kld", bare.kld},
                                         {"bare_worst", bare.worst},
-                                        {"key_encode_ns", key_ns},
-                                        {"value_encode_ns", value_ns}};
+                                        {"key_quantize_ns", key_ns},
+                                        {"value_quantize_ns", value_ns}};
             if (!statistics_paths.empty()) line["text_variance"] = text_variance(judged, others);
             std::printf("%s\n", line.dump().c_str());
         } else {

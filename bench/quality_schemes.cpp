@@ -112,12 +112,12 @@ void add_ingredients(list& to) {
         &compiled_keys<mixed_width<widths, 8 * Bits, 64, other_encoder>>, same_values);
     add("fp16", "parameters in fp16",
         &compiled_keys<mixed_width<widths, 8 * Bits, 64, encoder, params<float16>>>,
-        &compiled_values<channel_grid<Bits, 0, best, params<float16>, token_factors<params<float16>>>>);
+        &compiled_values<channel_grid<Bits, 0, best, params<float16>, token_scales<params<float16>>>>);
     add("range-values", "values without least squares and corrected mean", same_keys,
-        &compiled_values<channel_grid<Bits, 0, min_max, coded, token_factors<coded>>>);
+        &compiled_values<channel_grid<Bits, 0, min_max, coded, token_scales<coded>>>);
     add("no-mean", "values without corrected mean", same_keys,
-        &compiled_values<channel_grid<Bits, 0, least_squares, coded, token_factors<coded>>>);
-    add("no-factors", "values without factors of tokens", same_keys,
+        &compiled_values<channel_grid<Bits, 0, least_squares, coded, token_scales<coded>>>);
+    add("no-factors", "values without token scales", same_keys,
         &compiled_values<channel_grid<Bits, 0, best>>);
     add("token-values", "values as in KIVI", same_keys,
         built_in_values("affine-" + std::to_string(Bits) + "-g64"));

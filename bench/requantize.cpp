@@ -1,7 +1,7 @@
 // Requantizing a live cache: how much memory it takes beside the cache, and how fast it is against coding the same pages.
 //
 // The peak is measured by the memory resource that all pages and all scratch come from, not computed; the dry run stands
-// beside it. `encode` is the time of coding the same blocks into one buffer, the least that this work can take.
+// beside it. `quantize` is the time of coding the same blocks into one buffer, the least that this work can take.
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <kvq/backends/simd.hpp>
@@ -52,7 +52,7 @@ double seconds_of(const std::function<void()>& work) {
 }
 
 /// Codes every block of the cache's 16-bit pages into one buffer. format: 0-based in the list.
-double encode_seconds(const kvq::cache& cache, const kvq::sequence& s, int format, int threads) {
+double quantize_seconds(const kvq::cache& cache, const kvq::sequence& s, int format, int threads) {
     const kvq::format& f = cache.options().keys[format];
     const kvq::cache_shape& shape = cache.shape();
     const kvq::thread_executor executor(threads);
@@ -115,7 +115,7 @@ int main(int argc, char** argv) {
             "%s, %d layers, %d kv heads, head_dim %d, %d tokens, pages of %zu bytes in 16 bit, %d thread(s)\n"
             "%-9s %11s %10s %10s %11s %9s %10s\n",
             kvq::simd<>::name(), shape.layers, shape.kv_heads, shape.head_dim, tokens, page, threads, "bits",
-            "MiB before", "MiB after", "peak +pages", "planned", "Gvalues/s", "vs encode");
+            "MiB before", "MiB after", "peak +pages", "planned", "Gvalues/s", "vs quantize");
 
     const std::vector<std::vector<int>> chains{{2}, {1, 2, 3}};
     for (const std::vector<int>& chain : chains) {
@@ -124,8 +124,8 @@ int main(int argc, char** argv) {
                          {.keys = formats(), .page_tokens = page_tokens, .rollback = 0, .memory = &memory});
         auto sequence = cache.new_sequence();
         fill(sequence, shape, tokens);
-        double encode[4] = {};
-        for (const int format : chain) encode[format] = encode_seconds(cache, sequence, format, threads);
+        double quantize[4] = {};
+        for (const int format : chain) quantize[format] = quantize_seconds(cache, sequence, format, threads);
         int from = 0;
         for (const int format : chain) {
             const kvq::requantize_request request{.key = format, .value = format};
@@ -156,13 +156,13 @@ int main(int argc, char** argv) {
                                           {"planned_peak_pages", plan},
                                           {"seconds", seconds},
                                           {"values_per_ns", values / seconds * 1e-9},
-                                          {"vs_encode", encode[format] / seconds}};
+                                          {"vs_quantize", quantize[format] / seconds}};
                 std::printf("%s\n", line.dump().c_str());
             } else {
                 std::printf("%-9s %11.1f %10.1f %11.3f %10.3f %9.2f %9.2fx\n", name.c_str(),
                             static_cast<double>(done.bytes_before) / 0x1p20,
                             static_cast<double>(done.bytes_after) / 0x1p20, peak, plan,
-                            values / seconds * 1e-9, encode[format] / seconds);
+                            values / seconds * 1e-9, quantize[format] / seconds);
             }
             std::fflush(stdout);
             from = format;

@@ -66,7 +66,7 @@ CHANGES = (
     ("{}-fp16+stats", "parameters in fp16"),
     ("{}-range-values+stats", "values: range"),
     ("{}-no-mean+stats", "values: mean not corrected"),
-    ("{}-no-factors+stats", "values: no factors of tokens"),
+    ("{}-no-factors+stats", "values: no token scales"),
     ("{}-token-values+stats", "values: as in KIVI"),
     ("{}-keys+stats", "keys alone"),
     ("{}-values", "values alone"),
@@ -192,7 +192,7 @@ def parts(*words):
             row += [cell(run, width, bits, ".2f") for run in runs]
             row += [cell(run, b, key, form) for run in runs for b in (4, 3, 2)]
             row += [cell(runs[0], b, "bare_" + key, form) for b in (4, 3, 2)]
-            row.append(cell(runs[0], width, "key_encode_ns" if letter == "K" else "value_encode_ns", ".1f"))
+            row.append(cell(runs[0], width, "key_quantize_ns" if letter == "K" else "value_quantize_ns", ".1f"))
             rows.append(row)
         print_table(head, rows)
         print()

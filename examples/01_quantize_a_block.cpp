@@ -8,9 +8,9 @@
 template <kvq::kv_scheme Scheme>
 void show(const Scheme& scheme, const std::vector<float>& values, const kvq::block_shape& shape) {
     std::vector<std::byte> block(scheme.block_bytes(shape));
-    std::vector<float> input = values, output(values.size());  // encode may overwrite its input
-    scheme.encode(shape, {}, input.data(), block.data());
-    scheme.decode(shape, {}, block.data(), output.data());
+    std::vector<float> input = values, output(values.size());  // quantize may overwrite its input
+    scheme.quantize(shape, {}, input.data(), block.data());
+    scheme.dequantize(shape, {}, block.data(), output.data());
 
     double error = 0.0, power = 0.0;
     for (std::size_t i = 0; i < values.size(); ++i) {

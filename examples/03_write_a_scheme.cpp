@@ -12,14 +12,14 @@
 using my_keys = kvq::scheme<kvq::bits<3>, kvq::asymmetric, kvq::per_channel<32>, kvq::params<kvq::bfloat16>>;
 static_assert(kvq::key_scheme<my_keys>);
 
-// 2. Written by hand: the sign of every value and one mean magnitude per block (attention decodes it page by page).
+// 2. Written by hand: the sign of every value and one mean magnitude per block (attention dequantizes it page by page).
 struct sign_only {
     std::string name() const { return "sign-only"; }
     constexpr std::size_t block_bytes(const kvq::block_shape& s) const {
         return (s.values() / 8 + 4 + 16) / 16 * 16;
     }
 
-    std::uint32_t encode(const kvq::block_shape& s, kvq::block_id, float* values, std::byte* block) const {
+    std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id, float* values, std::byte* block) const {
         std::fill_n(block, block_bytes(s), std::byte{0});
         float sum = 0.0f;
         for (std::size_t i = 0; i < s.values(); ++i) {
@@ -30,7 +30,7 @@ struct sign_only {
         std::memcpy(block, &mean, 4);
         return 0;
     }
-    void decode(const kvq::block_shape& s, kvq::block_id, const std::byte* block, float* values) const {
+    void dequantize(const kvq::block_shape& s, kvq::block_id, const std::byte* block, float* values) const {
         float mean = 0.0f;
         std::memcpy(&mean, block, 4);
         for (std::size_t i = 0; i < s.values(); ++i)

@@ -28,7 +28,7 @@ int failures = 0;
 /// The first key of token 0 must be what the engine holds there, as far as 8 bits tell.
 void report(const char* engine, const kvq::sequence& s, float first_key) {
     std::vector<float> k(heads * dim);
-    s.decode(layer, kvq::tensor::key, 0, kvq::token_view(k.data(), 1, heads, dim));
+    s.dequantize(layer, kvq::tensor::key, 0, kvq::token_view(k.data(), 1, heads, dim));
     const bool close = k[0] - first_key < 0.01f && first_key - k[0] < 0.01f;
     std::printf("%-24s %d tokens; key[0] = %8.5f, was %8.5f\n", engine, s.tokens(layer),
                 static_cast<double>(k[0]), static_cast<double>(first_key));

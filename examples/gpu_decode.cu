@@ -17,7 +17,7 @@ using window = cuda::format<full<float16>, full<float16>, 128, 64>;
 using packed = cuda::kivi_format<4, 64, 128, 64>;
 
 constexpr int batch = 8, kv_heads = 8, q_heads = 32, dim = 128, recent = 64, columns = 8;
-constexpr int window_pages = batch * columns, coded_pages = batch * columns;
+constexpr int window_pages = batch * columns, quantized_pages = batch * columns;
 
 static void check(cudaError_t code, const char* message = "") {
     if (code == cudaSuccess) return;
@@ -55,14 +55,14 @@ int main() {
     int* const tokens = device<int>(batch);
     int* const window_table = device<int>(batch * columns);
     int* const coded_table = device<int>(batch * columns, 0xff);
-    int* const fresh = device<int>(batch);  // the coded page that a sequence would take next
+    int* const fresh = device<int>(batch);  // the quantized page that a sequence would take next
     long long* const mapping = device<long long>(batch);
     std::vector<int> pages(batch * columns);
     for (int i = 0; i < batch * columns; ++i) pages[i] = i;
     cudaMemcpy(window_table, pages.data(), pages.size() * sizeof(int), cudaMemcpyHostToDevice);
 
     const auto win = make_cache<window>(window_pages, window_table, tokens);
-    const auto code = make_cache<packed>(coded_pages, coded_table, tokens);
+    const auto code = make_cache<packed>(quantized_pages, coded_table, tokens);
     const std::size_t kv = static_cast<std::size_t>(batch) * kv_heads * dim,
                       qn = static_cast<std::size_t>(batch) * q_heads * dim;
     float16 *const k = device<float16>(kv), *const v = device<float16>(kv), *const q = device<float16>(qn),
@@ -109,9 +109,9 @@ int main() {
     cudaMemcpyAsync(result.data(), out, qn * 2, cudaMemcpyDeviceToHost, stream);
     cudaMemcpyAsync(table.data(), coded_table, table.size() * sizeof(int), cudaMemcpyDeviceToHost, stream);
     check(cudaStreamSynchronize(stream));
-    int coded_now = 0;
-    for (const int page : table) coded_now += page >= 0;
-    std::printf("300 tokens x %d sequences: %d coded pages, out[0] = %g\n", batch, coded_now,
+    int quantized_now = 0;
+    for (const int page : table) quantized_now += page >= 0;
+    std::printf("300 tokens x %d sequences: %d quantized pages, out[0] = %g\n", batch, quantized_now,
                 static_cast<float>(result[0]));
-    return coded_now == 3 * batch ? 0 : 1;
+    return quantized_now == 3 * batch ? 0 : 1;
 }

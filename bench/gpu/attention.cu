@@ -98,10 +98,10 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_
             for (int i = static_cast<int>(threadIdx.x); i < s.tokens; i += static_cast<int>(blockDim.x)) {
                 const float x = noise(static_cast<std::size_t>(i) + 77);
                 if constexpr (S::factors::bytes(1) == 1)  // 0.5 to 31/16
-                    at[S::factor_offset(s) + static_cast<std::size_t>(i)] =
+                    at[S::token_scale_offset(s) + static_cast<std::size_t>(i)] =
                         static_cast<std::byte>(224 + static_cast<int>(31.9f * x));
                 else
-                    kvq::detail::store_as(at + S::factor_offset(s) + 2 * static_cast<std::size_t>(i),
+                    kvq::detail::store_as(at + S::token_scale_offset(s) + 2 * static_cast<std::size_t>(i),
                                           float16(0.5f + x));
             }
     } else {

@@ -25,7 +25,7 @@ struct scheme_result {
     double ppl_delta_pct;           // against the 16-bit cache
     double kld;                     // mean over tokens, in nats
     double top1;                    // share of tokens whose likeliest successor stays the same
-    double bytes_per_token;         // coded pages
+    double bytes_per_token;         // quantized pages
     double compression;             // against 16-bit pages
     double bits;                    // of a coded value, parameters included
     double window_bytes_per_token;  // what a sequence held at the end of a window, 16-bit tokens included

@@ -8,7 +8,7 @@
 
 namespace llama {
 
-constexpr kvq::cache_shape coded_cache_shape(const model_shape& shape) {
+constexpr kvq::cache_shape quantized_cache_shape(const model_shape& shape) {
     return {.layers = shape.layers, .kv_heads = shape.kv_heads, .head_dim = shape.head_dim()};
 }
 
@@ -24,7 +24,7 @@ inline kvq::cache_options options_of(const cache_settings& settings) {
 class kvq_cache : public kv_cache {
 public:
     kvq_cache(const model_shape& shape, const kvq::cache_options& options)
-        : shape_(shape), cache_(coded_cache_shape(shape), options), sequence_(cache_.new_sequence()) {}
+        : shape_(shape), cache_(quantized_cache_shape(shape), options), sequence_(cache_.new_sequence()) {}
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
                  rows out, worker_pool& workers) override {

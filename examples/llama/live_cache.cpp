@@ -51,7 +51,7 @@ live_cache::live_cache(const model_shape& shape, const cache_settings& settings,
         policy_.tiers.push_back({tier.age, {format, format}});
     }
     if (live.budget != kvq::page_pool::no_budget) {
-        // Room for the tokens of one step in every layer, and for the page that is being recoded.
+        // Room for the tokens of one step in every layer, and for the page that is being requantized.
         const std::size_t page =
             cache_.page_bytes(kvq::tensor::key, 0, settings.page_tokens) + sizeof(kvq::page);
         const std::size_t reserve = 2 * static_cast<std::size_t>(shape.layers) * page + 2 * page;
@@ -86,10 +86,10 @@ void live_cache::end_of_step() {
         reloaded_ = true;
     }
     if (live_.requantize_at > 0 && sequence_.tokens() >= live_.requantize_at) {
-        recoded_ += cache_.requantize(sequence_, request_).pages;
+        requantized_ += cache_.requantize(sequence_, request_).pages;
     }
     for (const auto& step : kvq::step_down(cache_, sequence_, policy_).steps) {
-        recoded_ += step.pages;
+        requantized_ += step.pages;
     }
 }
 

@@ -41,8 +41,8 @@ public:
     };
     // What is kept in which scheme: tokens of layer 0's keys, bytes of everything.
     std::vector<held_scheme> held() const;
-    // Pages that were recoded so far.
-    std::size_t recoded() const { return recoded_; }
+    // Pages that were requantized so far.
+    std::size_t requantized() const { return requantized_; }
 
     // A safetensors file that describes itself (docs/save.md). load() returns the number of tokens it found, and converts
     // what was saved with other options. Both throw kvq::error.
@@ -58,7 +58,7 @@ private:
     std::vector<std::string> names_;  // of the formats that the cache lists, the same for keys and values
     kvq::step_down_policy policy_;
     kvq::requantize_request request_;
-    std::size_t recoded_ = 0;
+    std::size_t requantized_ = 0;
     bool reloaded_ = false;
 };
 

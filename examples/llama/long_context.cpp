@@ -20,7 +20,7 @@ std::vector<long_context_row> long_context(const model& llama, std::span<const i
 
     std::vector<long_context_row> rows;
     divergence_sums sums, baseline_sums;
-    std::size_t recoded = 0;
+    std::size_t requantized = 0;
     activations space;
     matrix expected, got;
     const int count = static_cast<int>(input.size()), step = cache->step_tokens();
@@ -38,11 +38,11 @@ std::vector<long_context_row> long_context(const model& llama, std::span<const i
         const int held = first + static_cast<int>(piece.size());
         if (sums.tokens >= every || held == count) {
             const double n = sums.tokens;
-            rows.push_back({held, baseline->bytes(), cache->bytes(), cache->recoded() - recoded,
+            rows.push_back({held, baseline->bytes(), cache->bytes(), cache->requantized() - requantized,
                             cache->held(), sums.kl_divergence / n, sums.same_top / n,
                             std::exp(sums.negative_log_likelihood / n),
                             std::exp(baseline_sums.negative_log_likelihood / n)});
-            recoded = cache->recoded();
+            requantized = cache->requantized();
             sums = baseline_sums = {};
         }
     }

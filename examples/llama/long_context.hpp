@@ -14,7 +14,7 @@ struct long_context_row {
     int tokens;
     std::size_t baseline_bytes;  // the 16-bit cache beside it
     std::size_t bytes;
-    std::size_t recoded;  // pages, since the last row
+    std::size_t requantized;  // pages, since the last row
     std::vector<live_cache::held_scheme> held;
     // Over the tokens since the last row, against the 16-bit cache.
     double kld, top1, perplexity, baseline_perplexity;

@@ -80,7 +80,7 @@ void write_table(std::ostream& out, std::span<const long_context_row> rows) {
     if (rows.empty()) {
         return;
     }
-    out << "  tokens   16 bit KB       KB  recoded  KL divergence  same top-1 %  perplexity   16 bit |  "
+    out << "  tokens   16 bit KB       KB  requantized  KL divergence  same top-1 %  perplexity   16 bit |  "
            "tokens in";
     for (const auto& scheme : rows.front().held) {
         out << std::setw(width_of(scheme)) << scheme.scheme;
@@ -89,7 +89,7 @@ void write_table(std::ostream& out, std::span<const long_context_row> rows) {
     for (const long_context_row& row : rows) {
         out << std::fixed << std::setprecision(1) << std::setw(8) << row.tokens << std::setw(12)
             << static_cast<double>(row.baseline_bytes) / 1000 << std::setw(9)
-            << static_cast<double>(row.bytes) / 1000 << std::setw(9) << row.recoded << std::scientific
+            << static_cast<double>(row.bytes) / 1000 << std::setw(13) << row.requantized << std::scientific
             << std::setprecision(2) << std::setw(15) << row.kld << std::fixed << std::setw(14)
             << 100.0 * row.top1 << std::setw(12) << row.perplexity << std::setw(9) << row.baseline_perplexity
             << " |           ";
@@ -105,7 +105,7 @@ void write_json(std::ostream& out, std::span<const long_context_row> rows) {
         nlohmann::ordered_json line{{"tokens", row.tokens},
                                     {"baseline_bytes", row.baseline_bytes},
                                     {"bytes", row.bytes},
-                                    {"recoded", row.recoded},
+                                    {"requantized", row.requantized},
                                     {"kld", row.kld},
                                     {"top1", row.top1},
                                     {"perplexity", row.perplexity},

@@ -1,7 +1,7 @@
 #include "schemes.hpp"
 
 #include "../../bench/quality_schemes.hpp"
-#include "decoded_cache.hpp"
+#include "dequantized_cache.hpp"
 #include "kvq_cache.hpp"
 #include "live_cache.hpp"
 #include "reference_cache.hpp"
@@ -134,7 +134,7 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
     }
     const kvq::cache_options options = options_with(settings, formats);
     if (formats.keys.functions().dequantizes_first || formats.values.functions().dequantizes_first) {
-        return std::make_unique<decoded_cache>(shape, options);
+        return std::make_unique<dequantized_cache>(shape, options);
     }
     return std::make_unique<kvq_cache>(shape, options);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Comparison family: mixed-precision reduction (tests/properties/attention.cpp). Attention on channel grids, with factors of
-// tokens and with channels of different widths, against double arithmetic on the decoded values. Built for several -march.
+// tokens and with channels of different widths, against double arithmetic on the dequantized values. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -18,14 +18,14 @@ constexpr double bound = 5e-4;
 using kvq::coded;
 using kvq::float16;
 using kvq::params;
-using kvq::token_factors;
+using kvq::token_scales;
 using mixed = kvq::mixed_width<kvq::widths<6, 4, 3, 0>, 26>;
 using keys = test::formats<kvq::channel_grid<4, 64>, mixed,
-                           kvq::channel_grid<2, 7, kvq::min_max, coded, token_factors<coded>>>;
+                           kvq::channel_grid<2, 7, kvq::min_max, coded, token_scales<coded>>>;
 using values =
-    test::formats<kvq::channel_grid<4, 0, kvq::min_max, coded, token_factors<coded>>,
+    test::formats<kvq::channel_grid<4, 0, kvq::min_max, coded, token_scales<coded>>,
                   kvq::channel_grid<2, 64, kvq::mean_corrected<kvq::least_squares>>,
-                  kvq::channel_grid<8, 5, kvq::min_max, params<float16>, token_factors<params<float16>>>>;
+                  kvq::channel_grid<8, 5, kvq::min_max, params<float16>, token_scales<params<float16>>>>;
 
 }  // namespace
 
@@ -72,7 +72,7 @@ TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Bac
         MESSAGE("worst relative error ", worst.relative, ", of the terms ", worst.of_terms);
 }
 
-TEST_CASE("a trim into a coded page of mixed widths, and a fork, keep every token's decoded value") {
+TEST_CASE("a trim into a quantized page of mixed widths, and a fork, keep every token's dequantized value") {
     using C = test::typed_cache<mixed, kvq::full<kvq::float16>>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -83,15 +83,15 @@ TEST_CASE("a trim into a coded page of mixed widths, and a fork, keep every toke
     const test::stream s(random, shape, 200);
     auto sequence = cache.new_sequence();
     sequence.append(0, s.k.view(), s.v.view());
-    const auto before = test::decoded(sequence, shape, 0, kvq::tensor::key);
+    const auto before = test::dequantized(sequence, shape, 0, kvq::tensor::key);
     auto fork = sequence.fork();
     fork.trim(90);
-    const auto after = test::decoded(fork, shape, 0, kvq::tensor::key);
+    const auto after = test::dequantized(fork, shape, 0, kvq::tensor::key);
     for (int t = 0; t < 90; ++t)
         for (int h = 0; h < 2; ++h)
             for (int c = 0; c < 48; ++c)
-                // Trimmed pages are window values: decoded values rounded to fp16 once.
+                // Trimmed pages are window values: dequantized values rounded to fp16 once.
                 CHECK(std::fabs(after.view().at(t, h)[c] - before.view().at(t, h)[c]) <=
                       std::fabs(before.view().at(t, h)[c]) * 0x1p-11f + 0x1p-25f);
-    CHECK(test::decoded(sequence, shape, 0, kvq::tensor::key).values() == before.values());
+    CHECK(test::dequantized(sequence, shape, 0, kvq::tensor::key).values() == before.values());
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Channels fitted and coded in lanes are the bytes of scheme::encode, and decoded in lanes the bits of
-// scheme::decode. Built for several -march.
+// Comparison family: exact. Channels fitted and coded in lanes are the bytes of scheme::quantize, and dequantized in lanes the bits of
+// scheme::dequantize. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <kvq/backends/simd.hpp>
@@ -8,12 +8,12 @@
 #include <kvq/schemes/transformed.hpp>
 
 #include "support/channel_plans.hpp"
-#include "support/coded_blocks.hpp"
+#include "support/quantized_blocks.hpp"
 
 namespace {
 
 using native = kvq::simd<>;
-using kvq::channel_grid, kvq::coded, kvq::float16, kvq::params, kvq::token_factors;
+using kvq::channel_grid, kvq::coded, kvq::float16, kvq::params, kvq::token_scales;
 
 template <class S>
 constexpr bool codes(kvq::tensor role) {
@@ -62,31 +62,31 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     const auto x = kind < 3 ? uneven_block(random, shape) : test::hostile_block(random, shape, kind == 3);
     test::check_block<Window, native>(scheme, shape, id, x);
 
-    const auto block = test::encoded(scheme, shape, x, nullptr, id);
+    const auto block = test::quantized(scheme, shape, x, nullptr, id);
     test::check_tokens<native, float>(random, scheme, shape, block, id);
     test::check_tokens<native, float16>(random, scheme, shape, block, id);
 
     // From scheme to scheme.
-    auto values = test::decoded(scheme, shape, block, id), same = values;
+    auto values = test::dequantized(scheme, shape, block, id), same = values;
     std::vector<std::byte> expected(block.size()), got(block.size());
-    const std::uint32_t not_finite = scheme.encode(shape, id, values.data(), expected.data());
-    CHECK(native::encode_values(scheme, shape, id, same.data(), got.data()) == not_finite);
+    const std::uint32_t not_finite = scheme.quantize(shape, id, values.data(), expected.data());
+    CHECK(native::quantize_values(scheme, shape, id, same.data(), got.data()) == not_finite);
     CHECK(got == expected);
-    // Values that were quantized before: on a grid of the scheme, near one, or on none; with factors of tokens and without.
+    // Values that were quantized before: on a grid of the scheme, near one, or on none; with token scales and without.
     if constexpr (kvq::detail::requantizing<S>) {
-        values = random.one_in(2) ? test::decoded(scheme, shape, block, id) : x;
+        values = random.one_in(2) ? test::dequantized(scheme, shape, block, id) : x;
         if (random.one_in(2))
             for (float& v : values) v *= 1.0f + 0.01f * random.normal();
-        std::vector<float> factors(static_cast<std::size_t>(shape.tokens)), same_factors;
+        std::vector<float> factors(static_cast<std::size_t>(shape.tokens)), same_token_scales;
         for (float& f : factors) f = random.one_in(3) ? std::fabs(random.any_magnitude(-3, 0)) : 1.5f;
-        if constexpr (kvq::detail::with_factors<S>)
-            if (random.one_in(2)) scheme.read_factors(shape, block.data(), factors.data());
+        if constexpr (kvq::detail::with_token_scales<S>)
+            if (random.one_in(2)) scheme.read_token_scales(shape, block.data(), factors.data());
         same = values;
-        same_factors = factors;
+        same_token_scales = factors;
         const bool known = random.one_in(2);
         const auto bad =
             scheme.requantize(shape, id, values.data(), known ? factors.data() : nullptr, expected.data());
-        CHECK(native::requantize_values(scheme, shape, id, same.data(), known ? same_factors.data() : nullptr,
+        CHECK(native::requantize_values(scheme, shape, id, same.data(), known ? same_token_scales.data() : nullptr,
                                         got.data()) == bad);
         CHECK(got == expected);
     }
@@ -95,11 +95,11 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
 #define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                         \
     kvq::std4::keys, kvq::std4::values, kvq::low2::keys, kvq::hi6::values,                    \
         channel_grid<3, 5, kvq::enclosing, params<float16>>,                                  \
-        channel_grid<7, 32, kvq::least_squares, coded, token_factors<params<kvq::bfloat16>>>, \
+        channel_grid<7, 32, kvq::least_squares, coded, token_scales<params<kvq::bfloat16>>>, \
         kvq::mixed_width<kvq::widths<8, 5, 2, 1>, 28, 16, kvq::mean_corrected<kvq::least_squares>>
 #define KVQ_TEST_SOME_CHANNEL_KEYS   \
     kvq::hi6::keys, kvq::low3::keys, \
-        channel_grid<3, 16, kvq::error_feedback<kvq::least_squares>, params<float16>, token_factors<coded>>
+        channel_grid<3, 16, kvq::error_feedback<kvq::least_squares>, params<float16>, token_scales<coded>>
 #if defined(KVQ_TEST_FEWER_SCHEMES)
 #define KVQ_TEST_CHANNEL_SCHEMES KVQ_TEST_SOME_CHANNEL_SCHEMES
 #define KVQ_TEST_CHANNEL_KEYS KVQ_TEST_SOME_CHANNEL_KEYS
@@ -108,7 +108,7 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     KVQ_TEST_SOME_CHANNEL_SCHEMES, kvq::low3::keys, kvq::low3::values, kvq::low2::values, kvq::mix4::keys, \
         kvq::ref8::values, channel_grid<1>, channel_grid<8, 64, kvq::shrink_search, params<float>>,        \
         channel_grid<2, 64, kvq::mean_corrected<kvq::enclosing>>,                                          \
-        channel_grid<5, 0, kvq::least_squares_below_3_bits, params<float16>, token_factors<coded>>,        \
+        channel_grid<5, 0, kvq::least_squares_below_3_bits, params<float16>, token_scales<coded>>,        \
         kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #define KVQ_TEST_CHANNEL_KEYS                                                      \
     KVQ_TEST_SOME_CHANNEL_KEYS, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys, \
@@ -162,7 +162,7 @@ TEST_CASE_TEMPLATE("channels with plans and feedback: same bytes from every back
     }
 }
 
-TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and decoded in lanes", S,
+TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and dequantized in lanes", S,
                    KVQ_TEST_CHANNEL_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -177,9 +177,9 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and decoded in lanes",
             const bool key = role == kvq::tensor::key;
             const int group = scheme.token_axis(shape).group;
             INFO(scheme.name(), ", ", shape);
-            CHECK(kvq::kernels::channel_encoder<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
+            CHECK(kvq::kernels::channel_quantizer<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
                       .run() == (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
-            CHECK(kvq::kernels::channel_decoder<native, S>(scheme, shape, {}, block.data())
+            CHECK(kvq::kernels::channel_dequantizer<native, S>(scheme, shape, {}, block.data())
                       .to_tokens(x.data(), dim) == (key || group % 32 == 0));
         }
 }

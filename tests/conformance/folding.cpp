@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Comparison family: bounded rounding. What fold_use says is what attention multiplies: every set of parameters that a scheme may
-// give to rows and columns, against double arithmetic on what it decodes to. Built for several -march.
+// give to rows and columns, against double arithmetic on what it dequantizes to. Built for several -march.
 //
 // A column's factor is rounded to half a step of the largest one, 2^-15 of it at most (kernels/folded.hpp); every other term of a
 // row has a few float roundings.
@@ -32,10 +32,10 @@ struct any_fold {
     }
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return codes(s).bytes(); }
     // Attention does not code.
-    std::uint32_t encode(const kvq::block_shape&, const kvq::block_id&, float*, std::byte*) const {
+    std::uint32_t quantize(const kvq::block_shape&, const kvq::block_id&, float*, std::byte*) const {
         return 0;
     }
-    void decode(const kvq::block_shape&, const kvq::block_id&, const std::byte*, float*) const {}
+    void dequantize(const kvq::block_shape&, const kvq::block_id&, const std::byte*, float*) const {}
 
     template <class Backend>
     void row_parameters(const kvq::block_shape& s, const kvq::block_id&, const std::byte*, int, float* scale,

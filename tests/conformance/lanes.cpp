@@ -67,7 +67,7 @@ void check_dot(fixture<L>& f) {
     auto acc = f.words(), codes = f.words(), x = f.words();
     for (auto& a : acc) a >>= 4;
     for (auto& c : codes) c &= static_cast<std::int32_t>(((1u << Bits) - 1u) * 0x01010101u);
-    // Pieces of a folded vector lie in [-128, 127]; the extremes are the ones that overflow 16-bit halves.
+    // QueryBytes of a folded vector lie in [-128, 127]; the extremes are the ones that overflow 16-bit halves.
     if (f.random.one_in(3))
         for (auto& v : x) v = f.random.one_in(2) ? static_cast<std::int32_t>(0x80808080u) : 0x7f7f7f7f;
     if (f.random.one_in(3))
@@ -355,7 +355,7 @@ TEST_CASE_TEMPLATE("pieces: lowest bytes of four words each, high and low side b
         auto high = f.words(), low = f.words();
         for (auto& x : high) x = static_cast<std::int8_t>(x & 255);
         std::vector<std::uint32_t> out(static_cast<std::size_t>(L::width / 4 * stride), 0xabababab);
-        L::store_pieces(out.data(), stride, io::in(high), io::in(low));
+        L::store_high_low(out.data(), stride, io::in(high), io::in(low));
         for (int q = 0; q < L::width / 4; ++q)
             for (int i = 0; i < stride; ++i) {
                 std::uint32_t expected = 0xabababab;
@@ -376,7 +376,7 @@ TEST_CASE_TEMPLATE("pieces: lowest bytes of four words each, high and low side b
 TEST_CASE_TEMPLATE("pieces of four vectors written together are those written one by one", L,
                    KVQ_TEST_LANES) {
     if constexpr (requires(std::uint32_t * to, const typename L::ints* a) {
-                      L::store_pieces_of_four(to, a);
+                      L::store_high_low_of_four(to, a);
                   }) {
         using io = lanes_of<L>;
         fixture<L> f;
@@ -392,9 +392,9 @@ TEST_CASE_TEMPLATE("pieces of four vectors written together are those written on
                             : f.random.between(-32512, 32512);
                 f.each([&](std::size_t k) { high[k] = (numbers[k] + 128) >> 8; });
                 a[i] = io::in(numbers);
-                L::store_pieces(expected.data() + 2 * i, 8, io::in(high), a[i]);
+                L::store_high_low(expected.data() + 2 * i, 8, io::in(high), a[i]);
             }
-            L::store_pieces_of_four(out.data(), a);
+            L::store_high_low_of_four(out.data(), a);
             REQUIRE(out.back() == 0xabababab);
             out.pop_back();
             REQUIRE(out == expected);

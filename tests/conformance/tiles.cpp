@@ -107,16 +107,16 @@ std::vector<float> product(bool in_tiles, const Scheme& scheme, const kvq::block
     return y;
 }
 
-template <class Scheme, int Pieces>
+template <class Scheme, int QueryBytes>
 void check(test::generator& random, const kvq::block_shape& shape, int n) {
-    using backend = kvq::simd<tiled, kvq::pieces<Pieces>>;
+    using backend = kvq::simd<tiled, kvq::query_bytes<QueryBytes>>;
     const Scheme scheme = make<Scheme>(random, shape);
     INFO(scheme.name(), ", ", shape.role == kvq::tensor::key ? "keys" : "values", " of ", shape.tokens, " x ",
-         shape.dim, ", ", n, " vectors in ", Pieces, " piece(s)");
+         shape.dim, ", ", n, " vectors in ", QueryBytes, " piece(s)");
     std::vector<float> values(shape.values());
     for (float& f : values) f = random.normal();
     std::vector<std::byte> block(scheme.block_bytes(shape) + 64);
-    scheme.encode(shape, {0, 0}, values.data(), block.data());
+    scheme.quantize(shape, {0, 0}, values.data(), block.data());
     const int x_stride = shape.cols() + 16;
     std::vector<float> x(static_cast<std::size_t>(n * x_stride));
     for (float& f : x) f = random.normal();
@@ -126,14 +126,14 @@ void check(test::generator& random, const kvq::block_shape& shape, int n) {
     const auto expected = product<backend>(false, scheme, shape, n, block, x, x_stride, add);
     CHECK(emulated_tiles::products == before);
     const auto actual = product<backend>(true, scheme, shape, n, block, x, x_stride, add);
-    CHECK((emulated_tiles::products > before) == (n * Pieces > 8 && n * Pieces <= 32));
+    CHECK((emulated_tiles::products > before) == (n * QueryBytes > 8 && n * QueryBytes <= 32));
     const int rows = shape.rows();
     for (int i = 0; i < n; ++i)
         for (int r = 0; r < rows; ++r) {
             const auto at = static_cast<std::size_t>(i * (rows + 16) + r);
             CAPTURE(i);
             CAPTURE(r);
-            if constexpr (Pieces == 1 || !backend::lanes::word_products) {
+            if constexpr (QueryBytes == 1 || !backend::lanes::word_products) {
                 REQUIRE(actual[at] == expected[at]);
             } else {
                 // Registers take words of 16 bits there, which two bytes come close to.
@@ -150,7 +150,7 @@ struct amx_lanes {
     using architecture = kvq::arch::amx;
 };
 struct amx_backend {
-    static constexpr int pieces = 2;
+    static constexpr int query_bytes = 2;
 };
 #endif
 

@@ -103,7 +103,7 @@ void eigen(kvq::sequence& sequence, int layer, int heads, int q_heads, const Eig
            Eigen::Matrix<Eigen::half, -1, -1>& half_matrix) {
     sequence.prefill(layer, kvq::tokens_of(k, heads), kvq::tokens_of(v, heads), kvq::tokens_of(q, q_heads),
                      kvq::tokens_of(out, q_heads));
-    sequence.decode(layer, kvq::tensor::key, 0, kvq::tokens_of(half_matrix, heads));
+    sequence.dequantize(layer, kvq::tensor::key, 0, kvq::tokens_of(half_matrix, heads));
 }
 
 void ring(kvq::cache& cache, int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n) {

@@ -81,13 +81,13 @@ TEST_CASE("bytes of channel grids, encoders and presets") {
     using kvq::channel_grid;
     using kvq::coded;
     using kvq::params;
-    using kvq::token_factors;
+    using kvq::token_scales;
     check("channel_grid<4>", channel_grid<4>{});
     check("channel_grid<3, 7>", channel_grid<3, 7>{});
     check("channel_grid<4, 32, enclosing>", channel_grid<4, 32, kvq::enclosing>{});
     check("channel_grid<2, 0, shrink_search>", channel_grid<2, 0, kvq::shrink_search>{});
     check("channel_grid<5, 0, min_max, float16>", channel_grid<5, 0, kvq::min_max, params<kvq::float16>>{});
-    check("channel_grid<4, 7, dual>", channel_grid<4, 7, kvq::min_max, coded, token_factors<coded>>{});
+    check("channel_grid<4, 7, dual>", channel_grid<4, 7, kvq::min_max, coded, token_scales<coded>>{});
     kvq::for_each_preset([]<class P>(P) {
         const std::string name = P::name;
         check((name + "::keys").c_str(), typename P::keys{});

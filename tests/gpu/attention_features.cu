@@ -15,7 +15,7 @@ using sink = cuda::format<full<float16>, full<float16>, 128, 4>;
 constexpr int kv_heads = 2, group = 4, q_heads = kv_heads * group, dim = 128;
 
 template <class Format>
-void decode_into(const test::coded_batch<Format>& from, std::size_t b, int first, int count, int at,
+void dequantize_into(const test::quantized_batch<Format>& from, std::size_t b, int first, int count, int at,
                  std::vector<std::vector<float>>& k, std::vector<std::vector<float>>& v) {
     for (std::size_t h = 0; h < kv_heads; ++h)
         for (int t = 0; t < count; ++t)
@@ -27,7 +27,7 @@ void decode_into(const test::coded_batch<Format>& from, std::size_t b, int first
             }
 }
 
-/// 4 sinks, coded pages and window pages in one sequence: three launches, one softmax; captured and replayed.
+/// 4 sinks, quantized pages and window pages in one sequence: three launches, one softmax; captured and replayed.
 void check_mixed() {
     test::rng r(77);
     const std::vector<int> lengths = {4 + 5 * 64 + 17, 4 + 64, 3, 0, 4 + 2 * 64 + 63};
@@ -37,14 +37,14 @@ void check_mixed() {
         sink_lengths.push_back(std::min(n, 4));
         rest_lengths.push_back(std::max(0, n - 4));
     }
-    const test::coded_batch<sink> sinks(r, kv_heads, sink_lengths);
-    test::coded_batch<coded> middle(r, kv_heads, rest_lengths, true);
-    test::coded_batch<window> recent(r, kv_heads, rest_lengths, true);
+    const test::quantized_batch<sink> sinks(r, kv_heads, sink_lengths);
+    test::quantized_batch<coded> middle(r, kv_heads, rest_lengths, true);
+    test::quantized_batch<window> recent(r, kv_heads, rest_lengths, true);
     // Pages 0, 2, 4, ... are coded while the last one never is.
-    const auto is_coded = [&](int b, int page) {
+    const auto is_quantized = [&](int b, int page) {
         return page % 2 == 0 && (page + 1) * 64 <= rest_lengths[static_cast<std::size_t>(b)];
     };
-    test::coded_batch<window> whole = recent;  // reference values, all of them held
+    test::quantized_batch<window> whole = recent;  // reference values, all of them held
     ++whole.columns;
     whole.table.assign(static_cast<std::size_t>(sequences * whole.columns), 0);
     for (int b = 0; b < sequences; ++b) {
@@ -52,15 +52,15 @@ void check_mixed() {
         const int n = lengths[at];
         std::vector<std::vector<float>> k(kv_heads, std::vector<float>(static_cast<std::size_t>(n * dim))),
             v = k;
-        decode_into(sinks, at, 0, std::min(n, 4), 0, k, v);
+        dequantize_into(sinks, at, 0, std::min(n, 4), 0, k, v);
         for (int page = 0; page * 64 < rest_lengths[at]; ++page) {
             const int count = std::min(64, rest_lengths[at] - page * 64);
             const auto entry = at * static_cast<std::size_t>(middle.columns) + static_cast<std::size_t>(page);
-            if (is_coded(b, page)) {
-                decode_into(middle, at, page * 64, count, 4 + page * 64, k, v);
+            if (is_quantized(b, page)) {
+                dequantize_into(middle, at, page * 64, count, 4 + page * 64, k, v);
                 recent.table[entry] = -1;
             } else {
-                decode_into(recent, at, page * 64, count, 4 + page * 64, k, v);
+                dequantize_into(recent, at, page * 64, count, 4 + page * 64, k, v);
                 middle.table[entry] = -1;
             }
         }
@@ -164,7 +164,7 @@ void check_repeatable() {
     for (int i = 0; i < 150; ++i)
         lengths.push_back(test::uniform(r, 0, 3) == 0 ? 0 : test::uniform(r, 1, 400));
     lengths[70] = 5000;
-    const test::coded_batch<coded> batch(r, kv_heads, lengths);
+    const test::quantized_batch<coded> batch(r, kv_heads, lengths);
     const test::device_batch<coded> device(batch);
     const int n = static_cast<int>(lengths.size());
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim));
@@ -215,7 +215,7 @@ void check_repeatable() {
 /// Launches that share the device, so that blocks of one wait for multiprocessors of the other, and for parts of their items.
 void check_side_by_side() {
     test::rng r(9);
-    const test::coded_batch<coded> one(r, kv_heads, {20000}),
+    const test::quantized_batch<coded> one(r, kv_heads, {20000}),
         many(r, kv_heads, {3000, 1, 9000, 700, 64, 5000, 2});
     const test::device_batch<coded> devices[2] = {test::device_batch<coded>(one),
                                                   test::device_batch<coded>(many)};
@@ -268,7 +268,7 @@ void check_early() {
     test::rng r(6);
     std::vector<int> lengths;
     for (int i = 0; i < 60; ++i) lengths.push_back(test::uniform(r, 1, 5) * test::uniform(r, 1, 200));
-    const test::coded_batch<window> batch(r, kv_heads, lengths);
+    const test::quantized_batch<window> batch(r, kv_heads, lengths);
     const test::device_batch<window> device(batch);
     const int n = static_cast<int>(lengths.size());
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim)), k, v;
@@ -333,7 +333,7 @@ void check_endless_window() {
     const int n = static_cast<int>(lengths.size());
     std::vector<int> held;
     for (const int length : lengths) held.push_back(std::max(0, length - first_token));
-    const test::coded_batch<window> batch(r, kv_heads, held);
+    const test::quantized_batch<window> batch(r, kv_heads, held);
     test::device_batch<window> device(batch);
     const test::device_buffer<int> lengths_device(lengths);
     device.ref.tokens = lengths_device.get();
@@ -369,7 +369,7 @@ void check_bad_queries(const char* name) {
     constexpr int query_tokens = 2;
     const std::vector<int> lengths = {9000, 70, 2, 300, 0};
     const int n = static_cast<int>(lengths.size()) * query_tokens;
-    const test::coded_batch<Format> batch(r, kv_heads, lengths);
+    const test::quantized_batch<Format> batch(r, kv_heads, lengths);
     const test::device_batch<Format> device(batch);
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * Format::head_dim));
     for (float16& x : q) x = float16(test::normal(r));
@@ -449,7 +449,7 @@ __global__ void write_late(int* lengths, const int* new_lengths, int n, int* tab
 void check_late_lengths() {
     test::rng r(8);
     constexpr int n = 5, longest = 3000;
-    const test::coded_batch<coded> batch(r, kv_heads, std::vector<int>(n, longest));
+    const test::quantized_batch<coded> batch(r, kv_heads, std::vector<int>(n, longest));
     test::device_batch<coded> device(batch);
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim));
     for (float16& x : q) x = float16(test::normal(r));

@@ -1,4 +1,4 @@
-// Fused attention against double arithmetic on the decoded values.
+// Fused attention against double arithmetic on the dequantized values.
 #pragma once
 
 #include <kvq/backends/cuda/attend.cuh>
@@ -26,7 +26,7 @@ struct reference_state {
 };
 
 template <class Format>
-reference_state reference_row(const coded_batch<Format>& b, std::size_t sequence, std::size_t head,
+reference_state reference_row(const quantized_batch<Format>& b, std::size_t sequence, std::size_t head,
                               const float* q, int from, int to, float softcap) {
     constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
     reference_state r;
@@ -71,7 +71,7 @@ T as(float x) {
 template <class Format, class T>
 void check_attention(rng& r, const attention_case& c, const char* name, double* worst = nullptr,
                      double* worst_state = nullptr) {
-    coded_batch<Format> batch(r, c.kv_heads, c.lengths, false, c.value_sizes, c.key_sizes);
+    quantized_batch<Format> batch(r, c.kv_heads, c.lengths, false, c.value_sizes, c.key_sizes);
     if (c.holes)
         for (int& entry : batch.table)
             if (uniform(r, 0, 2) == 0) entry = -1;

@@ -21,15 +21,15 @@ static_assert(cuda::detail::warps_can<wide_half>);
 // And here 4 do.
 static_assert(!cuda::detail::warps_can<cuda::format<full<float16>, full<float16>, 576, 64, 512>>);
 
-// Keys in short groups are decoded where 8 or 16 rows share them.
+// Keys in short groups are dequantized where 8 or 16 rows share them.
 using short_groups =
     cuda::format<scheme<bits<2>, symmetric, per_channel<32>>, affine<4, per_token<32>>, 64, 64>;
 template <class Format, int Rows4>
-constexpr bool decodes =
-    cuda::detail::decodes_keys<typename cuda::detail::attention_memory<Format, Rows4>::keys, Rows4>;
-static_assert(!decodes<short_groups, 1> && decodes<short_groups, 2> && decodes<short_groups, 4>);
-static_assert(!decodes<cuda::kivi_format<4, 32, 128, 64>, 2> &&
-              decodes<cuda::kivi_format<4, 32, 128, 64>, 4>);
+constexpr bool dequantizes =
+    cuda::detail::dequantizes_keys<typename cuda::detail::attention_memory<Format, Rows4>::keys, Rows4>;
+static_assert(!dequantizes<short_groups, 1> && dequantizes<short_groups, 2> && dequantizes<short_groups, 4>);
+static_assert(!dequantizes<cuda::kivi_format<4, 32, 128, 64>, 2> &&
+              dequantizes<cuda::kivi_format<4, 32, 128, 64>, 4>);
 
 int main() {
     using test::check_format;

@@ -1,4 +1,4 @@
-// Bytes: what the device stores, commits and requantizes is what the CPU writes; what it decodes is what the CPU decodes.
+// Bytes: what the device stores, commits and requantizes is what the CPU writes; what it dequantizes is what the CPU dequantizes.
 #include <kvq/backends/cuda.cuh>
 
 #include "support.cuh"
@@ -77,7 +77,7 @@ void compare_page(const pool<Format>& p, const std::vector<std::byte>& keys,
                     values_of_head[static_cast<std::size_t>(t * s.dim + c)] =
                         x[static_cast<std::size_t>((t * p.heads + h) * s.dim + c)];
             std::vector<std::byte> expected(size);
-            S{}.encode(s, {}, values_of_head.data(), expected.data());
+            S{}.quantize(s, {}, values_of_head.data(), expected.data());
             const std::byte* const got =
                 &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) +
                         static_cast<std::size_t>(h)) *
@@ -218,15 +218,15 @@ void check_store(const char* name, int heads = 3, int used = 4) {
     std::printf("  store %s\n", name);
 }
 
-/// [token][head][dim] values of a page of a batch, as the CPU decodes them.
+/// [token][head][dim] values of a page of a batch, as the CPU dequantizes them.
 template <class Format, tensor Role>
-std::vector<float> decoded_page(const pool<Format>& p, const std::vector<std::byte>& bytes, int page) {
+std::vector<float> dequantized_page(const pool<Format>& p, const std::vector<std::byte>& bytes, int page) {
     using S = cuda::detail::scheme_of<Role, Format>;
     constexpr block_shape s = cuda::detail::shape_of<Role, Format>;
     const std::size_t size = S{}.block_bytes(s);
     std::vector<float> out(s.values() * static_cast<std::size_t>(p.heads)), block(s.values());
     for (int h = 0; h < p.heads; ++h) {
-        S{}.decode(s, {},
+        S{}.dequantize(s, {},
                    &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) +
                            static_cast<std::size_t>(h)) *
                           size],
@@ -239,7 +239,7 @@ std::vector<float> decoded_page(const pool<Format>& p, const std::vector<std::by
     return out;
 }
 
-/// Window pages -> coded pages -> pages of another scheme, byte by byte; then decoding.
+/// Window pages -> quantized pages -> pages of another scheme, byte by byte; then dequantizing.
 template <class Window, class Coded, class Other>
 void check_requantize(const char* name) {
     using T = typename Window::keys::value_type;
@@ -268,20 +268,20 @@ void check_requantize(const char* name) {
     auto status = cuda::requantize_pages(window.ref, coded.ref, from.get(), to.get(), 4, bad.get(), nullptr);
     CHECK(status, "%s: %s", name, status.message);
     CUDA_OK(cudaDeviceSynchronize());
-    auto coded_keys = coded.keys.download(), coded_values = coded.values.download();
+    auto quantized_keys = coded.keys.download(), quantized_values = coded.values.download();
     const int source[3] = {0, 1, 3}, target[3] = {4, 0, 1};
     const int k_row = heads * Window::head_dim, v_row = heads * Window::value_dim;
     unsigned expected_bad = 0;
     for (int i = 0; i < 3; ++i) {
         const auto kp = tokens_of(k, source[i] * page_tokens, page_tokens, k_row),
                    vp = tokens_of(v, source[i] * page_tokens, page_tokens, v_row);
-        compare_page(coded, coded_keys, coded_values, target[i], kp, vp, "commit", name);
+        compare_page(coded, quantized_keys, quantized_values, target[i], kp, vp, "commit", name);
         for (const float x : kp) expected_bad += !kvq::detail::is_finite(x);
         for (const float x : vp) expected_bad += !kvq::detail::is_finite(x);
     }
     CHECK(bad.download()[0] == expected_bad, "%s: counted %u not finite, expected %u", name,
           bad.download()[0], expected_bad);
-    CHECK(coded_keys[2 * coded.keys.size() / static_cast<std::size_t>(pages + 1) + 5] == std::byte{0xff},
+    CHECK(quantized_keys[2 * coded.keys.size() / static_cast<std::size_t>(pages + 1) + 5] == std::byte{0xff},
           "%s: a page that was not named changed", name);
 
     const test::device_buffer<int> again(std::vector<int>{4, 0, 1}), places(std::vector<int>{0, 1, 2});
@@ -291,10 +291,10 @@ void check_requantize(const char* name) {
     const auto other_keys = other.keys.download(), other_values = other.values.download();
     for (int i = 0; i < 3; ++i)
         compare_page(other, other_keys, other_values, i,
-                     decoded_page<Coded, tensor::key>(coded, coded_keys, target[i]),
-                     decoded_page<Coded, tensor::value>(coded, coded_values, target[i]), "requantize", name);
+                     dequantized_page<Coded, tensor::key>(coded, quantized_keys, target[i]),
+                     dequantized_page<Coded, tensor::value>(coded, quantized_values, target[i]), "requantize", name);
 
-    // Decoding: two sequences, one of which has a page that this format does not hold.
+    // Dequantizing: two sequences, one of which has a page that this format does not hold.
     const std::vector<int> table = {4, 0, 1, -1}, lengths = {2 * page_tokens - 3, 2 * page_tokens};
     const test::device_buffer<int> table_device(table), lengths_device(lengths),
         starts(std::vector<int>{1, 1 + lengths[0]});
@@ -305,7 +305,7 @@ void check_requantize(const char* name) {
     coded.ref.tokens = lengths_device.get();
     coded.ref.sequences = 2;
     coded.ref.table_columns = 2;
-    status = cuda::decode_tokens<Coded, float>(
+    status = cuda::dequantize_tokens<Coded, float>(
         coded.ref, token_view<float>(ko.get(), rows, heads, Window::head_dim),
         token_view<float>(vo.get(), rows, heads, Window::value_dim), starts.get(), nullptr);
     CHECK(status, "%s: %s", name, status.message);
@@ -317,15 +317,15 @@ void check_requantize(const char* name) {
         for (int i = 0; i < count * row; ++i)
             equal =
                 equal && got[static_cast<std::size_t>(first * row + i)] == want[static_cast<std::size_t>(i)];
-        CHECK(equal, "%s: decoded %s differ", name, what);
+        CHECK(equal, "%s: dequantized %s differ", name, what);
     };
-    same(kh, k_row, decoded_page<Coded, tensor::key>(coded, coded_keys, 4), 1, page_tokens, "keys");
-    same(vh, v_row, decoded_page<Coded, tensor::value>(coded, coded_values, 0), 1 + page_tokens,
+    same(kh, k_row, dequantized_page<Coded, tensor::key>(coded, quantized_keys, 4), 1, page_tokens, "keys");
+    same(vh, v_row, dequantized_page<Coded, tensor::value>(coded, quantized_values, 0), 1 + page_tokens,
          page_tokens - 3, "values");
-    same(vh, v_row, decoded_page<Coded, tensor::value>(coded, coded_values, 1), 1 + lengths[0], page_tokens,
+    same(vh, v_row, dequantized_page<Coded, tensor::value>(coded, quantized_values, 1), 1 + lengths[0], page_tokens,
          "values");
     CHECK(std::isnan(kh[static_cast<std::size_t>((1 + lengths[0] + page_tokens) * k_row)]),
-          "%s: a page that is not held was decoded", name);
+          "%s: a page that is not held was dequantized", name);
     std::printf("  requantize %s\n", name);
 }
 

@@ -1,4 +1,4 @@
-// Attention over the presets' formats, with coded parameters, factors of tokens and widths that differ between channels.
+// Attention over the presets' formats, with coded parameters, token scales and widths that differ between channels.
 #include <kvq/backends/cuda/pages.cuh>
 
 #include "attention_test.cuh"
@@ -18,11 +18,11 @@ namespace {
 template <int Bits, int Group, class Params = coded>
 using keys = channel_grid<Bits, Group, min_max, Params>;
 template <int Bits, class Params = coded, int Group = 0>
-using values = channel_grid<Bits, Group, min_max, Params, token_factors<Params>>;
+using values = channel_grid<Bits, Group, min_max, Params, token_scales<Params>>;
 
-/// What the device decodes is what the CPU decodes, bit for bit.
+/// What the device dequantizes is what the CPU dequantizes, bit for bit.
 template <class Format>
-void check_decode(const char* name) {
+void check_dequantize(const char* name) {
     test::rng r(19);
     constexpr int heads = 2, dim = Format::head_dim, value_dim = Format::value_dim;
     const std::vector<int> lengths = {Format::page_tokens + 3, 0, 2 * Format::page_tokens, 1}, starts = [&] {
@@ -30,13 +30,13 @@ void check_decode(const char* name) {
         for (const int n : lengths) at.push_back(at.back() + n);
         return at;
     }();
-    const test::coded_batch<Format> batch(r, heads, lengths);
+    const test::quantized_batch<Format> batch(r, heads, lengths);
     const test::device_batch<Format> device(batch);
     const int rows = starts.back();
     test::device_buffer<float> k(static_cast<std::size_t>(rows) * heads * dim),
         v(static_cast<std::size_t>(rows) * heads * value_dim);
     const test::device_buffer<int> starts_device(starts);
-    const auto status = cuda::decode_tokens<Format, float>(
+    const auto status = cuda::dequantize_tokens<Format, float>(
         device.ref, token_view<float>(k.get(), rows, heads, dim),
         token_view<float>(v.get(), rows, heads, value_dim), starts_device.get(), nullptr);
     CHECK(status, "%s: %s", name, status.message);
@@ -50,7 +50,7 @@ void check_decode(const char* name) {
                         got[(static_cast<std::size_t>(starts[b] + i / size) * heads + h) *
                                 static_cast<std::size_t>(size) +
                             static_cast<std::size_t>(i % size)] != want[b][h][static_cast<std::size_t>(i)];
-                CHECK(differ == 0, "%s: %d decoded %s differ", name, differ, what);
+                CHECK(differ == 0, "%s: %d dequantized %s differ", name, differ, what);
             }
     };
     compare(k.download(), batch.key_values, dim, "keys");
@@ -63,14 +63,14 @@ int main() {
     using test::check_format;
 #if !defined(PART) || PART == 0
     check_format<cuda::preset_format<std4, 128>, float16>("std4");
-    check_decode<cuda::preset_format<std4, 128>>("std4");
+    check_dequantize<cuda::preset_format<std4, 128>>("std4");
     check_format<cuda::format<keys<4, 32>, values<4>, 64, 256>, bfloat16>(
         "4 bit, groups of 32, dim 64, page 256");
 #endif
 #if !defined(PART) || PART == 1
-    check_decode<cuda::preset_format<ref8, 128>>("ref8");
-    check_decode<cuda::preset_format<hi6, 128>>("hi6");
-    check_decode<cuda::preset_format<std5, 128>>("std5");
+    check_dequantize<cuda::preset_format<ref8, 128>>("ref8");
+    check_dequantize<cuda::preset_format<hi6, 128>>("hi6");
+    check_dequantize<cuda::preset_format<std5, 128>>("std5");
     check_format<cuda::preset_format<ref8, 128>, float16>("ref8");
     check_format<cuda::preset_format<hi6, 128>, float16>("hi6");
     check_format<cuda::preset_format<std5, 128>, float16>("std5");
@@ -83,13 +83,13 @@ int main() {
         "2 bit bf16, 3 bit coded in groups of 64");
     check_format<cuda::format<values<4>, keys<4, 0>, 256, 16>, float16>(
         "factors of keys: outside the warp kernel");
-    check_decode<cuda::format<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
+    check_dequantize<cuda::format<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
     check_format<cuda::format<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
 #endif
 #if !defined(PART) || PART == 3
-    check_decode<cuda::preset_format<mix4, 128>>("mix4");
-    check_decode<cuda::preset_format<low3, 128>>("low3");
-    check_decode<cuda::preset_format<low2, 128>>("low2");
+    check_dequantize<cuda::preset_format<mix4, 128>>("mix4");
+    check_dequantize<cuda::preset_format<low3, 128>>("low3");
+    check_dequantize<cuda::preset_format<low2, 128>>("low2");
     check_format<cuda::preset_format<low2, 128>, float16>("low2");
     check_format<cuda::preset_format<low3, 128>, float16>("low3");
     check_format<cuda::format<mixed_width<widths<4, 2, 0>, 16, 32>, values<2>, 64, 96>, float16>(
@@ -103,7 +103,7 @@ int main() {
     check_format<
         cuda::format<mixed_width<widths<4, 2, 0>, 20, 0, min_max, params<float16>>, full<float16>, 256, 32>,
         float16>("4, 2 and 0 bits, fp16 parameters, fp16 values, dim 256, page 32");
-    check_decode<cuda::format<mixed_width<widths<8, 3>, 40, 20>, values<4>, 72, 40>>("odd shapes, mixed");
+    check_dequantize<cuda::format<mixed_width<widths<8, 3>, 40, 20>, values<4>, 72, 40>>("odd shapes, mixed");
     check_format<cuda::format<mixed_width<widths<8, 3>, 40, 20>, values<4>, 72, 40>, float16>(
         "outside: mixed, odd shapes");
 #endif

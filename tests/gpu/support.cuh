@@ -117,7 +117,7 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
                             sizeof(T));
         } else if constexpr (requires { S::factors::present; }) {
             if constexpr (S::factors::present && S::factors::bytes(1) > 1)  // codes are never NaN
-                std::memset(block + S::factor_offset(s) + S::factors::bytes(t), 0xff, S::factors::bytes(1));
+                std::memset(block + S::token_scale_offset(s) + S::factors::bytes(t), 0xff, S::factors::bytes(1));
         } else if constexpr (kvq::cuda::detail::is_composed<S>) {
             if (!S::granularity_type::on_tokens) continue;
             using P = typename S::parameter;
@@ -132,9 +132,9 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
     }
 }
 
-/// A batch of sequences whose pages the CPU coded; decoded values beside them.
+/// A batch of sequences whose pages the CPU coded; dequantized values beside them.
 template <class Format>
-struct coded_batch {
+struct quantized_batch {
     using F = Format;
     int kv_heads;
     std::vector<int> lengths;
@@ -143,11 +143,11 @@ struct coded_batch {
     std::vector<std::byte> keys, values;  // pages
     typename F::keys key_scheme{};
     std::vector<std::uint16_t> plans;  // of keys of mixed widths, or none
-    // Decoded: [sequence][head][token][dim]
+    // Dequantized: [sequence][head][token][dim]
     std::vector<std::vector<std::vector<float>>> key_values, value_values;
 
     /// value_sizes, key_sizes: the values (keys) of every block are multiplied by one of them.
-    coded_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
+    quantized_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
                 const std::vector<float>& value_sizes = {1.0f}, const std::vector<float>& key_sizes = {1.0f})
         : kv_heads(heads), lengths(std::move(tokens)) {
         int longest = 1, used_pages = 0;
@@ -215,13 +215,13 @@ private:
 
     template <class S>
     static void code(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, std::byte* block,
-                     float* decoded, int first, int n, float size) {
+                     float* dequantized, int first, int n, float size) {
         std::vector<float> x = tensor_values(r, s.tokens, s.dim);
         for (float& number : x) number *= size;
-        scheme.encode(s, id, x.data(), block);
-        scheme.decode(s, id, block, x.data());
+        scheme.quantize(s, id, x.data(), block);
+        scheme.dequantize(s, id, block, x.data());
         const int used = std::min(s.tokens, n - first);
-        std::copy(x.begin(), x.begin() + used * s.dim, decoded + static_cast<std::size_t>(first) * s.dim);
+        std::copy(x.begin(), x.begin() + used * s.dim, dequantized + static_cast<std::size_t>(first) * s.dim);
         poison_tokens<S>(s, block, used);
     }
 };
@@ -234,7 +234,7 @@ struct device_batch {
     device_buffer<std::uint16_t> plans;
     kvq::cuda::cache_ref<Format> ref;
 
-    explicit device_batch(const coded_batch<Format>& b)
+    explicit device_batch(const quantized_batch<Format>& b)
         : keys(b.keys), values(b.values), table(b.table), lengths(b.lengths), plans(b.plans) {
         if (!b.plans.empty()) ref.key_plans = plans.get();
         ref.key_pages = keys.get();

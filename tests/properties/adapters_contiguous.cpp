@@ -174,8 +174,8 @@ TEST_CASE_TEMPLATE("MLX rows: words, scales and biases are the formula's, for ev
                     REQUIRE(format.words(dim) * 32 == dim * bits);
                     std::vector<std::uint32_t> words(static_cast<std::size_t>(format.words(dim)), 0xdeadbeef);
                     std::vector<T> scales(static_cast<std::size_t>(groups)), biases(scales), back(row.size());
-                    kvq::mlx_encode(format, dim, row.data(), words.data(), scales.data(), biases.data());
-                    kvq::mlx_decode(format, dim, words.data(), scales.data(), biases.data(), back.data());
+                    kvq::mlx_quantize(format, dim, row.data(), words.data(), scales.data(), biases.data());
+                    kvq::mlx_dequantize(format, dim, words.data(), scales.data(), biases.data(), back.data());
                     for (int g = 0; g < groups; ++g) {
                         const auto begin = row.begin() + g * group;
                         const group_by_formula f(std::vector<float>(begin, begin + group), bits, device);
@@ -210,16 +210,16 @@ TEST_CASE("MLX rows: what is not finite stays in its place") {
             dirty[i] = std::numeric_limits<float>::quiet_NaN();
             std::uint32_t a[4], b[4];
             float scale_a, scale_b, bias_a, bias_b, back[32];
-            kvq::mlx_encode(format, 32, clean.data(), a, &scale_a, &bias_a);
-            kvq::mlx_encode(format, 32, dirty.data(), b, &scale_b, &bias_b);
+            kvq::mlx_quantize(format, 32, clean.data(), a, &scale_a, &bias_a);
+            kvq::mlx_quantize(format, 32, dirty.data(), b, &scale_b, &bias_b);
             CHECK(std::equal(a, a + 4, b));
             CHECK(scale_a == scale_b);
             CHECK(bias_a == bias_b);
             for (const float sign : {1.0f, -1.0f}) {
                 const float infinity = sign * std::numeric_limits<float>::infinity();
                 dirty[i] = infinity;
-                kvq::mlx_encode(format, 32, dirty.data(), b, &scale_b, &bias_b);
-                kvq::mlx_decode(format, 32, b, &scale_b, &bias_b, back);
+                kvq::mlx_quantize(format, 32, dirty.data(), b, &scale_b, &bias_b);
+                kvq::mlx_dequantize(format, 32, b, &scale_b, &bias_b, back);
                 CHECK(scale_a == scale_b);
                 for (const float x : back) CHECK((infinity > 0 ? x <= back[i] : x >= back[i]));
             }
@@ -256,23 +256,23 @@ TEST_CASE_TEMPLATE("quantized buffers: trimmed to what they hold in all three pa
         CHECK(small.capacity() == n);
         CHECK(small.bytes() == bytes_of(n));
         const auto check_tokens = [&](int tokens) {
-            const auto decoded = small.decode();
-            REQUIRE(decoded.tokens() == tokens);
+            const auto dequantized = small.dequantize();
+            REQUIRE(dequantized.tokens() == tokens);
             for (int b = 0; b < shape.batch; ++b)
                 for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value}) {
                     const bool key = role == kvq::tensor::key;
                     const int dim = shape.dim(role);
                     const auto from = key ? buffers.view().keys(b) : buffers.view().values(b);
-                    const auto got = key ? decoded.view().keys(b) : decoded.view().values(b);
+                    const auto got = key ? dequantized.view().keys(b) : dequantized.view().values(b);
                     for (int t = 0; t < tokens; ++t)
                         for (int h = 0; h < shape.heads; ++h) {
                             std::vector<std::uint32_t> words(static_cast<std::size_t>(format.words(dim)));
                             std::vector<T> s(static_cast<std::size_t>(format.groups(dim))), m(s);
                             std::vector<T> row(static_cast<std::size_t>(dim));
                             const int source = t % n;
-                            kvq::mlx_encode(format, dim, from.at(source, h), words.data(), s.data(),
+                            kvq::mlx_quantize(format, dim, from.at(source, h), words.data(), s.data(),
                                             m.data());
-                            kvq::mlx_decode(format, dim, words.data(), s.data(), m.data(), row.data());
+                            kvq::mlx_dequantize(format, dim, words.data(), s.data(), m.data(), row.data());
                             REQUIRE(std::equal(words.begin(), words.end(), small.codes(role, b, h, t)));
                             for (std::size_t g = 0; g < s.size(); ++g) {
                                 REQUIRE(static_cast<float>(s[g]) ==
@@ -343,11 +343,11 @@ TEST_CASE_TEMPLATE("a sequence takes its tokens from contiguous buffers and give
                         static_cast<float>(v.view().at(from, h)[c]));
         }
 
-    // Coded pages: rounded once from what decode() gives.
+    // Quantized pages: rounded once from what dequantize() gives.
     test::typed_cache<kvq::int8> coded(shape, {.page_tokens = 8});
     auto quantized = coded.new_sequence();
     kvq::append_to(quantized, 0, buffers.view());
-    const auto exact = test::decoded(quantized, shape, 0, kvq::tensor::key);
+    const auto exact = test::dequantized(quantized, shape, 0, kvq::tensor::key);
     kvq::contiguous_cache<T> rounded({.heads = 2, .head_dim = 12, .value_dim = 5});
     const auto all = kvq::append_from(rounded, quantized, 0);
     for (int t = 0; t < 50; ++t)

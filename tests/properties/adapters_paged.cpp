@@ -138,8 +138,8 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
                               block_tokens +
                           at % block_tokens);
         }
-        const auto exact_k = test::decoded(direct, shape, 1, kvq::tensor::key);
-        const auto exact_v = test::decoded(direct, shape, 1, kvq::tensor::value);
+        const auto exact_k = test::dequantized(direct, shape, 1, kvq::tensor::key);
+        const auto exact_v = test::dequantized(direct, shape, 1, kvq::tensor::value);
         for (int i = 0; i < count; ++i) {
             const std::int64_t slot = mapping[static_cast<std::size_t>(i)];
             if (slot < 0) continue;

@@ -141,14 +141,14 @@ TEST_CASE("a ring goes on past 2^31 tokens, with and without sinks") {
         REQUIRE(far.first_token() > end);
         REQUIRE(test::contents(cache, far.held()) == test::contents(cache, near.held()));
         test::tensor<float> a(3, 1, 8), b(3, 1, 8);
-        far.decode(1, kvq::tensor::key, far.tokens() - 3, a.view());
-        near.decode(1, kvq::tensor::key, near.tokens() - 3, b.view());
+        far.dequantize(1, kvq::tensor::key, far.tokens() - 3, a.view());
+        near.dequantize(1, kvq::tensor::key, near.tokens() - 3, b.view());
         CHECK(a.values() == b.values());
         far.trim(far.tokens() - 2);
         CHECK(far.tokens() == end + 58);
         CHECK_THROWS_WITH_AS(far.trim(end), doctest::Contains("cannot trim to position 2147483648"),
                              kvq::error);
-        CHECK_THROWS_WITH_AS(far.decode(0, kvq::tensor::key, end + 57, a.view()),
+        CHECK_THROWS_WITH_AS(far.dequantize(0, kvq::tensor::key, end + 57, a.view()),
                              doctest::Contains("3 tokens from 2147483705 on: 2147483706"), kvq::error);
     }
 }
@@ -254,10 +254,10 @@ TEST_CASE("what was overwritten is named; options are checked") {
     CHECK_THROWS_AS(r.trim(-1), kvq::error);
     CHECK(r.tokens() == 50);
     test::tensor<float> out(3, 1, 8);
-    CHECK_THROWS_WITH_AS(r.decode(0, kvq::tensor::key, 35, out.view()),
-                         doctest::Contains("were overwritten, cannot decode 3 from 35 on"), kvq::error);
-    r.decode(0, kvq::tensor::key, 47, out.view());
-    const auto held = test::decoded(r.held(), shape, 0, kvq::tensor::key);
+    CHECK_THROWS_WITH_AS(r.dequantize(0, kvq::tensor::key, 35, out.view()),
+                         doctest::Contains("were overwritten, cannot dequantize 3 from 35 on"), kvq::error);
+    r.dequantize(0, kvq::tensor::key, 47, out.view());
+    const auto held = test::dequantized(r.held(), shape, 0, kvq::tensor::key);
     for (int c = 0; c < 8; ++c) CHECK(out.view().at(0, 0)[c] == held.view().at(11, 0)[c]);
     r.trim(45);
     CHECK(r.tokens() == 45);
@@ -265,13 +265,13 @@ TEST_CASE("what was overwritten is named; options are checked") {
     ring s(with_sinks.new_sequence(), {.window = 10, .slack = 2});
     for (int i = 0; i < 50; ++i) s.append(0, words.k.slice(i, 1), words.v.slice(i, 1));
     CHECK(s.first_token() == 35);
-    CHECK_THROWS_WITH_AS(s.decode(0, kvq::tensor::key, 1, out.view()),
-                         doctest::Contains("tokens from 3 to 35 were overwritten, cannot decode 3 from 1 on"),
+    CHECK_THROWS_WITH_AS(s.dequantize(0, kvq::tensor::key, 1, out.view()),
+                         doctest::Contains("tokens from 3 to 35 were overwritten, cannot dequantize 3 from 1 on"),
                          kvq::error);
-    CHECK_THROWS_AS(s.decode(0, kvq::tensor::key, 34, out.view()), kvq::error);
-    CHECK_THROWS_AS(s.decode(0, kvq::tensor::key, -1, out.view()), kvq::error);
+    CHECK_THROWS_AS(s.dequantize(0, kvq::tensor::key, 34, out.view()), kvq::error);
+    CHECK_THROWS_AS(s.dequantize(0, kvq::tensor::key, -1, out.view()), kvq::error);
     for (const int at : {0, 40}) {
-        s.decode(0, kvq::tensor::value, at, out.view());
+        s.dequantize(0, kvq::tensor::value, at, out.view());
         for (int t = 0; t < 3; ++t)
             for (int c = 0; c < 8; ++c)
                 CHECK(std::fabs(out.view().at(t, 0)[c] - words.v.view().at(at + t, 0)[c]) < 0.5f);

@@ -99,7 +99,7 @@ TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was whe
                     fail_everywhere(
                         memory, [&] { (void)cache.new_sequence(); }, unchanged);
                     fail_everywhere(
-                        memory, [&] { test::decoded(sequence, shape, 0, kvq::tensor::key); }, unchanged);
+                        memory, [&] { test::dequantized(sequence, shape, 0, kvq::tensor::key); }, unchanged);
                 }
                 // After all these failures it holds what one without failures holds.
                 REQUIRE(contents(cache, sequence) == contents(cache, twin));
@@ -163,7 +163,7 @@ TEST_CASE("requantizing and stepping down: pages done stay done, the others stay
 namespace {
 
 /// 8-bit codes on a fixed grid, by a coder that needs memory of its own, as codebooks and KVarN do.
-struct hungry_coder {
+struct hungry_scheme {
     static inline int calls = 0, fail_at = test::counting_resource::never;
     static void take_memory() {
         if (calls++ == fail_at) throw std::bad_alloc();
@@ -171,14 +171,14 @@ struct hungry_coder {
 
     std::string name() const { return "hungry"; }
     std::size_t block_bytes(const kvq::block_shape& s) const { return (s.values() + 15) / 16 * 16; }
-    std::uint32_t encode(const kvq::block_shape& s, kvq::block_id, float* values, std::byte* block) const {
+    std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id, float* values, std::byte* block) const {
         take_memory();
         std::fill_n(block, block_bytes(s), std::byte{0});
         for (std::size_t i = 0; i < s.values(); ++i)
             block[i] = static_cast<std::byte>(std::clamp(static_cast<int>(values[i] * 4.0f) + 128, 0, 255));
         return 0;
     }
-    void decode(const kvq::block_shape& s, kvq::block_id, const std::byte* block, float* values) const {
+    void dequantize(const kvq::block_shape& s, kvq::block_id, const std::byte* block, float* values) const {
         take_memory();
         for (std::size_t i = 0; i < s.values(); ++i)
             values[i] = 0.25f * static_cast<float>(std::to_integer<int>(block[i]) - 128);
@@ -195,7 +195,7 @@ TEST_CASE("append and trim leave everything as it was when a scheme runs out of 
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 8};
         auto options = test::random_options(random);
         options.page_tokens = random.pick(std::vector<int>{4, 7, 8});
-        test::typed_cache<hungry_coder> cache(shape, options);
+        test::typed_cache<hungry_scheme> cache(shape, options);
         const test::stream s(random, shape, 400);
         auto sequence = cache.new_sequence(), twin = cache.new_sequence();
         for (int step = 0; step < 12; ++step) {
@@ -208,15 +208,15 @@ TEST_CASE("append and trim leave everything as it was when a scheme runs out of 
                 longer ? x.append(0, s.k.slice(held, n), s.v.slice(held, n)) : x.trim(n);
             };
             for (int i = 0;; ++i) {
-                hungry_coder::calls = 0;
-                hungry_coder::fail_at = i;
+                hungry_scheme::calls = 0;
+                hungry_scheme::fail_at = i;
                 bool failed = false;
                 try {
                     work(sequence);
                 } catch (const std::bad_alloc&) {
                     failed = true;
                 }
-                hungry_coder::fail_at = test::counting_resource::never;
+                hungry_scheme::fail_at = test::counting_resource::never;
                 if (!failed) break;
                 REQUIRE(cache.bytes_in_use() == in_use);
                 REQUIRE(sequence.tokens() == held);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction. Attention over pages against double arithmetic on the decoded values.
+// Comparison family: mixed-precision reduction. Attention over pages against double arithmetic on the dequantized values.
 //
 // What attend() may lose: queries and weights are fixed-point with 16 bits below their largest element, so a score moves by
 // some 2^-16 of its largest term and a weight by 2^-16 of the page's largest; float sums and exp2 add about 2^-21. Over

@@ -14,12 +14,12 @@ namespace {
 /// What it inherits says that attention may read its codes; its own functions say that they are those of 2 x.
 struct doubled : kvq::affine<4> {
     using base = kvq::affine<4>;
-    std::uint32_t encode(const kvq::block_shape& s, kvq::block_id id, float* values, std::byte* block) const {
+    std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id id, float* values, std::byte* block) const {
         for (std::size_t i = 0; i < s.values(); ++i) values[i] *= 2.0f;
-        return base::encode(s, id, values, block);
+        return base::quantize(s, id, values, block);
     }
-    void decode(const kvq::block_shape& s, kvq::block_id id, const std::byte* block, float* values) const {
-        base::decode(s, id, block, values);
+    void dequantize(const kvq::block_shape& s, kvq::block_id id, const std::byte* block, float* values) const {
+        base::dequantize(s, id, block, values);
         for (std::size_t i = 0; i < s.values(); ++i) values[i] /= 2.0f;
     }
 };
@@ -41,7 +41,7 @@ using wrapped_cache = test::typed_cache<
     test::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<4>>, doubled>>;
 
 template <class Cache>
-void check_against_decoded_values() {
+void check_against_dequantized_values() {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -72,10 +72,10 @@ void check_against_decoded_values() {
 
 }  // namespace
 
-TEST_CASE("attention cannot tell a transform from its decoded values") {
-    check_against_decoded_values<transformed_cache>();
+TEST_CASE("attention cannot tell a transform from its dequantized values") {
+    check_against_dequantized_values<transformed_cache>();
 }
 
 TEST_CASE("attention reads codes only of schemes that say so themselves") {
-    check_against_decoded_values<wrapped_cache>();
+    check_against_dequantized_values<wrapped_cache>();
 }

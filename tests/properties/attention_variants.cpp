@@ -238,7 +238,7 @@ TEST_CASE("a batch with a part that does not fit is refused before anything is w
     refused({&mine, q.view(), to(1)}, "0 layers");
 }
 
-TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on decoded keys, whatever the variant", C,
+TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on dequantized keys, whatever the variant", C,
                    test::kivi_cache, test::mixed_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -247,7 +247,7 @@ TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on decoded keys, whatever th
         with_sequence<C>(random, tokens, [&](const auto& cache, const auto& sequence, int layer) {
             const int rows = 3, group = 4 / cache.shape().kv_heads;
             const auto q = test::random_tensor(random, rows, 4, 48);
-            const auto k = test::decoded(sequence, cache.shape(), layer, kvq::tensor::key);
+            const auto k = test::dequantized(sequence, cache.shape(), layer, kvq::tensor::key);
             test::tensor<float> expected(rows, 4, 40), out(rows, 4, 40);
             std::vector<float> lse(static_cast<std::size_t>(rows * 4));
             const auto check = [&](const auto& variant, int window, double cap) {

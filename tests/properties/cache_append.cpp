@@ -139,7 +139,7 @@ TEST_CASE_TEMPLATE(
         for (int layer = 0; layer < shape.layers; ++layer) {
             const auto check = [&]<kvq::tensor Role>(std::integral_constant<kvq::tensor, Role>,
                                                      const auto& input) {
-                const auto got = test::decoded(sequence, shape, layer, Role);
+                const auto got = test::dequantized(sequence, shape, layer, Role);
                 const auto pages = sequence.pages(layer);
                 int wrong = 0;
                 for (int e = 0; e < pages.entries(); ++e) {
@@ -198,7 +198,7 @@ TEST_CASE("empty sequences and zero-length input are ordinary") {
     const kvq::token_view<float> no_output(nullptr, 0, 2, 8);
     sequence.append(0, none, none);
     sequence.attend(0, none, no_output);
-    sequence.decode(0, kvq::tensor::key, 0, no_output);
+    sequence.dequantize(0, kvq::tensor::key, 0, no_output);
     sequence.trim(0);
     auto other = sequence.fork();
     CHECK(other.tokens() == 0);

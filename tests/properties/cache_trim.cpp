@@ -12,9 +12,9 @@ using test::contents;
 
 namespace {
 
-/// Tokens of a layer that lie in coded pages.
+/// Tokens of a layer that lie in quantized pages.
 template <class Sequence>
-int coded_tokens(const Sequence& sequence, int layer) {
+int quantized_tokens(const Sequence& sequence, int layer) {
     if (sequence.tokens(layer) == 0) return 0;
     const auto pages = sequence.pages(layer);
     int coded = 0;
@@ -82,8 +82,8 @@ TEST_CASE_TEMPLATE("a trim to any position: surviving tokens keep the values tha
             REQUIRE(trimmed.tokens() == kept);
             for (int layer = 0; layer < shape.layers; ++layer)
                 for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
-                    const auto before = test::decoded(full, shape, layer, role);
-                    const auto after = test::decoded(trimmed, shape, layer, role);
+                    const auto before = test::dequantized(full, shape, layer, role);
+                    const auto after = test::dequantized(trimmed, shape, layer, role);
                     const auto input = role == kvq::tensor::key ? s.k.view() : s.v.view();
                     int wrong = 0;
                     for (int t = 0; t < kept; ++t)
@@ -127,24 +127,24 @@ TEST_CASE_TEMPLATE("histories of trims of any depth: no token ever takes the val
         for (auto& of : seen) of.resize(200 * 6);
         for (int step = 0; step < 80; ++step) {
             const int held = sequence.tokens();
-            const auto before = std::pair(test::decoded(sequence, shape, 0, kvq::tensor::key),
-                                          test::decoded(sequence, shape, 0, kvq::tensor::value));
-            const int coded_before = coded_tokens(sequence, 0);
+            const auto before = std::pair(test::dequantized(sequence, shape, 0, kvq::tensor::key),
+                                          test::dequantized(sequence, shape, 0, kvq::tensor::value));
+            const int quantized_before = quantized_tokens(sequence, 0);
             if (random.one_in(2))
                 sequence.trim(random.one_in(3) ? random.between(0, held)
                                                : random.between(std::max(0, held - 30), held));
             else
                 append(sequence, 1, s, held, random.between(0, std::min(60, 200 - held)));
             const int left = std::min(held, sequence.tokens());
-            const int coded_after = coded_tokens(sequence, 0);
+            const int quantized_after = quantized_tokens(sequence, 0);
             for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
-                const auto after = test::decoded(sequence, shape, 0, role);
+                const auto after = test::dequantized(sequence, shape, 0, role);
                 const auto& was = role == kvq::tensor::key ? before.first : before.second;
                 const auto input = role == kvq::tensor::key ? s.k.view() : s.v.view();
                 int wrong = 0;
                 for (int t = 0; t < left; ++t) {
                     // What an append codes changes within the scheme's error; that is another test's subject.
-                    if (t >= coded_before && t < coded_after) continue;
+                    if (t >= quantized_before && t < quantized_after) continue;
                     for (int c = 0; c < shape.dim(role); ++c) {
                         const float is = after.view().at(t, 0)[c], old = was.view().at(t, 0)[c];
                         auto& earlier = seen[static_cast<int>(role)][static_cast<std::size_t>(t * 6 + c)];

@@ -59,9 +59,9 @@ TEST_CASE("the parts of usage(): an example that can be checked by hand") {
     auto sequence = cache.new_sequence();
     append(sequence, 1, s, 0, 100);
     const auto u = sequence.usage();
-    const std::size_t coded_page = 2 * 16 * (32 + 4), window_page = 2 * 16 * 64 * 2,
+    const std::size_t quantized_page = 2 * 16 * (32 + 4), window_page = 2 * 16 * 64 * 2,
                       sink_page = 2 * 4 * 64 * 2;
-    CHECK(u.coded == 2 * 4 * coded_page);
+    CHECK(u.coded == 2 * 4 * quantized_page);
     CHECK(u.window == 2 * (2 * window_page + sink_page));
     CHECK(u.slack == 0);
     CHECK(u.rollback == 2 * window_page);
@@ -93,7 +93,7 @@ TEST_CASE("not_finite counts what was coded, once per number") {
     CHECK(copy.usage().not_finite == 2 * 3);
 }
 
-TEST_CASE("coded bytes per token are what the estimate says") {
+TEST_CASE("quantized bytes per token are what the estimate says") {
     const kvq::cache_shape shape{.layers = 3, .kv_heads = 2, .head_dim = 48, .value_dim = 40};
     test::typed_cache<kvq::kivi<4, 32>> cache(shape, {.page_tokens = 64, .rollback = 0});
     test::generator random(1);

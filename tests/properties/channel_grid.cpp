@@ -17,13 +17,13 @@ using kvq::float16;
 using kvq::least_squares;
 using kvq::mean_corrected;
 using kvq::min_max;
-using kvq::no_factors;
+using kvq::no_token_scales;
 using kvq::params;
-using kvq::token_factors;
+using kvq::token_scales;
 
 /// A channel of one group: what went in (divided by the factors of its tokens), what came out, and the stored parameters.
 struct channel {
-    std::vector<double> y, decoded, factor;
+    std::vector<double> y, dequantized, factor;
     double scale, bias, bias_step;
 };
 
@@ -32,13 +32,13 @@ template <class S, class Check>
 void for_each_channel(const S& scheme, const kvq::block_shape& shape, const std::vector<float>& x,
                       const std::vector<std::byte>& block, Check check) {
     using loads = kvq::detail::plain_loads;
-    const auto z = test::decoded(scheme, shape, block);
+    const auto z = test::dequantized(scheme, shape, block);
     const kvq::grouped_axis tokens = S::token_axis(shape);
     const auto slot_count = static_cast<std::size_t>(S::channel_slots(shape));
     std::vector<float> scales(slot_count), biases(slot_count),
         factors(static_cast<std::size_t>(tokens.padded_size()), 1.0f);
     if constexpr (S::factors::present)
-        S::factors::template load<loads>(block.data() + scheme.factor_offset(shape), tokens.padded_size(),
+        S::factors::template load<loads>(block.data() + scheme.token_scale_offset(shape), tokens.padded_size(),
                                          factors.data());
     for (int g = 0; g < tokens.groups(); ++g) {
         scheme.template load<loads>(shape, block.data(), g, scales.data(), biases.data());
@@ -60,7 +60,7 @@ void for_each_channel(const S& scheme, const kvq::block_shape& shape, const std:
                 if (!std::isfinite(x[i])) continue;
                 const auto r = static_cast<double>(factors[static_cast<std::size_t>(tokens.slot(t))]);
                 out.y.push_back(std::clamp(static_cast<double>(x[i]), -0x1p100, 0x1p100) / r);
-                out.decoded.push_back(static_cast<double>(z[i]) / r);
+                out.dequantized.push_back(static_cast<double>(z[i]) / r);
                 out.factor.push_back(r);
             }
             if (!out.y.empty()) check(out);
@@ -77,8 +77,8 @@ double evaluation(const channel& ch, double y) {
 }  // namespace
 
 #define KVQ_ENCLOSING_GRIDS                                                                               \
-    kvq::channel_grid<4, 64, enclosing>, kvq::channel_grid<2, 0, enclosing, coded, token_factors<coded>>, \
-        kvq::channel_grid<3, 7, enclosing, params<float>, token_factors<params<float16>>>,                \
+    kvq::channel_grid<4, 64, enclosing>, kvq::channel_grid<2, 0, enclosing, coded, token_scales<coded>>, \
+        kvq::channel_grid<3, 7, enclosing, params<float>, token_scales<params<float16>>>,                \
         kvq::channel_grid<8, 32, enclosing>
 
 TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING_GRIDS) {
@@ -87,28 +87,28 @@ TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING
         const auto x =
             random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         int too_far = 0;
-        for_each_channel(scheme, shape, x, test::encoded(scheme, shape, x), [&](const channel& ch) {
+        for_each_channel(scheme, shape, x, test::quantized(scheme, shape, x), [&](const channel& ch) {
             for (std::size_t i = 0; i < ch.y.size(); ++i)
-                too_far += !(std::fabs(ch.y[i] - ch.decoded[i]) <= ch.scale / 2 + evaluation<S>(ch, ch.y[i]));
+                too_far += !(std::fabs(ch.y[i] - ch.dequantized[i]) <= ch.scale / 2 + evaluation<S>(ch, ch.y[i]));
         });
         CHECK(too_far == 0);
     });
 }
 
 TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to nearest cuts off", S,
-                   kvq::channel_grid<4, 64>, kvq::channel_grid<3, 0, min_max, coded, token_factors<coded>>,
+                   kvq::channel_grid<4, 64>, kvq::channel_grid<3, 0, min_max, coded, token_scales<coded>>,
                    kvq::channel_grid<8, 5>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x =
             random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         int too_far = 0;
-        for_each_channel(scheme, shape, x, test::encoded(scheme, shape, x), [&](const channel& ch) {
+        for_each_channel(scheme, shape, x, test::quantized(scheme, shape, x), [&](const channel& ch) {
             const auto [lo, hi] = std::minmax_element(ch.y.begin(), ch.y.end());
             const double cut = std::fmax(ch.bias_step / 2, (*hi - ch.bias) / 64);
             for (const double& y : ch.y) {
-                const double decoded = ch.decoded[static_cast<std::size_t>(&y - ch.y.data())];
-                too_far += !(std::fabs(y - decoded) <= ch.scale / 2 + cut + evaluation<S>(ch, y));
+                const double dequantized = ch.dequantized[static_cast<std::size_t>(&y - ch.y.data())];
+                too_far += !(std::fabs(y - dequantized) <= ch.scale / 2 + cut + evaluation<S>(ch, y));
             }
         });
         CHECK(too_far == 0);
@@ -117,16 +117,16 @@ TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to 
 
 TEST_CASE_TEMPLATE("mean_corrected: errors of a channel average to at most half a step of biases", S,
                    kvq::channel_grid<2, 64, mean_corrected<least_squares>>,
-                   kvq::channel_grid<2, 0, mean_corrected<min_max>, coded, token_factors<coded>>,
+                   kvq::channel_grid<2, 0, mean_corrected<min_max>, coded, token_scales<coded>>,
                    kvq::channel_grid<4, 33, mean_corrected<enclosing>, params<float>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x = test::random_block(random, shape);
         int too_far = 0;
-        for_each_channel(scheme, shape, x, test::encoded(scheme, shape, x), [&](const channel& ch) {
+        for_each_channel(scheme, shape, x, test::quantized(scheme, shape, x), [&](const channel& ch) {
             double error = 0, slack = 0;
             for (std::size_t i = 0; i < ch.y.size(); ++i) {
-                error += ch.y[i] - ch.decoded[i];
+                error += ch.y[i] - ch.dequantized[i];
                 slack += 4 * evaluation<S>(ch, ch.y[i]);
             }
             too_far += !(std::fabs(error) <= ch.bias_step / 2 * static_cast<double>(ch.y.size()) + slack);
@@ -138,25 +138,25 @@ TEST_CASE_TEMPLATE("mean_corrected: errors of a channel average to at most half 
 TEST_CASE_TEMPLATE(
     "any input: every byte written, the same from every backend, finite numbers back", S,
     kvq::channel_grid<4, 64, kvq::error_feedback<min_max>>,
-    kvq::channel_grid<2, 0, mean_corrected<least_squares>, coded, token_factors<coded>>,
-    kvq::channel_grid<7, 5, kvq::shrink_search, params<float16>, token_factors<params<float16>>>) {
+    kvq::channel_grid<2, 0, mean_corrected<least_squares>, coded, token_scales<coded>>,
+    kvq::channel_grid<7, 5, kvq::shrink_search, params<float16>, token_scales<params<float16>>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         auto x = test::hostile_block(random, shape);
         const kvq::full<float> full;
         std::vector<std::byte> window(full.block_bytes(shape));
-        full.encode(shape, {}, x.data(), window.data());
+        full.quantize(shape, {}, x.data(), window.data());
         const std::size_t bytes = scheme.block_bytes(shape);
         CHECK(bytes % 16 == 0);
         std::uint32_t counted = 0;
-        const auto block = test::encoded(scheme, shape, x, &counted);
+        const auto block = test::quantized(scheme, shape, x, &counted);
         CHECK(counted == std::count_if(x.begin(), x.end(), [](float v) { return !std::isfinite(v); }));
-        const auto y = test::decoded(scheme, shape, block);
+        const auto y = test::dequantized(scheme, shape, block);
         CHECK(std::all_of(y.begin(), y.end(), [](float v) { return std::isfinite(v); }));
         const auto with = [&]<class Backend>(Backend) {
             std::vector<std::byte> out(bytes + 64, std::byte{0x32});
             std::vector<float> scratch(shape.values());
-            CHECK(Backend::template encode<float>(scheme, shape, {}, window.data(), out.data(),
+            CHECK(Backend::template quantize<float>(scheme, shape, {}, window.data(), out.data(),
                                                   scratch.data()) == counted);
             CHECK(std::equal(block.begin(), block.end(), out.begin()));
             CHECK(std::count(out.end() - 64, out.end(), std::byte{0x32}) == 64);
@@ -186,11 +186,11 @@ TEST_CASE("searches never leave more squared error than the range does") {
     }
 }
 
-TEST_CASE("a factor per token keeps tokens of any size as precise as the others") {
+TEST_CASE("a scale per token keeps tokens of any size as precise as the others") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::channel_grid<4, 0, min_max, coded, token_factors<coded>> dual;
+    const kvq::channel_grid<4, 0, min_max, coded, token_scales<coded>> dual;
     for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
         const kvq::block_shape shape{role, 64, 64};
         auto x = test::random_block(random, shape);
@@ -203,7 +203,7 @@ TEST_CASE("a factor per token keeps tokens of any size as precise as the others"
                 size[static_cast<std::size_t>(t)] += static_cast<double>(v) * static_cast<double>(v);
             }
         }
-        const auto y = test::decoded(dual, shape, test::encoded(dual, shape, x));
+        const auto y = test::dequantized(dual, shape, test::quantized(dual, shape, x));
         for (int t = 0; t < 64; ++t) {
             double error = 0;
             for (int c = 0; c < 64; ++c) {
@@ -217,14 +217,14 @@ TEST_CASE("a factor per token keeps tokens of any size as precise as the others"
 }
 
 TEST_CASE_TEMPLATE("zero is zero, and one constant everywhere is nearly exact", S, kvq::channel_grid<4, 64>,
-                   kvq::channel_grid<2, 0, mean_corrected<least_squares>, coded, token_factors<coded>>,
-                   kvq::channel_grid<8, 0, min_max, params<float16>, token_factors<params<float16>>>) {
+                   kvq::channel_grid<2, 0, mean_corrected<least_squares>, coded, token_scales<coded>>,
+                   kvq::channel_grid<8, 0, min_max, params<float16>, token_scales<params<float16>>>) {
     const S scheme;
     INFO(scheme.name());
     for (const float value : {0.0f, 1.0f, -2.5f, 1000.0f, 1e-6f}) {
         const kvq::block_shape shape{kvq::tensor::value, 50, 30};
         const std::vector<float> x(shape.values(), value);
-        for (const float y : test::decoded(scheme, shape, test::encoded(scheme, shape, x)))
+        for (const float y : test::dequantized(scheme, shape, test::quantized(scheme, shape, x)))
             CHECK(std::fabs(y - value) <= std::fabs(value) * 0x1p-8f + (value == 0.0f ? 0.0f : 0x1p-24f));
     }
 }
@@ -236,22 +236,22 @@ TEST_CASE("blocks beyond 1024 tokens or channels are refused") {
     CHECK_THROWS_AS(scheme.block_bytes({kvq::tensor::value, 64, 1025}), kvq::error);
 }
 
-TEST_CASE_TEMPLATE("value() is what decode() gives", S, kvq::channel_grid<4, 64>,
-                   kvq::channel_grid<5, 20, min_max, coded, token_factors<coded>>,
-                   kvq::channel_grid<8, 0, min_max, params<float16>, token_factors<params<float16>>>) {
+TEST_CASE_TEMPLATE("value() is what dequantize() gives", S, kvq::channel_grid<4, 64>,
+                   kvq::channel_grid<5, 20, min_max, coded, token_scales<coded>>,
+                   kvq::channel_grid<8, 0, min_max, params<float16>, token_scales<params<float16>>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 20; ++round) {
         const auto shape = test::random_shape(random, 140);
         INFO(shape);
-        const auto block = test::encoded(S{}, shape, test::hostile_block(random, shape));
-        const auto decoded = test::decoded(S{}, shape, block);
+        const auto block = test::quantized(S{}, shape, test::hostile_block(random, shape));
+        const auto dequantized = test::dequantized(S{}, shape, block);
         int differ = 0;
         for (int t = 0; t < shape.tokens; ++t)
             for (int c = 0; c < shape.dim; ++c)
                 differ += S::value(shape, block.data(), t, c) !=
-                          decoded[static_cast<std::size_t>(t * shape.dim + c)];
+                          dequantized[static_cast<std::size_t>(t * shape.dim + c)];
         CHECK(differ == 0);
     }
 }

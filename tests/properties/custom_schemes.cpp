@@ -29,7 +29,7 @@ TEST_CASE_TEMPLATE("product scheme: half a step of its two-factor grid", S, test
         const auto shape = test::random_shape(random, 80);
         INFO(shape);
         auto x = test::random_block(random, shape);
-        const auto y = test::decoded(scheme, shape, test::encoded(scheme, shape, x));
+        const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x));
         // Divided by its token's factor (the largest magnitude, rounded up to float16) a channel spans at most 2, plus
         // the rounding of its bias; log scales are at most 2^(1/8) too coarse.
         const double step = 2.0 * (1 + 0x1p-9) / S::top * std::exp2(0.125);
@@ -56,7 +56,7 @@ TEST_CASE("direct scheme: half a step, whatever layer and head") {
         const auto shape = test::random_shape(random, 80);
         const kvq::block_id id{random.between(0, 40), random.between(0, 40)};
         const auto x = test::random_block(random, shape);
-        const auto y = test::decoded(scheme, shape, test::encoded(scheme, shape, x, nullptr, id), id);
+        const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x, nullptr, id), id);
         for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(std::fabs(x[i] - y[i]) <= 0.03125f);
     }
 }

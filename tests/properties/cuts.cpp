@@ -98,7 +98,7 @@ TEST_CASE_TEMPLATE(
         const auto look = [&](auto& into, kvq::tensor role) {
             into.clear();
             for (int layer = 0; layer < shape.layers; ++layer)
-                into.push_back(test::decoded(sequence, shape, layer, role));
+                into.push_back(test::dequantized(sequence, shape, layer, role));
         };
         look(values[0], kvq::tensor::key);
         look(values[1], kvq::tensor::value);
@@ -123,7 +123,7 @@ TEST_CASE_TEMPLATE(
                 const auto at = static_cast<std::size_t>(layer);
                 const int stay = std::min({settled[at], values[0][at].tokens(), sequence.tokens(layer)});
                 for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
-                    const auto now = test::decoded(sequence, shape, layer, role);
+                    const auto now = test::dequantized(sequence, shape, layer, role);
                     const auto& was = values[static_cast<int>(role)][at];
                     REQUIRE(same_bits(now.values().data(), was.values().data(), stay * shape.dim(role)));
                 }
@@ -248,15 +248,15 @@ TEST_CASE("a slot that is cut back to its prompt again and again keeps the promp
         append(sequence, 1, test::stream(random, shape, prompt), 0, prompt);
         append(sequence, 1, test::stream(random, shape, 200), 0, 200);
         sequence.trim(prompt);
-        const auto k = test::decoded(sequence, shape, 0, kvq::tensor::key).values();
-        const auto v = test::decoded(sequence, shape, 0, kvq::tensor::value).values();
+        const auto k = test::dequantized(sequence, shape, 0, kvq::tensor::key).values();
+        const auto v = test::dequantized(sequence, shape, 0, kvq::tensor::value).values();
         const std::size_t bytes = sequence.usage().bytes;
         for (int turn = 0; turn < 20; ++turn) {
             append(sequence, 1, test::stream(random, shape, 200), 0, random.between(1, 200));
             sequence.trim(prompt);
             INFO("preset ", preset, " turn ", turn);
-            REQUIRE(test::decoded(sequence, shape, 0, kvq::tensor::key).values() == k);
-            REQUIRE(test::decoded(sequence, shape, 0, kvq::tensor::value).values() == v);
+            REQUIRE(test::dequantized(sequence, shape, 0, kvq::tensor::key).values() == k);
+            REQUIRE(test::dequantized(sequence, shape, 0, kvq::tensor::value).values() == v);
             REQUIRE(sequence.usage().bytes == bytes);
         }
     }

@@ -68,9 +68,9 @@ TEST_CASE_TEMPLATE(
         CHECK(plain.name() == fed.name());
         CHECK(plain.block_bytes(shape) == fed.block_bytes(shape));
         const double a =
-            logit_error(fresh, x, test::decoded(plain, shape, test::encoded(plain, shape, x)), 64, dim);
+            logit_error(fresh, x, test::dequantized(plain, shape, test::quantized(plain, shape, x)), 64, dim);
         const double b =
-            logit_error(fresh, x, test::decoded(fed, shape, test::encoded(fed, shape, x)), 64, dim);
+            logit_error(fresh, x, test::dequantized(fed, shape, test::quantized(fed, shape, x)), 64, dim);
         INFO(dim, " channels: ", a, " -> ", b);
         CHECK(b < 0.7 * a);
     }
@@ -89,8 +89,8 @@ TEST_CASE("independent queries have nothing to feed back: the same bytes") {
     test::generator random(seed);
     const kvq::block_shape shape{kvq::tensor::key, 40, 8};
     const auto x = test::hostile_block(random, shape);
-    CHECK(test::encoded(S(statistics), shape, x) == test::encoded(S{}, shape, x));
-    CHECK(test::encoded(S(statistics), shape, x) == test::encoded(kvq::channel_grid<3>{}, shape, x));
+    CHECK(test::quantized(S(statistics), shape, x) == test::quantized(S{}, shape, x));
+    CHECK(test::quantized(S(statistics), shape, x) == test::quantized(kvq::channel_grid<3>{}, shape, x));
 }
 
 TEST_CASE("an encoder for the time without matrices, another one with them") {
@@ -104,12 +104,12 @@ TEST_CASE("an encoder for the time without matrices, another one with them") {
     for (kvq::calibration* c : {&statistics, &diagonal}) c->add_queries(0, q.view());
     const kvq::block_shape shape{kvq::tensor::key, 64, 16};
     const auto x = test::random_block(random, shape);
-    const auto squares = test::encoded(kvq::channel_grid<2, 0, least_squares>{}, shape, x);
-    CHECK(test::encoded(both{}, shape, x) == squares);
-    CHECK(test::encoded(both(diagonal), shape, x) == squares);
-    CHECK(test::encoded(both(statistics), shape, x) ==
-          test::encoded(kvq::channel_grid<2, 0, error_feedback<min_max>>(statistics), shape, x));
-    CHECK(test::encoded(both(statistics), shape, x) != squares);
+    const auto squares = test::quantized(kvq::channel_grid<2, 0, least_squares>{}, shape, x);
+    CHECK(test::quantized(both{}, shape, x) == squares);
+    CHECK(test::quantized(both(diagonal), shape, x) == squares);
+    CHECK(test::quantized(both(statistics), shape, x) ==
+          test::quantized(kvq::channel_grid<2, 0, error_feedback<min_max>>(statistics), shape, x));
+    CHECK(test::quantized(both(statistics), shape, x) != squares);
 }
 
 TEST_CASE("values are left alone") {
@@ -123,7 +123,7 @@ TEST_CASE("values are left alone") {
     for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
         const kvq::block_shape shape{role, 32, 16};
         const auto x = test::random_block(random, shape);
-        CHECK((test::encoded(S(statistics), shape, x) == test::encoded(S{}, shape, x)) ==
+        CHECK((test::quantized(S(statistics), shape, x) == test::quantized(S{}, shape, x)) ==
               (role == kvq::tensor::value));
     }
 }

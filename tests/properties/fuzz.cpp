@@ -299,14 +299,14 @@ private:
                 models_[i].pages[role][p] = {spans[p].pages[role].get(), spans[p].pages[role]->format};
     }
 
-    /// Decoded values lie within the bound; tokens that are exact again (16-bit copies) forget theirs.
+    /// Dequantized values lie within the bound; tokens that are exact again (16-bit copies) forget theirs.
     void check(std::size_t i) {
         model& m = models_[i];
         const int n = static_cast<int>(m.tokens.size());
         REQUIRE(sequences_[i].tokens() == n);
         for (int role = 0; role < 2; ++role) {
             std::vector<float> x(static_cast<std::size_t>(n * dim));
-            sequences_[i].decode(0, roles[role], 0, kvq::token_view<float>(x.data(), n, heads, dim));
+            sequences_[i].dequantize(0, roles[role], 0, kvq::token_view<float>(x.data(), n, heads, dim));
             for (int t = 0; t < n; ++t) {
                 model::token& token = m.tokens[static_cast<std::size_t>(t)];
                 double worst = 0;

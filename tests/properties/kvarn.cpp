@@ -72,7 +72,7 @@ TEST_CASE_TEMPLATE("KVarN: x^ = (s code + z) f of the normalised matrix, at most
             for (int c = 0; c < shape.dim; ++c)
                 x[static_cast<std::size_t>(t * shape.dim + c)] *=
                     static_cast<float>((1 + t % 5) * (1 + 2 * (c % 3))) * (round < 4 ? 1.0f : 0.1f);
-        const auto y = test::decoded(scheme, shape, test::encoded(scheme, shape, x));
+        const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x));
         const auto at = [&](const std::vector<float>& from, int r, int c) {
             return static_cast<double>(from[static_cast<std::size_t>(
                 shape.role == kvq::tensor::key ? r * shape.dim + c : c * shape.dim + r)]);
@@ -106,7 +106,7 @@ TEST_CASE_TEMPLATE("KVarN: x^ = (s code + z) f of the normalised matrix, at most
     }
 }
 
-TEST_CASE("KVarN: poison is counted, decodes to finite numbers, and leaves its line's range alone") {
+TEST_CASE("KVarN: poison is counted, dequantizes to finite numbers, and leaves its line's range alone") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -116,7 +116,7 @@ TEST_CASE("KVarN: poison is counted, decodes to finite numbers, and leaves its l
         INFO(shape);
         const auto x = test::hostile_block(random, shape);
         std::uint32_t counted = 0, wanted = 0;
-        const auto y = test::decoded(scheme, shape, test::encoded(scheme, shape, x, &counted));
+        const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x, &counted));
         for (std::size_t i = 0; i < x.size(); ++i) {
             wanted += !std::isfinite(x[i]);
             REQUIRE(std::isfinite(y[i]));

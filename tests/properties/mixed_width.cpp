@@ -36,10 +36,10 @@ TEST_CASE(
         const auto shape = key_shape(random);
         INFO(shape);
         const auto x = test::hostile_block(random, shape);
-        CHECK(test::encoded(mixed, shape, x) == test::encoded(plain, shape, x));
-        CHECK(test::decoded(mixed, shape, test::encoded(mixed, shape, x)) ==
-              test::decoded(plain, shape, test::encoded(plain, shape, x)));
-        CHECK(test::encoded(mixed4, shape, x) == test::encoded(plain4, shape, x));
+        CHECK(test::quantized(mixed, shape, x) == test::quantized(plain, shape, x));
+        CHECK(test::dequantized(mixed, shape, test::quantized(mixed, shape, x)) ==
+              test::dequantized(plain, shape, test::quantized(plain, shape, x)));
+        CHECK(test::quantized(mixed4, shape, x) == test::quantized(plain4, shape, x));
     }
 }
 
@@ -59,15 +59,15 @@ TEST_CASE_TEMPLATE(
         CHECK(scheme.block_bytes(shape) == S{}.block_bytes(shape));
         const auto x = test::hostile_block(random, shape);
         std::uint32_t not_finite = 0;
-        const auto block = test::encoded(scheme, shape, x, &not_finite, id);
+        const auto block = test::quantized(scheme, shape, x, &not_finite, id);
         CHECK(not_finite == std::count_if(x.begin(), x.end(), [](float v) { return !std::isfinite(v); }));
         auto scratch = x;
         std::vector<std::byte> two(block.size() + 64, std::byte{0x32});
-        scheme.encode(shape, id, scratch.data(), two.data());
+        scheme.quantize(shape, id, scratch.data(), two.data());
         CHECK(std::equal(block.begin(), block.end(), two.begin()));
         CHECK(std::count(two.end() - 64, two.end(), std::byte{0x32}) == 64);
 
-        const auto y = test::decoded(scheme, shape, block, id);
+        const auto y = test::dequantized(scheme, shape, block, id);
         int wrong = 0, held = 0;
         scheme.for_each_segment(shape, id, [&]<int Bits>(const kvq::code_segment& segment) {
             held += segment.columns;
@@ -113,7 +113,7 @@ TEST_CASE_TEMPLATE(
     }
 }
 
-TEST_CASE("the order of a plan is a permutation that decode undoes") {
+TEST_CASE("the order of a plan is a permutation that dequantize undoes") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -130,7 +130,7 @@ TEST_CASE("the order of a plan is a permutation that decode undoes") {
     }
 }
 
-TEST_CASE("bits go where queries look: a channel that queries weigh most decodes best") {
+TEST_CASE("bits go where queries look: a channel that queries weigh most dequantizes best") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -147,7 +147,7 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most decodes
     CHECK(planned.block_bytes(block) == even.block_bytes(block));
     const auto x = random.normals(block.values());
     const auto logits = [&](const auto& scheme) {
-        const auto y = test::decoded(scheme, block, test::encoded(scheme, block, x));
+        const auto y = test::dequantized(scheme, block, test::quantized(scheme, block, x));
         double error = 0;
         for (int t = 0; t < 128; ++t) {
             double e = 0;
@@ -161,8 +161,8 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most decodes
     };
     // 16 of 64 channels carry all of the product: 4 bits instead of 2 there are 25 times finer steps, squared.
     CHECK(logits(planned) < 0.2 * logits(even));
-    CHECK_THROWS_AS(test::encoded(planned, {kvq::tensor::key, 64, 32}, random.normals(64 * 32)), kvq::error);
-    CHECK_THROWS_AS(test::encoded(planned, block, x, nullptr, {1, 0}), kvq::error);
+    CHECK_THROWS_AS(test::quantized(planned, {kvq::tensor::key, 64, 32}, random.normals(64 * 32)), kvq::error);
+    CHECK_THROWS_AS(test::quantized(planned, block, x, nullptr, {1, 0}), kvq::error);
 }
 
 TEST_CASE("statistics that say nothing about a text leave even widths: no keys, or all of it in doubt") {
@@ -174,19 +174,19 @@ TEST_CASE("statistics that say nothing about a text leave even widths: no keys, 
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = dim};
         const kvq::block_shape block{kvq::tensor::key, 64, dim};
         const auto x = random.normals(block.values());
-        const auto even = test::encoded(S{}, block, x);
+        const auto even = test::quantized(S{}, block, x);
         kvq::calibration queries_alone(shape);
         auto q = test::random_tensor(random, 640, 1, dim);
         for (int t = 0; t < 640; ++t)
             for (int c = 0; c < dim; ++c) q.view().at(t, 0)[c] *= static_cast<float>(1 << c % 9);
         queries_alone.add_queries(0, std::as_const(q).view());
-        CHECK(test::encoded(S(queries_alone), block, x) == even);
+        CHECK(test::quantized(S(queries_alone), block, x) == even);
 
         kvq::calibration both = queries_alone;
         both.add_keys(0, test::random_tensor(random, 640, 1, dim).view());
         if (dim > 8) CHECK(S(both).plan()->blocks[0].quads[1] != dim / 4);
         const auto doubted = std::make_shared<const kvq::width_plan>(S::make_plan(both, HUGE_VAL));
-        CHECK(test::encoded(S(doubted), block, x) == even);
+        CHECK(test::quantized(S(doubted), block, x) == even);
     }
 }
 
@@ -275,7 +275,7 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     }
 }
 
-TEST_CASE_TEMPLATE("value() is what decode() gives, by place", S, kvq::mixed_width<kvq::widths<4, 2, 0>, 16>,
+TEST_CASE_TEMPLATE("value() is what dequantize() gives, by place", S, kvq::mixed_width<kvq::widths<4, 2, 0>, 16>,
                    kvq::mixed_width<kvq::widths<8, 4, 3, 0>, 26, 7>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -293,13 +293,13 @@ TEST_CASE_TEMPLATE("value() is what decode() gives, by place", S, kvq::mixed_wid
                 quads.of[w] = plan.quads[static_cast<std::size_t>(w)];
             channel.assign(plan.order.begin(), plan.order.end());
         }
-        const auto block = test::encoded(scheme, shape, test::hostile_block(random, shape));
-        const auto decoded = test::decoded(scheme, shape, block);
+        const auto block = test::quantized(scheme, shape, test::hostile_block(random, shape));
+        const auto dequantized = test::dequantized(scheme, shape, block);
         int differ = 0;
         for (int t = 0; t < shape.tokens; ++t)
             for (int place = 0; place < shape.dim; ++place)
                 differ += S::value(shape, quads, block.data(), t, place) !=
-                          decoded[static_cast<std::size_t>(t * shape.dim +
+                          dequantized[static_cast<std::size_t>(t * shape.dim +
                                                            channel[static_cast<std::size_t>(place)])];
         CHECK(differ == 0);
     }

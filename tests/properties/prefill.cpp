@@ -62,7 +62,7 @@ test::tensor<float> seen(const typename C::sequence_type& before, const kvq::cac
                          kvq::tensor role, const test::tensor<float>& input, int n) {
     const int held = before.tokens(layer);
     test::tensor<float> all(held + n, shape.kv_heads, shape.dim(role));
-    if (held > 0) before.decode(layer, role, 0, all.view().slice(0, held));
+    if (held > 0) before.dequantize(layer, role, 0, all.view().slice(0, held));
     for (int t = held; t < held + n; ++t)
         for (int h = 0; h < shape.kv_heads; ++h)
             for (int c = 0; c < shape.dim(role); ++c)

@@ -37,7 +37,7 @@ bool holds(const sequence_type& s, const test::stream& words, const key& tokens)
     if (s.tokens() != static_cast<int>(tokens.size())) return false;
     for (int layer = 0; layer < shape.layers; ++layer)
         for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value}) {
-            const auto all = test::decoded(s, shape, layer, role);
+            const auto all = test::dequantized(s, shape, layer, role);
             const auto& from = role == kvq::tensor::key ? words.k : words.v;
             for (int t = 0; t < s.tokens(); ++t)
                 for (int c = 0; c < shape.head_dim; ++c)
@@ -426,7 +426,7 @@ TEST_CASE("what was computed twice is held once where it is the same, and twice 
     }
 }
 
-TEST_CASE("an entry can be stored while the pool has no room for its coded pages only after others went") {
+TEST_CASE("an entry can be stored while the pool has no room for its quantized pages only after others went") {
     test::generator random(test::seed());
     const test::stream words(random, shape, vocabulary);
     const kvq::cache_options roomy{.page_tokens = 8, .rollback = 0};

@@ -224,7 +224,7 @@ TEST_CASE("a request done in pieces, between decode steps, ends where one call e
     }
 }
 
-TEST_CASE("attention stays that of the decoded values while pages change") {
+TEST_CASE("attention stays that of the dequantized values while pages change") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -257,7 +257,7 @@ TEST_CASE("errors of a chain add up to half a step of each link") {
         test::append(chain, 1, s, 0, tokens);
         auto direct = chain.fork();
         const auto values = [&](const ladder_sequence& x, kvq::tensor role) {
-            return test::decoded(x, shape, 0, role).values();
+            return test::dequantized(x, shape, 0, role).values();
         };
         const std::array roles{kvq::tensor::key, kvq::tensor::value};
         std::array<std::vector<float>, 2> start, now;
@@ -377,7 +377,7 @@ TEST_CASE("16-bit copies survive requests that are done in pieces, for some toke
             for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value}) {
                 const int first = std::max(0, n - options.recent), dim = shape.dim(role);
                 test::tensor<float> x(n - first, shape.kv_heads, dim);
-                sequence.decode(0, role, first, x.view());
+                sequence.dequantize(0, role, first, x.view());
                 values.insert(values.end(), x.values().begin(), x.values().end());
             }
             return values;
@@ -432,14 +432,14 @@ TEST_CASE("no room for one more page: what was converted stays, the rest is as i
     to_eight.key = to_eight.value = 1;
     const auto planned = cache.plan_requantize(sequence, to_eight);
     CHECK(planned.bytes_after > options.byte_budget);
-    const auto before = test::decoded(sequence, cache.shape(), 0, kvq::tensor::key).values();
+    const auto before = test::dequantized(sequence, cache.shape(), 0, kvq::tensor::key).values();
     CHECK_THROWS_AS(cache.requantize(sequence, to_eight), kvq::out_of_memory);
     CHECK(cache.bytes_in_use() <= options.byte_budget);
     const auto left = cache.plan_requantize(sequence, to_eight);
     CHECK(left.pages > 0);
     CHECK(left.pages < planned.pages);
     // 2-bit levels lie on the 8-bit grid up to its step.
-    const auto after = test::decoded(sequence, cache.shape(), 0, kvq::tensor::key).values();
+    const auto after = test::dequantized(sequence, cache.shape(), 0, kvq::tensor::key).values();
     for (std::size_t i = 0; i < before.size(); ++i) CHECK(std::fabs(before[i] - after[i]) < 0.05f);
     sequence.trim(48);
     CHECK(cache.requantize(sequence, to_eight).pages_left == 0);
@@ -452,10 +452,10 @@ struct failing : kvq::affine<4> {
     using base = kvq::affine<4>;
     static inline std::atomic<int> calls_left{1 << 30};
     std::string name() const { return "failing"; }
-    std::uint32_t encode(const kvq::block_shape& s, kvq::block_id id, const float* values,
+    std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id id, const float* values,
                          std::byte* block) const {
         if (calls_left.fetch_sub(1) == 0) throw std::bad_alloc();
-        return base::encode(s, id, values, block);
+        return base::quantize(s, id, values, block);
     }
 };
 

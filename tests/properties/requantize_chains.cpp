@@ -75,7 +75,7 @@ public:
     chain(int tokens, int dim, const std::vector<float>& x) : block_{Table::role, tokens, dim} {
         bytes_ = empty(sixteen);
         const kvq::full<kvq::float16> full;
-        not_finite_ = full.encode(block_, {}, x.data(), bytes_.data());
+        not_finite_ = full.quantize(block_, {}, x.data(), bytes_.data());
     }
 
     void step(int format) {
@@ -90,7 +90,7 @@ public:
     }
     std::vector<float> values() const {
         std::vector<float> x(block_.values());
-        with_scheme<Table>(format_, [&](const auto& s) { s.decode(block_, {}, bytes_.data(), x.data()); });
+        with_scheme<Table>(format_, [&](const auto& s) { s.dequantize(block_, {}, bytes_.data(), x.data()); });
         return x;
     }
 
@@ -108,16 +108,16 @@ private:
         if (format_ == sixteen) {
             with_scheme<Table>(format, [&](const auto& s) {
                 not_finite =
-                    Backend::template encode<kvq::float16>(s, block_, {}, bytes_.data(), to.data(), x.data());
+                    Backend::template quantize<kvq::float16>(s, block_, {}, bytes_.data(), to.data(), x.data());
             });
             return not_finite;
         }
-        float token_scales[kvq::detail::most_coded];
+        float token_scales[kvq::detail::most_quantized];
         bool known = false;
         with_scheme<Table>(format_, [&]<class S>(const S& s) {
-            Backend::decode(s, block_, {}, bytes_.data(), x.data(), block_.dim, x.data());
-            if constexpr (kvq::detail::with_factors<S>) {
-                s.read_factors(block_, bytes_.data(), token_scales);
+            Backend::dequantize(s, block_, {}, bytes_.data(), x.data(), block_.dim, x.data());
+            if constexpr (kvq::detail::with_token_scales<S>) {
+                s.read_token_scales(block_, bytes_.data(), token_scales);
                 known = true;
             }
         });

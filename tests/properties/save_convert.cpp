@@ -19,7 +19,7 @@ bool same_numbers(const kvq::sequence& a, const kvq::sequence& b) {
     const kvq::cache_shape& shape = kvq::detail::sequence_access::cache(a).shape();
     for (int layer = 0; layer < shape.layers; ++layer)
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
-            const auto x = test::decoded(a, shape, layer, role), y = test::decoded(b, shape, layer, role);
+            const auto x = test::dequantized(a, shape, layer, role), y = test::dequantized(b, shape, layer, role);
             const std::size_t bytes = x.values().size() * sizeof(float);
             if (x.values().size() != y.values().size() ||
                 (bytes > 0 && std::memcmp(x.values().data(), y.values().data(), bytes) != 0))
@@ -70,7 +70,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     append(sequence, 2, s, 0, 90);
     sequence.trim(85);
     const auto file = saved(sequence, {.model = "m1"});
-    const auto x = test::decoded(sequence, shape, 1, kvq::tensor::key);
+    const auto x = test::dequantized(sequence, shape, 1, kvq::tensor::key);
 
     const auto check_refused = [&](auto& target, const kvq::restore_options& how, const char* part) {
         const std::size_t bytes = target.bytes_in_use();
@@ -102,7 +102,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
         auto fresh = other.new_sequence();
         append(fresh, 2, s, 0, 85);
         CHECK(copy.usage().bytes == fresh.usage().bytes);
-        const auto y = test::decoded(copy, shape, 1, kvq::tensor::key);
+        const auto y = test::dequantized(copy, shape, 1, kvq::tensor::key);
         // Coded twice with 8 bits: off by half a step twice, a step being range / 255 of a token.
         for (int t = 0; t < 85; ++t)
             for (int h = 0; h < 2; ++h) {
@@ -184,9 +184,9 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     CHECK(opened.usage().coded == 0);
     for (int layer = 0; layer < 2; ++layer)
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
-            const auto before = test::decoded(sequence, shape, layer, role),
-                       after = test::decoded(opened, shape, layer, role);
-            const auto original = test::decoded(restored(plain, file), shape, layer, role);
+            const auto before = test::dequantized(sequence, shape, layer, role),
+                       after = test::dequantized(opened, shape, layer, role);
+            const auto original = test::dequantized(restored(plain, file), shape, layer, role);
             CHECK(before.values() == original.values());
             for (std::size_t i = 0; i < before.values().size(); ++i)
                 CHECK(std::fabs(after.values()[i] - before.values()[i]) <= 0.05f);
@@ -197,7 +197,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     check_refused(floats, {}, "a window of fp16, the cache one of fp32");
     auto in_floats = restored(floats, file, {.convert = true});
     CHECK(in_floats.tokens(1) == 85);
-    const auto y = test::decoded(in_floats, shape, 1, kvq::tensor::key);
+    const auto y = test::dequantized(in_floats, shape, 1, kvq::tensor::key);
     for (int t = 85 - 9; t < 85; ++t)
         for (int h = 0; h < 2; ++h)
             for (int c = 0; c < 16; ++c) CHECK(x.view().at(t, h)[c] == y.view().at(t, h)[c]);

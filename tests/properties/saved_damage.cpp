@@ -219,7 +219,7 @@ TEST_CASE("a file that contradicts itself is refused, even under a right seal") 
             }
 }
 
-TEST_CASE("a coded page that would lie in the window is refused") {
+TEST_CASE("a quantized page that would lie in the window is refused") {
     // A deep trim leaves a page coded that a sequence of this length would not have coded yet.
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 4};
     cache_type cache(shape, {.sinks = 1, .recent = 2, .page_tokens = 4, .rollback = 0});
@@ -261,7 +261,7 @@ TEST_CASE("random changes under a right seal end in a sequence or in kvq::error,
             cache_type& cache = random.one_in(2) ? f.cache : other;
             test::memory_source source{changed};
             auto sequence = kvq::restore(cache, source, {.convert = &cache == &other || random.one_in(2)});
-            test::decoded(sequence, f.shape, 0, kvq::tensor::key);
+            test::dequantized(sequence, f.shape, 0, kvq::tensor::key);
             sequence.trim(sequence.tokens() / 2);
             ++accepted;
         } catch (const kvq::error&) {
@@ -272,7 +272,7 @@ TEST_CASE("random changes under a right seal end in a sequence or in kvq::error,
     CHECK(other.bytes_in_use() == 0);
 }
 
-TEST_CASE("pages of random bytes under right checksums are restored, decoded and converted like any others") {
+TEST_CASE("pages of random bytes under right checksums are restored, dequantized and converted like any others") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -301,7 +301,7 @@ TEST_CASE("pages of random bytes under right checksums are restored, decoded and
             auto sequence = restored(*cache, changed, {.convert = true});
             REQUIRE(sequence.tokens() == 21);
             for (const auto role : {kvq::tensor::key, kvq::tensor::value})
-                test::decoded(sequence, f.shape, 1, role);
+                test::dequantized(sequence, f.shape, 1, role);
             sequence.trim(random.between(0, 21));
         }
     }

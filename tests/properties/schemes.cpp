@@ -12,9 +12,9 @@ using kvq::block_shape;
 
 namespace {
 
-/// A number, its group's stored parameters, and what it decoded to.
-struct coded_number {
-    double x, decoded, scale, bias;
+/// A number, its group's stored parameters, and what it dequantized to.
+struct quantized_value {
+    double x, dequantized, scale, bias;
 };
 
 template <class S>
@@ -23,12 +23,12 @@ kvq::grouped_axis cut_axis(const S& s, const block_shape& shape) {
     return kvq::detail::on_rows<typename S::granularity_type>(shape.role) ? layout.cols : layout.rows();
 }
 
-/// Calls check(coded_number, group's members) for every number of the block.
+/// Calls check(quantized_value, group's members) for every number of the block.
 template <class S, class Check>
 void for_each_group(const S& s, const block_shape& shape, const std::vector<float>& x,
                     const std::vector<std::byte>& block, Check check) {
     using P = typename S::parameter;
-    const auto y = test::decoded(s, shape, block);
+    const auto y = test::dequantized(s, shape, block);
     const bool on_tokens = S::granularity_type::on_tokens;
     const auto layout = s.codes(shape);
     const bool rows = kvq::detail::on_rows<typename S::granularity_type>(shape.role);
@@ -40,7 +40,7 @@ void for_each_group(const S& s, const block_shape& shape, const std::vector<floa
             const float scale = kvq::detail::load_as<P>(at);
             float bias = 0.0f;
             if constexpr (S::levels::has_bias) bias = kvq::detail::load_as<P>(at + s.section_bytes(shape));
-            std::vector<coded_number> group;
+            std::vector<quantized_value> group;
             for (int i = 0; i < cut.group_size(g); ++i) {
                 const int other = g * cut.group + i;
                 const auto index =
@@ -54,7 +54,7 @@ void for_each_group(const S& s, const block_shape& shape, const std::vector<floa
 
 /// First and last grid point of the group's stored parameters, in exact arithmetic.
 template <class S>
-std::pair<double, double> grid(const coded_number& n) {
+std::pair<double, double> grid(const quantized_value& n) {
     constexpr int first = S::levels::has_bias ? 0 : 1 - S::zero_code;
     constexpr int last = S::levels::template top<S::code_bits> - S::zero_code;
     return {n.scale * first + n.bias, n.scale * last + n.bias};
@@ -63,14 +63,14 @@ std::pair<double, double> grid(const coded_number& n) {
 /// What float arithmetic may add: each of x - bias, 1 / scale, the product, and scale * code + bias is rounded once, so
 /// a code moves by at most 3 u of its size and its value by u of the two terms; u = 2^-24.
 template <class S>
-double evaluation(const coded_number& n) {
+double evaluation(const quantized_value& n) {
     constexpr int top = S::levels::template top<S::code_bits>;
     return 0x1p-24 * (4.0 * n.scale * top + 2.0 * std::fabs(n.bias)) + 0x1p-148;
 }
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("encode writes every byte of the block, no other, and the same bytes each time", S,
+TEST_CASE_TEMPLATE("quantize writes every byte of the block, no other, and the same bytes each time", S,
                    KVQ_TEST_SCHEMES) {
     const S scheme = test::make_scheme<S>();
     test::for_random_shapes(scheme, 25, 96, [&](test::generator& random, const kvq::block_shape& shape) {
@@ -79,46 +79,46 @@ TEST_CASE_TEMPLATE("encode writes every byte of the block, no other, and the sam
         CHECK(bytes % 16 == 0);
         std::vector<std::byte> one(bytes + 64, std::byte{0xcd}), two(bytes + 64, std::byte{0x32});
         auto scratch = x;
-        scheme.encode(shape, {1, 2}, scratch.data(), one.data());
+        scheme.quantize(shape, {1, 2}, scratch.data(), one.data());
         scratch = x;
-        scheme.encode(shape, {1, 2}, scratch.data(), two.data());
+        scheme.quantize(shape, {1, 2}, scratch.data(), two.data());
         CHECK(std::equal(one.begin(), one.begin() + static_cast<std::ptrdiff_t>(bytes), two.begin()));
         for (std::size_t i = bytes; i < bytes + 64; ++i)
             CHECK((one[i] == std::byte{0xcd} && two[i] == std::byte{0x32}));
     });
 }
 
-TEST_CASE_TEMPLATE("encode counts what is not finite; coded blocks decode to finite numbers", S,
+TEST_CASE_TEMPLATE("quantize counts what is not finite; quantized blocks dequantize to finite numbers", S,
                    KVQ_TEST_SCHEMES) {
     const S scheme = test::make_scheme<S>();
     test::for_random_shapes(scheme, 25, 96, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x = test::hostile_block(random, shape);
         const auto expected = std::count_if(x.begin(), x.end(), [](float v) { return !std::isfinite(v); });
         std::uint32_t counted = 0;
-        const auto block = test::encoded(scheme, shape, x, &counted);
+        const auto block = test::quantized(scheme, shape, x, &counted);
         CHECK(counted == expected);
         if constexpr (!kvq::full_precision<S>) {
-            const auto y = test::decoded(scheme, shape, block);
+            const auto y = test::dequantized(scheme, shape, block);
             CHECK(std::all_of(y.begin(), y.end(), [](float v) { return std::isfinite(v); }));
         }
     });
 }
 
-TEST_CASE_TEMPLATE("every number decodes to the nearest value of its group's grid", S,
+TEST_CASE_TEMPLATE("every number dequantizes to the nearest value of its group's grid", S,
                    KVQ_TEST_AFFINE_SCHEMES) {
     const S scheme;
     test::for_random_shapes(scheme, 30, 96, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x =
             random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         int too_far = 0;
-        for_each_group(scheme, shape, x, test::encoded(scheme, shape, x),
-                       [&](const std::vector<coded_number>& group) {
-                           for (const coded_number& n : group) {
+        for_each_group(scheme, shape, x, test::quantized(scheme, shape, x),
+                       [&](const std::vector<quantized_value>& group) {
+                           for (const quantized_value& n : group) {
                                if (std::isnan(n.x)) continue;
                                const auto [low, high] = grid<S>(n);
                                const double inside = std::clamp(n.x, low, high);
                                // All-zero groups have scale 0 and saturate to their only value.
-                               too_far += !(std::fabs(n.decoded - inside) <= n.scale / 2 + evaluation<S>(n));
+                               too_far += !(std::fabs(n.dequantized - inside) <= n.scale / 2 + evaluation<S>(n));
                            }
                        });
         CHECK(too_far == 0);
@@ -142,19 +142,19 @@ TEST_CASE_TEMPLATE(
                 random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
             int too_far = 0;
             for_each_group(
-                scheme, shape, x, test::encoded(scheme, shape, x),
-                [&](const std::vector<coded_number>& group) {
+                scheme, shape, x, test::quantized(scheme, shape, x),
+                [&](const std::vector<quantized_value>& group) {
                     double lo = HUGE_VAL, hi = -HUGE_VAL;
-                    for (const coded_number& n : group)
+                    for (const quantized_value& n : group)
                         if (std::isfinite(n.x)) lo = std::min(lo, n.x), hi = std::max(hi, n.x);
                     // The contract holds for groups whose bias and scale the parameter type can hold.
                     const double limit = static_cast<double>(kvq::detail::max_finite<P>);
                     constexpr int steps = S::levels::template top<S::code_bits> - S::zero_code;
                     const double span = S::levels::has_bias ? hi - std::min(lo, limit) : std::max(-lo, hi);
                     if (span / steps > limit || (S::levels::has_bias && lo < -limit)) return;
-                    for (const coded_number& n : group)
+                    for (const quantized_value& n : group)
                         if (std::isfinite(n.x))
-                            too_far += !(std::fabs(n.decoded - n.x) <= n.scale / 2 + evaluation<S>(n));
+                            too_far += !(std::fabs(n.dequantized - n.x) <= n.scale / 2 + evaluation<S>(n));
                 });
             CHECK(too_far == 0);
         }
@@ -178,10 +178,10 @@ TEST_CASE_TEMPLATE("parameters waste at most one rounding: scale <= (range / ste
             const auto shape = test::random_shape(random, 96);
             INFO(shape);
             const auto x = test::random_block(random, shape);
-            for_each_group(scheme, shape, x, test::encoded(scheme, shape, x),
-                           [&](const std::vector<coded_number>& group) {
+            for_each_group(scheme, shape, x, test::quantized(scheme, shape, x),
+                           [&](const std::vector<quantized_value>& group) {
                                double lo = HUGE_VAL, hi = -HUGE_VAL;
-                               for (const coded_number& n : group)
+                               for (const quantized_value& n : group)
                                    lo = std::min(lo, n.x), hi = std::max(hi, n.x);
                                constexpr int steps = S::levels::template top<S::code_bits> - S::zero_code;
                                const double bias = group.front().bias;
@@ -209,7 +209,7 @@ TEST_CASE_TEMPLATE("constant groups are exact where the parameter type can hold 
         const float value = round == 0 ? 0.0f : static_cast<float>(P(random.any_magnitude(-12, 12)));
         INFO(shape, " of ", value);
         const std::vector<float> x(shape.values(), value);
-        for (const float y : test::decoded(scheme, shape, test::encoded(scheme, shape, x))) {
+        for (const float y : test::dequantized(scheme, shape, test::quantized(scheme, shape, x))) {
             if (S::levels::has_bias || value == 0.0f)
                 REQUIRE(y == value);
             else  // the largest number of a symmetric group is steps * scale, scale rounded up to P once, then to float
@@ -242,8 +242,8 @@ TEST_CASE_TEMPLATE("what is not finite leaves its neighbours alone", S, KVQ_TEST
                 for (int i = 0; i < cut.group_size(g); ++i)
                     if (float& v = clean[at(line, g * cut.group + i)]; !std::isfinite(v)) v = member;
             }
-        const auto with = test::decoded(scheme, shape, test::encoded(scheme, shape, x));
-        const auto without = test::decoded(scheme, shape, test::encoded(scheme, shape, clean));
+        const auto with = test::dequantized(scheme, shape, test::quantized(scheme, shape, x));
+        const auto without = test::dequantized(scheme, shape, test::quantized(scheme, shape, clean));
         int changed = 0;
         for (std::size_t i = 0; i < x.size(); ++i) changed += std::isfinite(x[i]) && with[i] != without[i];
         CHECK(changed == 0);
@@ -259,13 +259,13 @@ TEST_CASE_TEMPLATE("NaN becomes the grid's value nearest zero, infinities the en
         for (float& v : x) v = random.one_in(6) ? random.pick(test::hostile_values()) : v + shift;
         int wrong = 0;
         for_each_group(
-            scheme, shape, x, test::encoded(scheme, shape, x), [&](const std::vector<coded_number>& group) {
-                for (const coded_number& n : group) {
+            scheme, shape, x, test::quantized(scheme, shape, x), [&](const std::vector<quantized_value>& group) {
+                for (const quantized_value& n : group) {
                     const auto [low, high] = grid<S>(n);
                     const double wanted = std::isnan(n.x) ? std::clamp(0.0, low, high) : n.x > 0 ? high : low;
                     if (std::isfinite(n.x) || n.scale == 0.0) continue;
                     const double slack = (std::isnan(n.x) ? n.scale / 2 : 0.0) + evaluation<S>(n);
-                    wrong += !(std::fabs(n.decoded - wanted) <= slack);
+                    wrong += !(std::fabs(n.dequantized - wanted) <= slack);
                 }
             });
         CHECK(wrong == 0);
@@ -280,7 +280,7 @@ TEST_CASE_TEMPLATE("full precision rounds once and keeps infinities and NaN", T,
     for (int round = 0; round < 30; ++round) {
         const auto shape = test::random_shape(random);
         const auto x = test::hostile_block(random, shape);
-        const auto y = test::decoded(kvq::full<T>{}, shape, test::encoded(kvq::full<T>{}, shape, x));
+        const auto y = test::dequantized(kvq::full<T>{}, shape, test::quantized(kvq::full<T>{}, shape, x));
         for (std::size_t i = 0; i < x.size(); ++i) {
             const auto expected = static_cast<float>(T(x[i]));
             REQUIRE((std::isnan(x[i]) ? std::isnan(y[i]) : y[i] == expected));
@@ -288,16 +288,16 @@ TEST_CASE_TEMPLATE("full precision rounds once and keeps infinities and NaN", T,
     }
 }
 
-TEST_CASE("symmetric codes are symmetric: encode(-x) decodes to -x^") {
+TEST_CASE("symmetric codes are symmetric: quantize(-x) dequantizes to -x^") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 30; ++round) {
         const auto shape = test::random_shape(random);
         auto x = test::random_block(random, shape);
-        const auto plus = test::decoded(kvq::int8{}, shape, test::encoded(kvq::int8{}, shape, x));
+        const auto plus = test::dequantized(kvq::int8{}, shape, test::quantized(kvq::int8{}, shape, x));
         for (float& v : x) v = -v;
-        const auto minus = test::decoded(kvq::int8{}, shape, test::encoded(kvq::int8{}, shape, x));
+        const auto minus = test::dequantized(kvq::int8{}, shape, test::quantized(kvq::int8{}, shape, x));
         for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(plus[i] == -minus[i]);
     }
 }

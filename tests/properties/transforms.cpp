@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Transforms in front of schemes: orthogonal, undone by decode, and attention cannot tell them from the decoded values.
+// Transforms in front of schemes: orthogonal, undone by dequantize, and attention cannot tell them from the dequantized values.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -142,17 +142,17 @@ TEST_CASE_TEMPLATE("transformed<T, Inner> codes T x: its block is Inner's, its v
         INFO(shape);
         auto x = random.one_in(2) ? test::hostile_block(random, shape) : test::random_block(random, shape);
         std::uint32_t counted = 0, wanted = 0;
-        const auto block = test::encoded(scheme, shape, x, &counted, id);
+        const auto block = test::quantized(scheme, shape, x, &counted, id);
         for (float& v : x)
             if (!std::isfinite(v)) ++wanted, v = 0.0f;
         CHECK(counted == wanted);
         for (int t = 0; t < shape.tokens; ++t)
             scheme.transform.forward(shape.dim, id, x.data() + t * shape.dim);
-        CHECK(block == test::encoded(Inner{}, shape, x));
-        auto y = test::decoded(Inner{}, shape, block);
+        CHECK(block == test::quantized(Inner{}, shape, x));
+        auto y = test::dequantized(Inner{}, shape, block);
         for (int t = 0; t < shape.tokens; ++t)
             scheme.transform.backward(shape.dim, id, y.data() + t * shape.dim);
-        CHECK(y == test::decoded(scheme, shape, block, id));
+        CHECK(y == test::dequantized(scheme, shape, block, id));
     }
     static_assert(kvq::transforming<kvq::hadamard<Inner>> == kvq::foldable<Inner>);
 }
@@ -165,7 +165,7 @@ TEST_CASE("an outlier channel costs groups of a token less behind a Hadamard tra
     auto x = test::random_block(random, shape);
     for (int t = 0; t < shape.tokens; ++t) x[static_cast<std::size_t>(t * shape.dim + 5)] *= 50.0f;
     const auto error = [&](const auto& scheme) {
-        const auto y = test::decoded(scheme, shape, test::encoded(scheme, shape, x));
+        const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x));
         double sum = 0.0;
         for (std::size_t i = 0; i < x.size(); ++i)
             sum += std::pow(static_cast<double>(x[i]) - static_cast<double>(y[i]), 2);
@@ -188,8 +188,8 @@ TEST_CASE_TEMPLATE("centring: k^ = Inner(k - m) + m with the stored mean", Inner
         // Small integers over a power of two: means, differences and shifts are exact.
         std::vector<float> x(shape.values());
         for (float& v : x) v = static_cast<float>(random.between(-64, 64)) / 16.0f;
-        const auto block = test::encoded(scheme, shape, x);
-        const auto y = test::decoded(scheme, shape, block);
+        const auto block = test::quantized(scheme, shape, x);
+        const auto y = test::dequantized(scheme, shape, block);
         auto rest = x;
         std::vector<float> mean(static_cast<std::size_t>(shape.dim));
         for (int c = 0; c < shape.dim; ++c) {
@@ -200,7 +200,7 @@ TEST_CASE_TEMPLATE("centring: k^ = Inner(k - m) + m with the stored mean", Inner
             mean[static_cast<std::size_t>(c)] = m;
             for (int t = 0; t < shape.tokens; ++t) rest[static_cast<std::size_t>(t * shape.dim + c)] -= m;
         }
-        const auto inner = test::decoded(Inner{}, shape, test::encoded(Inner{}, shape, rest));
+        const auto inner = test::dequantized(Inner{}, shape, test::quantized(Inner{}, shape, rest));
         for (std::size_t i = 0; i < x.size(); ++i)
             REQUIRE(y[i] == inner[i] + mean[i % static_cast<std::size_t>(shape.dim)]);
     }

@@ -1,4 +1,4 @@
-// expect: kvq::channel_grid<bits, group, encoder, parameters, factors>: factors are no_factors, token_factors<coded>
+// expect: kvq::channel_grid<bits, group, encoder, parameters, factors>: factors are no_token_scales, token_scales<coded>
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>

@@ -5,7 +5,7 @@
 
 struct lacks_block_bytes {
     std::string name() const { return "lacks"; }
-    std::uint32_t encode(const kvq::block_shape&, kvq::block_id, float*, std::byte*) const { return 0; }
-    void decode(const kvq::block_shape&, kvq::block_id, const std::byte*, float*) const {}
+    std::uint32_t quantize(const kvq::block_shape&, kvq::block_id, float*, std::byte*) const { return 0; }
+    void dequantize(const kvq::block_shape&, kvq::block_id, const std::byte*, float*) const {}
 };
 const auto made = kvq::make_format<lacks_block_bytes, kvq::scalar>();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// How far attention over pages is from double arithmetic on the decoded values.
+// How far attention over pages is from double arithmetic on the dequantized values.
 #pragma once
 
 #include <cmath>
@@ -26,8 +26,8 @@ template <class Cache, class Variant = kvq::causal>
 attention_error measure_attention(const Cache& cache, const typename Cache::sequence_type& sequence,
                                   int layer, const tensor<float>& q, const Variant& variant = {}) {
     const kvq::cache_shape& shape = cache.shape();
-    const auto k = decoded(sequence, shape, layer, kvq::tensor::key);
-    auto v = decoded(sequence, shape, layer, kvq::tensor::value);
+    const auto k = dequantized(sequence, shape, layer, kvq::tensor::key);
+    auto v = dequantized(sequence, shape, layer, kvq::tensor::value);
     const auto qv = q.view();
     const int value_dim = shape.dim(kvq::tensor::value);
     tensor<float> out(qv.tokens, qv.heads, value_dim);

@@ -64,19 +64,19 @@ inline std::vector<float> hostile_block(generator& random, const kvq::block_shap
 }
 
 template <class Scheme>
-std::vector<std::byte> encoded(const Scheme& scheme, const kvq::block_shape& shape, std::vector<float> values,
+std::vector<std::byte> quantized(const Scheme& scheme, const kvq::block_shape& shape, std::vector<float> values,
                                std::uint32_t* not_finite = nullptr, kvq::block_id id = {}) {
     std::vector<std::byte> block(scheme.block_bytes(shape), std::byte{0xcd});
-    const std::uint32_t count = scheme.encode(shape, id, values.data(), block.data());
+    const std::uint32_t count = scheme.quantize(shape, id, values.data(), block.data());
     if (not_finite) *not_finite = count;
     return block;
 }
 
 template <class Scheme>
-std::vector<float> decoded(const Scheme& scheme, const kvq::block_shape& shape,
+std::vector<float> dequantized(const Scheme& scheme, const kvq::block_shape& shape,
                            const std::vector<std::byte>& block, kvq::block_id id = {}) {
     std::vector<float> values(shape.values());
-    scheme.decode(shape, id, block.data(), values.data());
+    scheme.dequantize(shape, id, block.data(), values.data());
     return values;
 }
 

@@ -127,7 +127,7 @@ struct held_page {
     bool operator==(const held_page&) const = default;
 };
 
-/// Every byte that stands for a token: coded pages as they are, and the used part of window pages.
+/// Every byte that stands for a token: quantized pages as they are, and the used part of window pages.
 /// `all`: the unused part as well, which is zero as long as nothing was trimmed.
 template <class Cache>
 std::vector<held_page> contents(const Cache& cache, const typename Cache::sequence_type& sequence,
@@ -183,9 +183,9 @@ inline std::vector<std::uint32_t> attention_bits(const kvq::cache& cache, const 
 
 /// x^ of all tokens of one layer.
 template <class Sequence>
-tensor<float> decoded(const Sequence& sequence, const kvq::cache_shape& shape, int layer, kvq::tensor role) {
+tensor<float> dequantized(const Sequence& sequence, const kvq::cache_shape& shape, int layer, kvq::tensor role) {
     tensor<float> out(sequence.tokens(layer), shape.kv_heads, shape.dim(role));
-    sequence.decode(layer, role, 0, out.view());
+    sequence.dequantize(layer, role, 0, out.view());
     return out;
 }
 

@@ -4,7 +4,7 @@
 //   log8, float24     parameter types of 1 and 3 bytes for the composed scheme
 //   magnitude_bytes   models the concept directly: no folding, no default constructor, state, codes that depend on where
 //                     the block sits, and it scribbles over its input
-//   product_scheme    per-channel affine codes times one factor per token; 8-bit log scales under one super-scale
+//   product_scheme    per-channel affine codes times one scale per token; 8-bit log scales under one super-scale
 #pragma once
 
 #include <algorithm>
@@ -80,7 +80,7 @@ struct magnitude_bytes {
 
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return (s.values() + 15) / 16 * 16; }
 
-    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id& id, float* values,
+    std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,
                          std::byte* block) const {
         std::uint32_t not_finite = 0;
         for (std::size_t i = 0; i < s.values(); ++i) {
@@ -96,7 +96,7 @@ struct magnitude_bytes {
         return not_finite;
     }
 
-    void decode(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block,
+    void dequantize(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block,
                 float* values) const {
         for (std::size_t i = 0; i < s.values(); ++i) {
             const int code = static_cast<int>(block[i]) ^ key(id);
@@ -132,7 +132,7 @@ struct product_scheme {
     }
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return sections(s).end; }
 
-    std::uint32_t encode(const kvq::block_shape& s, const kvq::block_id&, float* values,
+    std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id&, float* values,
                          std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto at = sections(s);
@@ -158,11 +158,11 @@ struct product_scheme {
             const float wanted = wanted_scale(s, values, c);
             int coded = 255;
             if (wanted > 0.0f) coded = std::min(255, 1 + static_cast<int>(8.0f * std::log2(super / wanted)));
-            while (coded > 0 && decoded_scale(super, coded) < wanted) --coded;
+            while (coded > 0 && dequantized_scale(super, coded) < wanted) --coded;
             block[at.scales + static_cast<std::size_t>(c)] = static_cast<std::byte>(coded);
             const kvq::float16 bias = kvq::detail::round_down<kvq::float16>(lowest(s, values, c));
             kvq::detail::store_as(block + at.biases + 2 * static_cast<std::size_t>(c), bias);
-            const float scale = decoded_scale(super, coded), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+            const float scale = dequantized_scale(super, coded), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
             for (int t = 0; t < s.tokens; ++t) {
                 const int code = kvq::detail::affine_code(values[t * s.dim + c], bias, inverse, top);
                 const bool key = s.role == kvq::tensor::key;
@@ -172,7 +172,7 @@ struct product_scheme {
         return not_finite;
     }
 
-    void decode(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block,
+    void dequantize(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block,
                 float* values) const {
         const auto layout = codes(s);
         const bool key = s.role == kvq::tensor::key;
@@ -223,7 +223,7 @@ private:
         o.end = o.factors + padded(2 * tokens);
         return o;
     }
-    static float decoded_scale(float super, int coded) noexcept {
+    static float dequantized_scale(float super, int coded) noexcept {
         constexpr float eighth[8] = {1.0f,        0.917004043f, 0.840896415f, 0.771105413f,
                                      0.70710678f, 0.648419777f, 0.594603558f, 0.545253866f};
         return super * std::ldexp(eighth[coded & 7], -(coded / 8));
@@ -251,7 +251,7 @@ private:
     }
     float scale(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
         const auto at = sections(s);
-        return decoded_scale(kvq::detail::load_as<float>(block + at.super),
+        return dequantized_scale(kvq::detail::load_as<float>(block + at.super),
                              static_cast<int>(block[at.scales + static_cast<std::size_t>(c)]));
     }
 };

@@ -57,7 +57,7 @@ inline std::string hex(const std::vector<std::byte>& bytes, std::size_t n) {
 template <class S>
 std::vector<std::byte> block_of(const S& scheme, const kvq::block_shape& shape, std::vector<float> x) {
     std::vector<std::byte> block(scheme.block_bytes(shape), std::byte{0xcd});
-    scheme.encode(shape, {}, x.data(), block.data());
+    scheme.quantize(shape, {}, x.data(), block.data());
     return block;
 }
 

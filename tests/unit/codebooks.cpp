@@ -39,7 +39,7 @@ std::vector<double> lloyd_max(int n) {
     return levels;
 }
 
-/// Decodes what S makes of random groups and compares every number with formula(group, x). Where the formula itself jumps when x,
+/// Dequantizes what S makes of random groups and compares every number with formula(group, x). Where the formula itself jumps when x,
 /// or the whole group, moves by five millionths of the largest number, either side is right (integer_zero chooses codes by a scale
 /// that has lost four bits). `slack`: of the stored scale, relative. ties_move_scale: a tie at one number moves the scale of all a
 /// little, so that on either side of it the others are right too.
@@ -56,7 +56,7 @@ void check_formula(const Formula& formula, double slack, bool ties_move_scale = 
         auto x = random.normals(shape.values(), random.any_magnitude(-3, 3));
         if (random.one_in(2))
             for (std::size_t i = 0; i < x.size(); ++i) x[i] += i % 7 == 0 ? 3.0f : 0.0f;
-        const auto y = test::decoded(scheme, shape, test::encoded(scheme, shape, x));
+        const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x));
         for (int t = 0; t < shape.tokens; ++t) {
             const auto begin = x.begin() + t * shape.dim;
             const std::vector<double> group(begin, begin + shape.dim);
@@ -251,7 +251,7 @@ TEST_CASE_TEMPLATE("norm: x^ = |x| / sqrt(n) t, renormalised x^ = |x| t / |t|", 
     const kvq::block_shape shape{kvq::tensor::value, 1, 32};
     for (int round = 0; round < 200; ++round) {
         const auto x = random.normals(32, random.any_magnitude(-3, 3));
-        const auto y = test::decoded(renormalised, shape, test::encoded(renormalised, shape, x));
+        const auto y = test::dequantized(renormalised, shape, test::quantized(renormalised, shape, x));
         const double wanted = kvq::detail::norm(x.data(), 32);
         CHECK(std::fabs(kvq::detail::norm(y.data(), 32) - wanted) <= (half_ulp + 1e-6) * wanted);
     }
@@ -269,7 +269,7 @@ TEST_CASE_TEMPLATE(
         INFO(shape);
         const auto x = test::hostile_block(random, shape);
         std::uint32_t counted = 0, wanted = 0;
-        const auto y = test::decoded(scheme, shape, test::encoded(scheme, shape, x, &counted));
+        const auto y = test::dequantized(scheme, shape, test::quantized(scheme, shape, x, &counted));
         for (std::size_t i = 0; i < x.size(); ++i) {
             wanted += !std::isfinite(x[i]);
             REQUIRE(std::isfinite(y[i]));
@@ -277,9 +277,9 @@ TEST_CASE_TEMPLATE(
         CHECK(counted == wanted);
     }
     const kvq::block_shape shape{kvq::tensor::key, 3, 40};
-    for (const float y : test::decoded(scheme, shape, test::encoded(scheme, shape, std::vector<float>(120))))
+    for (const float y : test::dequantized(scheme, shape, test::quantized(scheme, shape, std::vector<float>(120))))
         CHECK(y == 0.0f);
-    // A group of 32 with poison decodes like the group without it.
+    // A group of 32 with poison dequantizes like the group without it.
     for (int round = 0; round < 50; ++round) {
         auto x = random.normals(32);
         const int at = random.between(0, 31);
@@ -288,8 +288,8 @@ TEST_CASE_TEMPLATE(
         x[static_cast<std::size_t>(at)] =
             random.pick(std::vector<float>{HUGE_VALF, -HUGE_VALF, std::nanf("")});
         const kvq::block_shape whole{kvq::tensor::key, 1, 32}, less{kvq::tensor::key, 1, 31};
-        auto y = test::decoded(scheme, whole, test::encoded(scheme, whole, x));
+        auto y = test::dequantized(scheme, whole, test::quantized(scheme, whole, x));
         y.erase(y.begin() + at);
-        CHECK(y == test::decoded(scheme, less, test::encoded(scheme, less, rest)));
+        CHECK(y == test::dequantized(scheme, less, test::quantized(scheme, less, rest)));
     }
 }

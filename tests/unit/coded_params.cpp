@@ -10,7 +10,7 @@
 using kvq::parameter_rounding;
 
 TEST_CASE_TEMPLATE("small floats: 2^M steps an octave, rising, every product with a bfloat16 exact", F,
-                   kvq::detail::scale_float, kvq::detail::factor_float, kvq::detail::small_float<6>) {
+                   kvq::detail::scale_float, kvq::detail::token_scale_float, kvq::detail::small_float<6>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -30,7 +30,7 @@ TEST_CASE_TEMPLATE("small floats: 2^M steps an octave, rising, every product wit
 }
 
 TEST_CASE_TEMPLATE("small floats: the nearest code, or the smallest one that is not below", F,
-                   kvq::detail::scale_float, kvq::detail::factor_float) {
+                   kvq::detail::scale_float, kvq::detail::token_scale_float) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

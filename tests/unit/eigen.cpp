@@ -60,17 +60,17 @@ TEST_CASE("tokens go in from Eigen and come out into Eigen") {
     s.append(0, kvq::tokens_of(k, 2), kvq::tokens_of(v, 2));
 
     Eigen::MatrixXf all = Eigen::MatrixXf::Constant(features, tokens, -1.0f);
-    s.decode(0, kvq::tensor::key, 0, kvq::tokens_of(all, 2));
+    s.dequantize(0, kvq::tensor::key, 0, kvq::tokens_of(all, 2));
     CHECK(all == k);
     // Into part of a larger matrix, nothing beside it is touched.
     Eigen::MatrixXf larger = Eigen::MatrixXf::Constant(features + 4, tokens, -1.0f);
-    s.decode(0, kvq::tensor::value, 5, kvq::tokens_of(larger.block(2, 1, features, 9), 2));
+    s.dequantize(0, kvq::tensor::value, 5, kvq::tokens_of(larger.block(2, 1, features, 9), 2));
     CHECK(larger.block(2, 1, features, 9) == v.middleCols(5, 9));
     larger.block(2, 1, features, 9).setConstant(-1.0f);
     CHECK((larger.array() == -1.0f).all());
     // 16 bit.
     Eigen::Matrix<Eigen::half, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor> half(tokens, features);
-    s.decode(0, kvq::tensor::key, 0, kvq::tokens_of(half, 2));
+    s.dequantize(0, kvq::tensor::key, 0, kvq::tokens_of(half, 2));
     CHECK(half == k.transpose().cast<Eigen::half>());
 
     // Attention: queries and outputs.

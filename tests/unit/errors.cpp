@@ -47,8 +47,8 @@ void make(const kvq::cache_shape& shape, const kvq::cache_options& options = {})
 struct ragged_blocks {
     static std::string name() { return "ragged"; }
     static std::size_t block_bytes(kvq::block_shape) { return 24; }
-    static std::uint32_t encode(kvq::block_shape, kvq::block_id, float*, std::byte*) { return 0; }
-    static void decode(kvq::block_shape, kvq::block_id, const std::byte*, float*) {}
+    static std::uint32_t quantize(kvq::block_shape, kvq::block_id, float*, std::byte*) { return 0; }
+    static void dequantize(kvq::block_shape, kvq::block_id, const std::byte*, float*) {}
 };
 
 /// A pool of threads that grows.
@@ -123,7 +123,7 @@ TEST_CASE("append refuses what does not fit, and changes nothing") {
     CHECK(sequence.tokens() == 20);
 }
 
-TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing") {
+TEST_CASE("attend, trim and dequantize refuse what does not fit, and write nothing") {
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 8, .value_dim = 6};
     cache_type cache(shape, {.recent = 3, .page_tokens = 8});
     test::generator random(1);
@@ -151,23 +151,23 @@ TEST_CASE("attend, trim and decode refuse what does not fit, and write nothing")
     check_message([&] { sequence.trim(21); }, {"21", "20"});
     check_message([&] { sequence.trim(-1); }, {"-1", "20"});
     check_message([&] { (void)sequence.tokens(7); }, {"layer 7"});
-    check_message([&] { sequence.decode(0, kvq::tensor::key, 15, out(6, 2, 8)); },
+    check_message([&] { sequence.dequantize(0, kvq::tensor::key, 15, out(6, 2, 8)); },
                   {"6 tokens from 15", "20"});
-    check_message([&] { sequence.decode(0, kvq::tensor::key, 2147483647, out(1, 2, 8)); },
+    check_message([&] { sequence.dequantize(0, kvq::tensor::key, 2147483647, out(1, 2, 8)); },
                   {"2147483647", "20"});
     check_message([&] { (void)cache.attention_workspace(20, 3); }, {"3 query heads", "2 kv heads"});
     check_message([&] { (void)cache.attention_workspace(20, 0); }, {"0 query heads"});
     check_message([&] { (void)cache.attention_workspace(-5, 4); }, {"-5 tokens"});
     check_message([&] { (void)cache.attention_workspace(20, 4, 2147483647); }, {"2147483647 query tokens"});
     check_message([&] { (void)cache.attention_workspace(20, 4, 1, 0); }, {"0 threads"});
-    check_message([&] { sequence.decode(0, kvq::tensor::key, -1, out(2, 2, 8)); }, {"-1"});
-    check_message([&] { sequence.decode(0, kvq::tensor::value, 0, out(2, 2, 8)); }, {"2 x 8", "2 x 6"});
-    check_message([&] { sequence.decode(3, kvq::tensor::value, 0, out(2, 2, 6)); }, {"layer 3"});
+    check_message([&] { sequence.dequantize(0, kvq::tensor::key, -1, out(2, 2, 8)); }, {"-1"});
+    check_message([&] { sequence.dequantize(0, kvq::tensor::value, 0, out(2, 2, 8)); }, {"2 x 8", "2 x 6"});
+    check_message([&] { sequence.dequantize(3, kvq::tensor::value, 0, out(2, 2, 6)); }, {"layer 3"});
     const token_view<const float> no_q(nullptr, 1, 4, 8);
     const token_view<float> nowhere(nullptr, 1, 4, 6), no_keys(nullptr, 1, 2, 8);
     check_message([&] { sequence.attend(0, no_q, out(1, 4, 6)); }, {"q", "no data", "1 tokens"});
     check_message([&] { sequence.attend(0, q(1, 4, 8), nowhere); }, {"out", "no data", "1 tokens"});
-    check_message([&] { sequence.decode(0, kvq::tensor::key, 0, no_keys); }, {"out", "no data", "1 tokens"});
+    check_message([&] { sequence.dequantize(0, kvq::tensor::key, 0, no_keys); }, {"out", "no data", "1 tokens"});
     check_message([&] { (void)sequence.pages(2); }, {"layer 2", "2 layers"});
     check_message([] { kvq::thread_executor executor(0); }, {"thread", "0"});
 

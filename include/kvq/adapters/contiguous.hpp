@@ -176,10 +176,10 @@ public:
                        x.tokens, " tokens has no ", x.key_data ? "values" : "keys");
         buffers_.reserve(x.tokens);
         for_each_token<0>(buffers_, tokens(), x.tokens, [&](int row, int head, int t, auto* w, T* s, T* b) {
-            mlx_encode(format_, mine.dim(tensor::key), x.keys(row).at(t, head), w, s, b);
+            mlx_quantize(format_, mine.dim(tensor::key), x.keys(row).at(t, head), w, s, b);
         });
         for_each_token<3>(buffers_, tokens(), x.tokens, [&](int row, int head, int t, auto* w, T* s, T* b) {
-            mlx_encode(format_, mine.dim(tensor::value), x.values(row).at(t, head), w, s, b);
+            mlx_quantize(format_, mine.dim(tensor::value), x.values(row).at(t, head), w, s, b);
         });
         buffers_.tokens_ += x.tokens;
     }
@@ -187,15 +187,15 @@ public:
         append(contiguous_view<const T>{x.shape, x.tokens, x.capacity, x.key_data, x.value_data});
     }
 
-    /// Everything held, decoded.
-    contiguous_cache<T> decode(std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const {
+    /// Everything held, dequantized.
+    contiguous_cache<T> dequantize(std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const {
         contiguous_cache<T> out(shape(), memory);
         const contiguous_view<T> to = out.prepare(tokens());
         for_each_token<0>(buffers_, 0, tokens(), [&](int row, int head, int t, auto* w, auto* s, auto* b) {
-            mlx_decode(format_, shape().dim(tensor::key), w, s, b, to.keys(row).at(t, head));
+            mlx_dequantize(format_, shape().dim(tensor::key), w, s, b, to.keys(row).at(t, head));
         });
         for_each_token<3>(buffers_, 0, tokens(), [&](int row, int head, int t, auto* w, auto* s, auto* b) {
-            mlx_decode(format_, shape().dim(tensor::value), w, s, b, to.values(row).at(t, head));
+            mlx_dequantize(format_, shape().dim(tensor::value), w, s, b, to.values(row).at(t, head));
         });
         out.commit(tokens());
         return out;
@@ -282,8 +282,8 @@ contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence& s, int l
                    s.tokens(layer));
     const int n = s.tokens(layer) - first, before = to.tokens();
     const contiguous_view<T> all = to.prepare(n);
-    s.decode(layer, tensor::key, first, all.keys().slice(before, n));
-    s.decode(layer, tensor::value, first, all.values().slice(before, n));
+    s.dequantize(layer, tensor::key, first, all.keys().slice(before, n));
+    s.dequantize(layer, tensor::value, first, all.values().slice(before, n));
     return to.commit(n);
 }
 

@@ -6,7 +6,7 @@
 //   k = round(edge / s);  k != 0:  s = edge / k, bias = edge;   k == 0:  bias = 0
 //   code = clamp(round((x - bias) / s), 0, n) with s and bias in float; both are then rounded to T
 //
-// The end of the range with the larger magnitude decodes exactly, and zero nearly so. MLX's processors differ: the CPU
+// The end of the range with the larger magnitude dequantizes exactly, and zero nearly so. MLX's processors differ: the CPU
 // rounds ties to even; Metal and CUDA round them away from zero and let the maximum start at 0, so that a group of
 // negative numbers is coded over [min, 0]. Groups of 32, 64 or 128 channels; 2, 3, 4, 5, 6 or 8 bits; D is a multiple
 // of G. Contract: finite input gives MLX's words, scales and biases. MLX leaves NaN and infinities undefined; here
@@ -54,7 +54,7 @@ inline float mlx_round(float x, mlx_device device) noexcept {
 /// Codes one row of `dim` channels. words: format.words(dim), scales and biases: format.groups(dim). Raises kvq::error
 /// for a format that MLX does not have, or a row that is not a multiple of its group.
 template <float_format T>
-void mlx_encode(const mlx_format& format, int dim, const T* row, std::uint32_t* words, T* scales, T* biases) {
+void mlx_quantize(const mlx_format& format, int dim, const T* row, std::uint32_t* words, T* scales, T* biases) {
     detail::check_mlx_format(format, dim);
     const auto top = static_cast<float>((1 << format.bits) - 1);
     for (int i = 0; i < format.words(dim); ++i) words[i] = 0;
@@ -96,7 +96,7 @@ void mlx_encode(const mlx_format& format, int dim, const T* row, std::uint32_t* 
 
 /// The values of one row, computed as in MLX: product and sum rounded to T.
 template <float_format T>
-void mlx_decode(const mlx_format& format, int dim, const std::uint32_t* words, const T* scales,
+void mlx_dequantize(const mlx_format& format, int dim, const std::uint32_t* words, const T* scales,
                 const T* biases, T* row) {
     detail::check_mlx_format(format, dim);
     for (int i = 0; i < dim; ++i) {

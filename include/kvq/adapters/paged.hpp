@@ -129,7 +129,7 @@ void write_slots(const sequence& s, int layer, int first, std::span<const Slot> 
             memory.resize(static_cast<std::size_t>(end - from) * static_cast<std::size_t>(to.heads) *
                           static_cast<std::size_t>(to.dim));
             const token_view<T> part(memory.data(), end - from, to.heads, to.dim);
-            s.decode(layer, role, from, part);
+            s.dequantize(layer, role, from, part);
             for (int t = from; t < end; ++t) {
                 const Slot slot = mapping[static_cast<std::size_t>(t - first)];
                 if (slot < 0) continue;

@@ -2,12 +2,12 @@
 //
 // Walk: for every kv head and every block of up to 16 query rows, or 128 (query tokens x query heads of the group), pages are
 // visited in token order. Per page: scores from the key block, online softmax, weights into the value block. Only blocks whose
-// codes cannot be folded are decoded, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
+// codes cannot be folded are dequantized, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
 // chunk gives a softmax state, and states are merged in token order: on one thread or on many, alone or in a batch, the result
 // is the same bit for bit.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
-// arithmetic on the decoded values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
+// arithmetic on the dequantized values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
 // score are large: outliers of keys times large queries (docs/architecture.md). Queries that are not finite give NaN.
 #pragma once
 

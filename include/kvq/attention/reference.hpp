@@ -2,7 +2,7 @@
 //
 //   out[t][h] = sum_k p_k v[k],   p = softmax_k(logit(scale * q[t][h] . k[k])),   over the keys that the query sees
 //
-// Works on decoded values (sequence::decode), so that it shows the error of the kernels and not that of the scheme. The
+// Works on dequantized values (sequence::dequantize), so that it shows the error of the kernels and not that of the scheme. The
 // hooks of a variant (attention/variant.hpp) are called as they are, with float scores. Not for speed.
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 //   format, cache_ref    what pages hold and where they are                              cuda/cache_ref.cuh
 //   store                new tokens into pages                                           cuda/store.cuh
-//   commit_full_pages, requantize_pages, decode_tokens                                   cuda/pages.cuh
+//   commit_full_pages, requantize_pages, dequantize_tokens                                   cuda/pages.cuh
 //   attend               fused attention over packed pages                               cuda/attend.cuh
 //
 // Needs the CUDA toolkit, C++20 (nvcc -std=c++20) and compute capability 8.0. Pages are byte for byte those of the CPU, so

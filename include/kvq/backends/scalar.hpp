@@ -2,14 +2,14 @@
 //
 // A backend is a type with
 //   lanes                              the vectors that the kernels are written in (backends/kernels/plain_lanes.hpp)
-//   pieces                             8-bit pieces of a vector in products with codes (backends/kernels/folded.hpp): 2 or 1
+//   pieces                             bytes of a 16-bit fixed-point query or weight in products with codes (backends/kernels/folded.hpp): 2 or 1
 //   load_floats<P>(bytes, n, out)      n stored parameters as floats
-//   encode(scheme, shape, id, window, block, values)
+//   quantize(scheme, shape, id, window, block, values)
 //       codes a full block of Window values; `values` is scratch for shape.values() floats
-//   decode(scheme, shape, id, block, T* out, stride, values)
+//   dequantize(scheme, shape, id, block, T* out, stride, values)
 //       x^ of all tokens, rounded once to T: token t starts at out + t * stride
-//   encode_values(scheme, shape, id, values, block)
-//       scheme::encode; values: [tokens][dim], scratch afterwards
+//   quantize_values(scheme, shape, id, values, block)
+//       scheme::quantize; values: [tokens][dim], scratch afterwards
 //   requantize_values(scheme, shape, id, values, factors, block)
 //       the same for values that were quantized before: scheme::requantize where there is one; factors: those that their tokens
 //       had then, scratch afterwards, or null
@@ -28,28 +28,28 @@ namespace kvq::inline KVQ_TAGGED {
 
 struct scalar : detail::plain_loads {
     using lanes = plain_lanes;
-    static constexpr int pieces = 2;
+    static constexpr int query_bytes = 2;
     static constexpr const char* name() noexcept { return "scalar"; }
 
     template <class Window, kv_scheme Scheme>
-    static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id,
+    static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
                                 const std::byte* window, std::byte* block, float* values) {
-        full<Window>{}.decode(shape, id, window, values);
-        return scheme.encode(shape, id, values, block);
+        full<Window>{}.dequantize(shape, id, window, values);
+        return scheme.quantize(shape, id, values, block);
     }
 
     template <kv_scheme Scheme, float_format T>
-    static void decode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
+    static void dequantize(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                        T* out, std::ptrdiff_t stride, float* values) {
-        scheme.decode(shape, id, block, values);
+        scheme.dequantize(shape, id, block, values);
         for (int t = 0; t < shape.tokens; ++t)
             for (int c = 0; c < shape.dim; ++c) out[t * stride + c] = T(values[t * shape.dim + c]);
     }
 
     template <kv_scheme Scheme>
-    static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
+    static std::uint32_t quantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
-        return scheme.encode(shape, id, values, block);
+        return scheme.quantize(shape, id, values, block);
     }
 
     template <kv_scheme Scheme>
@@ -58,7 +58,7 @@ struct scalar : detail::plain_loads {
         if constexpr (detail::requantizing<Scheme>)
             return scheme.requantize(shape, id, values, factors, block);
         else
-            return scheme.encode(shape, id, values, block);
+            return scheme.quantize(shape, id, values, block);
     }
 
     template <kv_scheme Scheme>

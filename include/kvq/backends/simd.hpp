@@ -8,12 +8,12 @@
 #include <new>
 
 #include "../format/make_format.hpp"
-#include "kernels/channel_decode.hpp"
-#include "kernels/channel_encode.hpp"
-#include "kernels/decode.hpp"
-#include "kernels/encode.hpp"
-#include "kernels/table_decode.hpp"
-#include "kernels/token_encode.hpp"
+#include "kernels/dequantize_channels.hpp"
+#include "kernels/quantize_channels.hpp"
+#include "kernels/dequantize_block.hpp"
+#include "kernels/quantize_block.hpp"
+#include "kernels/dequantize_table.hpp"
+#include "kernels/quantize_values.hpp"
 #include "kernels/tokens.hpp"
 #include "kernels/transformed.hpp"
 #include "scalar.hpp"
@@ -38,18 +38,18 @@ struct zeroed_memory {
 
 }  // namespace kernels
 
-/// How many 8-bit pieces a query, or a vector of weights, is cut into for products with codes.
-///   pieces<2>   16-bit fixed point, as accurate as 16-bit floats: the default
-///   pieces<1>   8 bits: half of the products, and an error of its own that bench/attention prints beside the speed
+/// How many bytes of fixed point a query or weight has for products with codes.
+///   query_bytes<2>   16-bit fixed point, as accurate as 16-bit floats: the default
+///   query_bytes<1>   8 bits: half of the products, and an error of its own that bench/attention prints beside the speed
 template <int N>
-struct pieces {
-    static_assert(N == 1 || N == 2, "kvq::pieces<N>: N is 1 or 2");
+struct query_bytes {
+    static_assert(N == 1 || N == 2, "kvq::query_bytes<N>: N is 1 or 2");
     static constexpr int value = N;
 };
 
-template <class Arch = arch::best, class Pieces = pieces<2>>
+template <class Arch = arch::best, class QueryBytes = query_bytes<2>>
 struct simd {
-    static constexpr int pieces = Pieces::value;
+    static constexpr int query_bytes = QueryBytes::value;
     using architecture = Arch;
     using lanes = simd_lanes<Arch>;
     static constexpr const char* name() noexcept { return Arch::name(); }
@@ -72,74 +72,74 @@ struct simd {
     }
 
     template <class Window, kv_scheme Scheme>
-    static std::uint32_t encode(const Scheme& scheme, const block_shape& shape, block_id id,
+    static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
                                 const std::byte* window, std::byte* block, float* values) {
         // Straight from a block of fp16, the usual window; from others by way of values, so that fewer kernels are compiled.
         if constexpr (kernels::composed_scheme<Scheme> && std::same_as<Window, float16>)
-            if (kernels::block_encoder<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
+            if (kernels::block_quantizer<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
         if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
-                full<Window>{}.decode(shape, id, window, values);
-            return encode_values(scheme, shape, id, values, block);
+                full<Window>{}.dequantize(shape, id, window, values);
+            return quantize_values(scheme, shape, id, values, block);
         }
-        return scalar::encode<Window>(scheme, shape, id, window, block, values);
+        return scalar::quantize<Window>(scheme, shape, id, window, block, values);
     }
 
     template <kv_scheme Scheme, float_format T>
-    static void decode(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
+    static void dequantize(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
                        T* out, std::ptrdiff_t stride, float* values) {
         // To bf16 by way of floats, so that fewer kernels are compiled.
         if constexpr (std::same_as<T, bfloat16> && !full_precision<Scheme>) {
-            decode(scheme, shape, id, block, values, shape.dim, values);
+            dequantize(scheme, shape, id, block, values, shape.dim, values);
             kernels::round_tokens<lanes>(shape, values, out, stride);
             return;
         }
         if constexpr (kernels::composed_scheme<Scheme>) {
-            if (kernels::table_decoder<simd, Scheme, T>(scheme, shape, block, out, stride).run()) return;
-            if (kernels::block_decoder<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
+            if (kernels::table_dequantizer<simd, Scheme, T>(scheme, shape, block, out, stride).run()) return;
+            if (kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
         }
         if constexpr (kernels::is_channel_scheme<Scheme>)
-            if (kernels::channel_decoder<simd, Scheme>(scheme, shape, id, block).to_tokens(out, stride))
+            if (kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block).to_tokens(out, stride))
                 return;
         if constexpr (kernels::transformed_scheme<Scheme>) {
-            decode<typename Scheme::inner_scheme>(scheme, shape, id, block, values, shape.dim, values);
+            dequantize<typename Scheme::inner_scheme>(scheme, shape, id, block, values, shape.dim, values);
             kernels::restore_tokens<lanes>(scheme, shape, id, values);
             kernels::round_tokens<lanes>(shape, values, out, stride);
             return;
         }
         if constexpr (full_precision<Scheme>)
             if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
-        scalar::decode(scheme, shape, id, block, out, stride, values);
+        scalar::dequantize(scheme, shape, id, block, out, stride, values);
     }
 
     template <kv_scheme Scheme>
-    static std::uint32_t encode_values(const Scheme& scheme, const block_shape& shape, block_id id,
+    static std::uint32_t quantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                        float* values, std::byte* block) {
         if constexpr (kernels::transformed_scheme<Scheme>) {
             const std::uint32_t not_finite = kernels::transform_tokens<lanes>(scheme, shape, id, values);
-            encode_values<typename Scheme::inner_scheme>(scheme, shape, id, values, block);
+            quantize_values<typename Scheme::inner_scheme>(scheme, shape, id, values, block);
             return not_finite;
         }
         if constexpr (kernels::composed_scheme<Scheme>)
-            if (kernels::token_encoder<lanes, Scheme>(scheme, shape, values, block).run())
+            if (kernels::token_quantizer<lanes, Scheme>(scheme, shape, values, block).run())
                 return 0;
         if constexpr (kernels::channel_scheme<Scheme>)
-            if (kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
-        return scheme.encode(shape, id, values, block);
+            if (kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
+        return scheme.quantize(shape, id, values, block);
     }
 
     template <kv_scheme Scheme>
     static std::uint32_t requantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                            float* values, float* factors, std::byte* block) {
         if constexpr (kernels::channel_scheme<Scheme>) {
-            if (kernels::channel_encoder<lanes, Scheme, true>(scheme, shape, id, values, block, factors)
+            if (kernels::channel_quantizer<lanes, Scheme, true>(scheme, shape, id, values, block, factors)
                     .run())
                 return 0;
             return scheme.requantize(shape, id, values, factors, block);
         } else if constexpr (detail::requantizing<Scheme>) {
             return scheme.requantize(shape, id, values, factors, block);
         } else {
-            return encode_values(scheme, shape, id, values, block);
+            return quantize_values(scheme, shape, id, values, block);
         }
     }
 
@@ -162,16 +162,16 @@ struct simd {
                            kernels::read_tokens<lanes, T>(shape, block.data, out, shape.dim);
         } else if constexpr (kernels::composed_scheme<Scheme>) {
             d.quantize =
-                kernels::block_encoder<lanes, Scheme>(scheme, shape, from.data, block.data).run();
+                kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
             d.dequantize =
-                kernels::block_decoder<simd, Scheme>(scheme, shape, block.data)
+                kernels::block_dequantizer<simd, Scheme>(scheme, shape, block.data)
                     .to_tokens(halves, shape.dim) &&
-                kernels::block_decoder<simd, Scheme>(scheme, shape, block.data).to_tokens(out, shape.dim);
+                kernels::block_dequantizer<simd, Scheme>(scheme, shape, block.data).to_tokens(out, shape.dim);
         } else if constexpr (kernels::is_channel_scheme<Scheme>) {
             if constexpr (kernels::channel_scheme<Scheme>)
                 d.quantize =
-                    kernels::channel_encoder<lanes, Scheme>(scheme, shape, id, floats, block.data).run();
-            d.dequantize = kernels::channel_decoder<simd, Scheme>(scheme, shape, id, block.data)
+                    kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, floats, block.data).run();
+            d.dequantize = kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block.data)
                                .to_tokens(halves, shape.dim);
         } else if constexpr (kernels::transformed_scheme<Scheme>) {
             d = describe<typename Scheme::inner_scheme>(scheme, shape);

@@ -2,7 +2,7 @@
 //
 //   window -> coded   the backend's encoder on the 16/32-bit values
 //   coded  -> window  x^ rounded once to the window format
-//   coded  -> coded   requantize() of the target scheme on x^ in float, encode() where it has none; transforms are undone and
+//   coded  -> coded   requantize() of the target scheme on x^ in float, quantize() where it has none; transforms are undone and
 //                     applied on the way
 //
 // Error, with e the error that the source page already has:
@@ -23,7 +23,7 @@
 #include "../core/rounding.hpp"
 #include "../format/format_table.hpp"
 #include "../page/page.hpp"
-#include "../quant/channel_coder.hpp"
+#include "../quant/quantize_channels.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
@@ -55,7 +55,7 @@ inline void convert_page(const format_table& table, const cache_shape& shape, in
             write.write_tokens(block, target, float_type::fp32, scratch, block.dim, block.tokens, 0);
             continue;
         }
-        float token_scales[most_coded];
+        float token_scales[most_quantized];
         const bool known = read.read_token_scales != nullptr;
         if (known) read.read_token_scales(source_format.scheme(), block, source, token_scales);
         to.not_finite += write.requantize_values(target_format.scheme(), block, id, scratch,

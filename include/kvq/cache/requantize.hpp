@@ -1,4 +1,4 @@
-// Requantizing a live cache: coded pages of one or several sequences change their format, page by page.
+// Requantizing a live cache: quantized pages of one or several sequences change their format, page by page.
 //
 //   requantize_request to_4_bit{.key = 1, .value = 1};         // positions in formats<...>
 //   cache.plan_requantize(sequence, to_4_bit);                 // dry run: bytes before, after, peak, freed

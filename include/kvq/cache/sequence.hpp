@@ -125,10 +125,10 @@ public:
 
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V to out: [tokens][kv_heads][dim].
     /// T: float, float16 or bfloat16; x^ is computed in float and rounded once.
-    void decode(int layer, tensor role, int first, const output_view& out) const {
+    void dequantize(int layer, tensor role, int first, const output_view& out) const {
         const int held = tokens(layer);
         detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
-                       "cannot decode ", out.tokens, " tokens from ", first, " on of layer ", layer,
+                       "cannot dequantize ", out.tokens, " tokens from ", first, " on of layer ", layer,
                        ": it holds ", held);
         detail::expect(out.heads == shape().kv_heads && out.dim == shape().dim(role), "out is ", out.heads,
                        " x ", out.dim, " but blocks are ", shape().kv_heads, " x ", shape().dim(role));

@@ -32,7 +32,7 @@ KVQ_HD constexpr T larger(T a, T b) noexcept {
     return a < b ? b : a;
 }
 
-/// FNV-1a over 64-bit words: fingerprints of what decoding needs besides the pages.
+/// FNV-1a over 64-bit words: fingerprints of what dequantizing needs besides the pages.
 struct fingerprint_hash {
     std::uint64_t value = 0xcbf29ce484222325u;
     constexpr void add(std::uint64_t x) noexcept { value = (value ^ x) * 0x100000001b3u; }

@@ -1,4 +1,4 @@
-// Shapes: of the whole cache, of one coded block, and where a block sits.
+// Shapes: of the whole cache, of one quantized block, and where a block sits.
 //
 // A block is the part of a page that belongs to one kv head: a matrix that attention multiplies with a vector.
 //

@@ -3,7 +3,7 @@
 //   bytes per token = layers * kv_heads * (block bytes of K + of V) / page_tokens
 //   bits per value  = 8 * block bytes / (tokens * dim)
 //
-// Contract: exactly what coded pages hold, parameters and padding included; constexpr where block_bytes is.
+// Contract: exactly what quantized pages hold, parameters and padding included; constexpr where block_bytes is.
 #pragma once
 
 #include "../schemes/full.hpp"

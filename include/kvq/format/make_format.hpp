@@ -83,12 +83,12 @@ struct scheme_table {
     static std::uint32_t quantize(const void* scheme, const block_shape& shape, block_id id, float_type type,
                                   const std::byte* from, std::byte* block, float* scratch) {
         return visit_float_type(type, [&]<class Window>(Window) {
-            return Backend::template encode<Window>(of(scheme), shape, id, from, block, scratch);
+            return Backend::template quantize<Window>(of(scheme), shape, id, from, block, scratch);
         });
     }
     static std::uint32_t quantize_values(const void* scheme, const block_shape& shape, block_id id,
                                          float* values, std::byte* block) {
-        return Backend::encode_values(of(scheme), shape, id, values, block);
+        return Backend::quantize_values(of(scheme), shape, id, values, block);
     }
     static std::uint32_t requantize_values(const void* scheme, const block_shape& shape, block_id id,
                                            float* values, float* token_scales, std::byte* block) {
@@ -96,12 +96,12 @@ struct scheme_table {
     }
     static void read_token_scales(const void* scheme, const block_shape& shape, const std::byte* block,
                                   float* scales) {
-        if constexpr (with_factors<Scheme>) of(scheme).read_factors(shape, block, scales);
+        if constexpr (with_token_scales<Scheme>) of(scheme).read_token_scales(shape, block, scales);
     }
     static void dequantize(const void* scheme, const block_shape& shape, block_id id, const std::byte* block,
                            float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
         visit_float_type(type, [&]<class T>(T) {
-            Backend::decode(of(scheme), shape, id, block, static_cast<T*>(out), stride, scratch);
+            Backend::dequantize(of(scheme), shape, id, block, static_cast<T*>(out), stride, scratch);
         });
     }
     static void write_tokens(const block_shape& shape, std::byte* block, float_type type, const void* tokens,
@@ -162,7 +162,7 @@ struct scheme_table {
         &quantize,
         &quantize_values,
         &requantize_values,
-        with_factors<Scheme> ? &read_token_scales : nullptr,
+        with_token_scales<Scheme> ? &read_token_scales : nullptr,
         &dequantize,
         full_precision<Scheme> ? &write_tokens : nullptr,
         &make_plan,

@@ -2,7 +2,7 @@
 //
 //   send_pages(sequence, layer, sink)         every page of one layer as messages, as soon as the layer is read
 //   page_receiver receiver(cache);            elsewhere
-//   receiver.accept(decode_page(bytes));      in any order
+//   receiver.accept(dequantize_page(bytes));      in any order
 //   auto sequence = receiver.finish(tokens);  when all have come
 //
 // The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of its pages, in any
@@ -43,7 +43,7 @@ void send_pages(const sequence& s, int layer, Sink&& write) {
         m.not_finite = p->not_finite;
         m.scheme = identity_of(of.table(role)[p->format]);
         m.data = {p->data(), p->bytes};
-        encode_page(write, m);
+        quantize_page(write, m);
     };
     for (const tensor role : {tensor::key, tensor::value})
         for (int i = 0; i < track.size(); ++i) {

@@ -130,7 +130,7 @@ inline void check_page_data(const page_wire_header& h, std::span<const std::byte
 
 /// Writes a page as one message.
 template <byte_sink Sink>
-void encode_page(Sink&& write, const page_message& m) {
+void quantize_page(Sink&& write, const page_message& m) {
     detail::expect(m.scheme.name.size() <= detail::page_wire_header::most_name_bytes,
                    "the name of a scheme has ", m.scheme.name.size(), " bytes, more than ",
                    detail::page_wire_header::most_name_bytes);
@@ -162,7 +162,7 @@ void encode_page(Sink&& write, const page_message& m) {
 }
 
 /// Takes a message apart; the data stay where they are. Raises kvq::error if it is not exactly one whole, undamaged message.
-inline page_message decode_page(std::span<const std::byte> message) {
+inline page_message dequantize_page(std::span<const std::byte> message) {
     const std::size_t prefix = sizeof(detail::page_wire_header);
     detail::expect(message.size() >= prefix, "truncated: a page of ", message.size(),
                    " bytes has no room for its header of ", prefix);

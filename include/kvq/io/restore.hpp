@@ -228,7 +228,7 @@ private:
     }
 
     /// x^ of a page, [head][token][channel].
-    token_view<const float> decode(tensor role, int layer, const page& p, std::uint32_t format, int used,
+    token_view<const float> dequantize(tensor role, int layer, const page& p, std::uint32_t format, int used,
                                    std::vector<float>& values) {
         const block_shape shape{role, p.tokens, cache_.shape().dim(role)};
         const int heads = cache_.shape().kv_heads;
@@ -241,7 +241,7 @@ private:
             float* const to = values.data() + shape.values() * static_cast<std::size_t>(h);
             if (index < 0) {
                 visit_float_type(other_window(role, layer, format), [&]<class T>(T) {
-                    full<T>{}.decode(shape, block_id{layer, h}, block, to);
+                    full<T>{}.dequantize(shape, block_id{layer, h}, block, to);
                 });
                 continue;
             }
@@ -258,8 +258,8 @@ private:
         std::vector<float> k, v;
         for (std::size_t i = 0; i < keys.pages.size(); ++i) {
             const int shown = saved(layer).spans[i].tokens;
-            s.append(layer, decode(tensor::key, layer, *keys.pages[i], keys.formats[i], shown, k),
-                     decode(tensor::value, layer, *values.pages[i], values.formats[i], shown, v));
+            s.append(layer, dequantize(tensor::key, layer, *keys.pages[i], keys.formats[i], shown, k),
+                     dequantize(tensor::value, layer, *values.pages[i], values.formats[i], shown, v));
         }
     }
 

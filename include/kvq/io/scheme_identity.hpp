@@ -2,9 +2,9 @@
 //
 // A scheme that holds state (a rotation, a permutation, a codebook, a step) must have
 //
-//   std::uint64_t fingerprint() const     equal for two schemes of one name only if they decode the same
+//   std::uint64_t fingerprint() const     equal for two schemes of one name only if they dequantize the same
 //
-// so that pages are never decoded with somebody else's parameters; without it they cannot be saved or sent. The index in
+// so that pages are never dequantized with somebody else's parameters; without it they cannot be saved or sent. The index in
 // a table of formats says nothing: other caches have other lists.
 #pragma once
 

@@ -19,7 +19,7 @@
 // page_pool counts them; token ids and tables (about 4 bytes per token, and 60 per page) come on top.
 //
 // Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp); fetch the same plus a fork, O(p), and one
-// page per layer and tensor where a trim cuts a coded page; store O(n + p) plus the coding of pages and one comparison
+// page per layer and tensor where a trim cuts a quantized page; store O(n + p) plus the coding of pages and one comparison
 // with those of the nearest entry; an eviction O(p).
 // Thread safety: all members may be called from any thread. Forking, trimming, coding and freeing happen outside the
 // lock; only step_down, which changes entries where they are, lets the others wait.

@@ -5,7 +5,7 @@
 //
 // Contract: rounding bias down and scale up puts the whole group inside the grid of the *stored* parameters, so
 // |x - x^| <= scale/2 (plus float evaluation, about 1e-7 |x|) as long as min and (max - min) / (2^B - 1) are finite in the
-// parameter type (float16: up to 65504; bfloat16 parameters hold whatever bfloat16 values do). Constant groups whose value the parameter type can hold decode exactly. NaN and infinities never set
+// parameter type (float16: up to 65504; bfloat16 parameters hold whatever bfloat16 values do). Constant groups whose value the parameter type can hold dequantize exactly. NaN and infinities never set
 // parameters; NaN codes as the value nearest zero, infinities saturate.
 // Source: the min-max grid of KIVI (arXiv 2402.02750, eq. 2) and MLX, with directed rounding of the parameters.
 #pragma once

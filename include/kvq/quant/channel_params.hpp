@@ -1,10 +1,10 @@
-// How the scales and biases of channels, and the factors of tokens, are stored in a block.
+// How the scales and biases of channels, and the token scales, are stored in a block.
 //
 //   channel_parameters<params<P>>   [scales][biases], each [group][slot] of type P
 //   channel_parameters<coded>       the same in one byte each (quant/coded.hpp), then 3 bfloat16 per group:
 //                                   scale unit, first bias, bias step
-//   token_factors<coded>            one byte per token: 31/16 for the token with the largest factor, down to 2^-15
-//   token_factors<params<P>>        one P per token
+//   token_scales<coded>            one byte per token: 31/16 for the token with the largest factor, down to 2^-15
+//   token_scales<params<P>>        one P per token
 //
 // Slots: pack/tile_layout.hpp; factors lie by token slot. Functions that store give the stored numbers for the wanted ones; codes
 // are then computed from those. Of a group: `scale_line` or `bias_line` from the range of what is wanted, kept by `store_line`;
@@ -193,24 +193,24 @@ struct channel_parameters<coded> {
 };
 
 /// No factor: parameters of channels alone.
-struct no_factors {
+struct no_token_scales {
     static constexpr bool present = false;
     static short_text name() { return ""; }
     KVQ_HD static constexpr std::size_t bytes(int) noexcept { return 0; }
 };
 
-/// A factor per token, stored as Params say.
+/// A scale per token, stored as Params say.
 template <class Params>
-struct token_factors;
+struct token_scales;
 
-/// What schemes take as factors: no_factors or token_factors<...>.
+/// What schemes take as factors: no_token_scales or token_scales<...>.
 template <class F>
-concept factors_of_tokens = requires {
+concept token_scale_policy = requires {
     { F::present } -> std::convertible_to<bool>;
 };
 
 template <>
-struct token_factors<coded> {
+struct token_scales<coded> {
     static constexpr bool present = true;
     static short_text name() { return "-dual"; }
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
@@ -218,22 +218,22 @@ struct token_factors<coded> {
     }
     KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
         for (int i = 0; i < n; ++i) {
-            const unsigned code = detail::factor_float::code(factors[i], 1.0f, parameter_rounding::nearest);
+            const unsigned code = detail::token_scale_float::code(factors[i], 1.0f, parameter_rounding::nearest);
             at[first + i] = static_cast<std::byte>(code);
-            factors[i] = detail::factor_float::value(code);
+            factors[i] = detail::token_scale_float::value(code);
         }
     }
     KVQ_HD static float factor(const std::byte* at, int slot) noexcept {
-        return detail::factor_float::value(static_cast<unsigned>(at[slot]));
+        return detail::token_scale_float::value(static_cast<unsigned>(at[slot]));
     }
     template <class Backend>
     static void load(const std::byte* at, int n, float* out) {
-        for (int i = 0; i < n; ++i) out[i] = detail::factor_float::value(static_cast<unsigned>(at[i]));
+        for (int i = 0; i < n; ++i) out[i] = detail::token_scale_float::value(static_cast<unsigned>(at[i]));
     }
 };
 
 template <class P>
-struct token_factors<params<P>> {
+struct token_scales<params<P>> {
     static constexpr bool present = true;
     static short_text name() { return "-dual-" + channel_parameters<params<P>>::name(); }
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
@@ -241,7 +241,7 @@ struct token_factors<params<P>> {
     }
     KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
         for (int i = 0; i < n; ++i) {
-            const P p(detail::larger(factors[i], detail::factor_float::smallest));
+            const P p(detail::larger(factors[i], detail::token_scale_float::smallest));
             detail::store_as(at + sizeof(P) * static_cast<std::size_t>(first + i), p);
             factors[i] = static_cast<float>(p);
         }

@@ -8,7 +8,7 @@
 //   code(x, scale) -> int             infinities saturate, NaN codes as the value nearest zero
 //   value(code, scale) -> float
 //
-// Attention cannot run on such codes (the value is not linear in the code); it decodes page by page.
+// Attention cannot run on such codes (the value is not linear in the code); it dequantizes page by page.
 // The published ones by name are in published_codebooks.hpp, the scheme in schemes/codebook.hpp.
 #pragma once
 
@@ -95,7 +95,7 @@ struct by_largest : table_levels<Table> {
 };
 
 /// The group's root mean square is the table's unit: scale = |x| / sqrt(n). Renormalized: the scale that is stored gives
-/// the decoded group the length of the original, |x^| = |x|.
+/// the dequantized group the length of the original, |x^| = |x|.
 template <class Table, bool Renormalized = false>
 struct by_norm : table_levels<Table> {
     static fitted fit(const float* x, int n) noexcept {

@@ -75,14 +75,14 @@ struct small_float {
     }
 };
 /// Scales of channels: 32 steps an octave, 8 octaves. (What a range gains by being stored outside is lost in resolution, and a
-/// scale of less than 1/250 of the largest one does not matter.) Factors of tokens: 16 steps, 16 octaves.
+/// scale of less than 1/250 of the largest one does not matter.) TokenScales of tokens: 16 steps, 16 octaves.
 using scale_float = small_float<5>;
-using factor_float = small_float<4>;
+using token_scale_float = small_float<4>;
 static_assert(scale_float::value(255) == scale_float::largest &&
               scale_float::value(0) == scale_float::smallest);
-static_assert(scale_float::smallest == 0x1p-7f && factor_float::smallest == 0x1p-15f);
-static_assert(factor_float::value(255) == factor_float::largest &&
-              factor_float::value(0) == factor_float::smallest);
+static_assert(scale_float::smallest == 0x1p-7f && token_scale_float::smallest == 0x1p-15f);
+static_assert(token_scale_float::value(255) == token_scale_float::largest &&
+              token_scale_float::value(0) == token_scale_float::smallest);
 
 /// Shared numbers of the biases of a group.
 struct bias_line {

@@ -6,7 +6,7 @@
 //   least_squares    the same, then up to 4 turns of: codes for the grid, best grid for the codes
 //   mean_corrected<E>  afterwards the bias moves by the mean error of the channel, so that errors of a page average out
 //
-// Contract, y the number and y^ the decoded one, both before any factor of its token:
+// Contract, y the number and y^ the dequantized one, both before any factor of its token:
 //   enclosing                   |y - y^| <= scale / 2
 //   min_max                     |y - y^| <= scale / 2 + what rounding the stored parameters to nearest cuts off: half a step of
 //                               stored biases and 1/64 of the range if coded, one rounding of each if not
@@ -33,7 +33,7 @@ struct grid_range {
 
 namespace detail {
 
-/// What schemes take as an encoder; it also has the constants that quant/channel_coder.hpp reads.
+/// What schemes take as an encoder; it also has the constants that quant/quantize_channels.hpp reads.
 template <class E>
 concept grid_encoder = requires(const E e, const float* x, int n, float* codes) {
     { e.fit(x, n, n, codes) } -> std::same_as<grid_range>;

@@ -170,17 +170,17 @@ private:
     float first_[most], scale_[most], inverse_[most];
 };
 
-/// Replaces factors of tokens by stored ones under which values lie on grids of `top` steps, where such are near. Factors that are
+/// Replaces token scales by stored ones under which values lie on grids of `top` steps, where such are near. TokenScales that are
 /// stored ones stay: they were settled before. Equal factors take their place if those have less error.
 /// values: [tokens][dim], at most 1024 tokens and channels. Grids of more than 6 bits are too fine
 /// to tell.
-inline void settle_token_factors(const float* values, int tokens, int dim, int top, float* factors) noexcept {
+inline void settle_token_scales(const float* values, int tokens, int dim, int top, float* factors) noexcept {
     constexpr int turns = 4, widest = 63;
     if (top > widest) return;
     bool stored = true;
     for (int t = 0; t < tokens; ++t) {
         const float factor =
-            factor_float::value(factor_float::code(factors[t], 1.0f, parameter_rounding::nearest));
+            token_scale_float::value(token_scale_float::code(factors[t], 1.0f, parameter_rounding::nearest));
         stored = stored && factor == factors[t];
         factors[t] = factor;
     }
@@ -188,7 +188,7 @@ inline void settle_token_factors(const float* values, int tokens, int dim, int t
     factor_grids grids;
     // A fit may go astray where a channel is left with few values other than zero.
     float equal[factor_grids::most];
-    for (int t = 0; t < tokens; ++t) equal[t] = factor_float::largest;
+    for (int t = 0; t < tokens; ++t) equal[t] = token_scale_float::largest;
     const auto errors_of = [&](const float* tried) {
         grids.fit(values, tokens, dim, top, tried);
         double sum = 0.0;
@@ -202,11 +202,11 @@ inline void settle_token_factors(const float* values, int tokens, int dim, int t
         bool moved = false;
         for (int t = 0; t < tokens; ++t) {
             const auto code =
-                static_cast<int>(factor_float::code(factors[t], 1.0f, parameter_rounding::nearest));
+                static_cast<int>(token_scale_float::code(factors[t], 1.0f, parameter_rounding::nearest));
             double least = grids.error(values + t * dim, factors[t]);
             for (const int beside : {code - 1, code + 1}) {
                 if (beside < 0 || beside > 255) continue;
-                const float factor = factor_float::value(static_cast<unsigned>(beside));
+                const float factor = token_scale_float::value(static_cast<unsigned>(beside));
                 const double error = grids.error(values + t * dim, factor);
                 if (!(error < least)) continue;
                 least = error;

@@ -8,7 +8,7 @@
 // a mean per block, and with sinks and recent tokens in 16 bit, it must be added, and is.
 //
 // Folding: m is a bias of columns, so centred<Inner> is foldable where Inner is, has no factors on the rows of keys (per-channel
-// schemes) and no transform, since m is the mean of what was before it. Elsewhere attention decodes block by block.
+// schemes) and no transform, since m is the mean of what was before it. Elsewhere attention dequantizes block by block.
 // Contract: that of Inner for k - m; NaN and infinities do not enter the mean.
 #pragma once
 
@@ -43,7 +43,7 @@ struct centred : Inner {
         return Inner::block_bytes(s) + detail::round_up(2 * static_cast<std::size_t>(s.dim), std::size_t{16});
     }
 
-    std::uint32_t encode(const block_shape& s, const block_id& id, float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, const block_id& id, float* values, std::byte* block) const {
         std::byte* const means = block + Inner::block_bytes(s);
         for (std::size_t i = 0; i < block_bytes(s) - Inner::block_bytes(s); ++i) means[i] = std::byte{0};
         for (int c = 0; c < s.dim; ++c) {
@@ -59,11 +59,11 @@ struct centred : Inner {
             detail::store_as(means + 2 * static_cast<std::size_t>(c), float16(mean));
             for (int t = 0; t < s.tokens; ++t) values[t * s.dim + c] -= static_cast<float>(float16(mean));
         }
-        return Inner::encode(s, id, values, block);
+        return Inner::quantize(s, id, values, block);
     }
 
-    void decode(const block_shape& s, const block_id& id, const std::byte* block, float* values) const {
-        Inner::decode(s, id, block, values);
+    void dequantize(const block_shape& s, const block_id& id, const std::byte* block, float* values) const {
+        Inner::dequantize(s, id, block, values);
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c) values[t * s.dim + c] += mean(s, block, c);
     }

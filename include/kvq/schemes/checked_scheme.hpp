@@ -19,15 +19,15 @@ struct checked_scheme {
     static constexpr bool has_block_bytes = requires(const S s, block_shape shape) {
         { s.block_bytes(shape) } -> std::convertible_to<std::size_t>;
     };
-    static constexpr bool has_encode =
+    static constexpr bool has_quantize =
         requires(const S s, block_shape shape, block_id id, float* values, std::byte* block) {
-        { s.encode(shape, id, values, block) } -> std::convertible_to<std::uint32_t>;
+        { s.quantize(shape, id, values, block) } -> std::convertible_to<std::uint32_t>;
     };
-    static constexpr bool has_decode =
+    static constexpr bool has_dequantize =
         requires(const S s, block_shape shape, block_id id, const std::byte* block, float* values) {
-        s.decode(shape, id, block, values);
+        s.dequantize(shape, id, block, values);
     };
-    static constexpr bool something = has_block_bytes || has_encode || has_decode;
+    static constexpr bool something = has_block_bytes || has_quantize || has_dequantize;
     static_assert(something,
                   "kvq::make_format: the argument must be a scheme (kv_scheme); of a pair like kivi<4> take "
                   "its keys or values");
@@ -36,11 +36,11 @@ struct checked_scheme {
     static_assert(!something || has_name, "kvq::make_format: a scheme needs `std::string name() const`");
     static_assert(!something || has_block_bytes,
                   "kvq::make_format: a scheme needs `std::size_t block_bytes(block_shape) const`");
-    static_assert(!something || has_encode,
-                  "kvq::make_format: a scheme needs `std::uint32_t encode(block_shape, "
+    static_assert(!something || has_quantize,
+                  "kvq::make_format: a scheme needs `std::uint32_t quantize(block_shape, "
                   "block_id, float* values, std::byte* block) const`");
-    static_assert(!something || has_decode,
-                  "kvq::make_format: a scheme needs `void decode(block_shape, block_id, "
+    static_assert(!something || has_dequantize,
+                  "kvq::make_format: a scheme needs `void dequantize(block_shape, block_id, "
                   "const std::byte* block, float* values) const`");
 };
 template <kv_scheme S>

@@ -3,7 +3,7 @@
 //   block = [codes][scales]          as that of scheme<> without biases; docs/format.md
 //
 // Contract: finite members of a group set its scale; the scale is rounded to nearest and kept finite; infinities saturate and
-// NaN codes as the value nearest zero; both are counted. Not foldable: attention decodes page by page.
+// NaN codes as the value nearest zero; both are counted. Not foldable: attention dequantizes page by page.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,7 @@
 namespace kvq::inline KVQ_TAGGED {
 namespace detail {
 
-/// A codebook as the levels of scheme<>, which then packs, stores and decodes.
+/// A codebook as the levels of scheme<>, which then packs, stores and dequantizes.
 template <codebook C>
 struct codebook_levels {
     static constexpr bool has_bias = false;
@@ -38,17 +38,17 @@ private:
 
 public:
     using base::block_bytes;
-    using base::decode;
+    using base::dequantize;
     using base::name;
     using typename base::parameter;
 
-    std::uint32_t encode(const block_shape& s, block_id, const float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, block_id, const float* values, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto layout = base::codes(s);
         std::uint32_t not_finite = 0;
         std::vector<float> finite;
         finite.reserve(static_cast<std::size_t>(detail::larger(s.tokens, s.dim)));
-        base::each_group(s, [&](const typename base::number_group& g) {
+        base::each_group(s, [&](const typename base::value_group& g) {
             finite.clear();
             for (int i = 0; i < g.size; ++i)
                 if (const float x = values[g.index(s, i)]; detail::is_finite(x)) finite.push_back(x);

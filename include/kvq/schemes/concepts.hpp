@@ -4,26 +4,26 @@
 //
 //   std::string name() const
 //   std::size_t block_bytes(block_shape) const                        multiple of 16; the same for every block of a shape
-//   std::uint32_t encode(block_shape, block_id, float* values, std::byte* block) const
-//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many were not finite. What it or decode
-//       throws reaches the caller of append, trim or decode, and the sequence is as it was
-//   void decode(block_shape, block_id, const std::byte* block, float* values) const
+//   std::uint32_t quantize(block_shape, block_id, float* values, std::byte* block) const
+//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many were not finite. What it or dequantize
+//       throws reaches the caller of append, trim or dequantize, and the sequence is as it was
+//   void dequantize(block_shape, block_id, const std::byte* block, float* values) const
 //
 // Optional, found by `requires`:
-//   using attends_as = the scheme itself          attention may read the blocks without decode(), in one of three ways (see below):
+//   using attends_as = the scheme itself          attention may read the blocks without dequantize(), in one of three ways (see below):
 //       foldable         integer codes with parameters on rows and columns
 //       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ between channels)
 //       full_precision   16- or 32-bit values as they are
 //   void check(cache_shape, tensor) const         raises kvq::error where state belongs to another shape; caches call it first
 //   static constexpr bool supports(tensor)        a scheme for keys only or values only
-//   std::uint64_t fingerprint() const             of state that decoding needs; required to save and send (io/scheme_identity.hpp)
+//   std::uint64_t fingerprint() const             of state that dequantizing needs; required to save and send (io/scheme_identity.hpp)
 //   std::uint32_t requantize(block_shape, block_id, float* values, float* factors, std::byte* block) const
-//       encode() for values that were quantized before; factors: those of their tokens then, one each, may be overwritten; or null.
+//       quantize() for values that were quantized before; factors: those of their tokens then, one each, may be overwritten; or null.
 //       Repeated with other schemes in between it must not drift (quant/grid_keeper.hpp)
-//   void read_factors(block_shape, const std::byte* block, float* factors) const
-//       the factors of tokens in a block, for the requantize() of another scheme
+//   void read_token_scales(block_shape, const std::byte* block, float* factors) const
+//       the token scales in a block, for the requantize() of another scheme
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
-//       a linear transform in front of the codes of a foldable or segmented scheme: decode() undoes it, attention applies it to q once,
+//       a linear transform in front of the codes of a foldable or segmented scheme: dequantize() undoes it, attention applies it to q once,
 //       to the output once
 #pragma once
 
@@ -42,8 +42,8 @@ concept kv_scheme = std::copy_constructible<S> &&
     requires(const S s, block_shape shape, block_id id, float* values, const std::byte* in, std::byte* out) {
     { s.name() } -> std::convertible_to<std::string>;
     { s.block_bytes(shape) } -> std::convertible_to<std::size_t>;
-    { s.encode(shape, id, values, out) } -> std::convertible_to<std::uint32_t>;
-    s.decode(shape, id, in, values);
+    { s.quantize(shape, id, values, out) } -> std::convertible_to<std::uint32_t>;
+    s.dequantize(shape, id, in, values);
 };
 
 namespace detail {
@@ -62,23 +62,23 @@ template <class S>
 concept value_scheme = kv_scheme<S> && detail::supports<S>(tensor::value);
 
 namespace detail {
-/// A derived type inherits the names by which attention knows its base, while its decode() may say something else. So a scheme
-/// names itself, which cannot be inherited, and a derived type is decoded unless it does so again.
+/// A derived type inherits the names by which attention knows its base, while its dequantize() may say something else. So a scheme
+/// names itself, which cannot be inherited, and a derived type is dequantized unless it does so again.
 template <class S>
 concept read_by_attention = kv_scheme<S> && std::same_as<typename S::attends_as, S>;
 }  // namespace detail
 
 namespace detail {
-/// As with attention: derived types that do not name themselves have encode() and decode() alone.
+/// As with attention: derived types that do not name themselves have quantize() and dequantize() alone.
 template <class S>
 concept requantizing = read_by_attention<S> &&
     requires(const S s, block_shape shape, block_id id, float* values, std::byte* out) {
     { s.requantize(shape, id, values, values, out) } -> std::convertible_to<std::uint32_t>;
 };
 template <class S>
-concept with_factors = read_by_attention<S> &&
+concept with_token_scales = read_by_attention<S> &&
     requires(const S s, block_shape shape, const std::byte* in, float* factors) {
-    s.read_factors(shape, in, factors);
+    s.read_token_scales(shape, in, factors);
 };
 }  // namespace detail
 
@@ -130,7 +130,7 @@ concept segmented = detail::read_by_attention<S> && requires(const S s, block_sh
 };
 
 /// A scheme with codes that transforms vectors before coding them: its codes are those of T x. (Blocks of other schemes are
-/// decoded before they are multiplied, and decode() has undone the transform already.)
+/// dequantized before they are multiplied, and dequantize() has undone the transform already.)
 template <class S>
 concept transforming = (foldable<S> || segmented<S>)&&requires(const S s, block_shape shape, block_id id,
                                                                float* x) {

@@ -23,7 +23,7 @@ struct full {
         return detail::round_up(value_layout<T>(s).bytes(), std::size_t{16});
     }
 
-    std::uint32_t encode(const block_shape& s, block_id, const float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, block_id, const float* values, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const value_layout<T> layout(s);
         std::uint32_t not_finite = 0;
@@ -36,7 +36,7 @@ struct full {
         return not_finite;
     }
 
-    void decode(const block_shape& s, block_id, const std::byte* block, float* values) const {
+    void dequantize(const block_shape& s, block_id, const std::byte* block, float* values) const {
         const value_layout<T> layout(s);
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c)

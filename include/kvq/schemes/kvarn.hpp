@@ -45,7 +45,7 @@ struct variance_normalized {
         return bias_offset(s) + section(codes(s).cols.padded_size());
     }
 
-    std::uint32_t encode(const block_shape& s, const block_id&, const float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, const block_id&, const float* values, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto layout = codes(s);
         const int rows = s.rows(), cols = s.cols();
@@ -82,7 +82,7 @@ struct variance_normalized {
         return not_finite;
     }
 
-    void decode(const block_shape& s, const block_id&, const std::byte* block, float* values) const {
+    void dequantize(const block_shape& s, const block_id&, const std::byte* block, float* values) const {
         const auto layout = codes(s);
         for (int r = 0; r < s.rows(); ++r)
             for (int c = 0; c < s.cols(); ++c)

@@ -7,7 +7,7 @@
 // A plan says, per layer and head, in which order channels lie and how many quads have each width. It is fixed before the first
 // token; every plan of a shape gives blocks of the same size. Without a plan channels keep their order and have the average
 // width, or the two widths around it. The order is a permutation of the query, which attention applies once.
-// Contract: each channel as in schemes/dual.hpp, with 2^B - 1 steps of its own width; a channel of 0 bits decodes to its
+// Contract: each channel as in schemes/dual.hpp, with 2^B - 1 steps of its own width; a channel of 0 bits dequantizes to its
 // group's mean, to half a step of stored biases. At most 1024 tokens and channels per block.
 // Source: allocation by E[q^2] var(k): quant/width_allocation.hpp.
 #pragma once
@@ -19,7 +19,7 @@
 #include "../core/text.hpp"
 #include "../pack/bit_pack.hpp"
 #include "../quant/affine.hpp"
-#include "../quant/channel_coder.hpp"
+#include "../quant/quantize_channels.hpp"
 #include "../quant/channel_params.hpp"
 #include "../quant/error_feedback.hpp"
 #include "../quant/granularity.hpp"
@@ -135,37 +135,37 @@ struct mixed_width {
 
     /// Raises kvq::error for blocks of more than 1024 tokens or channels.
     static constexpr std::size_t block_bytes(const block_shape& s) {
-        if (s.tokens > detail::most_coded || s.dim > detail::most_coded)
-            detail::expect(false, "mixed_width codes blocks of up to ", detail::most_coded,
+        if (s.tokens > detail::most_quantized || s.dim > detail::most_quantized)
+            detail::expect(false, "mixed_width codes blocks of up to ", detail::most_quantized,
                            " tokens and channels, got ", s.tokens, " x ", s.dim);
         return detail::round_up(
             parameter_offset(s) + parameters::bytes(token_axis(s).groups(), channel_slots(s)),
             std::size_t{16});
     }
 
-    std::uint32_t encode(const block_shape& s, block_id id, float* values, std::byte* block) const {
-        return encode_by(encoder, s, id, values, block);
+    std::uint32_t quantize(const block_shape& s, block_id id, float* values, std::byte* block) const {
+        return quantize_by(encoder, s, id, values, block);
     }
     /// Of values that were quantized before.
     std::uint32_t requantize(const block_shape& s, block_id id, float* values, float*,
                              std::byte* block) const {
-        return encode_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, block);
+        return quantize_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, block);
     }
 
 private:
     template <class E>
-    std::uint32_t encode_by(const E& fitted, const block_shape& s, block_id id, float* values,
+    std::uint32_t quantize_by(const E& fitted, const block_shape& s, block_id id, float* values,
                             std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const std::uint32_t not_finite = detail::bound_magnitudes(values, s.values());
         for (int t = 0; t < s.tokens; ++t) transform_query(s, id, values + t * s.dim);
-        std::uint8_t top[detail::most_coded];
+        std::uint8_t top[detail::most_quantized];
         for_each_segment(s, id, [&]<int Bits>(const code_segment& segment) {
             std::memset(top + segment.first, (1 << Bits) - 1, static_cast<std::size_t>(segment.columns));
         });
         const grouped_axis tokens = token_axis(s);
         for (int g = 0; g < tokens.groups(); ++g)
-            detail::code_channels<parameters>(
+            detail::quantize_channels<parameters>(
                 fitted, id, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
                 [&](int c) { return static_cast<int>(top[c]); }, block + parameter_offset(s), tokens.groups(),
                 channel_slots(s), g);
@@ -182,9 +182,9 @@ private:
     }
 
 public:
-    void decode(const block_shape& s, block_id id, const std::byte* block, float* values) const {
+    void dequantize(const block_shape& s, block_id id, const std::byte* block, float* values) const {
         const grouped_axis tokens = token_axis(s);
-        float scales[detail::most_coded], biases[detail::most_coded];
+        float scales[detail::most_quantized], biases[detail::most_quantized];
         for (int g = 0; g < tokens.groups(); ++g) {
             columns(s).template load<detail::plain_loads>(block, g, scales, biases);
             const int begin = g * tokens.group, end = begin + tokens.group_size(g);
@@ -221,7 +221,7 @@ public:
     void transform_query(const block_shape& s, block_id id, float* x) const {
         const channel_allocation* const a = allocation(s, id);
         if (!a) return;
-        float y[detail::most_coded];
+        float y[detail::most_quantized];
         for (int c = 0; c < s.dim; ++c) y[c] = x[a->order[static_cast<std::size_t>(c)]];
         std::memcpy(x, y, sizeof(float) * static_cast<std::size_t>(s.dim));
     }
@@ -229,7 +229,7 @@ public:
     void restore_output(const block_shape& s, block_id id, float* y) const {
         const channel_allocation* const a = allocation(s, id);
         if (!a) return;
-        float x[detail::most_coded];
+        float x[detail::most_quantized];
         for (int c = 0; c < s.dim; ++c) x[a->order[static_cast<std::size_t>(c)]] = y[c];
         std::memcpy(y, x, sizeof(float) * static_cast<std::size_t>(s.dim));
     }
@@ -307,7 +307,7 @@ public:
         at.columns = detail::larger(0, detail::smaller(4 * quads.of[Width], s.dim - at.first));
         return at;
     }
-    /// One number, by its place, as decode() gives it, for code that reads single ones.
+    /// One number, by its place, as dequantize() gives it, for code that reads single ones.
     KVQ_HD static float value(const block_shape& s, const width_quads& quads, const std::byte* block,
                               int token, int place) noexcept {
         const grouped_axis tokens = token_axis(s);

@@ -2,16 +2,16 @@
 //
 // | preset | keys                                                   | values                                  | bits D128 / D64 |
 // |--------|--------------------------------------------------------|-----------------------------------------|-----------------|
-// | ref8   | 8 bits per channel over 64 tokens, fp16 parameters     | 8 bits, fp16 factor per token           | 8.44 / 8.50     |
-// | hi6    | 6 bits per channel over the page, coded parameters     | 6 bits, coded factor per token          | 6.16 / 6.19     |
-// | std5   | 5 bits per channel over 64 tokens, coded parameters    | 5 bits, coded factor per token          | 5.22 / 5.25     |
+// | ref8   | 8 bits per channel over 64 tokens, fp16 parameters     | 8 bits, fp16 scale per token           | 8.44 / 8.50     |
+// | hi6    | 6 bits per channel over the page, coded parameters     | 6 bits, coded scale per token          | 6.16 / 6.19     |
+// | std5   | 5 bits per channel over 64 tokens, coded parameters    | 5 bits, coded scale per token          | 5.22 / 5.25     |
 // | std4   | 4 bits, the same                                       | 4 bits, the same                        | 4.22 / 4.25     |
 // | mix4   | 3, 4 or 6 bits, 4 on average (0 where that is best)    | 4 bits, the same                        | 4.22 / 4.25     |
 // | low3   | 0, 2, 3, 4 or 6 bits, 3 on average                     | 3 bits, the same                        | 3.22 / 3.25     |
 // | low2   | 0, 2 or 4 bits, 2 on average                           | 2 bits, the same                        | 2.22 / 2.25     |
 //
 // Bits per number with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit window. Values are
-// coded per channel over the page, times a factor per token; hi6 to low2 need the window: 4 sinks and 32 or more recent tokens
+// coded per channel over the page, times a scale per token; hi6 to low2 need the window: 4 sinks and 32 or more recent tokens
 // (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of keys and queries (quant/calibration.hpp): a plan
 // of channel widths for mix4, low3 and low2, for which keys alone will do, and error feedback for all of them if the statistics
 // hold products of queries. Without statistics they have even widths and no feedback.
@@ -33,9 +33,9 @@ using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 /// Where most channels have 2 bits, feedback has much to make up for, and it cannot make up for clipping (docs/quality.md).
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
-/// Values of the presets: per channel over the page, one factor per token, least squares and corrected mean.
+/// Values of the presets: per channel over the page, one scale per token, least squares and corrected mean.
 template <int Bits, class Params = coded>
-using preset_values = channel_grid<Bits, 0, mean_corrected<least_squares>, Params, token_factors<Params>>;
+using preset_values = channel_grid<Bits, 0, mean_corrected<least_squares>, Params, token_scales<Params>>;
 
 }  // namespace detail
 

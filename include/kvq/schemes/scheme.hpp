@@ -56,11 +56,11 @@ struct scheme {
         return scale_offset(s) + (Levels::has_bias ? 2 : 1) * section_bytes(s);
     }
 
-    std::uint32_t encode(const block_shape& s, block_id, const float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, block_id, const float* values, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto layout = codes(s);
         std::uint32_t not_finite = 0;
-        each_group(s, [&](const number_group& g) {
+        each_group(s, [&](const value_group& g) {
             float lo = 0.0f, hi = 0.0f;
             bool any = false;
             for (int i = 0; i < g.size; ++i) {
@@ -85,7 +85,7 @@ struct scheme {
         return not_finite;
     }
 
-    void decode(const block_shape& s, block_id, const std::byte* block, float* values) const {
+    void dequantize(const block_shape& s, block_id, const std::byte* block, float* values) const {
         const auto layout = codes(s);
         const bool rows = detail::on_rows<Granularity>(s.role);
         const grouped_axis lines = rows ? layout.rows() : layout.cols;
@@ -120,7 +120,7 @@ struct scheme {
     // Groups and sections of the block, for encoders.
 
     /// Numbers that share parameters: a piece of a row or of a column.
-    struct number_group {
+    struct value_group {
         bool on_row;
         int line, first, size;  // row (column), and the piece of it
         int number, slot;       // where its parameters lie
@@ -130,7 +130,7 @@ struct scheme {
         /// Of member i among the values of the block.
         int index(const block_shape& s, int i) const noexcept { return scheme::index(s, row(i), col(i)); }
     };
-    /// Calls f(number_group) for every group, line by line.
+    /// Calls f(value_group) for every group, line by line.
     template <class F>
     void each_group(const block_shape& s, F&& f) const {
         const auto layout = codes(s);
@@ -139,7 +139,7 @@ struct scheme {
         const grouped_axis cut = rows ? layout.cols : layout.rows();
         for (int line = 0; line < lines.size; ++line)
             for (int g = 0; g < cut.groups(); ++g)
-                f(number_group{rows, line, g * cut.group, cut.group_size(g), g, lines.slot(line)});
+                f(value_group{rows, line, g * cut.group, cut.group_size(g), g, lines.slot(line)});
     }
 
     KVQ_HD constexpr std::size_t scale_offset(const block_shape& s) const noexcept {

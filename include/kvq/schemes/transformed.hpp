@@ -49,9 +49,9 @@ struct transformed : Inner {
         if constexpr (requires(const Inner& inner) { inner.check(s, role); }) Inner::check(s, role);
     }
 
-    std::uint32_t encode(const block_shape& s, const block_id& id, float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, const block_id& id, float* values, std::byte* block) const {
         const std::uint32_t not_finite = transform_values(s, id, values);
-        Inner::encode(s, id, values, block);
+        Inner::quantize(s, id, values, block);
         return not_finite;
     }
     /// What Inner codes: T x for every token, in place; returns how many numbers were not finite.
@@ -67,8 +67,8 @@ struct transformed : Inner {
         return not_finite;
     }
 
-    void decode(const block_shape& s, const block_id& id, const std::byte* block, float* values) const {
-        Inner::decode(s, id, block, values);
+    void dequantize(const block_shape& s, const block_id& id, const std::byte* block, float* values) const {
+        Inner::dequantize(s, id, block, values);
         restore_values(s, id, values);
     }
     /// T^-1 y for every token, in place.

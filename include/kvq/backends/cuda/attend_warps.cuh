@@ -5,8 +5,8 @@
 //           memory, in the order of the warps
 //   grid:   as many blocks as fit; an item that spans teams is merged by the team with its last part (same launch)
 //
-// Nothing is decoded to memory, warps wait for each other only at the end of an item, and copies run on across items.
-// Contract: error against double arithmetic on the decoded values below 2e-3 (measured: docs/gpu.md); deterministic for
+// Nothing is dequantized to memory, warps wait for each other only at the end of an item, and copies run on across items.
+// Contract: error against double arithmetic on the dequantized values below 2e-3 (measured: docs/gpu.md); deterministic for
 // a given grid. Instantiated once per (format, type of q, 4, 8 or 16 query rows), for one or two sizes of shared memory.
 // Source: split keys with a merge, Flash-Decoding; shares of equal size over ragged work: stream-K, arXiv 2301.03598.
 #pragma once
@@ -67,7 +67,7 @@ struct attention_memory {
     static constexpr int tokens = chunk_tokens<Format, Rows4>();
     using keys = chunk<tensor::key, Format, tokens>;
     using values = chunk<tensor::value, Format, tokens>;
-    static constexpr bool halves = takes_halves<values, Rows4>, decodes = decodes_keys<keys, Rows4>;
+    static constexpr bool halves = takes_halves<values, Rows4>, dequantizes = dequantizes_keys<keys, Rows4>;
     using words = std::conditional_t<halves, half_words<values>, weight_words<values>>;
     using state = std::conditional_t<halves, half_state<values, Rows4>, warp_state<values, Rows4>>;
     /// Tokens that a warp takes one after the other: two chunks where keys share their parameters, which are folded once.

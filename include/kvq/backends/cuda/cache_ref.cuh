@@ -7,7 +7,7 @@
 // whose pages have several formats has one cache_ref (and one table) for each, and attention is launched once for each.
 //
 //   sinks            a 16-bit format with PageTokens = sinks, one column, first_token = 0
-//   coded pages      the coded format, first_token = sinks, -1 where a page is still in the window
+//   quantized pages      the coded format, first_token = sinks, -1 where a page is still in the window
 //   recent window    the 16-bit format with the same PageTokens, first_token = sinks, -1 where a page is coded
 #pragma once
 
@@ -46,7 +46,7 @@ struct storage<params<P>> {
     using type = P;
 };
 template <class Params>
-struct storage<token_factors<Params>> : storage<Params> {};
+struct storage<token_scales<Params>> : storage<Params> {};
 template <class Params>
 using stored_as = typename storage<Params>::type;
 
@@ -54,9 +54,9 @@ template <class P>
 inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, coded>;
 template <class S>
 inline constexpr bool is_grid = false;
-template <int Bits, int Group, class Encoder, class Params, class Factors>
-inline constexpr bool is_grid<channel_grid<Bits, Group, Encoder, Params, Factors>> =
-    is_stored<stored_as<Params>> && (std::is_same_v<Factors, no_factors> || is_stored<stored_as<Factors>>);
+template <int Bits, int Group, class Encoder, class Params, class TokenScales>
+inline constexpr bool is_grid<channel_grid<Bits, Group, Encoder, Params, TokenScales>> =
+    is_stored<stored_as<Params>> && (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
 
 template <class S>
 inline constexpr bool is_mixed = false;

@@ -68,11 +68,11 @@ struct code_chunk {
     static constexpr bool coded = std::is_same_v<parameter, kvq::coded>;
     static constexpr int shared_bytes = coded ? 6 * ceil_div(page, group) : 0;  // in the page
 
-    // Factors of tokens, which stand behind parameters of channels.
+    // TokenScales of tokens, which stand behind parameters of channels.
     using factor = typename traits::factor;
-    static constexpr bool has_factors = !std::is_same_v<factor, void>;
+    static constexpr bool has_token_scales = !std::is_same_v<factor, void>;
     static constexpr int factor_width = [] {
-        if constexpr (has_factors)
+        if constexpr (has_token_scales)
             return parameter_width<factor>;
         else
             return 0;
@@ -80,10 +80,10 @@ struct code_chunk {
     static constexpr int factor_skew = shared_bytes % 16;  // they start so far behind a piece of 16 bytes
     static constexpr bool centred = token_parameters || full || scheme::code_bits > 4;  // see fold_rows
     /// Are the weights of tokens multiplied by anything?
-    static constexpr bool scales_tokens = token_parameters || has_factors;
+    static constexpr bool scales_tokens = token_parameters || has_token_scales;
     /// By how much these numbers are too large where they are read.
     static constexpr int scale_lift = [] {
-        if constexpr (has_factors)
+        if constexpr (has_token_scales)
             return factor_lift<factor>;
         else
             return 1;
@@ -173,7 +173,7 @@ struct code_chunk {
         const bool shape_fits = dim % 16 == 0 && (page == 16 || page % 32 == 0) && Tokens >= 16 &&
                                 page % Tokens == 0 && (!key || Tokens % tile_height == 0);
         if (full) return shape_fits && traits::columns_per_unit == 2;
-        bool groups_fit = !has_factors || (!key && coded == (factor_width == 1));
+        bool groups_fit = !has_token_scales || (!key && coded == (factor_width == 1));
         if (!token_parameters && group != page)
             groups_fit = group % 32 == 0 && page % group == 0 && (Tokens % group == 0 || group % Tokens == 0);
         if (!token_parameters && !key) groups_fit = groups_fit && group % Tokens == 0;
@@ -364,7 +364,7 @@ struct code_chunk {
     }
     /// What the weights of four tokens are multiplied by, in run `r`, times scale_lift.
     __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
-        if constexpr (has_factors)
+        if constexpr (has_token_scales)
             return load_factors<factor, factor_skew % 4>(
                 at + static_cast<std::uint32_t>(factor_at + token * factor_width));
         else
@@ -416,7 +416,7 @@ struct code_chunk {
 
     /// Zeroes the parameters of tokens outside [from, to), for the same reason. Coded factors are never NaN.
     static constexpr bool clears_parameters =
-        !full && (token_parameters || (has_factors && !std::is_same_v<factor, kvq::coded>));
+        !full && (token_parameters || (has_token_scales && !std::is_same_v<factor, kvq::coded>));
     __device__ __forceinline__ static void clear_parameters(std::uint32_t at, const lane_id& id, int from,
                                                             int to) requires(clears_parameters) {
         constexpr int size = token_parameters ? width : factor_width;
@@ -479,7 +479,7 @@ private:
             static_cast<int>(traits::bias_offset(shape) - traits::scale_offset(shape));
         constexpr int shared_pieces = (whole ? bytes - shared_at : round_up(shared_bytes, 16)) / 16;
         constexpr int last_pieces =
-            has_factors && !whole ? round_up(factor_skew + Tokens * factor_width, 16) / 16 : 0;
+            has_token_scales && !whole ? round_up(factor_skew + Tokens * factor_width, 16) / 16 : 0;
         constexpr int behind = sections * pieces_of_section, pieces = behind + shared_pieces + last_pieces;
         static_for<ceil_div(pieces, warp_size)>([&](auto i) {
             const int piece = decltype(i)::value * warp_size + lane;

@@ -4,7 +4,7 @@
 //   plane    codes are cut into planes of 8, 4, 2 or 1 bits (pack/code_layout.hpp); a word of one has units_per_word(plane) quads
 //   step     units that fill a word of every plane; lines = words of a row, plane after plane
 //
-// Contract: codes<Quad>() returns what the CPU unpacks (tests/gpu compares attention with decoded values).
+// Contract: codes<Quad>() returns what the CPU unpacks (tests/gpu compares attention with dequantized values).
 #pragma once
 
 #include <utility>
@@ -82,11 +82,11 @@ struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
         return S{}.scale_offset(s) + S{}.section_bytes(s);
     }
 };
-template <int Bits, int Group, class Encoder, class Params, class Factors>
-struct word_traits<channel_grid<Bits, Group, Encoder, Params, Factors>> : code_words_of<Bits> {
-    using grid = channel_grid<Bits, Group, Encoder, Params, Factors>;
+template <int Bits, int Group, class Encoder, class Params, class TokenScales>
+struct word_traits<channel_grid<Bits, Group, Encoder, Params, TokenScales>> : code_words_of<Bits> {
+    using grid = channel_grid<Bits, Group, Encoder, Params, TokenScales>;
     using parameter = stored_as<Params>;
-    using factor = stored_as<Factors>;
+    using factor = stored_as<TokenScales>;
     static constexpr bool token_parameters = false;
     static constexpr int group = Group;
     static constexpr bool has_bias = true;

@@ -1,4 +1,4 @@
-// Factors of tokens on the device: quant/token_factors.hpp.
+// TokenScales of tokens on the device: quant/token_scales.hpp.
 //
 //   channels   one thread adds up a channel's squares, token by token, as the CPU does
 //   tokens     one thread adds up one of the eight parts of two tokens' sums
@@ -6,7 +6,7 @@
 // Contract: the same factors as on the CPU, bit for bit.
 #pragma once
 
-#include "../../quant/token_factors.hpp"
+#include "../../quant/token_scales.hpp"
 #include "chunk.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_squares(const factor_scratch& s, const float
     __syncthreads();
 }
 
-/// Factors from the sums over all channels: s.inverse, and f(slot, factor). valid(slot): is there a token? Ends with a barrier.
+/// TokenScales from the sums over all channels: s.inverse, and f(slot, factor). valid(slot): is there a token? Ends with a barrier.
 template <int Threads, int Slots, class Valid, class F>
 __device__ __forceinline__ void scale_factors(const factor_scratch& s, int dim, const Valid& valid,
                                               const F& f) {

@@ -9,14 +9,14 @@
 // a part at a time; a part is a multiple of 32 channels or token slots, so that words of codes belong to one part.
 #pragma once
 
-#include "fit_factors.cuh"
+#include "fit_token_scales.cuh"
 #include "fit_grids.cuh"
 #include "page_numbers.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 template <class S>
-inline constexpr bool has_factors = [] {
+inline constexpr bool has_token_scales = [] {
     if constexpr (is_grid<S>)
         return S::factors::present;
     else
@@ -47,10 +47,10 @@ struct grid_memory {
     // Offsets; doubles first, what is read 16 bytes at a time on multiples of 16.
     static constexpr int sums = 0;
     static constexpr int inverse_factors = sums + (has_sums ? round_up(8 * lines, 16) : 0);
-    static constexpr int weights = inverse_factors + (has_factors<S> ? 4 * slot_count : 0);
-    static constexpr int parts = weights + (has_factors<S> ? round_up(4 * dim, 16) : 0);
-    static constexpr int factors = parts + (has_factors<S> ? 64 * slot_count : 0);
-    static constexpr int biases = factors + (has_factors<S> ? 4 * slot_count : 0);
+    static constexpr int weights = inverse_factors + (has_token_scales<S> ? 4 * slot_count : 0);
+    static constexpr int parts = weights + (has_token_scales<S> ? round_up(4 * dim, 16) : 0);
+    static constexpr int factors = parts + (has_token_scales<S> ? 64 * slot_count : 0);
+    static constexpr int biases = factors + (has_token_scales<S> ? 4 * slot_count : 0);
     static constexpr int scales = biases + 4 * lines;
     static constexpr int inverses = scales + 4 * lines;
     static constexpr int members = inverses + 4 * lines;

@@ -18,7 +18,7 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Up to how many tokens a group may have: more share a folded query in fewer instructions. (Measured: docs/gpu_experiments.md.)
 template <class Chunk, int Rows4>
-inline constexpr int longest_decoded_group = [] {
+inline constexpr int longest_dequantized_group = [] {
     const bool few_bits = Chunk::scheme::code_bits <= 2;
     if (Rows4 == 4) return few_bits ? 64 : 32;
     return Rows4 == 2 && few_bits ? 32 : 0;
@@ -26,7 +26,7 @@ inline constexpr int longest_decoded_group = [] {
 
 /// Are codes of keys made half floats? Those of one plane that lanes share evenly.
 template <class Chunk, int Rows4>
-inline constexpr bool decodes_keys = [] {
+inline constexpr bool dequantizes_keys = [] {
     if constexpr (Chunk::mixed) {
         return false;
     } else if constexpr (Chunk::full || Chunk::token_parameters || Chunk::coded) {
@@ -35,7 +35,7 @@ inline constexpr bool decodes_keys = [] {
         return std::is_same_v<typename Chunk::parameter, float16> && Chunk::traits::plane_count == 1 &&
                Chunk::scheme::code_bits <= 4 && 4 * Chunk::lane_units == Chunk::group_units &&
                Chunk::lane_units % Chunk::traits::units_per_word(0) == 0 && Chunk::lane_units % 2 == 0 &&
-               Chunk::group <= longest_decoded_group<Chunk, Rows4>;
+               Chunk::group <= longest_dequantized_group<Chunk, Rows4>;
     }
 }();
 
@@ -96,7 +96,7 @@ struct half_query {
 /// What a warp knows of the query of an item.
 template <class Chunk, int Rows4, class T>
 using query_of =
-    std::conditional_t<decodes_keys<Chunk, Rows4>, half_query<Chunk, Rows4, T>, key_query<Chunk, Rows4>>;
+    std::conditional_t<dequantizes_keys<Chunk, Rows4>, half_query<Chunk, Rows4, T>, key_query<Chunk, Rows4>>;
 
 /// Parameters of units First to First + N - 1 of the lane in run `run`; `at`: of the section.
 template <class Chunk, int First, int N>
@@ -130,7 +130,7 @@ __device__ __forceinline__ int largest_exponent(std::uint32_t slot, int run, con
 
 /// Scores of the tiles from First on that have the parameters of run `run`.
 template <int First, int Count, class Chunk, int Rows4, class T>
-__device__ __forceinline__ void score_decoded(float (&scores)[Chunk::tiles][Rows4][4],
+__device__ __forceinline__ void score_dequantized(float (&scores)[Chunk::tiles][Rows4][4],
                                               const half_query<Chunk, Rows4, T>& query, std::uint32_t slot,
                                               int run, const lane_id& id) {
     using traits = typename Chunk::traits;
@@ -160,12 +160,12 @@ __device__ __forceinline__ void score_decoded(float (&scores)[Chunk::tiles][Rows
             Chunk::template for_line_halves<First + Tile, Line>(
                 slot, id, [&](auto unit, const uint4& even, const uint4& odd) {
                     constexpr int U = decltype(unit)::value, I = U - Unit;
-                    const auto decoded = [&](std::uint32_t a, std::uint32_t b) {
+                    const auto dequantized = [&](std::uint32_t a, std::uint32_t b) {
                         return half_quad{multiply_add_halves(a, scale[I].even, centre[I].even),
                                          multiply_add_halves(b, scale[I].odd, centre[I].odd)};
                     };
-                    query.multiply(sums[Tile][0], decoded(even.x, odd.x), decoded(even.y, odd.y), U);
-                    query.multiply(sums[Tile][1], decoded(even.z, odd.z), decoded(even.w, odd.w), U);
+                    query.multiply(sums[Tile][0], dequantized(even.x, odd.x), dequantized(even.y, odd.y), U);
+                    query.multiply(sums[Tile][1], dequantized(even.z, odd.z), dequantized(even.w, odd.w), U);
                 });
         });
     });

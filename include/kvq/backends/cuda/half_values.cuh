@@ -29,7 +29,7 @@ inline constexpr bool takes_halves = [] {
     } else {
         constexpr int bits = Values::scheme::code_bits, sets = Values::token_parameters ? Values::runs : 1;
         constexpr bool half_parameters =
-            Values::coded || (std::is_same_v<typename Values::parameter, float16> && !Values::has_factors);
+            Values::coded || (std::is_same_v<typename Values::parameter, float16> && !Values::has_token_scales);
         return half_parameters && (bits == 4 || bits < 3) &&
                (Rows4 == 4 || (Values::scales_tokens && (bits == 4 || sets > 1)));
     }
@@ -259,7 +259,7 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                 constexpr int skew = Values::factor_skew % 4;
 #pragma unroll
                 for (auto& four : part) {
-                    four = small_halves<kvq::detail::factor_float>(load_factor_codes<skew>(
+                    four = small_halves<kvq::detail::token_scale_float>(load_factor_codes<skew>(
                         slot + static_cast<std::uint32_t>(Values::factor_at + token)));
                     token += 4;
                 }

@@ -1,7 +1,7 @@
-// Scores of a chunk: the query as two pieces in the columns of B, the packed keys as they are in A.
+// Scores of a chunk: the query as two bytes in the columns of B, the packed keys as they are in A.
 //
-//   4 query rows    column 2h = high piece of row h, column 2h + 1 = low piece
-//   8, 16           column h = row h: the high pieces in one tile of columns, the low pieces in the next one
+//   4 query rows    column 2h = high byte of row h, column 2h + 1 = low byte
+//   8, 16           column h = row h: the high bytes in one tile of columns, the low bytes in the next one
 //
 //   codes:      x' ~= step * (256 high + low), signed bytes, step = max|x'| / 32512     (as backends/kernels/folded.hpp)
 //   16-bit:     x' / max|x'| = high + low, each rounded to the key's own type
@@ -27,9 +27,9 @@ __device__ __forceinline__ int lane_row(int n, int t) {
 
 /// The sums of the n-th row of a lane: `at` is 0 for row g of a product, 2 for row g + 8.
 template <int Rows4, class Sum>
-struct piece_sums {
+struct byte_sums {
     Sum high, low;
-    __device__ __forceinline__ piece_sums(const Sum (&sums)[Rows4][4], int n, int at)
+    __device__ __forceinline__ byte_sums(const Sum (&sums)[Rows4][4], int n, int at)
         : high(split_rows<Rows4> ? sums[n & ~1][at + (n & 1)] : sums[n][at]),
           low(split_rows<Rows4> ? sums[n | (Rows4 > 1)][at + (n & 1)] : sums[n][at + 1]) {}
 };
@@ -87,12 +87,12 @@ __device__ __forceinline__ float fixed_point(const float (&x)[N][4], std::uint32
     total = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-        // 1.5 * 2^23 + 128 + x: byte 1 of the sum is the high piece, byte 0 the low piece plus 128.
+        // 1.5 * 2^23 + 128 + x: byte 1 of the sum is the high byte, byte 0 the low byte plus 128.
         std::uint32_t y[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) y[k] = __float_as_uint(fmaf(x[i][k], inverse, 12583040.0f));
         total += static_cast<int>((y[0] + y[1]) + (y[2] + y[3]) - 4u * 0x4b400080u);
-        const piece_words w = split_pieces(y[0], y[1], y[2], y[3]);
+        const byte_words w = split_bytes(y[0], y[1], y[2], y[3]);
         high[i] = w.high;
         low[i] = w.low ^ 0x80808080u;
     }
@@ -384,7 +384,7 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
         for (int n = 0; n < Rows4; ++n)
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const piece_sums<Rows4, sum_type> sums(all_sums[0][r / 2], n, 2 * (r % 2));
+                const byte_sums<Rows4, sum_type> sums(all_sums[0][r / 2], n, 2 * (r % 2));
                 float s;
                 if constexpr (Chunk::full) {
                     s = (sums.high + sums.low) * query[n].step[G];
@@ -393,7 +393,7 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
                     const float step = query[n].step[G] * (1.0f / unit);
                     int whole = 256 * sums.high + sums.low;
                     if constexpr (sets == 2) {
-                        const piece_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
+                        const byte_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
                         whole = weight * whole + (256 * upper.high + upper.low);
                     }
                     if constexpr (traits::zero_code != 0) whole -= unit * query[n].zero[G];

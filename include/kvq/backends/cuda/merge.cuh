@@ -39,7 +39,7 @@ struct team_memory {
     float *max, *sum;  // [rows] of the merged state
     float* warp_max;   // [warps of the team][rows]
     float* warp_sum;
-    unsigned* warp_bad;  // [warps of the team] bit per row: has the warp met numbers that are not finite?
+    unsigned* warp_bad;  // [warps of the team] bit per row: has the warp met values that are not finite?
     merge_note* later;
 
     /// In a block's shared memory, behind what warps have for themselves.

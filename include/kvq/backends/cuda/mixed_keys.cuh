@@ -301,7 +301,7 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         std::uint32_t high[own], low[own];
         int total = 0;
         const float step = fixed_point<split>(x, high, low, total);
-        const int column = split ? 16 * m + id.g : 8 * m + 2 * own_row;  // of the high pieces
+        const int column = split ? 16 * m + id.g : 8 * m + 2 * own_row;  // of the high bytes
         constexpr int to_low = (split ? 8 : 1) * Chunk::stride;          // words
         const std::uint32_t at = head.scratch + Index * Chunk::run_scratch(Rows4) +
                                  4u * static_cast<std::uint32_t>(column * Chunk::stride);
@@ -431,7 +431,7 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
         for (int m = 0; m < Rows4; ++m)
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                const piece_sums<Rows4, int> both(sums[i][r / 2], m, 2 * (r % 2));
+                const byte_sums<Rows4, int> both(sums[i][r / 2], m, 2 * (r % 2));
                 scores[First + i][m][r] =
                     fmaf(static_cast<float>(256 * both.high + both.low), query[m].step[i / tiles_of_run],
                          query[m].offset[i / tiles_of_run]);
@@ -468,8 +468,8 @@ __device__ __forceinline__ void score_chunk(float (&scores)[Chunk::tiles][Rows4]
     } else {
         static_for<Chunk::tiles / tiles_of_run>([&](auto run) {
             constexpr int R = decltype(run)::value;
-            if constexpr (decodes_keys<Chunk, Rows4>) {
-                score_decoded<R * tiles_of_run, tiles_of_run>(scores, query, slot, R, id);
+            if constexpr (dequantizes_keys<Chunk, Rows4>) {
+                score_dequantized<R * tiles_of_run, tiles_of_run>(scores, query, slot, R, id);
             } else {
                 if constexpr (!fold_once<Chunk>) {
                     if (fold) fold_rows(folded, rows, stride, slot, first, R, query, id);

@@ -4,7 +4,7 @@
 //
 // Rows start 4 banks apart, so that lanes that read four tokens each of neighbouring channels meet no conflict, nor do lanes that
 // read one token each of one channel.
-// Contract: numbers are those that the page decodes to; all threads of a block take part.
+// Contract: numbers are those that the page dequantizes to; all threads of a block take part.
 #pragma once
 
 #include "block_access.cuh"

@@ -1,16 +1,16 @@
-// Whole pages on the device: commit (16-bit window -> coded), requantize (any scheme -> any other), decode to 16 bit.
+// Whole pages on the device: commit (16-bit window -> coded), requantize (any scheme -> any other), dequantize to 16 bit.
 //
 //   requantize_pages   pairs of page numbers; committing is requantizing from a full<T> format
 //   commit_full_pages  decides on the device which sequences have just completed a page behind their recent window
-//   decode_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
+//   dequantize_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
 //
 // To presets' formats, too: keys with a plan need cache_ref::key_plans, with error feedback cache_ref::key_feedback.
-// Contract: coded bytes are those of the CPU (scheme::encode on the decoded values); decoded values are the CPU's, rounded
+// Contract: quantized bytes are those of the CPU (scheme::quantize on the dequantized values); dequantized values are the CPU's, rounded
 // once to T. Source and target pages must not be the same memory. One launch each (committing: two), no workspace.
 #pragma once
 
 #include "../../core/token_view.hpp"
-#include "encode_grid.cuh"
+#include "quantize_grid.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 
@@ -30,7 +30,7 @@ inline constexpr bool numbers_fit = [] {
 
 /// Threads of a block that codes one head of a page, and the shared memory that it takes.
 template <class To>
-struct page_coder {
+struct page_quantizer {
     static constexpr bool grids = codes_grids<typename To::keys> || codes_grids<typename To::values>;
     static constexpr int values = To::page_tokens * larger(To::head_dim, To::value_dim);
     static constexpr int threads = !grids ? 256 : values >= 16384 ? 512 : values >= 8192 ? 256 : 128;
@@ -51,7 +51,7 @@ template <class From, class To>
 __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, const cache_ref<To>& target,
                                                  int from, int to, int head, bool keys, unsigned* not_finite,
                                                  std::byte* shared) {
-    constexpr int threads = page_coder<To>::threads;
+    constexpr int threads = page_quantizer<To>::threads;
     const auto run = [&](auto role) {
         constexpr tensor Role = decltype(role)::value;
         using S = scheme_of<Role, To>;
@@ -70,11 +70,11 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
                         for (int k = 0; k < static_cast<int>(sizeof(x) / sizeof(float)); ++k)
                             if (k < n) numbers[channel * stride + token + k] = x[k];
                     });
-                count = encode_block<S, threads>(
+                count = quantize_block<S, threads>(
                     shape, block, [&](int token, int channel) { return numbers[channel * stride + token]; },
                     reinterpret_cast<float2*>(shared + composed_memory<To, Role>::parameters));
             } else {
-                count = encode_block<S, threads>(
+                count = quantize_block<S, threads>(
                     shape, block,
                     [&](int token, int channel) {
                         return read_value<Role>(source, from, head, token, channel);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
 
 /// Values first (blockIdx.z): they take longer, and what is short fills the end of the launch.
 template <class From, class To>
-__global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>::threads)
+__global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quantizer<To>::threads)
     requantize_kernel(const __grid_constant__ cache_ref<From> source,
                       const __grid_constant__ cache_ref<To> target, const int* from, const int* to,
                       unsigned* not_finite) {
@@ -120,10 +120,10 @@ __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cac
 /// Most steps have nothing to code, some one page, few many. So few blocks are launched: block x takes the x-th sequence that is
 /// due, the one gridDim.x further, and so on.
 template <class From, class To>
-__global__ void __launch_bounds__(page_coder<To>::threads, 1024 / page_coder<To>::threads)
+__global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quantizer<To>::threads)
     commit_kernel(const __grid_constant__ cache_ref<From> window, const __grid_constant__ cache_ref<To> coded,
                   int recent, const int* fresh, unsigned* not_finite) {
-    constexpr int threads = page_coder<To>::threads, warps = threads / warp_size;
+    constexpr int threads = page_quantizer<To>::threads, warps = threads / warp_size;
     extern __shared__ __align__(16) std::byte page_memory[];
     __shared__ int counts[warps], mine[threads];
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
@@ -176,7 +176,7 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
 /// Lets a kernel take the shared memory that coding to `To` needs.
 template <class To, class Kernel>
 status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
-    constexpr int bytes = page_coder<To>::shared_bytes;
+    constexpr int bytes = page_quantizer<To>::shared_bytes;
     if constexpr (bytes > 48 * 1024) {
         const cudaError_t code =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -190,7 +190,7 @@ status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
 }
 
 template <class Format, class T>
-__global__ void decode_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<T> keys,
+__global__ void dequantize_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<T> keys,
                               token_view<T> values, const int* starts) {
     const int b = static_cast<int>(blockIdx.y), head = static_cast<int>(blockIdx.z);
     const int length =
@@ -233,7 +233,7 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
     if (count == 0) return {};
     if (from == nullptr || to == nullptr) return detail::bad_value("the lists of pages are null pointers");
     if (status s = detail::allow_shared_memory<To>(detail::requantize_kernel<From, To>); !s) return s;
-    using coder = detail::page_coder<To>;
+    using coder = detail::page_quantizer<To>;
     const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(source.kv_heads), 2);
     return detail::launch("launching requantization", detail::overlap::no,
                           detail::requantize_kernel<From, To>, grid, coder::threads, coder::shared_bytes,
@@ -256,13 +256,13 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>
     if (status s = detail::check_ref(coded, true); !s) return s;
     if (window.kv_heads != coded.kv_heads || window.sequences != coded.sequences ||
         window.first_token != coded.first_token)
-        return detail::bad_value("window and coded pages are of different caches");
+        return detail::bad_value("window and quantized pages are of different caches");
     if (recent < 0) return detail::bad_value("the recent window is %d tokens", recent);
     if (window.sequences == 0) return {};
     if (fresh == nullptr || window_table != window.block_table || coded_table != coded.block_table)
         return detail::bad_value("tables must be those of the refs, and fresh pages must be given");
     if (status s = detail::allow_shared_memory<Coded>(detail::commit_kernel<Window, Coded>); !s) return s;
-    using coder = detail::page_coder<Coded>;
+    using coder = detail::page_quantizer<Coded>;
     const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 128 / window.kv_heads));
     const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(window.kv_heads), 2);
     if (status s = detail::launch("launching commit", detail::overlap::no,
@@ -279,7 +279,7 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>
 /// Writes x^ of token t of sequence b to row starts[b] + t of `keys` and `values` (either may have null data): the layout of
 /// variable-length flash attention. Tokens that this format does not hold are left alone.
 template <class Format, class T>
-status decode_tokens(const cache_ref<Format>& cache, const token_view<T>& keys, const token_view<T>& values,
+status dequantize_tokens(const cache_ref<Format>& cache, const token_view<T>& keys, const token_view<T>& values,
                      const int* starts, cudaStream_t stream) noexcept {
     if (status s = detail::check_ref(cache, true); !s) return s;
     if (keys.data && (keys.heads != cache.kv_heads || keys.dim != Format::head_dim))
@@ -295,7 +295,7 @@ status decode_tokens(const cache_ref<Format>& cache, const token_view<T>& keys, 
     const int tokens = cache.table_columns * Format::page_tokens;
     const dim3 grid(static_cast<unsigned>(detail::smaller((tokens + 7) / 8, 4096)),
                     static_cast<unsigned>(cache.sequences), static_cast<unsigned>(cache.kv_heads));
-    return detail::launch("launching decoding", detail::overlap::no, detail::decode_kernel<Format, T>, grid,
+    return detail::launch("launching dequantizing", detail::overlap::no, detail::dequantize_kernel<Format, T>, grid,
                           256, 0, stream, cache, keys, values, starts);
 }
 

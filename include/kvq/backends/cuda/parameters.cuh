@@ -6,7 +6,7 @@
 //
 // Two bytes at a time are permuted and multiplied to where half floats have their bits (scales, factors), or each is put behind the
 // point of 2^15, which is subtracted (biases).
-// Contract: unit * scales and factors are exactly those that the CPU decodes (the products are exact, see coded.hpp); codes of
+// Contract: unit * scales and factors are exactly those that the CPU dequantizes (the products are exact, see coded.hpp); codes of
 // biases are integers, and first + step * code is left to who adds them up.
 #pragma once
 
@@ -21,10 +21,10 @@ KVQ_HD constexpr std::uint32_t half_power(int exponent) {
 }
 
 /// Four 16-bit fixed-point numbers (low halves of y) as a word of high bytes and a word of low bytes.
-struct piece_words {
+struct byte_words {
     std::uint32_t high, low;
 };
-__device__ __forceinline__ piece_words split_pieces(std::uint32_t y0, std::uint32_t y1, std::uint32_t y2,
+__device__ __forceinline__ byte_words split_bytes(std::uint32_t y0, std::uint32_t y1, std::uint32_t y2,
                                                     std::uint32_t y3) {
     const std::uint32_t a = __byte_perm(y0, y1, 0x5140), b = __byte_perm(y2, y3, 0x5140);
     return {__byte_perm(a, b, 0x7632), __byte_perm(a, b, 0x5410)};
@@ -113,12 +113,12 @@ __device__ __forceinline__ std::uint32_t load_factor_codes(std::uint32_t at) {
     return Skew == 2 ? __byte_perm(word, load_shared_4(at + 2), 0x5432) : word;
 }
 template <class P>
-inline constexpr int factor_lift = std::is_same_v<P, coded> ? half_lift<kvq::detail::factor_float> : 1;
-/// Factors of four neighbouring tokens, times factor_lift.
+inline constexpr int factor_lift = std::is_same_v<P, coded> ? half_lift<kvq::detail::token_scale_float> : 1;
+/// TokenScales of four neighbouring tokens, times factor_lift.
 template <class P, int Skew>
 __device__ __forceinline__ float4 load_factors(std::uint32_t at) {
     if constexpr (std::is_same_v<P, coded>) {
-        return small_halves<kvq::detail::factor_float>(load_factor_codes<Skew>(at)).floats();
+        return small_halves<kvq::detail::token_scale_float>(load_factor_codes<Skew>(at)).floats();
     } else {
         static_assert(Skew == 0);
         return load_parameters<P>(at);

@@ -2,7 +2,7 @@
 //
 //   fetch   asks for them, into registers        store   writes [row][channel], times the scale, where query_byte() says
 //
-// Contract: numbers that are not finite are stored as zeros and reported; rows that do not exist are zeros. `Memory` is
+// Contract: values that are not finite are stored as zeros and reported; rows that do not exist are zeros. `Memory` is
 // attention_memory<...>.
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// The query rows of an item on their way to shared memory: fetched early, stored late. Rows that do not exist are zero, and so are
-/// numbers that are not finite: store() returns a bit for every row in which this thread has met one.
+/// values that are not finite: store() returns a bit for every row in which this thread has met one.
 template <class Memory, class Format, class T>
 struct query_rows {
     static constexpr int per_load = 8;  // channels of one thread
@@ -70,7 +70,7 @@ private:
         float x[per_load], zero = 0.0f;
 #pragma unroll
         for (int k = 0; k < per_load; ++k) {
-            x[k] = to_float(from[k]) * (Memory::decodes ? 1.0f : scale);
+            x[k] = to_float(from[k]) * (Memory::dequantizes ? 1.0f : scale);
             zero = fmaf(x[k], 0.0f, zero);
         }
         const unsigned bad = zero != 0.0f ? 1u << row : 0u;

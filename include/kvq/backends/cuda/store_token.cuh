@@ -63,7 +63,7 @@ struct plain_row {
 
 /// The numbers of a token that is coded: quad i * 32 + lane is quad i of a lane.
 template <tensor Role, class Format, class T>
-struct coded_row {
+struct quantized_row {
     using S = scheme_of<Role, Format>;
     using planes = code_planes<S::code_bits>;
     using store_type = store_traits<S, dim_of<Role, Format>, Format::page_tokens>;
@@ -245,7 +245,7 @@ private:
 
 template <tensor Role, class Format, class T>
 using token_row = std::conditional_t<full_precision<scheme_of<Role, Format>>, plain_row<Role, Format, T>,
-                                     coded_row<Role, Format, T>>;
+                                     quantized_row<Role, Format, T>>;
 
 /// Numbers of a float whose order as unsigned integers is that of the floats, -0 before +0.
 __device__ __forceinline__ unsigned ordered_bits(float x) {

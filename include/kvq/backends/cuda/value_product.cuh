@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_weights(std::uint32_t (&b)[Registers], std:
     }
 }
 
-/// Factors of one chunk: of what the state holds (unless it follows), of what is added, and of each set's product.
+/// TokenScales of one chunk: of what the state holds (unless it follows), of what is added, and of each set's product.
 template <class Values, int Rows4>
 struct chunk_factors {
     float keep[Rows4];
@@ -319,7 +319,7 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
                     std::uint32_t y[4];
 #pragma unroll
                     for (int r = 0; r < 4; ++r) y[r] = __float_as_uint(fmaf(w[tile][r], inverse, 8388608.0f));
-                    const piece_words p = split_pieces(y[0], y[1], y[2], y[3]);
+                    const byte_words p = split_bytes(y[0], y[1], y[2], y[3]);
                     const std::uint32_t at =
                         column + 4u * static_cast<std::uint32_t>(tile * quads_of_tile +
                                                                  weight_place<Values::sets(Rows4)>(id.g));
@@ -386,7 +386,7 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                        b[n][2 * i], b[n][2 * i + 1]);
 #pragma unroll
             for (int n = 0; n < Rows4; ++n) {
-                const piece_sums<Rows4, int> both(sums, n, 0);
+                const byte_sums<Rows4, int> both(sums, n, 0);
                 total[n] = 256 * both.high + both.low;
             }
         }
@@ -428,7 +428,7 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                 for (int n = 0; n < Rows4; ++n)
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const piece_sums<Rows4, sum_type> sums(all_sums[0][r / 2], n, 2 * (r % 2));
+                        const byte_sums<Rows4, sum_type> sums(all_sums[0][r / 2], n, 2 * (r % 2));
                         float& output = state.output[T][n][r];
                         if constexpr (Values::full) {
                             output = fmaf(sums.high + sums.low, factors.step[S][n], output);
@@ -437,7 +437,7 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                                           unit = weight << Values::raised(sets);
                             int whole = 256 * sums.high + sums.low;
                             if constexpr (sets == 2) {
-                                const piece_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
+                                const byte_sums<Rows4, sum_type> upper(all_sums[1][r / 2], n, 2 * (r % 2));
                                 whole = weight * whole + (256 * upper.high + upper.low);
                             }
                             if constexpr (traits::zero_code != 0)

@@ -4,7 +4,7 @@
 //                    many vectors: 16-bit values as integers of 14 bits       (word_product.hpp)
 //   foldable         integer products on codes, parameters folded             (folded.hpp, code_product.hpp)
 //   segmented        the same for one range of columns after the other, added up (segment_product.hpp)
-//   anything else    the block is decoded to floats in the workspace, then multiplied
+//   anything else    the block is dequantized to floats in the workspace, then multiplied
 //
 // An object is made once for many blocks of one shape, so that layouts are worked out once. `begin` prepares the vectors (where
 // columns carry no parameters, once for all blocks), `finish` multiplies.
@@ -18,7 +18,7 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-/// Blocks that are multiplied as they are, or decoded first.
+/// Blocks that are multiplied as they are, or dequantized first.
 struct float_plan {
     std::size_t values;  ///< of the workspace
 
@@ -38,10 +38,10 @@ struct value_plan {
 template <class Backend, class Scheme>
 auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, int n) {
     if constexpr (foldable<Scheme>)
-        return code_plan<Scheme>(scheme, shape, n, pieces_in_tiles<typename Backend::lanes, Backend>(n));
+        return code_plan<Scheme>(scheme, shape, n, query_bytes_in_tiles<typename Backend::lanes, Backend>(n));
     else if constexpr (segmented<Scheme>)
         return segment_plan<Scheme>(scheme, shape, id, n,
-                                    pieces_in_tiles<typename Backend::lanes, Backend>(n));
+                                    query_bytes_in_tiles<typename Backend::lanes, Backend>(n));
     else if constexpr (full_precision<Scheme>)
         return value_plan<typename Backend::lanes, typename Scheme::value_type>(shape, n);
     else
@@ -56,7 +56,7 @@ public:
     using scheme_type = Scheme;
     using lanes = typename Backend::lanes;
 
-    /// shape: of every coded block. (Blocks of values need not be full: theirs is an argument of the calls.)
+    /// shape: of every quantized block. (Blocks of values need not be full: theirs is an argument of the calls.)
     block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
         : scheme_(scheme),
           plan_(plan_products<Backend>(scheme, shape, id, n)),
@@ -114,7 +114,7 @@ public:
                                                          add, ahead, workspace);
         } else {
             float* const values = reinterpret_cast<float*>(workspace);
-            scheme_.decode(shape, id, block, values);
+            scheme_.dequantize(shape, id, block, values);
             for (int i = 0; i < n_; ++i) {
                 if (shape.role == tensor::key)
                     multiply_keys(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);

@@ -1,4 +1,4 @@
-// Which schemes with parameters per channel and encoders the kernels know by heart, and for which blocks.
+// Which schemes with parameters per channel and encoders the kernels support, and for which blocks.
 //
 // Contract: at most most_channels channels and tokens, channels in fours; of V, groups of tokens that are whole steps of codes.
 #pragma once
@@ -13,8 +13,8 @@ inline constexpr int most_channels = 256;  // and tokens
 /// Types derived from these may do something else.
 template <class S>
 inline constexpr bool is_channel_scheme = false;
-template <int Bits, int Group, class Encoder, class Params, class Factors>
-inline constexpr bool is_channel_scheme<channel_grid<Bits, Group, Encoder, Params, Factors>> = true;
+template <int Bits, int Group, class Encoder, class Params, class TokenScales>
+inline constexpr bool is_channel_scheme<channel_grid<Bits, Group, Encoder, Params, TokenScales>> = true;
 template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
 inline constexpr bool is_channel_scheme<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> = true;
 

@@ -1,6 +1,6 @@
 // y = X^ x on the codes of a block: an integer matrix times fixed-point vectors (backends/kernels/folded.hpp).
 //
-//   y[r] = row_scale[r] * (step * sum_c (code - zero) * piece + bias_dot) + row_bias[r] * sum
+//   y[r] = row_scale[r] * (step * sum_c (code - zero) * byte + bias_dot) + row_bias[r] * sum
 //
 // In registers, up to 4 vectors at a time (code_sums.hpp), or, on architectures that have them, in tiles, up to 16
 // (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits where registers take bytes as well.
@@ -23,10 +23,10 @@ struct code_plan {
     std::size_t
         parameter_bytes;  ///< of all row parameters: they come first in the workspace, then what fold() makes
 
-    code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_pieces)
+    code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_query_bytes)
         : use(Scheme::fold(shape.role)),
           codes(scheme.codes(shape)),
-          fold(codes, use.columns(), n, tile_pieces),
+          fold(codes, use.columns(), n, tile_query_bytes),
           parameters(codes.bytes()),
           line(codes.rows().padded_size() + 16),
           parameter_bytes(
@@ -36,7 +36,7 @@ struct code_plan {
                                std::size_t{64})) {}
 
     std::size_t workspace_bytes() const {
-        return parameter_bytes + fold.bytes + tile_space::bytes(fold.tile_pieces);
+        return parameter_bytes + fold.bytes + tile_space::bytes(fold.tile_query_bytes);
     }
 };
 
@@ -72,7 +72,7 @@ public:
     /// next; 0 if there is none.
     void run(float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead) const {
         if constexpr (has_tiles<Lanes>)
-            if (layout_.tile_pieces > 0)
+            if (layout_.tile_query_bytes > 0)
                 return multiply_in_tiles<typename Lanes::architecture::tiles>(
                     in_tiles(*this, y, y_stride, add, ahead), codes_.rows(), {layout_, memory_},
                     memory_ + layout_.bytes);

@@ -1,4 +1,4 @@
-// Which schemes the kernels for coding and decoding know by heart.
+// Which schemes the kernels for coding and dequantizing support.
 #pragma once
 
 #include "../../schemes/scheme.hpp"
@@ -11,7 +11,7 @@ template <class Bits, class Levels, class Granularity, class Params>
 inline constexpr bool is_composed<scheme<Bits, Levels, Granularity, Params>> =
     std::same_as<Levels, asymmetric> || std::same_as<Levels, symmetric>;
 
-/// A scheme composed of the library's own levels, and not a type derived from one, whose encode() and decode() may do more
+/// A scheme composed of the library's own levels, and not a type derived from one, whose quantize() and dequantize() may do more
 /// (transform, search).
 template <class S>
 concept composed_scheme = is_composed<S>;

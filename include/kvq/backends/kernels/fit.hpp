@@ -1,7 +1,7 @@
 // Parameters of a vector of groups: quant/affine.hpp and quant/symmetric.hpp, a group per lane.
 //
 // Contract: bit for bit what levels::fit and levels::code give. Stored types other than float, float16 and bfloat16 are
-// fitted lane by lane. Values come as encode.hpp loads them: a float16 times 2^-112, which every step here undoes exactly.
+// fitted lane by lane. Values come as quantize.hpp loads them: a float16 times 2^-112, which every step here undoes exactly.
 // Codes need no clamping unless the range of the group exceeds what the stored type can span: with bias rounded down and
 // scale rounded up, (x - bias) / scale is at most top * (1 + 2^-22), which rounds to top.
 #pragma once

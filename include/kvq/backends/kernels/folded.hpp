@@ -1,9 +1,9 @@
-// Folding: turns the vectors of a product into fixed-point pieces, once per block, so that the product runs on codes.
+// Folding: turns the vectors of a product into 16-bit fixed point, high and low bytes, once per block, so that the product runs on codes.
 //
 //   x'  = col_scale * x                                        (only where columns carry parameters)
 //   x' ~= step * (256 * high + low),  high, low signed bytes,  step = max|x'| / 32512
 //
-// With one piece (Backend::pieces == 1): x' ~= step * high, step = max|x'| / 127. The low word of a pair is not used then.
+// With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 127. The low word of a pair is not used then.
 // Where the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of two
 // pieces: half of the products. The step grows where sums of words might not fit 32 bits (8-bit codes, 260 columns).
 // Contract: |x' - step * (256 high + low)| <= step / 2, that is 2^-16 of the largest |x'|: as fine as fp16 for the
@@ -44,11 +44,11 @@ KVQ_INLINE void with_queries(int queries, F&& f) {
 enum class vector_form { byte, two_bytes, word };
 
 template <class Backend>
-inline constexpr vector_form byte_form = Backend::pieces == 1 ? vector_form::byte : vector_form::two_bytes;
+inline constexpr vector_form byte_form = Backend::query_bytes == 1 ? vector_form::byte : vector_form::two_bytes;
 
 template <class Lanes, class Backend>
 inline constexpr vector_form form_of =
-    Backend::pieces != 1 && Lanes::word_products ? vector_form::word : byte_form<Backend>;
+    Backend::query_bytes != 1 && Lanes::word_products ? vector_form::word : byte_form<Backend>;
 
 /// Are sums of two products of 16-bit words one instruction?
 template <class Lanes>
@@ -68,11 +68,11 @@ inline constexpr int tile_lines = 16;    // of a tile: pieces of vectors, or row
 /// Rows of a tile that each of n vectors takes, where tiles multiply them (two of them have room for all); else 0. A product of tiles
 /// takes as long for one row as for sixteen: up to eight, registers are faster.
 template <class Lanes, class Backend>
-int pieces_in_tiles(int n) {
+int query_bytes_in_tiles(int n) {
     if constexpr (has_tiles<Lanes>) {
-        const int lines = n * Backend::pieces;
+        const int lines = n * Backend::query_bytes;
         if (lines > 8 && lines <= 2 * tile_lines && Lanes::architecture::tiles::ready())
-            return Backend::pieces;
+            return Backend::query_bytes;
     }
     return 0;
 }
@@ -99,26 +99,26 @@ struct fold_layout {
     grouped_axis cols;
     int sets;
     int n;
-    int tile_pieces;             ///< pieces_in_tiles
+    int tile_query_bytes;             ///< query_bytes_in_tiles
     int set_words;               ///< per query of one set
     std::size_t scratch_floats;  ///< one padded row
     std::size_t scalars_offset, words_offset, bytes;
 
     constexpr fold_layout(const code_layout<Bits>& codes, bool per_row_group, int queries,
-                          int pieces_of_tiles) noexcept
+                          int query_bytes_of_tiles) noexcept
         : cols(codes.cols),
           sets(per_row_group ? codes.rows().groups() : 1),
           n(queries),
-          tile_pieces(pieces_of_tiles) {
+          tile_query_bytes(query_bytes_of_tiles) {
         int steps = 0, blocks = 0;
         for (int g = 0; g < cols.groups(); ++g) {
             steps += last_step(g) - first_step(g);
             blocks += tile_blocks(g);
         }
-        set_words = tile_pieces > 0 ? tile_pieces * blocks * tile_columns / 4 : steps * step * 2;
+        set_words = tile_query_bytes > 0 ? tile_query_bytes * blocks * tile_columns / 4 : steps * step * 2;
         // A step has up to 8 quads, and vectors run over the last one.
         scratch_floats = detail::round_up(static_cast<std::size_t>(cols.padded_size()), std::size_t{16}) +
-                         32 + (tile_pieces > 0 ? tile_columns : 0);
+                         32 + (tile_query_bytes > 0 ? tile_columns : 0);
         const std::size_t each = static_cast<std::size_t>(sets) * static_cast<std::size_t>(n);
         scalars_offset = scratch_rows * scratch_floats * sizeof(float);
         words_offset = scalars_offset +
@@ -138,7 +138,7 @@ struct fold_layout {
         return detail::ceil_div((last_step(group) - first_step(group)) * 4 * step, tile_columns);
     }
     /// Vectors that share a tile.
-    constexpr int tile_queries() const noexcept { return tile_lines / tile_pieces; }
+    constexpr int tile_queries() const noexcept { return tile_lines / tile_query_bytes; }
 
     float* scratch(std::byte* memory) const noexcept { return reinterpret_cast<float*>(memory); }
     fold_scalars* scalars(std::byte* memory) const noexcept {
@@ -206,7 +206,7 @@ private:
         if constexpr (Tiles)
             write_rows<Queries>(out, inverse, s);
         else
-            write_pieces<Queries>(out, inverse, s);
+            write_query_bytes<Queries>(out, inverse, s);
     }
 
     using floats = typename Lanes::floats;
@@ -274,7 +274,7 @@ private:
     }
 
     template <int Queries>
-    KVQ_INLINE void write_pieces(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
+    KVQ_INLINE void write_query_bytes(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
         ints sums[Queries], high_sums[Queries];
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) sums[i] = high_sums[i] = Lanes::splat(0);
@@ -295,14 +295,14 @@ private:
             if constexpr (packs<Queries>) {
                 if constexpr (Form == vector_form::byte)
                     for (int i = 0; i < Queries; ++i) fixed[i] = Lanes::template shift_left<8>(fixed[i]);
-                Lanes::store_pieces_of_four(out, fixed);
+                Lanes::store_high_low_of_four(out, fixed);
             } else {
                 KVQ_UNROLL
                 for (int i = 0; i < Queries; ++i) {
                     if constexpr (Form == vector_form::word)
                         Lanes::store_word_pairs(out + 2 * i, stride, fixed[i]);
                     else
-                        Lanes::store_pieces(out + 2 * i, stride, high[i], fixed[i]);
+                        Lanes::store_high_low(out + 2 * i, stride, high[i], fixed[i]);
                 }
             }
             out += Lanes::width / 4 * stride;
@@ -334,7 +334,7 @@ private:
                         Lanes::round(Lanes::multiply(Lanes::load_floats(row + c + v * Lanes::width), factor));
                     if constexpr (ZeroCode != 0) {
                         sum = Lanes::add(sum, fixed[v]);
-                        high_sum = Lanes::add(high_sum, high_piece(fixed[v]));
+                        high_sum = Lanes::add(high_sum, high_byte(fixed[v]));
                     }
                 }
                 store_row(reinterpret_cast<std::byte*>(to), fixed);
@@ -347,22 +347,22 @@ private:
         }
     }
 
-    static KVQ_INLINE ints high_piece(ints fixed) {
+    static KVQ_INLINE ints high_byte(ints fixed) {
         if constexpr (Form == vector_form::two_bytes)
             return Lanes::template shift_right_signed<8>(Lanes::add(fixed, Lanes::splat(128)));
         else
             return fixed;
     }
 
-    /// 64 numbers: their high bytes, then, where there are two pieces, their low ones.
+    /// 64 numbers: their high bytes, then, where there are two bytes, their low ones.
     static KVQ_INLINE void store_row(std::byte* to, const ints* fixed) {
         if constexpr (Form == vector_form::two_bytes &&
-                      requires { Lanes::store_piece_rows(to, to, fixed); }) {
-            Lanes::store_piece_rows(to, to + tile_columns, fixed);
+                      requires { Lanes::store_high_low_rows(to, to, fixed); }) {
+            Lanes::store_high_low_rows(to, to + tile_columns, fixed);
         } else {
             for (int v = 0; v < tile_columns / Lanes::width; ++v) {
                 std::uint32_t pairs[Lanes::width / 2];
-                Lanes::store_pieces(pairs, 2, high_piece(fixed[v]), fixed[v]);
+                Lanes::store_high_low(pairs, 2, high_byte(fixed[v]), fixed[v]);
                 for (int quad = 0; quad < Lanes::width / 4; ++quad) {
                     std::byte* const at = to + v * Lanes::width + 4 * quad;
                     std::memcpy(at, &pairs[2 * quad], 4);
@@ -377,7 +377,7 @@ private:
     template <int Queries>
     static constexpr bool packs = Form != vector_form::word&& Queries ==
                                   query_block&& requires(std::uint32_t* out, const ints* a) {
-        Lanes::store_pieces_of_four(out, a);
+        Lanes::store_high_low_of_four(out, a);
     };
 };
 
@@ -451,7 +451,7 @@ template <class Lanes, class Backend, class Scheme>
 void fold(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
           block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride, std::byte* memory) {
     if constexpr (has_tiles<Lanes>)
-        if (layout.tile_pieces > 0)
+        if (layout.tile_query_bytes > 0)
             return fold_as<Lanes, Backend, byte_form<Backend>, true>(scheme, layout, shape, id, block, x,
                                                                      x_stride, memory);
     fold_as<Lanes, Backend, form_of<Lanes, Backend>, false>(scheme, layout, shape, id, block, x, x_stride,

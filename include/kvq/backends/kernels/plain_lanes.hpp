@@ -258,7 +258,7 @@ struct plain_lanes {
     static KVQ_INLINE ints as_ints(floats a) { return detail::load_as<ints>(a.v); }
 
     /// Packs the lowest bytes of four words each: word q of `high` to out[q * stride], of `low` to out[q * stride + 1].
-    static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
+    static KVQ_INLINE void store_high_low(std::uint32_t* out, int stride, ints high, ints low) {
         const auto pack = [](const ints& a, int q) {
             std::uint32_t word = 0;
             for (int k = 0; k < 4; ++k)

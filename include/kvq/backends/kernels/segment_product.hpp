@@ -23,10 +23,10 @@ struct segment_plan {
     std::size_t parameters;  ///< where they begin in a block
     code_segment segments[static_cast<std::size_t>(list::count)] = {};
 
-    segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n, int tile_pieces)
+    segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n, int tile_query_bytes)
         : columns(scheme.columns(shape)),
           codes(columns.codes(shape)),
-          fold(codes, true, n, tile_pieces),
+          fold(codes, true, n, tile_query_bytes),
           parameters(columns.parameters) {
         scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
             segments[static_cast<std::size_t>(index_of<Bits>())] = segment;
@@ -35,12 +35,12 @@ struct segment_plan {
 
     /// What fold() makes, then tiles, then units.
     std::size_t workspace_bytes() const {
-        return fold.bytes + tile_space::bytes(fold.tile_pieces) +
+        return fold.bytes + tile_space::bytes(fold.tile_query_bytes) +
                detail::round_up(static_cast<std::size_t>(codes.cols.padded_size()) * sizeof(float),
                                 std::size_t{64});
     }
     float* units(std::byte* workspace) const noexcept {
-        return reinterpret_cast<float*>(workspace + fold.bytes + tile_space::bytes(fold.tile_pieces));
+        return reinterpret_cast<float*>(workspace + fold.bytes + tile_space::bytes(fold.tile_query_bytes));
     }
     /// For every column 2^-(how much narrower its codes are than the widest); 0 without codes.
     void write_units(std::byte* workspace) const {
@@ -91,7 +91,7 @@ public:
                                       id, block, x, x_stride, workspace);
         const segment_product p{plan, block, ahead};
         if constexpr (has_tiles<Lanes>)
-            if (plan.fold.tile_pieces > 0)
+            if (plan.fold.tile_query_bytes > 0)
                 return multiply_in_tiles<typename Lanes::architecture::tiles>(
                     in_tiles{p, p.layout_.scalars(workspace), y, y_stride, add}, p.rows_,
                     {p.layout_, workspace}, workspace + plan.fold.bytes);

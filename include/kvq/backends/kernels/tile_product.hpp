@@ -1,7 +1,7 @@
 // Products of codes with many vectors at once, on architectures that multiply tiles of bytes (AMX): the integer sums of
 // code_product.hpp, up to 16 vectors to an instruction.
 //
-//   C[piece of vector][row] = sum over columns of piece * code        tiles of 16 pieces x 64 columns by 64 columns x 16 rows
+//   C[byte of query][row] = sum over columns of byte * code        tiles of 16 query bytes x 64 columns by 64 columns x 16 rows
 //
 // A step takes 64 columns of one tile of the block's layout (32 rows, two halves of 16). Its codes are unpacked to bytes in the
 // workspace while steps before it are multiplied, so that loads of tiles do not wait for stores. (Codes of 8 bits as well: tiles
@@ -28,7 +28,7 @@ public:
 template <has_tiles Lanes, class Backend>
 class tile_session<Lanes, Backend> {
 public:
-    explicit tile_session(int n) : lines_(n * pieces_in_tiles<Lanes, Backend>(n)) {
+    explicit tile_session(int n) : lines_(n * query_bytes_in_tiles<Lanes, Backend>(n)) {
         if (lines_ > 0)
             before_ =
                 tiles::begin(detail::smaller(lines_, tile_lines), detail::larger(lines_ - tile_lines, 1));
@@ -54,8 +54,8 @@ struct tile_space {
     static constexpr int sum_bytes = 4 * half_rows * tile_lines;  // of a half and a query block
     static constexpr int ahead = 2, steps = 4;  // unpacked before they are needed; in memory
 
-    static constexpr std::size_t bytes(int tile_pieces) noexcept {
-        return tile_pieces == 0 ? 0 : static_cast<std::size_t>(steps * 2 * half_bytes + 4 * sum_bytes);
+    static constexpr std::size_t bytes(int tile_query_bytes) noexcept {
+        return tile_query_bytes == 0 ? 0 : static_cast<std::size_t>(steps * 2 * half_bytes + 4 * sum_bytes);
     }
     static std::byte* codes(std::byte* space, int step) noexcept {
         return space + step % steps * 2 * half_bytes;
@@ -196,7 +196,7 @@ struct tile_vectors {
         : begin(reinterpret_cast<const std::byte*>(layout.words(memory))),
           set_bytes(layout.sets > 1 ? 4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.n : 0),
           block_bytes(4 * static_cast<std::ptrdiff_t>(layout.set_words) * layout.tile_queries()),
-          lines(layout.n * layout.tile_pieces) {}
+          lines(layout.n * layout.tile_query_bytes) {}
 };
 
 template <class Tiles>

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../../schemes/transformed.hpp"
-#include "channel_encode.hpp"
+#include "quantize_channels.hpp"
 #include "composed.hpp"
 #include "hadamard.hpp"
 #include "special_values.hpp"

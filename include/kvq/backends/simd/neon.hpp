@@ -118,7 +118,7 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints max_halves(ints a, ints b) {
         return vreinterpretq_u32_s16(vmaxq_s16(vreinterpretq_s16_u32(a), vreinterpretq_s16_u32(b)));
     }
-    static KVQ_INLINE void store_pieces(std::uint32_t* out, int, ints high, ints low) {
+    static KVQ_INLINE void store_high_low(std::uint32_t* out, int, ints high, ints low) {
         const uint8x8_t bytes = vmovn_u16(vcombine_u16(vmovn_u32(high), vmovn_u32(low)));
         vst1_u8(reinterpret_cast<std::uint8_t*>(out), bytes);
     }

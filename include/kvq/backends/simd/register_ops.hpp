@@ -10,7 +10,7 @@
 //   widen<Half>(a), narrow(low, high)         half of the lanes as doubles, and back
 //   limited(a, top)                           to [0, top]; NaN becomes 0
 //   to_floats, round, as_floats               between words and floats
-//   store_pieces(out, stride, high, low)      lowest bytes, packed to words and interleaved
+//   store_high_low(out, stride, high, low)      lowest bytes, packed to words and interleaved
 //   shift_signed<S>(a)
 //   ordered_halves, min_halves, max_halves     16-bit floats as integers of the same order (or back), and their extremes
 //   transpose, load_bytes, load_halfwords, store_halfwords, half_bits<T>, rounded_product, in_register
@@ -18,15 +18,15 @@
 //   splat_pair, add_pairs, keep_even, sum, largest, smallest
 //   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_lanes
 //   optional, for kernels that other instruction sets do without
-//     store_pieces_of_four(out, a)            folded.hpp: what store_pieces makes of four vectors of numbers 256 high + low
-//     store_piece_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such numbers, then the low ones, in order
+//     store_high_low_of_four(out, a)            folded.hpp: what store_high_low makes of four vectors of numbers 256 high + low
+//     store_high_low_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such numbers, then the low ones, in order
 //     distance_to_whole, scale_by_power       softmax.hpp: exponent arithmetic in one instruction each
 //     dot_word_pairs(acc, a, x)               word_product.hpp: dot_words in one instruction
 //     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as signed 16-bit words that
 //         saturate; every lane of half of a twice
-//     pack_bytes<Signed>(a, b, c, d), add_bytes    token_encode.hpp: word i of 128-bit lane l of the
+//     pack_bytes<Signed>(a, b, c, d), add_bytes    quantize_values.hpp: word i of 128-bit lane l of the
 //         result is lane l of vector i; one word that holds the smallest half of lo and the complement of the largest of hi
-//     transpose_fours, split_halves, spread_codes, code_table, lookup_table    table_decode.hpp
+//     transpose_fours, split_halves, spread_codes, code_table, lookup_table    dequantize_table.hpp
 #pragma once
 
 #include "arch.hpp"

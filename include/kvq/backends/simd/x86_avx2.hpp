@@ -100,7 +100,7 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints shift_signed(ints a) {
         return _mm256_srai_epi32(a, S);
     }
-    static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
+    static KVQ_INLINE void store_high_low(std::uint32_t* out, int stride, ints high, ints low) {
         const __m256i bytes =
             _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
                              0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);

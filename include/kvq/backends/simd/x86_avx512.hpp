@@ -128,7 +128,7 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints shift_signed(ints a) {
         return _mm512_srai_epi32(a, S);
     }
-    static KVQ_INLINE void store_pieces(std::uint32_t* out, int stride, ints high, ints low) {
+    static KVQ_INLINE void store_high_low(std::uint32_t* out, int stride, ints high, ints low) {
         const __m128i h = _mm512_cvtepi32_epi8(high), l = _mm512_cvtepi32_epi8(low);
         const __m128i first_two = _mm_unpacklo_epi32(h, l), last_two = _mm_unpackhi_epi32(h, l);
         _mm_storel_epi64(reinterpret_cast<__m128i*>(out), first_two);
@@ -137,8 +137,8 @@ struct register_ops<Arch> {
         _mm_storeh_pd(reinterpret_cast<double*>(out + 3 * stride), _mm_castsi128_pd(last_two));
     }
 
-    static KVQ_INLINE void store_pieces_of_four(std::uint32_t* out, const ints* a) {
-        // Two numbers to a word; plus 128, byte 1 of each is its high piece and byte 0 its low piece plus 128.
+    static KVQ_INLINE void store_high_low_of_four(std::uint32_t* out, const ints* a) {
+        // Two numbers to a word; plus 128, byte 1 of each is its high byte and byte 0 its low byte plus 128.
         const auto two = [](__m512i x, __m512i y) {
             const __m512i half = _mm512_set1_epi16(128);
             const __m512i order =
@@ -153,18 +153,18 @@ struct register_ops<Arch> {
                                           first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second));
     }
 
-    static KVQ_INLINE void store_piece_rows(std::byte* high, std::byte* low, const ints* a) {
+    static KVQ_INLINE void store_high_low_rows(std::byte* high, std::byte* low, const ints* a) {
         // Afterwards word i of 128-bit lane l is what vector i has there: back to their order.
         const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         const __m512i ab = _mm512_packs_epi32(a[0], a[1]), cd = _mm512_packs_epi32(a[2], a[3]);
-        const auto high_piece = [](__m512i words) {
+        const auto high_byte = [](__m512i words) {
             return _mm512_srai_epi16(_mm512_add_epi16(words, _mm512_set1_epi16(128)), 8);
         };
-        const auto low_piece = [](__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(255)); };
+        const auto low_byte = [](__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(255)); };
         _mm512_storeu_si512(
-            high, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high_piece(ab), high_piece(cd))));
+            high, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high_byte(ab), high_byte(cd))));
         _mm512_storeu_si512(
-            low, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low_piece(ab), low_piece(cd))));
+            low, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low_byte(ab), low_byte(cd))));
     }
 
     static KVQ_INLINE void transpose(ints (&v)[16]) {

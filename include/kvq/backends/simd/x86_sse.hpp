@@ -97,7 +97,7 @@ struct register_ops<Arch> {
     }
     static KVQ_INLINE ints min_halves(ints a, ints b) { return _mm_min_epi16(a, b); }
     static KVQ_INLINE ints max_halves(ints a, ints b) { return _mm_max_epi16(a, b); }
-    static KVQ_INLINE void store_pieces(std::uint32_t* out, int, ints high, ints low) {
+    static KVQ_INLINE void store_high_low(std::uint32_t* out, int, ints high, ints low) {
         const __m128i byte = _mm_set1_epi32(255);
         const __m128i words = _mm_packs_epi32(_mm_and_si128(high, byte), _mm_and_si128(low, byte));
         _mm_storel_epi64(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(words, words));

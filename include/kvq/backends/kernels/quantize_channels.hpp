@@ -1,13 +1,13 @@
 // Coding blocks with parameters per channel that encoders fit (schemes/dual.hpp, schemes/mixed_width.hpp), in lanes.
 //
-//   1. factors     of tokens, and every token divided by its own                          (factor_fit.hpp)
+//   1. factors     of tokens, and every token divided by its own                          (token_scale_fit.hpp)
 //   2. fit         a lane is a channel                                                    (channel_fit.hpp)
 //   3. store       parameters, by the code of quant/channel_params.hpp
 //   4. code        a lane is a row of the block: a channel of V, with the mean of its errors; a token of K, after a transposition
 //   5. feedback    of K, from the last channel to the first, a few channels at a time: what they owe to errors behind
 //                  them is summed in registers                                            (quant/error_feedback.hpp)
 //
-// Contract: the same bytes as scheme::encode (tests/conformance). Numbers that are not finite or above 2^100, other encoders
+// Contract: the same bytes as scheme::quantize (tests/conformance). Values that are not finite or above 2^100, other encoders
 // than the library's own, blocks beyond 256 x 256 and odd groups are left to it: run() returns false and has changed nothing
 // but the block.
 #pragma once
@@ -17,7 +17,7 @@
 #include "channel_fit.hpp"
 #include "channel_schemes.hpp"
 #include "code_words.hpp"
-#include "factor_fit.hpp"
+#include "token_scale_fit.hpp"
 #include "special_values.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
@@ -28,10 +28,10 @@ concept channel_scheme = is_channel_scheme<S> && detail::encoder_traits<typename
 
 /// Again: Scheme::requantize, of values that were quantized before.
 template <class Lanes, channel_scheme Scheme, bool Again = false>
-class channel_encoder {
+class channel_quantizer {
 public:
     /// values: [tokens][dim]; run() leaves anything there if it succeeds. factors: known ones of tokens, or null.
-    channel_encoder(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
+    channel_quantizer(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
                     std::byte* block, const float* factors = nullptr)
         : scheme_(scheme),
           encoder_(scheme.encoder),
@@ -51,7 +51,7 @@ public:
         if constexpr (mixed)
             for (int t = 0; t < shape_.tokens; ++t) scheme_.transform_query(shape_, id_, token(t));
         else if constexpr (Scheme::factors::present)
-            divide_by_factors();
+            divide_by_token_scales();
         for (int g = 0; g < tokens_.groups(); ++g) {
             fit_group(g);
             if (shape_.role == tensor::key)
@@ -76,7 +76,7 @@ private:
     static constexpr bool feeds_back = detail::encoder_traits<encoder>::feedback;
     static constexpr int width = Lanes::width, half = width / 2;
     static constexpr int most = most_channels;
-    static_assert(most <= channel_fits<Lanes>::most_tokens && most <= factor_fit<Lanes>::most_channels);
+    static_assert(most <= channel_fits<Lanes>::most_tokens && most <= token_scale_fit<Lanes>::most_channels);
 
     float* token(int t) const { return values_ + t * shape_.dim; }
 
@@ -101,16 +101,16 @@ private:
         }
     }
 
-    void divide_by_factors() {
+    void divide_by_token_scales() {
         using factors = typename Scheme::factors;
         float factor[most];
         if (factors_)
             std::memcpy(factor, factors_, sizeof(float) * static_cast<std::size_t>(shape_.tokens));
         else
-            factor_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, factor);
-        if constexpr (Again && keeper::keeps) scheme_.settle_factors(shape_, values_, factor);
+            token_scale_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, factor);
+        if constexpr (Again && keeper::keeps) scheme_.settle_token_scales(shape_, values_, factor);
         for (int g = 0; g < tokens_.groups(); ++g)
-            factors::store(to_ + scheme_.factor_offset(shape_), tokens_.group_begin(g),
+            factors::store(to_ + scheme_.token_scale_offset(shape_), tokens_.group_begin(g),
                            factor + g * tokens_.group, tokens_.group_size(g));
         for (int t = 0; t < shape_.tokens; ++t) {
             const floats by = Lanes::splat_float(factor[t]);
@@ -185,9 +185,9 @@ private:
         double errors[most];
         for (int c = 0; c < dim; c += width)
             if (c + width <= dim)
-                code_channels<true>(g, c, width, errors + c);
+                quantize_channels<true>(g, c, width, errors + c);
             else
-                code_channels<false>(g, c, dim - c, errors + c);
+                quantize_channels<false>(g, c, dim - c, errors + c);
         if constexpr (encoder::corrects_mean) {
             for (int c = 0; c < dim; ++c)
                 bias_[c] =
@@ -198,7 +198,7 @@ private:
     }
 
     template <bool Whole>
-    void code_channels(int g, int c, int n, double* errors) const {
+    void quantize_channels(int g, int c, int n, double* errors) const {
         constexpr int bits = Scheme::code_bits, step_quads = code_planes<bits>::quads_per_step;
         const auto layout = scheme_.codes(shape_);
         const auto load = [&](const float* p) {

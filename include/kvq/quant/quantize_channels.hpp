@@ -16,8 +16,8 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-inline constexpr int most_coded = 1024;            // tokens, channels: what scratch on the stack holds
-inline constexpr int most_slots = 4 * most_coded;  // groups of one token have four slots
+inline constexpr int most_quantized = 1024;            // tokens, channels: what scratch on the stack holds
+inline constexpr int most_slots = 4 * most_quantized;  // groups of one token have four slots
 
 /// Finite numbers are limited to +-2^100, so that no sum or quotient overflows.
 inline constexpr float most_magnitude = 0x1p100f;
@@ -37,9 +37,9 @@ inline std::uint32_t bound_magnitudes(float* values, std::size_t n) noexcept {
 
 /// y: [tokens][stride], replaced by codes. top(c): largest code of channel c; 0 keeps its mean alone.
 template <class Parameters, class Encoder, class Top>
-void code_channels(const Encoder& encoder, block_id id, float* y, int tokens, int channels, int stride,
+void quantize_channels(const Encoder& encoder, block_id id, float* y, int tokens, int channels, int stride,
                    Top top, std::byte* parameters, int groups, int slot_count, int group) {
-    float line[most_coded], codes[most_coded], biases[most_coded], scales[most_coded];
+    float line[most_quantized], codes[most_quantized], biases[most_quantized], scales[most_quantized];
     const auto gather = [&](int c) {
         int n = 0;
         for (int t = 0; t < tokens; ++t) {
@@ -61,11 +61,11 @@ void code_channels(const Encoder& encoder, block_id id, float* y, int tokens, in
     Parameters::store_scales(parameters, groups, slot_count, group, scales, channels, Encoder::rounding);
 
     for (int c = 0; c < channels; ++c) codes[c] = scales[c] > 0.0f ? 1.0f / scales[c] : 0.0f;
-    double errors[most_coded] = {};
-    int finite[most_coded] = {};
+    double errors[most_quantized] = {};
+    int finite[most_quantized] = {};
     for (int t = 0; t < tokens; ++t) {
         constexpr bool feeds_back = requires { encoder.feedback_row(id, channels, 0); };
-        double owed[most_coded];
+        double owed[most_quantized];
         if constexpr (feeds_back)
             for (int c = 0; c < channels; ++c) owed[c] = 0.0;
         for (int c = channels - 1; c >= 0; --c) {

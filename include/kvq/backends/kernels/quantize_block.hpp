@@ -1,9 +1,9 @@
 // Quantizing a full block of 16-bit values with a composed scheme, a vector of rows at a time.
 //
-// The window block and the coded block have the same tiles, so nothing is transposed: a lane stays a row. Minima and maxima
+// The window block and the quantized block have the same tiles, so nothing is transposed: a lane stays a row. Minima and maxima
 // of a group come first, then its codes, from values that are still in the first cache; parameters are fitted a vector at
 // a time (fit.hpp), those of columns after a transposition in registers.
-// Contract: the same bytes as scheme::encode (tests/conformance). Blocks that hold NaN or infinities, and row groups that
+// Contract: the same bytes as scheme::quantize (tests/conformance). Blocks that hold NaN or infinities, and row groups that
 // do not line up with tiles, are left to it: run() returns false and has written nothing that matters.
 #pragma once
 
@@ -18,9 +18,9 @@
 namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, composed_scheme Scheme>
-class block_encoder {
+class block_quantizer {
 public:
-    block_encoder(const Scheme& scheme, const block_shape& shape, const std::byte* window, std::byte* block)
+    block_quantizer(const Scheme& scheme, const block_shape& shape, const std::byte* window, std::byte* block)
         : scheme_(scheme),
           shape_(shape),
           window_(shape),

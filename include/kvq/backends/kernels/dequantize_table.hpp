@@ -1,4 +1,4 @@
-// Decoding a block to tokens where codes are few and parameters belong to tokens: x^ is looked up, never computed.
+// Dequantizing a block to tokens where codes are few and parameters belong to tokens: x^ is looked up, never computed.
 //
 //   table of a token and group = x^ of every code, rounded to the type of the output; repeated until it fills a vector
 //   value = table[code]
@@ -8,7 +8,7 @@
 //   V   rows are channels, as in the output; for 16-bit output words of two vectors are split into halves first
 //
 // An index carries bits of its neighbours above its own, which a repeating table ignores: codes need no mask.
-// Contract: bit for bit what scheme::decode says, rounded once to the type of the output (tests/conformance). run() returns
+// Contract: bit for bit what scheme::dequantize says, rounded once to the type of the output (tests/conformance). run() returns
 // false, and has written nothing, for shapes that do not fill vectors and lanes without lookup_table.
 #pragma once
 
@@ -19,9 +19,9 @@
 namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Backend, composed_scheme Scheme, float_format T>
-class table_decoder {
+class table_dequantizer {
 public:
-    table_decoder(const Scheme& scheme, const block_shape& shape, const std::byte* block, T* out,
+    table_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block, T* out,
                   std::ptrdiff_t stride)
         : shape_(shape),
           codes_(scheme.codes(shape)),

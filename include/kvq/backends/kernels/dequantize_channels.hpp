@@ -1,10 +1,10 @@
-// Decoding blocks with parameters per channel and factors per token (schemes/dual.hpp, schemes/mixed_width.hpp) to tokens, in
-// lanes: the mirror of channel_encode.hpp.
+// Dequantizing blocks with parameters per channel and scales per token (schemes/dual.hpp, schemes/mixed_width.hpp) to tokens, in
+// lanes: the mirror of quantize_channels.hpp.
 //
 //   V   a lane is a channel, as in the output
-//   K   a lane is a token: channels are decoded in the order of the plan, and transposed in their own
+//   K   a lane is a token: channels are dequantized in the order of the plan, and transposed in their own
 //
-// Contract: bit for bit what scheme::decode says, rounded once to the type of the output (tests/conformance). Blocks beyond
+// Contract: bit for bit what scheme::dequantize says, rounded once to the type of the output (tests/conformance). Blocks beyond
 // 256 x 256 and odd groups are left to it: to_tokens() returns false and has written nothing.
 #pragma once
 
@@ -17,9 +17,9 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Backend, class Scheme>
 requires is_channel_scheme<Scheme>
-class channel_decoder {
+class channel_dequantizer {
 public:
-    channel_decoder(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
+    channel_dequantizer(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
         : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.token_axis(shape)), from_(block) {}
 
     /// x^ of token t and channel c to out[t * stride + c].
@@ -44,7 +44,7 @@ private:
     static constexpr bool mixed = segmented<Scheme>;
     static constexpr int width = Lanes::width, most = most_channels;
 
-    static constexpr bool has_factors = [] {
+    static constexpr bool has_token_scales = [] {
         if constexpr (mixed)
             return false;
         else
@@ -64,9 +64,9 @@ private:
             scheme_.columns(shape_).template load<Backend>(from_, g, scale_, bias_);
         else
             scheme_.template load<Backend>(shape_, from_, g, scale_, bias_);
-        if constexpr (has_factors)
+        if constexpr (has_token_scales)
             if (g == 0)
-                Scheme::factors::template load<Backend>(from_ + scheme_.factor_offset(shape_),
+                Scheme::factors::template load<Backend>(from_ + scheme_.token_scale_offset(shape_),
                                                         tokens_.padded_size(), factor_);
     }
 
@@ -116,7 +116,7 @@ private:
                          bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
             const auto put = [&](int t, ints code) KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
-                if constexpr (has_factors) x = Lanes::multiply(x, Lanes::splat_float(factor_[t]));
+                if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(factor_[t]));
                 store_some<Lanes>(out + t * stride + c, x, n);
             };
             if (n == width)
@@ -134,11 +134,11 @@ private:
             const int n = rows_of_part<width>(size, part), row = first + part;
             alignas(64) std::byte columns[most * 4 * width];  // a vector of tokens for every place
             floats factor = Lanes::splat_float(1.0f);
-            if constexpr (has_factors) factor = Lanes::load_floats(factor_ + tokens_.slot(row), n);
+            if constexpr (has_token_scales) factor = Lanes::load_floats(factor_ + tokens_.slot(row), n);
             if (n == width)
-                decode_columns<false>(row, n, factor, columns);
+                dequantize_columns<false>(row, n, factor, columns);
             else
-                decode_columns<true>(row, n, factor, columns);
+                dequantize_columns<true>(row, n, factor, columns);
             for (int c = 0; c < shape_.dim; c += width) {
                 const int channels = detail::smaller(width, shape_.dim - c);
                 ints square[width];
@@ -154,9 +154,9 @@ private:
     }
 
     template <bool Partial>
-    KVQ_INLINE void decode_columns(int row, int n, floats factor, std::byte* columns) const {
+    KVQ_INLINE void dequantize_columns(int row, int n, floats factor, std::byte* columns) const {
         const auto put = [&](int place, floats x) KVQ_INLINE_LAMBDA {
-            if constexpr (has_factors) x = Lanes::multiply(x, factor);
+            if constexpr (has_token_scales) x = Lanes::multiply(x, factor);
             Lanes::store(columns + place * 4 * width, Lanes::as_ints(x));
         };
         const auto put_code = [&](int place, ints code) KVQ_INLINE_LAMBDA {

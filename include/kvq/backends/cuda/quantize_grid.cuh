@@ -1,14 +1,14 @@
 // Coding blocks of channel_grid and mixed_width on the device, one thread block each: the steps of schemes/dual.hpp,
-// schemes/mixed_width.hpp and quant/channel_coder.hpp.
+// schemes/mixed_width.hpp and quant/quantize_channels.hpp.
 //
-//   numbers of the page -> factors of tokens -> grids of channels -> stored biases and scales -> codes, errors -> words
+//   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
 //
 // Formulas are those of quant/; sums of doubles go in the order that is part of the contract, each by one thread after the other
 // number. Where a page holds NaN or infinities, finite members move together for the fit, and numbers are read again to be coded.
-// Contract: every byte of the block is written and equals what scheme::encode writes for the same values.
+// Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
-#include "encode.cuh"
+#include "quantize.cuh"
 #include "grid_feedback.cuh"
 #include "grid_memory.cuh"
 
@@ -43,20 +43,20 @@ public:
                 matrix_ = target.key_feedback + static_cast<std::size_t>(head) * dim * dim;
     }
 
-    /// Codes the block. Returns this thread's count of numbers that are not finite.
+    /// Codes the block. Returns this thread's count of values that are not finite.
     __device__ __forceinline__ unsigned run() {
         clear_rest();
         if constexpr (is_mixed<S>) write_tops();
         bool dirty = false;  // are there NaN or infinities where numbers lie in memory?
-        if constexpr (has_factors<S>) {
-            dirty = fit_factors();
+        if constexpr (has_token_scales<S>) {
+            dirty = fit_token_scales();
             if (memory::whole && !dirty) divide(0, dim, slot_count);
         }
         for (int first = 0; first < dim; first += memory::fit_channels) {
             const int count = smaller(memory::fit_channels, dim - first);
-            if (!(has_factors<S> && memory::whole) || dirty) {
-                dirty = read<false>(first, count, 0, slot_count, !has_factors<S>);
-                if constexpr (has_factors<S>) divide(first, count, slot_count);
+            if (!(has_token_scales<S> && memory::whole) || dirty) {
+                dirty = read<false>(first, count, 0, slot_count, !has_token_scales<S>);
+                if constexpr (has_token_scales<S>) divide(first, count, slot_count);
             }
             fit(first, count, dirty);
         }
@@ -66,7 +66,7 @@ public:
             const int count = smaller(memory::code_slots, slot_count - first);
             if (!memory::whole || dirty) {
                 read<false>(0, dim, first, count, false);
-                if constexpr (has_factors<S>) divide(0, dim, count, first);
+                if constexpr (has_token_scales<S>) divide(0, dim, count, first);
             }
             code(first, count);
         }
@@ -207,7 +207,7 @@ private:
     }
 
     /// Returns whether any number is not finite.
-    __device__ __forceinline__ bool fit_factors() {
+    __device__ __forceinline__ bool fit_token_scales() {
         for (int t = thread(); t < slot_count; t += Threads)
             factors_.inverse[t] = holds_token(t) ? 1.0f : 0.0f;
         bool dirty = false;
@@ -221,7 +221,7 @@ private:
             }
             scale_factors<Threads, slot_count>(factors_, dim, holds_token, [&](int slot, float factor) {
                 if (i == iterations - 1 && holds_token(slot))
-                    S::factors::store(block_ + S::factor_offset(shape()), slot, &factor, 1);
+                    S::factors::store(block_ + S::token_scale_offset(shape()), slot, &factor, 1);
                 return factor;
             });
         }

@@ -9,12 +9,12 @@
 
 namespace llama {
 
-class decoded_cache final : public kv_cache {
+class dequantized_cache final : public kv_cache {
 public:
     // The window must be fp16.
-    decoded_cache(const model_shape& shape, const kvq::cache_options& options)
+    dequantized_cache(const model_shape& shape, const kvq::cache_options& options)
         : shape_(shape),
-          cache_(coded_cache_shape(shape), options),
+          cache_(quantized_cache_shape(shape), options),
           sequence_(cache_.new_sequence()),
           rows_(shape),
           quantized_(static_cast<std::size_t>(shape.layers), 0) {}
@@ -64,8 +64,8 @@ private:
     // Rows from `first` to before `end`.
     void dequantize(int layer, int first, int end) {
         auto keys = rows_.keys(layer, first, end - first), values = rows_.values(layer, first, end - first);
-        sequence_.decode(layer, kvq::tensor::key, first, kvq::tokens_of(keys, shape_.kv_heads));
-        sequence_.decode(layer, kvq::tensor::value, first, kvq::tokens_of(values, shape_.kv_heads));
+        sequence_.dequantize(layer, kvq::tensor::key, first, kvq::tokens_of(keys, shape_.kv_heads));
+        sequence_.dequantize(layer, kvq::tensor::value, first, kvq::tokens_of(values, shape_.kv_heads));
     }
 
     model_shape shape_;

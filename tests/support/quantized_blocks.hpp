@@ -19,17 +19,17 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
                  const std::vector<float>& x) {
     const kvq::full<Window> full;
     std::vector<std::byte> window(full.block_bytes(shape));
-    full.encode(shape, id, x.data(), window.data());
+    full.quantize(shape, id, x.data(), window.data());
 
     std::vector<float> rounded(shape.values());
-    full.decode(shape, id, window.data(), rounded.data());
+    full.dequantize(shape, id, window.data(), rounded.data());
     const auto rounded_before = rounded;
     std::vector<std::byte> expected(scheme.block_bytes(shape)), got(expected.size() + 64, std::byte{0xcd});
-    const std::uint32_t not_finite = scheme.encode(shape, id, rounded.data(), expected.data());
+    const std::uint32_t not_finite = scheme.quantize(shape, id, rounded.data(), expected.data());
 
     std::vector<float> scratch(shape.values() + 16, 1e30f);
     const std::uint32_t counted =
-        Backend::template encode<Window>(scheme, shape, id, window.data(), got.data(), scratch.data());
+        Backend::template quantize<Window>(scheme, shape, id, window.data(), got.data(), scratch.data());
     CHECK(counted == not_finite);
     const auto difference = std::mismatch(expected.begin(), expected.end(), got.begin());
     CHECK(difference.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
@@ -39,7 +39,7 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
     // The same from float values.
     std::fill(got.begin(), got.end(), std::byte{0xcd});
     std::copy(rounded_before.begin(), rounded_before.end(), scratch.begin());
-    CHECK(Backend::encode_values(scheme, shape, id, scratch.data(), got.data()) == not_finite);
+    CHECK(Backend::quantize_values(scheme, shape, id, scratch.data(), got.data()) == not_finite);
     const auto from_values = std::mismatch(expected.begin(), expected.end(), got.begin());
     CHECK(from_values.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
     CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
@@ -54,19 +54,19 @@ int different(const std::vector<T>& a, const std::vector<T>& b) {
     return n;
 }
 
-/// Tokens from a backend are what the scheme decodes, rounded once; gaps between rows stay.
+/// Tokens from a backend are what the scheme dequantizes, rounded once; gaps between rows stay.
 template <class Backend, class T, class S>
 void check_tokens(generator& random, const S& scheme, const kvq::block_shape& shape,
                   const std::vector<std::byte>& block, kvq::block_id id = {}) {
     const int stride = shape.dim + random.between(0, 9);
     std::vector<T> expected(static_cast<std::size_t>(shape.tokens * stride + 8), T(-7.0f)), got = expected;
-    const auto x = decoded(scheme, shape, block, id);
+    const auto x = dequantized(scheme, shape, block, id);
     for (int t = 0; t < shape.tokens; ++t)
         for (int c = 0; c < shape.dim; ++c)
             expected[static_cast<std::size_t>(t * stride + c)] =
                 T(x[static_cast<std::size_t>(t * shape.dim + c)]);
     std::vector<float> scratch(shape.values());
-    Backend::decode(scheme, shape, id, block.data(), got.data(), stride, scratch.data());
+    Backend::dequantize(scheme, shape, id, block.data(), got.data(), stride, scratch.data());
     CHECK(different(expected, got) == 0);
 }
 

@@ -1,9 +1,9 @@
-// Decoding a block of a composed scheme, a vector of rows at a time: the mirror of encode.hpp.
+// Dequantizing a block of a composed scheme, a vector of rows at a time: the mirror of quantize.hpp.
 //
 //   codes of 64 columns -> words of four codes -> x^ = scale * code + bias -> tokens
 //
 // Tokens of V: lanes are channels, nothing moves between them. Tokens of K are rows; their codes are transposed while they are bytes, a quarter of the work of floats.
-// Contract: bit for bit what scheme::decode says (tests/conformance), then rounded once to the type of the output.
+// Contract: bit for bit what scheme::dequantize says (tests/conformance), then rounded once to the type of the output.
 #pragma once
 
 #include <utility>
@@ -14,9 +14,9 @@
 namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Backend, composed_scheme Scheme>
-class block_decoder {
+class block_dequantizer {
 public:
-    block_decoder(const Scheme& scheme, const block_shape& shape, const std::byte* block)
+    block_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block)
         : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(block) {}
 
     /// x^ of token t and channel c to out[t * stride + c]. False: not for this kernel, nothing was written.
@@ -40,7 +40,7 @@ private:
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     static constexpr int bits = Scheme::code_bits;
-    /// Columns that are decoded at a time: whole steps of every width, a multiple of every vector.
+    /// Columns that are dequantized at a time: whole steps of every width, a multiple of every vector.
     static constexpr int chunk = 64, chunk_quads = chunk / 4;
 
     /// Some rows of one tile that fit a vector.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Every backend decodes the bits that scheme::decode says, and writes the same window values. Built
+// Comparison family: exact. Every backend dequantizes the bits that scheme::dequantize says, and writes the same window values. Built
 // for several -march.
 #include <doctest/doctest.h>
 
@@ -7,7 +7,7 @@
 #include <kvq/backends/scalar.hpp>
 #include <kvq/backends/simd.hpp>
 
-#include "support/coded_blocks.hpp"
+#include "support/quantized_blocks.hpp"
 #include "support/scheme_list.hpp"
 
 namespace {
@@ -29,7 +29,7 @@ TEST_CASE_TEMPLATE("same bits from every backend", S, KVQ_TEST_BACKEND_SCHEMES) 
     for (int round = 0; round < 60; ++round) {
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
-        const auto block = test::encoded(scheme, shape, some_block(random, shape));
+        const auto block = test::quantized(scheme, shape, some_block(random, shape));
         test::check_tokens<native, float>(random, scheme, shape, block);
     }
 }
@@ -42,7 +42,7 @@ TEST_CASE_TEMPLATE("same 16-bit values", S, KVQ_TEST_WINDOW_SCHEMES) {
     for (int round = 0; round < 60; ++round) {
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
-        const auto block = test::encoded(scheme, shape, some_block(random, shape));
+        const auto block = test::quantized(scheme, shape, some_block(random, shape));
         test::check_tokens<native, kvq::float16>(random, scheme, shape, block);
         test::check_tokens<native, kvq::bfloat16>(random, scheme, shape, block);
     }

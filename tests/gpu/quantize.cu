@@ -1,6 +1,6 @@
 // Coding to channel_grid, mixed_width and the presets on the device: the bytes that the CPU writes, whatever the numbers are.
 //
-//   encode [seed]
+//   quantize [seed]
 #include <kvq/schemes/presets.hpp>
 
 #include <kvq/backends/cuda/pages.cuh>
@@ -56,10 +56,10 @@ std::vector<float> make_numbers(test::rng& r, numbers kind, int tokens, int dim)
 }
 
 template <class Scheme>
-std::vector<std::byte> coded_block(const Scheme& scheme, const block_shape& s, block_id id,
+std::vector<std::byte> quantized_block(const Scheme& scheme, const block_shape& s, block_id id,
                                    std::vector<float> x, unsigned& bad) {
     std::vector<std::byte> block(scheme.block_bytes(s));
-    bad += scheme.encode(s, id, x.data(), block.data());
+    bad += scheme.quantize(s, id, x.data(), block.data());
     return block;
 }
 
@@ -129,7 +129,7 @@ struct pool {
     }
 };
 
-/// All blocks of pages that the CPU codes, [page][head], and the numbers that they decode to.
+/// All blocks of pages that the CPU codes, [page][head], and the numbers that they dequantize to.
 template <class Format>
 struct host_pages {
     typename Format::keys key_scheme;
@@ -141,11 +141,11 @@ struct host_pages {
     void add(int head, const std::vector<float>& k, const std::vector<float>& v) {
         const block_id id{layer, head};
         const auto one = [&](const auto& scheme, const block_shape& s, const std::vector<float>& x,
-                             std::vector<std::byte>& blocks, std::vector<std::vector<float>>& decoded) {
-            const auto block = coded_block(scheme, s, id, x, bad);
+                             std::vector<std::byte>& blocks, std::vector<std::vector<float>>& dequantized) {
+            const auto block = quantized_block(scheme, s, id, x, bad);
             blocks.insert(blocks.end(), block.begin(), block.end());
-            decoded.emplace_back(s.values());
-            scheme.decode(s, id, block.data(), decoded.back().data());
+            dequantized.emplace_back(s.values());
+            scheme.dequantize(s, id, block.data(), dequantized.back().data());
         };
         one(key_scheme, Format::key_shape(), k, keys, key_numbers);
         one(value_scheme, Format::value_shape(), v, values, value_numbers);
@@ -249,12 +249,12 @@ void check_commit(int sequences, int steps) {
     for (int i = 0; i < pages; ++i) window_table.push_back(i);
     for (int b = 0; b < sequences; ++b) lengths.push_back(test::uniform(r, 0, page_tokens + recent + 1));
     // What the steps should lead to.
-    std::vector<int> expected_window = window_table, expected_coded(window_table.size(), -1), next;
+    std::vector<int> expected_window = window_table, expected_quantized(window_table.size(), -1), next;
     std::vector<std::byte> expected_keys = to.keys.download(), expected_values = to.values.download();
-    test::device_buffer<int> window_device(window_table), coded_device(expected_coded),
+    test::device_buffer<int> window_device(window_table), quantized_device(expected_quantized),
         lengths_device(lengths), fresh_device(static_cast<std::size_t>(sequences));
     from.ref.block_table = window_device.get();
-    to.ref.block_table = coded_device.get();
+    to.ref.block_table = quantized_device.get();
     from.ref.tokens = to.ref.tokens = lengths_device.get();
     from.ref.sequences = to.ref.sequences = sequences;
     from.ref.table_columns = to.ref.table_columns = columns;
@@ -277,7 +277,7 @@ void check_commit(int sequences, int steps) {
             for (std::size_t h = 0; h < heads; ++h) {
                 const auto block = [&](const auto& scheme, const block_shape& s, const std::vector<float>& x,
                                        std::vector<std::byte>& all) {
-                    const auto bytes = coded_block(scheme, s, {layer, static_cast<int>(h)}, x, coded.bad);
+                    const auto bytes = quantized_block(scheme, s, {layer, static_cast<int>(h)}, x, coded.bad);
                     std::copy(bytes.begin(), bytes.end(),
                               all.begin() +
                                   static_cast<std::ptrdiff_t>(
@@ -288,14 +288,14 @@ void check_commit(int sequences, int steps) {
                 block(coded.value_scheme, Coded::value_shape(), window.value_numbers[page * heads + h],
                       expected_values);
             }
-            expected_coded[entry] = fresh.back();
+            expected_quantized[entry] = fresh.back();
             expected_window[entry] = -1;
             next.back() = -2 - static_cast<int>(page);
             ++committed;
         }
         fresh_device.upload(fresh);
         lengths_device.upload(lengths);
-        const auto status = cuda::commit_full_pages(from.ref, to.ref, window_device.get(), coded_device.get(),
+        const auto status = cuda::commit_full_pages(from.ref, to.ref, window_device.get(), quantized_device.get(),
                                                     recent, fresh_device.get(), bad.get(), nullptr);
         CHECK(status, "%s", status.message);
         CUDA_OK(cudaDeviceSynchronize());
@@ -304,7 +304,7 @@ void check_commit(int sequences, int steps) {
     }
     CHECK(committed > sequences / 2, "only %d pages were committed", committed);
     CHECK(window_device.download() == expected_window, "table of window pages");
-    CHECK(coded_device.download() == expected_coded, "table of coded pages");
+    CHECK(quantized_device.download() == expected_quantized, "table of quantized pages");
     CHECK(to.keys.download() == expected_keys, "keys of %d committed pages", committed);
     CHECK(to.values.download() == expected_values, "values of %d committed pages", committed);
     CHECK(bad.download()[0] == coded.bad, "%u numbers are not finite, expected %u", bad.download()[0],
@@ -312,8 +312,8 @@ void check_commit(int sequences, int steps) {
     std::printf("  %d pages of %d sequences committed in %d steps\n", committed, sequences, steps);
 }
 
-template <int Bits, int Group, class Encoder, class Params = coded, class Factors = no_factors>
-using grid = channel_grid<Bits, Group, Encoder, Params, Factors>;
+template <int Bits, int Group, class Encoder, class Params = coded, class TokenScales = no_token_scales>
+using grid = channel_grid<Bits, Group, Encoder, Params, TokenScales>;
 template <class K, class V, int D, int P, int VD = D>
 using f = cuda::format<K, V, D, P, VD>;
 
@@ -351,15 +351,15 @@ int main(int argc, char** argv) {
         "below 3 bits, corrected enclosing, fp32 parameters, page 48");
     check<float,
           f<grid<4, 20, mean_corrected<error_feedback<min_max>>>,
-            grid<3, 0, mean_corrected<shrink_search>, coded, token_factors<params<bfloat16>>>, 72, 40>>(
+            grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>, 72, 40>>(
         "corrected feedback, corrected search with bf16 factors, odd shape", 2);
     check<float16, f<grid<5, 10, error_feedback<shrink_search, least_squares>, params<bfloat16>>,
-                     grid<6, 7, least_squares, coded, token_factors<coded>>, 13, 17, 9>>("very odd shape", 2);
+                     grid<6, 7, least_squares, coded, token_scales<coded>>, 13, 17, 9>>("very odd shape", 2);
 #endif
 #if !defined(PART) || PART == 4
     check<float16,
-          f<grid<2, 16, error_feedback<least_squares>, coded, token_factors<params<float>>>,
-            grid<1, 16, mean_corrected<least_squares>, params<float16>, token_factors<coded>>, 256, 16>>(
+          f<grid<2, 16, error_feedback<least_squares>, coded, token_scales<params<float>>>,
+            grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<coded>>, 256, 16>>(
         "factors of keys, dim 256, page 16", 2);
     check<float16, cuda::preset_format<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
     check<bfloat16, cuda::preset_format<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
@@ -381,5 +381,5 @@ int main(int argc, char** argv) {
         "6, 3 and 2 bits, dim 96", 1);
     check<float16, f<grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
 #endif
-    return test::report("encode");
+    return test::report("quantize");
 }

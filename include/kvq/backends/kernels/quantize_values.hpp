@@ -5,7 +5,7 @@
 //   K              rows are tokens: codes are packed to bytes first and transposed as words of four, a quarter of the work
 //   V              rows are channels: nothing moves between lanes
 //
-// Contract: the bytes of scheme::encode (tests/conformance). run() returns false, and what it wrote is to be written again,
+// Contract: the bytes of scheme::quantize (tests/conformance). run() returns false, and what it wrote is to be written again,
 // for shapes that do not fill vectors, for lanes without pack_bytes, where codes would need clamping, and where NaN or
 // infinities turn up: a NaN, and nothing else, gives the integer -2^31; infinities are extremes.
 #pragma once
@@ -22,9 +22,9 @@
 namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, composed_scheme Scheme>
-class token_encoder {
+class token_quantizer {
 public:
-    token_encoder(const Scheme& scheme, const block_shape& shape, const float* values, std::byte* block)
+    token_quantizer(const Scheme& scheme, const block_shape& shape, const float* values, std::byte* block)
         : shape_(shape),
           codes_(scheme.codes(shape)),
           sections_(scheme, shape, codes_),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction. Products with one 8-bit piece: a larger error than two pieces make, and none
+// Comparison family: mixed-precision reduction. Products with one byte per value: a larger error than two bytes make, and none
 // beyond what rounding queries and weights to 8 bits explains. Built for several -march.
 #include <doctest/doctest.h>
 
@@ -14,14 +14,14 @@ constexpr int tokens = 256, page_tokens = 64, dim = 64, heads = 2, q_heads = 4;
 constexpr kvq::cache_shape shape{.layers = 1, .kv_heads = heads, .head_dim = dim};
 
 /// Every page coded with a scale per token: rounding is then that of q, and of p times the scale of its value.
-template <int Pieces>
-struct coded_tokens {
+template <int QueryBytes>
+struct quantized_tokens {
     using cache_type =
-        test::typed_cache<kvq::int8, kvq::int8, kvq::simd<kvq::arch::best, kvq::pieces<Pieces>>>;
+        test::typed_cache<kvq::int8, kvq::int8, kvq::simd<kvq::arch::best, kvq::query_bytes<QueryBytes>>>;
     cache_type cache{shape, {.recent = 0, .page_tokens = page_tokens}};
     typename cache_type::sequence_type sequence = cache.new_sequence();
 
-    explicit coded_tokens(const test::stream& s) { sequence.append(0, s.k.view(), s.v.view()); }
+    explicit quantized_tokens(const test::stream& s) { sequence.append(0, s.k.view(), s.v.view()); }
     test::attention_error error(const test::tensor<float>& q) const {
         return test::measure_attention(cache, sequence, 0, q);
     }
@@ -40,21 +40,21 @@ double absolute_most(const float* x) {
 
 }  // namespace
 
-TEST_CASE("one piece: within what 8 bits of query and weights allow, and not as good as two pieces") {
+TEST_CASE("one byte per value: within what 8 bits of query and weights allow, and not as good as two bytes") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 5; ++round) {
         const test::stream s(random, shape, tokens);
         const auto q = test::random_tensor(random, 1, q_heads, dim);
-        const coded_tokens<1> one(s);
-        const coded_tokens<2> two(s);
+        const quantized_tokens<1> one(s);
+        const quantized_tokens<2> two(s);
         REQUIRE(one.sequence.usage().window == 0);  // nothing is left in 16 bits
         CHECK(two.error(q).relative <= 5e-4);
         CHECK(one.error(q).relative > 4 * two.error(q).relative);
 
-        const auto k = test::decoded(one.sequence, shape, 0, kvq::tensor::key),
-                   v = test::decoded(one.sequence, shape, 0, kvq::tensor::value);
+        const auto k = test::dequantized(one.sequence, shape, 0, kvq::tensor::key),
+                   v = test::dequantized(one.sequence, shape, 0, kvq::tensor::value);
         test::tensor<float> out(1, q_heads, dim);
         one.sequence.attend(0, q.view(), out.view());
         for (int h = 0; h < q_heads; ++h) {

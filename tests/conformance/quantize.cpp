@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Every backend writes the bytes that scheme::encode writes. Built for several -march.
+// Comparison family: exact. Every backend writes the bytes that scheme::quantize writes. Built for several -march.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 #include "support/blocks.hpp"
 #include "support/caches.hpp"
-#include "support/coded_blocks.hpp"
+#include "support/quantized_blocks.hpp"
 
 namespace {
 
@@ -110,7 +110,7 @@ TEST_CASE_TEMPLATE("the same numbers whether or not the program flushes subnorma
         std::vector<T> x(static_cast<std::size_t>(200 * 2 * 64));
         for (T& v : x) v = T(size * random.normal());
         const kvq::token_view<const T> tokens(x.data(), 200, 2, 64);
-        const auto decoded = [&] {
+        const auto dequantized = [&] {
             std::vector<std::vector<T>> all;
             auto cache = test::make_cache<cache_type>(shape, options);
             auto sequence = cache.new_sequence();
@@ -119,15 +119,15 @@ TEST_CASE_TEMPLATE("the same numbers whether or not the program flushes subnorma
                 for (int t = 90; t < 200; ++t) sequence.append(layer, tokens.slice(t, 1), tokens.slice(t, 1));
                 for (const kvq::tensor role : {kvq::tensor::key, kvq::tensor::value}) {
                     std::vector<T> out(x.size());
-                    sequence.decode(layer, role, 0, kvq::token_view<T>(out.data(), 200, 2, 64));
+                    sequence.dequantize(layer, role, 0, kvq::token_view<T>(out.data(), 200, 2, 64));
                     all.push_back(out);
                 }
             }
             return all;
         };
-        const auto expected = decoded();
+        const auto expected = dequantized();
         const flushed_subnormals flushed;
-        const auto got = decoded();
+        const auto got = dequantized();
         for (std::size_t i = 0; i < got.size(); ++i)
             CHECK(std::memcmp(got[i].data(), expected[i].data(), sizeof(T) * got[i].size()) == 0);
     }

@@ -1,4 +1,4 @@
-// One factor per token such that tokens, divided by it, look alike: x = r_t y, y of the same size in every token.
+// One scale per token such that tokens, divided by it, look alike: x = r_t y, y of the same size in every token.
 //
 //   r_t = rms_c(x_tc / w_c),  w_c = rms_t(x_tc / r_t),      by turns; then scaled so that the largest r_t is 31/16
 //
@@ -21,8 +21,8 @@ KVQ_HD inline float inverse_size(double squares, int n) noexcept {
 /// A factor such that the largest one is 31/16, and none is smaller than the smallest that can be stored.
 KVQ_HD inline float scaled_factor(float factor, float largest) noexcept {
     return largest > 0.0f
-               ? larger(rounded_quotient(factor, largest) * factor_float::largest, factor_float::smallest)
-               : factor_float::largest;
+               ? larger(rounded_quotient(factor, largest) * token_scale_float::largest, token_scale_float::smallest)
+               : token_scale_float::largest;
 }
 inline void scale_factors(float* factors, int tokens) noexcept {
     float largest = 0.0f;
@@ -31,7 +31,7 @@ inline void scale_factors(float* factors, int tokens) noexcept {
 }
 
 /// values: [tokens][dim], at most 1024 channels; factors: tokens floats.
-inline void fit_token_factors(const float* values, int tokens, int dim, float* factors,
+inline void fit_token_scales(const float* values, int tokens, int dim, float* factors,
                               int iterations = 8) noexcept {
     double sums[1024];
     float weights[1024];

@@ -1,4 +1,4 @@
-// Factors of tokens, a vector of channels at a time: quant/token_factors.hpp, bit for bit.
+// TokenScales of tokens, a vector of channels at a time: quant/token_scales.hpp, bit for bit.
 //
 // Sums over tokens have a channel per lane. Sums over channels have a part per lane (interleaved_sum: channel c belongs to part
 // c % 8): with 8 doubles to a register one register holds all parts, with fewer the halves of vectors take turns.
@@ -9,12 +9,12 @@
 #include <cmath>
 #include <cstddef>
 
-#include "../../quant/token_factors.hpp"
+#include "../../quant/token_scales.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes>
-class factor_fit {
+class token_scale_fit {
 public:
     static constexpr int width = Lanes::width;
     static constexpr int most_channels = 256, most_tokens = 256;

@@ -5,8 +5,8 @@
 //
 // A thread block codes one block (one head of one page): first all parameters, then all words, from values that a source
 // functor returns: of a 16-bit window page (commit) or a page in another scheme (requantize), in shared memory where they fit.
-// Blocks of channel_grid and mixed_width: encode_grid.cuh.
-// Contract: every byte of the block is written and equals what scheme::encode writes for the same values.
+// Blocks of channel_grid and mixed_width: quantize_grid.cuh.
+// Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
 #include "page_numbers.cuh"
@@ -51,9 +51,9 @@ __device__ __forceinline__ void write_code_words(const code_layout<Bits>& layout
 }
 
 /// Codes a block. `value(token, channel)` returns floats. parameters: scratch of one pair (bias, 1 / scale) for every line and
-/// group, or null: then they are read from the block. Returns this thread's count of numbers that are not finite.
+/// group, or null: then they are read from the block. Returns this thread's count of values that are not finite.
 template <class S, int Threads, class Source, class Scratch>
-__device__ __forceinline__ unsigned encode_block(const block_shape& s, std::byte* block, const Source& value,
+__device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::byte* block, const Source& value,
                                                  [[maybe_unused]] Scratch parameters) {
     const int thread = static_cast<int>(threadIdx.x);
     unsigned not_finite = 0;
