@@ -130,9 +130,10 @@ public:
         attend();
         const shape& s = shape_;
         std::vector<float> k(static_cast<std::size_t>(s.tokens) * values()), v(k.size());
-        sequence_.dequantize(0, kvq::tensor::key, 0, kvq::token_view(k.data(), s.tokens, s.kv_heads, s.head_dim));
+        sequence_.dequantize(0, kvq::tensor::key, 0,
+                             kvq::token_view(k.data(), s.tokens, s.kv_heads, s.head_dim));
         sequence_.dequantize(0, kvq::tensor::value, 0,
-                         kvq::token_view(v.data(), s.tokens, s.kv_heads, s.head_dim));
+                             kvq::token_view(v.data(), s.tokens, s.kv_heads, s.head_dim));
         r.exact = exact_attention(s, k, v, q_);
         r.rel_error = relative_error(r.exact, out_);
     }

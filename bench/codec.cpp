@@ -186,8 +186,9 @@ void measure(const char* name, const char* input, kvq::tensor role, const settin
     };
 
     fill<T>(set, s, role);
-    out.row("quantize", name, role, input, "block", set,
-            set.time([&](int i) { backend::quantize<T>(scheme, shape, {}, float_at(i), code_at(i), space()); }),
+    out.row("quantize", name, role, input, "block", set, set.time([&](int i) {
+        backend::quantize<T>(scheme, shape, {}, float_at(i), code_at(i), space());
+    }),
             bytes, b.read, b.copy);
     out.row("dequantize", name, role, input, "tokens", set, set.time([&](int i) {
         backend::dequantize(scheme, shape, {}, code_at(i), reinterpret_cast<T*>(float_at(i)), s.dim, space());
@@ -221,18 +222,20 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
     };
     fill<kvq::float16>(set, s, role);
     out.row("requantize", name, role, "16", "block", set, set.time([&](int i) {
-        backend::quantize<kvq::float16>(to, shape, {}, set.floats.data() + static_cast<std::size_t>(i) * window,
-                                      set.more.data() + static_cast<std::size_t>(i) * target, space());
+        backend::quantize<kvq::float16>(to, shape, {},
+                                        set.floats.data() + static_cast<std::size_t>(i) * window,
+                                        set.more.data() + static_cast<std::size_t>(i) * target, space());
     }),
             static_cast<double>(window + target) * set.blocks, b[1].read, b[1].copy);
     for (int i = 0; i < set.blocks; ++i)
         backend::quantize<kvq::float16>(from, shape, {},
-                                      set.floats.data() + static_cast<std::size_t>(i) * window,
-                                      set.codes.data() + static_cast<std::size_t>(i) * coded, space());
+                                        set.floats.data() + static_cast<std::size_t>(i) * window,
+                                        set.codes.data() + static_cast<std::size_t>(i) * coded, space());
     const double scale = static_cast<double>(coded) / static_cast<double>(window);
     out.row("requantize", name, role, "8", "block", set, set.time([&](int i) {
         float* const values = space();
-        backend::dequantize(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * coded, values, s.dim, values);
+        backend::dequantize(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * coded, values,
+                            s.dim, values);
         backend::requantize_values(to, shape, {}, values, nullptr,
                                    set.more.data() + static_cast<std::size_t>(i) * target);
     }),

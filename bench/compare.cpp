@@ -123,7 +123,7 @@ void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role,
     using backend = kvq::simd<>;
     const auto quantize = [&](std::size_t b) {
         backend::quantize<kvq::float16>(scheme, block, {}, in.data() + b * in_bytes, out.data() + b * bytes,
-                                      x.data());
+                                        x.data());
     };
     const auto dequantize = [&](std::size_t b) {
         backend::dequantize(scheme, block, {}, out.data() + b * bytes, tokens.data(), dim, x.data());

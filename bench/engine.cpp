@@ -229,7 +229,7 @@ int cuts(cut_settings settings) {
             for (int i = 0; i < 2; ++i) {
                 std::vector<float> now(static_cast<std::size_t>(count * row));
                 sequence.dequantize(0, i == 0 ? kvq::tensor::key : kvq::tensor::value, settings.first,
-                                kvq::token_view<float>(now.data(), count, settings.heads, settings.dim));
+                                    kvq::token_view<float>(now.data(), count, settings.heads, settings.dim));
                 double e = 0.0, p = 0.0;
                 for (std::size_t j = 0; j < now.size(); ++j) {
                     const auto x = static_cast<double>(static_cast<float>(original[i][j]));

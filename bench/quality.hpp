@@ -45,7 +45,7 @@ inline double cpu_seconds() {
 inline int whole_pages(int tokens, int page_tokens) { return tokens / page_tokens * page_tokens; }
 
 inline quantized_tensor code(const kvq::format& f, kvq::tensor role, kvq::block_id id,
-                         const bench::tensor_dump& from, int page_tokens) {
+                             const bench::tensor_dump& from, int page_tokens) {
     const kvq::block_shape shape{role, page_tokens, from.dim};
     quantized_tensor result;
     std::vector<float> page(shape.values()), scratch(shape.values());

@@ -87,6 +87,7 @@
 #define KVQ_TAGGED KVQ_JOIN(KVQ_TAG_BASE, KVQ_TAG_WIDE, KVQ_TAG_DOT, KVQ_TAG_TILES)
 
 #define KVQ_INLINE inline __attribute__((always_inline))
+#define KVQ_NOINLINE __attribute__((noinline))
 // The same for lambdas: after the parameters. A kernel must not be called once per vector because a program is large.
 #define KVQ_INLINE_LAMBDA __attribute__((always_inline))
 

@@ -86,15 +86,15 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
         const bool known = random.one_in(2);
         const auto bad =
             scheme.requantize(shape, id, values.data(), known ? factors.data() : nullptr, expected.data());
-        CHECK(native::requantize_values(scheme, shape, id, same.data(), known ? same_token_scales.data() : nullptr,
-                                        got.data()) == bad);
+        CHECK(native::requantize_values(scheme, shape, id, same.data(),
+                                        known ? same_token_scales.data() : nullptr, got.data()) == bad);
         CHECK(got == expected);
     }
 }
 
-#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                         \
-    kvq::std4::keys, kvq::std4::values, kvq::low2::keys, kvq::hi6::values,                    \
-        channel_grid<3, 5, kvq::enclosing, params<float16>>,                                  \
+#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                        \
+    kvq::std4::keys, kvq::std4::values, kvq::low2::keys, kvq::hi6::values,                   \
+        channel_grid<3, 5, kvq::enclosing, params<float16>>,                                 \
         channel_grid<7, 32, kvq::least_squares, coded, token_scales<params<kvq::bfloat16>>>, \
         kvq::mixed_width<kvq::widths<8, 5, 2, 1>, 28, 16, kvq::mean_corrected<kvq::least_squares>>
 #define KVQ_TEST_SOME_CHANNEL_KEYS   \
@@ -108,7 +108,7 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     KVQ_TEST_SOME_CHANNEL_SCHEMES, kvq::low3::keys, kvq::low3::values, kvq::low2::values, kvq::mix4::keys, \
         kvq::ref8::values, channel_grid<1>, channel_grid<8, 64, kvq::shrink_search, params<float>>,        \
         channel_grid<2, 64, kvq::mean_corrected<kvq::enclosing>>,                                          \
-        channel_grid<5, 0, kvq::least_squares_below_3_bits, params<float16>, token_scales<coded>>,        \
+        channel_grid<5, 0, kvq::least_squares_below_3_bits, params<float16>, token_scales<coded>>,         \
         kvq::mixed_width<kvq::widths<7, 3, 0>, 20, 0, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #define KVQ_TEST_CHANNEL_KEYS                                                      \
     KVQ_TEST_SOME_CHANNEL_KEYS, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys, \
@@ -180,6 +180,7 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and dequantized in lan
             CHECK(kvq::kernels::channel_quantizer<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
                       .run() == (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
             CHECK(kvq::kernels::channel_dequantizer<native, S>(scheme, shape, {}, block.data())
-                      .to_tokens(x.data(), dim) == (key || group % 32 == 0));
+                      .run(kvq::kernels::token_rows<native::lanes>(x.data(), dim)) ==
+                  (key || group % 32 == 0));
         }
 }

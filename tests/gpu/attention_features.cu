@@ -16,7 +16,7 @@ constexpr int kv_heads = 2, group = 4, q_heads = kv_heads * group, dim = 128;
 
 template <class Format>
 void dequantize_into(const test::quantized_batch<Format>& from, std::size_t b, int first, int count, int at,
-                 std::vector<std::vector<float>>& k, std::vector<std::vector<float>>& v) {
+                     std::vector<std::vector<float>>& k, std::vector<std::vector<float>>& v) {
     for (std::size_t h = 0; h < kv_heads; ++h)
         for (int t = 0; t < count; ++t)
             for (int c = 0; c < dim; ++c) {

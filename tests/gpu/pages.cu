@@ -227,10 +227,10 @@ std::vector<float> dequantized_page(const pool<Format>& p, const std::vector<std
     std::vector<float> out(s.values() * static_cast<std::size_t>(p.heads)), block(s.values());
     for (int h = 0; h < p.heads; ++h) {
         S{}.dequantize(s, {},
-                   &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) +
-                           static_cast<std::size_t>(h)) *
-                          size],
-                   block.data());
+                       &bytes[(static_cast<std::size_t>(page) * static_cast<std::size_t>(p.heads) +
+                               static_cast<std::size_t>(h)) *
+                              size],
+                       block.data());
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c)
                 out[static_cast<std::size_t>((t * p.heads + h) * s.dim + c)] =
@@ -292,7 +292,8 @@ void check_requantize(const char* name) {
     for (int i = 0; i < 3; ++i)
         compare_page(other, other_keys, other_values, i,
                      dequantized_page<Coded, tensor::key>(coded, quantized_keys, target[i]),
-                     dequantized_page<Coded, tensor::value>(coded, quantized_values, target[i]), "requantize", name);
+                     dequantized_page<Coded, tensor::value>(coded, quantized_values, target[i]), "requantize",
+                     name);
 
     // Dequantizing: two sequences, one of which has a page that this format does not hold.
     const std::vector<int> table = {4, 0, 1, -1}, lengths = {2 * page_tokens - 3, 2 * page_tokens};
@@ -322,8 +323,8 @@ void check_requantize(const char* name) {
     same(kh, k_row, dequantized_page<Coded, tensor::key>(coded, quantized_keys, 4), 1, page_tokens, "keys");
     same(vh, v_row, dequantized_page<Coded, tensor::value>(coded, quantized_values, 0), 1 + page_tokens,
          page_tokens - 3, "values");
-    same(vh, v_row, dequantized_page<Coded, tensor::value>(coded, quantized_values, 1), 1 + lengths[0], page_tokens,
-         "values");
+    same(vh, v_row, dequantized_page<Coded, tensor::value>(coded, quantized_values, 1), 1 + lengths[0],
+         page_tokens, "values");
     CHECK(std::isnan(kh[static_cast<std::size_t>((1 + lengths[0] + page_tokens) * k_row)]),
           "%s: a page that is not held was dequantized", name);
     std::printf("  requantize %s\n", name);

@@ -57,7 +57,7 @@ std::vector<float> make_numbers(test::rng& r, numbers kind, int tokens, int dim)
 
 template <class Scheme>
 std::vector<std::byte> quantized_block(const Scheme& scheme, const block_shape& s, block_id id,
-                                   std::vector<float> x, unsigned& bad) {
+                                       std::vector<float> x, unsigned& bad) {
     std::vector<std::byte> block(scheme.block_bytes(s));
     bad += scheme.quantize(s, id, x.data(), block.data());
     return block;
@@ -295,8 +295,9 @@ void check_commit(int sequences, int steps) {
         }
         fresh_device.upload(fresh);
         lengths_device.upload(lengths);
-        const auto status = cuda::commit_full_pages(from.ref, to.ref, window_device.get(), quantized_device.get(),
-                                                    recent, fresh_device.get(), bad.get(), nullptr);
+        const auto status =
+            cuda::commit_full_pages(from.ref, to.ref, window_device.get(), quantized_device.get(), recent,
+                                    fresh_device.get(), bad.get(), nullptr);
         CHECK(status, "%s", status.message);
         CUDA_OK(cudaDeviceSynchronize());
         CHECK(fresh_device.download() == next, "step %d: fresh pages", step);
@@ -349,9 +350,8 @@ int main(int argc, char** argv) {
     check<bfloat16, f<grid<1, 16, least_squares_below_3_bits, params<float>>,
                       grid<7, 32, mean_corrected<enclosing>, params<float>>, 64, 48>>(
         "below 3 bits, corrected enclosing, fp32 parameters, page 48");
-    check<float,
-          f<grid<4, 20, mean_corrected<error_feedback<min_max>>>,
-            grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>, 72, 40>>(
+    check<float, f<grid<4, 20, mean_corrected<error_feedback<min_max>>>,
+                   grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>, 72, 40>>(
         "corrected feedback, corrected search with bf16 factors, odd shape", 2);
     check<float16, f<grid<5, 10, error_feedback<shrink_search, least_squares>, params<bfloat16>>,
                      grid<6, 7, least_squares, coded, token_scales<coded>>, 13, 17, 9>>("very odd shape", 2);

@@ -115,9 +115,11 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             for (int c = 0; c < s.dim; ++c)
                 std::memset(block + sizeof(T) * S::element(kvq::value_layout<T>(s), s, t, c), 0xff,
                             sizeof(T));
-        } else if constexpr (requires { S::factors::present; }) {
-            if constexpr (S::factors::present && S::factors::bytes(1) > 1)  // codes are never NaN
-                std::memset(block + S::token_scale_offset(s) + S::factors::bytes(t), 0xff, S::factors::bytes(1));
+        } else if constexpr (requires { S::token_scale_type::present; }) {
+            if constexpr (S::token_scale_type::present &&
+                          S::token_scale_type::bytes(1) > 1)  // codes are never NaN
+                std::memset(block + S::token_scale_offset(s) + S::token_scale_type::bytes(t), 0xff,
+                            S::token_scale_type::bytes(1));
         } else if constexpr (kvq::cuda::detail::is_composed<S>) {
             if (!S::granularity_type::on_tokens) continue;
             using P = typename S::parameter;
@@ -148,7 +150,8 @@ struct quantized_batch {
 
     /// value_sizes, key_sizes: the values (keys) of every block are multiplied by one of them.
     quantized_batch(rng& r, int heads, std::vector<int> tokens, bool with_holes = false,
-                const std::vector<float>& value_sizes = {1.0f}, const std::vector<float>& key_sizes = {1.0f})
+                    const std::vector<float>& value_sizes = {1.0f},
+                    const std::vector<float>& key_sizes = {1.0f})
         : kv_heads(heads), lengths(std::move(tokens)) {
         int longest = 1, used_pages = 0;
         if constexpr (kvq::cuda::detail::is_mixed<typename F::keys>)

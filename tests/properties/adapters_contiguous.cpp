@@ -271,7 +271,7 @@ TEST_CASE_TEMPLATE("quantized buffers: trimmed to what they hold in all three pa
                             std::vector<T> row(static_cast<std::size_t>(dim));
                             const int source = t % n;
                             kvq::mlx_quantize(format, dim, from.at(source, h), words.data(), s.data(),
-                                            m.data());
+                                              m.data());
                             kvq::mlx_dequantize(format, dim, words.data(), s.data(), m.data(), row.data());
                             REQUIRE(std::equal(words.begin(), words.end(), small.codes(role, b, h, t)));
                             for (std::size_t g = 0; g < s.size(); ++g) {

@@ -265,9 +265,9 @@ TEST_CASE("what was overwritten is named; options are checked") {
     ring s(with_sinks.new_sequence(), {.window = 10, .slack = 2});
     for (int i = 0; i < 50; ++i) s.append(0, words.k.slice(i, 1), words.v.slice(i, 1));
     CHECK(s.first_token() == 35);
-    CHECK_THROWS_WITH_AS(s.dequantize(0, kvq::tensor::key, 1, out.view()),
-                         doctest::Contains("tokens from 3 to 35 were overwritten, cannot dequantize 3 from 1 on"),
-                         kvq::error);
+    CHECK_THROWS_WITH_AS(
+        s.dequantize(0, kvq::tensor::key, 1, out.view()),
+        doctest::Contains("tokens from 3 to 35 were overwritten, cannot dequantize 3 from 1 on"), kvq::error);
     CHECK_THROWS_AS(s.dequantize(0, kvq::tensor::key, 34, out.view()), kvq::error);
     CHECK_THROWS_AS(s.dequantize(0, kvq::tensor::key, -1, out.view()), kvq::error);
     for (const int at : {0, 40}) {

@@ -14,11 +14,13 @@ namespace {
 /// What it inherits says that attention may read its codes; its own functions say that they are those of 2 x.
 struct doubled : kvq::affine<4> {
     using base = kvq::affine<4>;
-    std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id id, float* values, std::byte* block) const {
+    std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id id, float* values,
+                           std::byte* block) const {
         for (std::size_t i = 0; i < s.values(); ++i) values[i] *= 2.0f;
         return base::quantize(s, id, values, block);
     }
-    void dequantize(const kvq::block_shape& s, kvq::block_id id, const std::byte* block, float* values) const {
+    void dequantize(const kvq::block_shape& s, kvq::block_id id, const std::byte* block,
+                    float* values) const {
         base::dequantize(s, id, block, values);
         for (std::size_t i = 0; i < s.values(); ++i) values[i] /= 2.0f;
     }

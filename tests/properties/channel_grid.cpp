@@ -37,9 +37,9 @@ void for_each_channel(const S& scheme, const kvq::block_shape& shape, const std:
     const auto slot_count = static_cast<std::size_t>(S::channel_slots(shape));
     std::vector<float> scales(slot_count), biases(slot_count),
         factors(static_cast<std::size_t>(tokens.padded_size()), 1.0f);
-    if constexpr (S::factors::present)
-        S::factors::template load<loads>(block.data() + scheme.token_scale_offset(shape), tokens.padded_size(),
-                                         factors.data());
+    if constexpr (S::token_scale_type::present)
+        S::token_scale_type::template load<loads>(block.data() + scheme.token_scale_offset(shape),
+                                                  tokens.padded_size(), factors.data());
     for (int g = 0; g < tokens.groups(); ++g) {
         scheme.template load<loads>(shape, block.data(), g, scales.data(), biases.data());
         double step = 0;
@@ -76,7 +76,7 @@ double evaluation(const channel& ch, double y) {
 
 }  // namespace
 
-#define KVQ_ENCLOSING_GRIDS                                                                               \
+#define KVQ_ENCLOSING_GRIDS                                                                              \
     kvq::channel_grid<4, 64, enclosing>, kvq::channel_grid<2, 0, enclosing, coded, token_scales<coded>>, \
         kvq::channel_grid<3, 7, enclosing, params<float>, token_scales<params<float16>>>,                \
         kvq::channel_grid<8, 32, enclosing>
@@ -89,7 +89,8 @@ TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING
         int too_far = 0;
         for_each_channel(scheme, shape, x, test::quantized(scheme, shape, x), [&](const channel& ch) {
             for (std::size_t i = 0; i < ch.y.size(); ++i)
-                too_far += !(std::fabs(ch.y[i] - ch.dequantized[i]) <= ch.scale / 2 + evaluation<S>(ch, ch.y[i]));
+                too_far +=
+                    !(std::fabs(ch.y[i] - ch.dequantized[i]) <= ch.scale / 2 + evaluation<S>(ch, ch.y[i]));
         });
         CHECK(too_far == 0);
     });
@@ -157,7 +158,7 @@ TEST_CASE_TEMPLATE(
             std::vector<std::byte> out(bytes + 64, std::byte{0x32});
             std::vector<float> scratch(shape.values());
             CHECK(Backend::template quantize<float>(scheme, shape, {}, window.data(), out.data(),
-                                                  scratch.data()) == counted);
+                                                    scratch.data()) == counted);
             CHECK(std::equal(block.begin(), block.end(), out.begin()));
             CHECK(std::count(out.end() - 64, out.end(), std::byte{0x32}) == 64);
         };

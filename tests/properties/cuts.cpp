@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -243,7 +242,7 @@ TEST_CASE("a slot that is cut back to its prompt again and again keeps the promp
     for (int preset = 0; preset < 4; ++preset) {
         auto options = kvq::preset_options();
         options.layers = {{preset, preset}};
-        test::typed_cache<keys, values, kvq::simd<>> cache(shape, options);
+        test::typed_cache<keys, values> cache(shape, options);
         auto sequence = cache.new_sequence();
         append(sequence, 1, test::stream(random, shape, prompt), 0, prompt);
         append(sequence, 1, test::stream(random, shape, 200), 0, 200);

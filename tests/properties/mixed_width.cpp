@@ -161,7 +161,8 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most dequant
     };
     // 16 of 64 channels carry all of the product: 4 bits instead of 2 there are 25 times finer steps, squared.
     CHECK(logits(planned) < 0.2 * logits(even));
-    CHECK_THROWS_AS(test::quantized(planned, {kvq::tensor::key, 64, 32}, random.normals(64 * 32)), kvq::error);
+    CHECK_THROWS_AS(test::quantized(planned, {kvq::tensor::key, 64, 32}, random.normals(64 * 32)),
+                    kvq::error);
     CHECK_THROWS_AS(test::quantized(planned, block, x, nullptr, {1, 0}), kvq::error);
 }
 
@@ -275,7 +276,8 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     }
 }
 
-TEST_CASE_TEMPLATE("value() is what dequantize() gives, by place", S, kvq::mixed_width<kvq::widths<4, 2, 0>, 16>,
+TEST_CASE_TEMPLATE("value() is what dequantize() gives, by place", S,
+                   kvq::mixed_width<kvq::widths<4, 2, 0>, 16>,
                    kvq::mixed_width<kvq::widths<8, 4, 3, 0>, 26, 7>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -300,7 +302,7 @@ TEST_CASE_TEMPLATE("value() is what dequantize() gives, by place", S, kvq::mixed
             for (int place = 0; place < shape.dim; ++place)
                 differ += S::value(shape, quads, block.data(), t, place) !=
                           dequantized[static_cast<std::size_t>(t * shape.dim +
-                                                           channel[static_cast<std::size_t>(place)])];
+                                                               channel[static_cast<std::size_t>(place)])];
         CHECK(differ == 0);
     }
 }

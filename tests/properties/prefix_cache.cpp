@@ -426,7 +426,8 @@ TEST_CASE("what was computed twice is held once where it is the same, and twice 
     }
 }
 
-TEST_CASE("an entry can be stored while the pool has no room for its quantized pages only after others went") {
+TEST_CASE(
+    "an entry can be stored while the pool has no room for its quantized pages only after others went") {
     test::generator random(test::seed());
     const test::stream words(random, shape, vocabulary);
     const kvq::cache_options roomy{.page_tokens = 8, .rollback = 0};

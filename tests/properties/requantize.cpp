@@ -453,7 +453,7 @@ struct failing : kvq::affine<4> {
     static inline std::atomic<int> calls_left{1 << 30};
     std::string name() const { return "failing"; }
     std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id id, const float* values,
-                         std::byte* block) const {
+                           std::byte* block) const {
         if (calls_left.fetch_sub(1) == 0) throw std::bad_alloc();
         return base::quantize(s, id, values, block);
     }

@@ -90,7 +90,8 @@ public:
     }
     std::vector<float> values() const {
         std::vector<float> x(block_.values());
-        with_scheme<Table>(format_, [&](const auto& s) { s.dequantize(block_, {}, bytes_.data(), x.data()); });
+        with_scheme<Table>(format_,
+                           [&](const auto& s) { s.dequantize(block_, {}, bytes_.data(), x.data()); });
         return x;
     }
 
@@ -107,8 +108,8 @@ private:
         std::vector<float> x(block_.values());
         if (format_ == sixteen) {
             with_scheme<Table>(format, [&](const auto& s) {
-                not_finite =
-                    Backend::template quantize<kvq::float16>(s, block_, {}, bytes_.data(), to.data(), x.data());
+                not_finite = Backend::template quantize<kvq::float16>(s, block_, {}, bytes_.data(), to.data(),
+                                                                      x.data());
             });
             return not_finite;
         }

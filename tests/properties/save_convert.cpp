@@ -19,7 +19,8 @@ bool same_numbers(const kvq::sequence& a, const kvq::sequence& b) {
     const kvq::cache_shape& shape = kvq::detail::sequence_access::cache(a).shape();
     for (int layer = 0; layer < shape.layers; ++layer)
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
-            const auto x = test::dequantized(a, shape, layer, role), y = test::dequantized(b, shape, layer, role);
+            const auto x = test::dequantized(a, shape, layer, role),
+                       y = test::dequantized(b, shape, layer, role);
             const std::size_t bytes = x.values().size() * sizeof(float);
             if (x.values().size() != y.values().size() ||
                 (bytes > 0 && std::memcmp(x.values().data(), y.values().data(), bytes) != 0))

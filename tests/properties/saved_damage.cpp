@@ -272,7 +272,8 @@ TEST_CASE("random changes under a right seal end in a sequence or in kvq::error,
     CHECK(other.bytes_in_use() == 0);
 }
 
-TEST_CASE("pages of random bytes under right checksums are restored, dequantized and converted like any others") {
+TEST_CASE(
+    "pages of random bytes under right checksums are restored, dequantized and converted like any others") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -118,7 +118,8 @@ TEST_CASE_TEMPLATE("every number dequantizes to the nearest value of its group's
                                const auto [low, high] = grid<S>(n);
                                const double inside = std::clamp(n.x, low, high);
                                // All-zero groups have scale 0 and saturate to their only value.
-                               too_far += !(std::fabs(n.dequantized - inside) <= n.scale / 2 + evaluation<S>(n));
+                               too_far +=
+                                   !(std::fabs(n.dequantized - inside) <= n.scale / 2 + evaluation<S>(n));
                            }
                        });
         CHECK(too_far == 0);
@@ -259,7 +260,8 @@ TEST_CASE_TEMPLATE("NaN becomes the grid's value nearest zero, infinities the en
         for (float& v : x) v = random.one_in(6) ? random.pick(test::hostile_values()) : v + shift;
         int wrong = 0;
         for_each_group(
-            scheme, shape, x, test::quantized(scheme, shape, x), [&](const std::vector<quantized_value>& group) {
+            scheme, shape, x, test::quantized(scheme, shape, x),
+            [&](const std::vector<quantized_value>& group) {
                 for (const quantized_value& n : group) {
                     const auto [low, high] = grid<S>(n);
                     const double wanted = std::isnan(n.x) ? std::clamp(0.0, low, high) : n.x > 0 ? high : low;

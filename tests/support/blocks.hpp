@@ -64,8 +64,9 @@ inline std::vector<float> hostile_block(generator& random, const kvq::block_shap
 }
 
 template <class Scheme>
-std::vector<std::byte> quantized(const Scheme& scheme, const kvq::block_shape& shape, std::vector<float> values,
-                               std::uint32_t* not_finite = nullptr, kvq::block_id id = {}) {
+std::vector<std::byte> quantized(const Scheme& scheme, const kvq::block_shape& shape,
+                                 std::vector<float> values, std::uint32_t* not_finite = nullptr,
+                                 kvq::block_id id = {}) {
     std::vector<std::byte> block(scheme.block_bytes(shape), std::byte{0xcd});
     const std::uint32_t count = scheme.quantize(shape, id, values.data(), block.data());
     if (not_finite) *not_finite = count;
@@ -74,7 +75,7 @@ std::vector<std::byte> quantized(const Scheme& scheme, const kvq::block_shape& s
 
 template <class Scheme>
 std::vector<float> dequantized(const Scheme& scheme, const kvq::block_shape& shape,
-                           const std::vector<std::byte>& block, kvq::block_id id = {}) {
+                               const std::vector<std::byte>& block, kvq::block_id id = {}) {
     std::vector<float> values(shape.values());
     scheme.dequantize(shape, id, block.data(), values.data());
     return values;

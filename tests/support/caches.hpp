@@ -183,7 +183,8 @@ inline std::vector<std::uint32_t> attention_bits(const kvq::cache& cache, const 
 
 /// x^ of all tokens of one layer.
 template <class Sequence>
-tensor<float> dequantized(const Sequence& sequence, const kvq::cache_shape& shape, int layer, kvq::tensor role) {
+tensor<float> dequantized(const Sequence& sequence, const kvq::cache_shape& shape, int layer,
+                          kvq::tensor role) {
     tensor<float> out(sequence.tokens(layer), shape.kv_heads, shape.dim(role));
     sequence.dequantize(layer, role, 0, out.view());
     return out;

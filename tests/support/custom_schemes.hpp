@@ -81,7 +81,7 @@ struct magnitude_bytes {
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return (s.values() + 15) / 16 * 16; }
 
     std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,
-                         std::byte* block) const {
+                           std::byte* block) const {
         std::uint32_t not_finite = 0;
         for (std::size_t i = 0; i < s.values(); ++i) {
             float x = values[i];
@@ -97,7 +97,7 @@ struct magnitude_bytes {
     }
 
     void dequantize(const kvq::block_shape& s, const kvq::block_id& id, const std::byte* block,
-                float* values) const {
+                    float* values) const {
         for (std::size_t i = 0; i < s.values(); ++i) {
             const int code = static_cast<int>(block[i]) ^ key(id);
             const float magnitude = step * static_cast<float>(code & 0x7f);
@@ -133,7 +133,7 @@ struct product_scheme {
     std::size_t block_bytes(const kvq::block_shape& s) const noexcept { return sections(s).end; }
 
     std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id&, float* values,
-                         std::byte* block) const {
+                           std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto at = sections(s);
         const auto layout = codes(s);
@@ -173,7 +173,7 @@ struct product_scheme {
     }
 
     void dequantize(const kvq::block_shape& s, const kvq::block_id&, const std::byte* block,
-                float* values) const {
+                    float* values) const {
         const auto layout = codes(s);
         const bool key = s.role == kvq::tensor::key;
         for (int t = 0; t < s.tokens; ++t)
@@ -252,7 +252,7 @@ private:
     float scale(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {
         const auto at = sections(s);
         return dequantized_scale(kvq::detail::load_as<float>(block + at.super),
-                             static_cast<int>(block[at.scales + static_cast<std::size_t>(c)]));
+                                 static_cast<int>(block[at.scales + static_cast<std::size_t>(c)]));
     }
 };
 static_assert(kvq::foldable<product_scheme<4>>);

@@ -19,8 +19,14 @@ struct formats {};
 
 /// make_format; for the most usual schemes it is compiled once (below).
 template <class Backend, class Scheme>
-kvq::format made(const Scheme& scheme) {
+kvq::format made_once(const Scheme& scheme) {
     return kvq::make_format<Backend>(scheme);
+}
+template <class Scheme>
+using any_group_scheme = typename kvq::detail::with_any_group<Scheme>::type;
+template <class Backend, class Scheme>
+kvq::format made(const Scheme& scheme) {
+    return made_once<Backend>(kvq::detail::with_any_group<Scheme>::of(scheme));
 }
 
 /// The schemes of one tensor, with their state.
@@ -47,35 +53,38 @@ private:
 
 /// Formats that many tests use are compiled once, in formats.cpp.
 #define KVQ_COMMA ,
-#define KVQ_TEST_SHARED_SCHEMES(X)                   \
-    X(kvq::int8)                                     \
-    X(kvq::affine<2 KVQ_COMMA kvq::per_token<16>>)   \
-    X(kvq::affine<4>)                                \
-    X(kvq::affine<4 KVQ_COMMA kvq::per_token<>>)     \
-    X(kvq::affine<4 KVQ_COMMA kvq::per_token<8>>)    \
-    X(kvq::affine<4 KVQ_COMMA kvq::per_channel<8>>)  \
-    X(kvq::affine<4 KVQ_COMMA kvq::per_channel<64>>) \
-    X(kvq::affine<8>)                                \
-    X(kvq::affine<8 KVQ_COMMA kvq::per_token<>>)     \
-    X(kvq::affine<8 KVQ_COMMA kvq::per_token<32>>)   \
-    X(kvq::affine<2 KVQ_COMMA kvq::per_channel<16>>) \
-    X(kvq::kivi<4 KVQ_COMMA 32>::keys)               \
-    X(kvq::kivi<4 KVQ_COMMA 32>::values)             \
-    X(kvq::std4::keys)                               \
-    X(kvq::std4::values)                             \
-    X(kvq::std5::keys)                               \
-    X(kvq::std5::values)                             \
-    X(kvq::low2::keys)                               \
-    X(kvq::low2::values)                             \
-    X(kvq::full<kvq::float16>)                       \
-    X(kvq::full<kvq::bfloat16>)                      \
+#define KVQ_TEST_SHARED_AFFINE(X)                  \
+    X(kvq::affine<2>)                              \
+    X(kvq::affine<3>)                              \
+    X(kvq::affine<4>)                              \
+    X(kvq::affine<8>)                              \
+    X(kvq::affine<2 KVQ_COMMA kvq::per_channel<>>) \
+    X(kvq::affine<3 KVQ_COMMA kvq::per_channel<>>) \
+    X(kvq::affine<4 KVQ_COMMA kvq::per_channel<>>)
+#define KVQ_TEST_SHARED_PRESETS(X) \
+    X(kvq::int8)                   \
+    X(kvq::std4::keys)             \
+    X(kvq::std4::values)           \
+    X(kvq::ref8::keys)             \
+    X(kvq::ref8::values)           \
+    X(kvq::std5::keys)             \
+    X(kvq::std5::values)           \
+    X(kvq::low3::keys)             \
+    X(kvq::low3::values)           \
+    X(kvq::low2::keys)             \
+    X(kvq::low2::values)           \
+    X(kvq::full<kvq::float16>)     \
+    X(kvq::full<kvq::bfloat16>)    \
     X(kvq::full<float>)
-#define KVQ_TEST_EXTERN(...) \
-    extern template kvq::format test::made<kvq::scalar, __VA_ARGS__>(const __VA_ARGS__&);
-#define KVQ_TEST_INSTANTIATE(...) \
-    template kvq::format test::made<kvq::scalar, __VA_ARGS__>(const __VA_ARGS__&);
+#define KVQ_TEST_EXTERN(...)                                                                       \
+    extern template kvq::format test::made_once<kvq::scalar, test::any_group_scheme<__VA_ARGS__>>( \
+        const test::any_group_scheme<__VA_ARGS__>&);
+#define KVQ_TEST_INSTANTIATE(...)                                                           \
+    template kvq::format test::made_once<kvq::scalar, test::any_group_scheme<__VA_ARGS__>>( \
+        const test::any_group_scheme<__VA_ARGS__>&);
 #if !defined(KVQ_TEST_FORMATS_HERE)
-KVQ_TEST_SHARED_SCHEMES(KVQ_TEST_EXTERN)
+KVQ_TEST_SHARED_AFFINE(KVQ_TEST_EXTERN)
+KVQ_TEST_SHARED_PRESETS(KVQ_TEST_EXTERN)
 #endif
 
 namespace test {

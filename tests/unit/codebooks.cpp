@@ -277,7 +277,8 @@ TEST_CASE_TEMPLATE(
         CHECK(counted == wanted);
     }
     const kvq::block_shape shape{kvq::tensor::key, 3, 40};
-    for (const float y : test::dequantized(scheme, shape, test::quantized(scheme, shape, std::vector<float>(120))))
+    for (const float y :
+         test::dequantized(scheme, shape, test::quantized(scheme, shape, std::vector<float>(120))))
         CHECK(y == 0.0f);
     // A group of 32 with poison dequantizes like the group without it.
     for (int round = 0; round < 50; ++round) {

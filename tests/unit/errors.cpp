@@ -167,7 +167,8 @@ TEST_CASE("attend, trim and dequantize refuse what does not fit, and write nothi
     const token_view<float> nowhere(nullptr, 1, 4, 6), no_keys(nullptr, 1, 2, 8);
     check_message([&] { sequence.attend(0, no_q, out(1, 4, 6)); }, {"q", "no data", "1 tokens"});
     check_message([&] { sequence.attend(0, q(1, 4, 8), nowhere); }, {"out", "no data", "1 tokens"});
-    check_message([&] { sequence.dequantize(0, kvq::tensor::key, 0, no_keys); }, {"out", "no data", "1 tokens"});
+    check_message([&] { sequence.dequantize(0, kvq::tensor::key, 0, no_keys); },
+                  {"out", "no data", "1 tokens"});
     check_message([&] { (void)sequence.pages(2); }, {"layer 2", "2 layers"});
     check_message([] { kvq::thread_executor executor(0); }, {"thread", "0"});
 

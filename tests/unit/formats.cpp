@@ -25,8 +25,10 @@ const std::vector<kvq::builtin_format>& listed() {
     static const std::vector<kvq::builtin_format> all{
         builtin_entry<kvq::scalar, kvq::full<kvq::float16>>("fp16", true, true),
         builtin_entry<kvq::scalar, kvq::int8>("int8", true, true),
-        builtin_entry<kvq::scalar, kvq::kivi<4, 32>::keys>("kivi-4-g32", true, false),
-        builtin_entry<kvq::scalar, kvq::kivi<4, 32>::values>("kivi-4-g32", false, true),
+        builtin_entry<kvq::scalar, kvq::affine<4, kvq::per_channel<kvq::any_group>>>("kivi-4-g32", true,
+                                                                                     false, 32),
+        builtin_entry<kvq::scalar, kvq::affine<4, kvq::per_token<kvq::any_group>>>("kivi-4-g32", false, true,
+                                                                                   32),
         builtin_entry<kvq::scalar, kvq::low2::keys>("low2", true, false),
         builtin_entry<kvq::scalar, kvq::low2::values>("low2", false, true)};
     return all;
@@ -65,9 +67,29 @@ TEST_CASE("formats are found by name, for each tensor its own") {
     CHECK(kvq::cache(shape, options).table(kvq::tensor::key)[1].supports(kvq::tensor::key));
 }
 
+TEST_CASE("a name takes any group size, and the pages are those of the type with this group") {
+    const auto any = kvq::find_format("kivi-4-g24", kvq::tensor::key);
+    CHECK(std::string(any.name()) == "affine4-channel-g24-fp16");
+    CHECK(kvq::identity_of(any) == kvq::identity_of(kvq::make_format<kvq::kivi<4, 24>::keys, kvq::scalar>()));
+    const kvq::block_shape block{kvq::tensor::key, 60, 17};
+    test::generator random(11);
+    auto x = random.normals(60 * 17);
+    std::vector<std::byte> expected(kvq::kivi<4, 24>::keys{}.block_bytes(block)), got(any.block_bytes(block));
+    REQUIRE(expected.size() == got.size());
+    kvq::kivi<4, 24>::keys{}.quantize(block, {}, x.data(), expected.data());
+    any.functions().quantize_values(any.scheme(), block, {}, x.data(), got.data());
+    CHECK(got == expected);
+    for (const char* name :
+         {"kivi-4-g0", "kivi-4-g-8", "kivi-4-g", "kivi-4-g8x", "kivi-4", "int8-g32", "-g32"}) {
+        INFO(name);
+        CHECK_THROWS_AS((void)kvq::find_format(name, kvq::tensor::key), kvq::error);
+    }
+    CHECK_THROWS_AS(kvq::per_token<kvq::any_group>(-1), kvq::error);
+}
+
 TEST_CASE("an unknown name is refused with the names that are most like it") {
-    const auto message = message_of([] { (void)kvq::find_format("kivi-4-g23", kvq::tensor::key); });
-    CHECK(contains(message, "there is no format \"kivi-4-g23\" for keys"));
+    const auto message = message_of([] { (void)kvq::find_format("kivi-5-g32", kvq::tensor::key); });
+    CHECK(contains(message, "there is no format \"kivi-5-g32\" for keys"));
     CHECK(contains(message, "kivi-4-g32"));
     CHECK(contains(message_of([] { (void)kvq::find_format("", kvq::tensor::value); }), "fp16"));
 }

@@ -188,7 +188,8 @@ public:
     }
 
     /// Everything held, dequantized.
-    contiguous_cache<T> dequantize(std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const {
+    contiguous_cache<T> dequantize(
+        std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const {
         contiguous_cache<T> out(shape(), memory);
         const contiguous_view<T> to = out.prepare(tokens());
         for_each_token<0>(buffers_, 0, tokens(), [&](int row, int head, int t, auto* w, auto* s, auto* b) {

@@ -54,7 +54,8 @@ inline float mlx_round(float x, mlx_device device) noexcept {
 /// Codes one row of `dim` channels. words: format.words(dim), scales and biases: format.groups(dim). Raises kvq::error
 /// for a format that MLX does not have, or a row that is not a multiple of its group.
 template <float_format T>
-void mlx_quantize(const mlx_format& format, int dim, const T* row, std::uint32_t* words, T* scales, T* biases) {
+void mlx_quantize(const mlx_format& format, int dim, const T* row, std::uint32_t* words, T* scales,
+                  T* biases) {
     detail::check_mlx_format(format, dim);
     const auto top = static_cast<float>((1 << format.bits) - 1);
     for (int i = 0; i < format.words(dim); ++i) words[i] = 0;
@@ -97,7 +98,7 @@ void mlx_quantize(const mlx_format& format, int dim, const T* row, std::uint32_t
 /// The values of one row, computed as in MLX: product and sum rounded to T.
 template <float_format T>
 void mlx_dequantize(const mlx_format& format, int dim, const std::uint32_t* words, const T* scales,
-                const T* biases, T* row) {
+                    const T* biases, T* row) {
     detail::check_mlx_format(format, dim);
     for (int i = 0; i < dim; ++i) {
         const int bit = i * format.bits;

@@ -33,14 +33,14 @@ struct scalar : detail::plain_loads {
 
     template <class Window, kv_scheme Scheme>
     static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
-                                const std::byte* window, std::byte* block, float* values) {
+                                  const std::byte* window, std::byte* block, float* values) {
         full<Window>{}.dequantize(shape, id, window, values);
         return scheme.quantize(shape, id, values, block);
     }
 
     template <kv_scheme Scheme, float_format T>
-    static void dequantize(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
-                       T* out, std::ptrdiff_t stride, float* values) {
+    static void dequantize(const Scheme& scheme, const block_shape& shape, block_id id,
+                           const std::byte* block, T* out, std::ptrdiff_t stride, float* values) {
         scheme.dequantize(shape, id, block, values);
         for (int t = 0; t < shape.tokens; ++t)
             for (int c = 0; c < shape.dim; ++c) out[t * stride + c] = T(values[t * shape.dim + c]);
@@ -48,7 +48,7 @@ struct scalar : detail::plain_loads {
 
     template <kv_scheme Scheme>
     static std::uint32_t quantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
-                                       float* values, std::byte* block) {
+                                         float* values, std::byte* block) {
         return scheme.quantize(shape, id, values, block);
     }
 

@@ -8,11 +8,11 @@
 #include <new>
 
 #include "../format/make_format.hpp"
-#include "kernels/dequantize_channels.hpp"
-#include "kernels/quantize_channels.hpp"
 #include "kernels/dequantize_block.hpp"
-#include "kernels/quantize_block.hpp"
+#include "kernels/dequantize_channels.hpp"
 #include "kernels/dequantize_table.hpp"
+#include "kernels/quantize_block.hpp"
+#include "kernels/quantize_channels.hpp"
 #include "kernels/quantize_values.hpp"
 #include "kernels/tokens.hpp"
 #include "kernels/transformed.hpp"
@@ -73,7 +73,7 @@ struct simd {
 
     template <class Window, kv_scheme Scheme>
     static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
-                                const std::byte* window, std::byte* block, float* values) {
+                                  const std::byte* window, std::byte* block, float* values) {
         // Straight from a block of fp16, the usual window; from others by way of values, so that fewer kernels are compiled.
         if constexpr (kernels::composed_scheme<Scheme> && std::same_as<Window, float16>)
             if (kernels::block_quantizer<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
@@ -85,105 +85,115 @@ struct simd {
         return scalar::quantize<Window>(scheme, shape, id, window, block, values);
     }
 
-    template <kv_scheme Scheme, float_format T>
-    static void dequantize(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
-                       T* out, std::ptrdiff_t stride, float* values) {
-        // To bf16 by way of floats, so that fewer kernels are compiled.
-        if constexpr (std::same_as<T, bfloat16> && !full_precision<Scheme>) {
-            dequantize(scheme, shape, id, block, values, shape.dim, values);
-            kernels::round_tokens<lanes>(shape, values, out, stride);
-            return;
-        }
-        if constexpr (kernels::composed_scheme<Scheme>) {
-            if (kernels::table_dequantizer<simd, Scheme, T>(scheme, shape, block, out, stride).run()) return;
-            if (kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).to_tokens(out, stride)) return;
-        }
-        if constexpr (kernels::is_channel_scheme<Scheme>)
-            if (kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block).to_tokens(out, stride))
-                return;
-        if constexpr (kernels::transformed_scheme<Scheme>) {
-            dequantize<typename Scheme::inner_scheme>(scheme, shape, id, block, values, shape.dim, values);
-            kernels::restore_tokens<lanes>(scheme, shape, id, values);
-            kernels::round_tokens<lanes>(shape, values, out, stride);
-            return;
-        }
-        if constexpr (full_precision<Scheme>)
-            if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
-        scalar::dequantize(scheme, shape, id, block, out, stride, values);
-    }
-
     template <kv_scheme Scheme>
     static std::uint32_t quantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
-                                       float* values, std::byte* block) {
+                                         float* values, std::byte* block) {
         if constexpr (kernels::transformed_scheme<Scheme>) {
             const std::uint32_t not_finite = kernels::transform_tokens<lanes>(scheme, shape, id, values);
             quantize_values<typename Scheme::inner_scheme>(scheme, shape, id, values, block);
             return not_finite;
         }
-        if constexpr (kernels::composed_scheme<Scheme>)
-            if (kernels::token_quantizer<lanes, Scheme>(scheme, shape, values, block).run())
-                return 0;
-        if constexpr (kernels::channel_scheme<Scheme>)
-            if (kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run()) return 0;
+        if (quantizes_in_vectors(scheme, shape, id, values, block)) return 0;
         return scheme.quantize(shape, id, values, block);
     }
 
     template <kv_scheme Scheme>
     static std::uint32_t requantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
-                                           float* values, float* factors, std::byte* block) {
+                                           float* values, float* token_scales, std::byte* block) {
         if constexpr (kernels::channel_scheme<Scheme>) {
-            if (kernels::channel_quantizer<lanes, Scheme, true>(scheme, shape, id, values, block, factors)
+            if (kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, true,
+                                                          token_scales)
                     .run())
                 return 0;
-            return scheme.requantize(shape, id, values, factors, block);
+            return scheme.requantize(shape, id, values, token_scales, block);
         } else if constexpr (detail::requantizing<Scheme>) {
-            return scheme.requantize(shape, id, values, factors, block);
+            return scheme.requantize(shape, id, values, token_scales, block);
         } else {
             return quantize_values(scheme, shape, id, values, block);
         }
     }
 
+    template <kv_scheme Scheme, float_format T>
+    static void dequantize(const Scheme& scheme, const block_shape& shape, block_id id,
+                           const std::byte* block, T* out, std::ptrdiff_t stride, float* values) {
+        if constexpr (full_precision<Scheme>) {
+            if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
+        } else if constexpr (std::same_as<T, bfloat16>) {
+            // By way of floats, so that fewer kernels are compiled.
+            dequantize(scheme, shape, id, block, values, shape.dim, values);
+            kernels::round_tokens<lanes>(shape, values, out, stride);
+            return;
+        } else if constexpr (kernels::transformed_scheme<Scheme>) {
+            dequantize<typename Scheme::inner_scheme>(scheme, shape, id, block, values, shape.dim, values);
+            kernels::restore_tokens<lanes>(scheme, shape, id, values);
+            kernels::round_tokens<lanes>(shape, values, out, stride);
+            return;
+        } else {
+            if constexpr (kernels::composed_scheme<Scheme>)
+                if (kernels::table_dequantizer<simd, Scheme, T>(scheme, shape, block, out, stride).run())
+                    return;
+            if (dequantizes_in_vectors(scheme, shape, id, block, kernels::token_rows<lanes>(out, stride)))
+                return;
+        }
+        scheme.dequantize(shape, id, block, values);
+        kernels::round_tokens<lanes>(shape, values, out, stride);
+    }
+
     template <kv_scheme Scheme>
     static format_description describe(const Scheme& scheme, const block_shape& shape) {
-        // As the functions above choose their kernels.
-        const full<float16> window;
-        const block_id id;
-        const std::size_t values = shape.values();
-        kernels::zeroed_memory from(window.block_bytes(shape)), block(scheme.block_bytes(shape)),
-            tokens(values * sizeof(float)), scratch(values * sizeof(float));
-        auto* const floats = reinterpret_cast<float*>(scratch.data);
-        auto* const halves = reinterpret_cast<float16*>(tokens.data);
-        auto* const out = reinterpret_cast<float*>(tokens.data);
-        format_description d;
-        if constexpr (full_precision<Scheme>) {
-            using T = typename Scheme::value_type;
-            d.quantize = true;
-            d.dequantize = kernels::read_tokens<lanes, T>(shape, block.data, halves, shape.dim) &&
-                           kernels::read_tokens<lanes, T>(shape, block.data, out, shape.dim);
-        } else if constexpr (kernels::composed_scheme<Scheme>) {
-            d.quantize =
-                kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
-            d.dequantize =
-                kernels::block_dequantizer<simd, Scheme>(scheme, shape, block.data)
-                    .to_tokens(halves, shape.dim) &&
-                kernels::block_dequantizer<simd, Scheme>(scheme, shape, block.data).to_tokens(out, shape.dim);
-        } else if constexpr (kernels::is_channel_scheme<Scheme>) {
-            if constexpr (kernels::channel_scheme<Scheme>)
-                d.quantize =
-                    kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, floats, block.data).run();
-            d.dequantize = kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block.data)
-                               .to_tokens(halves, shape.dim);
-        } else if constexpr (kernels::transformed_scheme<Scheme>) {
-            d = describe<typename Scheme::inner_scheme>(scheme, shape);
+        if constexpr (kernels::transformed_scheme<Scheme>) {
+            return describe<typename Scheme::inner_scheme>(scheme, shape);
+        } else {
+            // The kernels are asked: each is run on a block of zeros.
+            kernels::zeroed_memory from(full<float16>{}.block_bytes(shape)), block(scheme.block_bytes(shape)),
+                values(shape.values() * sizeof(float));
+            auto* const floats = reinterpret_cast<float*>(values.data);
+            format_description d;
+            if constexpr (full_precision<Scheme>) {
+                d.quantize = true;
+                d.dequantize = kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block.data,
+                                                                                        floats, shape.dim);
+            } else {
+                d.quantize = quantizes_in_vectors(scheme, shape, {}, floats, block.data);
+                if constexpr (kernels::composed_scheme<Scheme>)
+                    d.quantize =
+                        kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
+                d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
+                                                      kernels::token_rows<lanes>(floats, shape.dim));
+            }
+            d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;
+            return d;
         }
-        d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme>;
-        return d;
     }
 
     template <class Window, class T>
     static void write_tokens(const block_shape& shape, std::byte* block, const T* tokens,
                              std::ptrdiff_t stride, int count, int at) {
         kernels::token_writer<lanes, Window, T>(shape, block, tokens, stride, count, at).run();
+    }
+
+private:
+    /// Was the block quantized? False: no kernel takes it, and what the block holds is to be written again.
+    template <kv_scheme Scheme>
+    static bool quantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
+                                     float* values, std::byte* block) {
+        if constexpr (kernels::composed_scheme<Scheme>)
+            return kernels::value_quantizer<lanes, Scheme>(scheme, shape, values, block).run();
+        else if constexpr (kernels::channel_scheme<Scheme>)
+            return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run();
+        else
+            return false;
+    }
+    /// Were all tokens written? False: no kernel takes the block, nothing was written.
+    template <kv_scheme Scheme>
+    static bool dequantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
+                                       const std::byte* block, const kernels::token_rows<lanes>& out) {
+        if constexpr (kernels::composed_scheme<Scheme>)
+            return kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).run(out);
+        else if constexpr (kernels::is_channel_scheme<Scheme>)
+            return kernels::channel_dequantizer<simd, Scheme>(scheme, shape, id, block).run(out);
+        else
+            return false;
     }
 };
 

@@ -19,12 +19,11 @@ public:
     static constexpr std::size_t room = 1000;
 
     constexpr short_text() = default;
-    constexpr short_text(const char* s) { *this += s; }
+    KVQ_NOINLINE constexpr short_text(const char* s) { *this += s; }
     KVQ_INLINE short_text(const std::string& s) { add(s.data(), s.size()); }
     /// A number in decimals.
     template <class Number>
-    requires std::is_arithmetic_v<Number>
-    static short_text of(Number number) {
+    requires std::is_arithmetic_v<Number> KVQ_NOINLINE static short_text of(Number number) {
         char digits[32];
         if constexpr (std::is_floating_point_v<Number>)
             std::snprintf(digits, sizeof(digits), "%f", static_cast<double>(number));
@@ -35,13 +34,18 @@ public:
         return digits;
     }
 
-    constexpr short_text& operator+=(const char* s) {
+    KVQ_NOINLINE constexpr short_text& operator+=(const char* s) {
         std::size_t n = 0;
         while (s[n] != 0) ++n;
         return add(s, n);
     }
-    constexpr short_text& operator+=(const short_text& other) { return add(other.data_, other.size_); }
-    friend constexpr short_text operator+(short_text a, const short_text& b) { return a += b; }
+    KVQ_NOINLINE constexpr short_text& operator+=(const short_text& other) {
+        return add(other.data_, other.size_);
+    }
+    KVQ_NOINLINE friend constexpr short_text operator+(const short_text& a, const short_text& b) {
+        short_text both = a;
+        return both += b;
+    }
 
     constexpr const char* c_str() const noexcept { return data_; }
     KVQ_INLINE operator std::string() const { return {data_, size_}; }

@@ -1,6 +1,6 @@
 // The built-in formats of one backend, in parts that can be compiled apart: each part takes some seconds.
 //
-//   builtin_part<Backend>(builtin_part_name::affine, list)     appends its entries
+//   add_builtin_part<Backend, Part>(list)     appends the entries of one part
 //
 // A new built-in scheme is one line here.
 #pragma once
@@ -17,16 +17,21 @@
 namespace kvq::inline KVQ_TAGGED::detail {
 
 template <class Backend, class Scheme>
-format make_builtin(const std::byte* statistics, std::size_t bytes) {
+format make_builtin(int group, const std::byte* statistics, std::size_t bytes) {
+    if constexpr (requires { typename Scheme::granularity_type; })
+        if constexpr (std::is_constructible_v<Scheme, typename Scheme::granularity_type> &&
+                      !fixed_group<typename Scheme::granularity_type>)
+            return make_format<Backend>(Scheme(typename Scheme::granularity_type(group)));
     if constexpr (std::is_constructible_v<Scheme, const calibration&>)
         if (statistics != nullptr)
             return make_format<Backend>(Scheme(calibration::load(std::span(statistics, bytes))));
     return make_format<Backend>(Scheme{});
 }
 template <class Backend, class Scheme>
-builtin_format builtin_entry(const char* name, bool keys, bool values) {
-    return {name, keys, values, std::is_constructible_v<Scheme, const calibration&>,
-            &make_builtin<Backend, Scheme>};
+builtin_format builtin_entry(const char* name, bool keys, bool values, int group = 0) {
+    return {name,   keys,
+            values, std::is_constructible_v<Scheme, const calibration&>,
+            group,  &make_builtin<Backend, Scheme>};
 }
 
 using builtin_list = std::vector<builtin_format>;
@@ -43,15 +48,14 @@ void add_builtin_values(builtin_list& list) {
 template <class Backend, int Bits>
 void add_builtin_affine(builtin_list& list, const char* const (&names)[3],
                         const char* const (&kivi_names)[3]) {
-    const auto add = [&]<int G>(int i) {
-        using per_token_scheme = affine<Bits, per_token<G>>;
-        list.push_back(builtin_entry<Backend, per_token_scheme>(names[i], true, true));
-        list.push_back(builtin_entry<Backend, affine<Bits, per_channel<G>>>(kivi_names[i], true, false));
-        list.push_back(builtin_entry<Backend, per_token_scheme>(kivi_names[i], false, true));
-    };
-    add.template operator()<32>(0);
-    add.template operator()<64>(1);
-    add.template operator()<128>(2);
+    using by_token = affine<Bits, per_token<any_group>>;
+    using by_channel = affine<Bits, per_channel<any_group>>;
+    for (int i = 0; i < 3; ++i) {
+        const int group = 32 << i;
+        list.push_back(builtin_entry<Backend, by_token>(names[i], true, true, group));
+        list.push_back(builtin_entry<Backend, by_channel>(kivi_names[i], true, false, group));
+        list.push_back(builtin_entry<Backend, by_token>(kivi_names[i], false, true, group));
+    }
 }
 
 template <class Backend, class Preset>

@@ -1,6 +1,6 @@
 // Built-in formats by name, chosen at run time.
 //
-//   format keys = find_format("kivi-4-g64", tensor::key);
+//   format keys = find_format("kivi-4-g64", tensor::key);      any group size: "kivi-4-g48"
 //   for_each_format([](const builtin_format& f) { ... });
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics (quant/calibration.hpp)
@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <charconv>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -52,12 +53,31 @@ inline std::string names_like(std::string_view name, tensor role) {
     return list;
 }
 
-inline const builtin_format& find_builtin(std::string_view name, tensor role) {
+struct found_format {
+    const builtin_format* entry;
+    int group;
+};
+
+/// The entry of this name, or one that differs in the group size alone.
+inline found_format find_builtin(std::string_view name, tensor role) {
     std::size_t count = 0;
     const builtin_format* const formats = builtin_formats(&count);
-    for (std::size_t i = 0; i < count; ++i)
-        if (formats[i].name == name && (role == tensor::key ? formats[i].keys : formats[i].values))
-            return formats[i];
+    // "affine-4-g48": what stands before the group size, and the group size.
+    const std::size_t end = name.rfind("-g");
+    int group = 0;
+    if (end != std::string_view::npos) {
+        const char* const digits = name.data() + end + 2;
+        const auto [at, error] = std::from_chars(digits, name.data() + name.size(), group);
+        if (error != std::errc() || at != name.data() + name.size()) group = 0;
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+        const builtin_format& f = formats[i];
+        if (!(role == tensor::key ? f.keys : f.values)) continue;
+        if (f.name == name) return {&f, f.group};
+        const std::string_view listed = f.name;
+        if (f.group > 0 && group > 0 && listed.substr(0, listed.rfind("-g")) == name.substr(0, end))
+            return {&f, group};
+    }
     fail("there is no format \"", std::string(name), "\" for ", role == tensor::key ? "keys" : "values",
          "; the nearest of ", count, " are ", names_like(name, role));
 }
@@ -73,14 +93,15 @@ void for_each_format(F&& f) {
 }
 
 [[nodiscard]] inline format find_format(std::string_view name, tensor role) {
-    return detail::find_builtin(name, role).make(nullptr, 0);
+    const auto [entry, group] = detail::find_builtin(name, role);
+    return entry->make(group, nullptr, 0);
 }
 /// Made from statistics, if the format can be; else as without them.
 [[nodiscard]] inline format find_format(std::string_view name, tensor role, const calibration& statistics) {
-    const builtin_format& found = detail::find_builtin(name, role);
-    if (!found.takes_statistics) return found.make(nullptr, 0);
+    const auto [entry, group] = detail::find_builtin(name, role);
+    if (!entry->takes_statistics) return entry->make(group, nullptr, 0);
     const std::vector<std::byte> saved = statistics.save();
-    return found.make(saved.data(), saved.size());
+    return entry->make(group, saved.data(), saved.size());
 }
 
 /// K and V in the formats of one name, with the window and the page size that presets want.

@@ -3,7 +3,8 @@
 //   make_format<affine<4, per_channel<64>>, simd<>>()       a scheme without state
 //   make_format<simd<>>(rotated(...))                       one with state, which the format keeps
 //
-// This is where templates end. A program pays the compile time of a scheme once, wherever it calls make_format for it.
+// This is where templates end. A program pays the compile time of a scheme once, wherever it calls make_format for it. Schemes that
+// differ in the group size alone are one scheme here: the group size becomes a value (quant/granularity.hpp).
 // backends/simd.hpp adds make_format<Scheme>() for the best backend of the build.
 #pragma once
 
@@ -182,7 +183,7 @@ struct scheme_record : format_record {
         functions = &scheme_table<Backend, Scheme>::functions;
         scheme = &held;
         name = held_name.c_str();
-        has_state = !std::is_empty_v<Scheme>;
+        has_state = !name_says_all<Scheme>;
         destroy = [](format_record* self) { delete static_cast<scheme_record*>(self); };
         if constexpr (requires {
                           { held.fingerprint() } -> std::convertible_to<std::uint64_t>;
@@ -193,12 +194,20 @@ struct scheme_record : format_record {
     }
 };
 
+template <class Backend, class Scheme>
+format made_format(Scheme scheme) {
+    return format(new scheme_record<Backend, Scheme>(std::move(scheme)));
+}
+
 }  // namespace detail
 
 /// A format of `scheme` on Backend: scalar, simd<...>. A scheme with state is copied or moved into the format.
 template <class Backend, kv_scheme Scheme>
 [[nodiscard]] format make_format(Scheme scheme) {
-    return format(new detail::scheme_record<Backend, Scheme>(std::move(scheme)));
+    if constexpr (detail::checked_folding<Scheme>::complete)
+        return detail::made_format<Backend>(detail::with_any_group<Scheme>::of(std::move(scheme)));
+    else
+        return {};
 }
 /// Of a scheme that holds no state.
 template <class Scheme, class Backend>

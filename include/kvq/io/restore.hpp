@@ -229,7 +229,7 @@ private:
 
     /// x^ of a page, [head][token][channel].
     token_view<const float> dequantize(tensor role, int layer, const page& p, std::uint32_t format, int used,
-                                   std::vector<float>& values) {
+                                       std::vector<float>& values) {
         const block_shape shape{role, p.tokens, cache_.shape().dim(role)};
         const int heads = cache_.shape().kv_heads;
         values.resize(shape.values() * static_cast<std::size_t>(heads));

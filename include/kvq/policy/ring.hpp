@@ -127,8 +127,9 @@ public:
     [[nodiscard]] sequence& held() noexcept { return sequence_; }
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V: of sinks, or of tokens from first_token() on.
     void dequantize(int layer, tensor role, std::int64_t first, const output_view& out) const {
-        detail::expect(first >= 0 && out.tokens >= 0 && first <= tokens(layer) - out.tokens, "cannot dequantize ",
-                       out.tokens, " tokens from ", first, " on: ", tokens(layer), " were appended");
+        detail::expect(first >= 0 && out.tokens >= 0 && first <= tokens(layer) - out.tokens,
+                       "cannot dequantize ", out.tokens, " tokens from ", first, " on: ", tokens(layer),
+                       " were appended");
         const bool of_sinks = dropped_ > 0 && first + out.tokens <= sinks();
         detail::expect(of_sinks || first >= first_token(), "tokens from ", sinks(), " to ", first_token(),
                        " were overwritten, cannot dequantize ", out.tokens, " from ", first, " on");

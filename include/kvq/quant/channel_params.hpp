@@ -218,7 +218,8 @@ struct token_scales<coded> {
     }
     KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
         for (int i = 0; i < n; ++i) {
-            const unsigned code = detail::token_scale_float::code(factors[i], 1.0f, parameter_rounding::nearest);
+            const unsigned code =
+                detail::token_scale_float::code(factors[i], 1.0f, parameter_rounding::nearest);
             at[first + i] = static_cast<std::byte>(code);
             factors[i] = detail::token_scale_float::value(code);
         }

@@ -38,7 +38,7 @@ inline std::uint32_t bound_magnitudes(float* values, std::size_t n) noexcept {
 /// y: [tokens][stride], replaced by codes. top(c): largest code of channel c; 0 keeps its mean alone.
 template <class Parameters, class Encoder, class Top>
 void quantize_channels(const Encoder& encoder, block_id id, float* y, int tokens, int channels, int stride,
-                   Top top, std::byte* parameters, int groups, int slot_count, int group) {
+                       Top top, std::byte* parameters, int groups, int slot_count, int group) {
     float line[most_quantized], codes[most_quantized], biases[most_quantized], scales[most_quantized];
     const auto gather = [&](int c) {
         int n = 0;

@@ -20,9 +20,9 @@ KVQ_HD inline float inverse_size(double squares, int n) noexcept {
 }
 /// A factor such that the largest one is 31/16, and none is smaller than the smallest that can be stored.
 KVQ_HD inline float scaled_factor(float factor, float largest) noexcept {
-    return largest > 0.0f
-               ? larger(rounded_quotient(factor, largest) * token_scale_float::largest, token_scale_float::smallest)
-               : token_scale_float::largest;
+    return largest > 0.0f ? larger(rounded_quotient(factor, largest) * token_scale_float::largest,
+                                   token_scale_float::smallest)
+                          : token_scale_float::largest;
 }
 inline void scale_factors(float* factors, int tokens) noexcept {
     float largest = 0.0f;
@@ -32,7 +32,7 @@ inline void scale_factors(float* factors, int tokens) noexcept {
 
 /// values: [tokens][dim], at most 1024 channels; factors: tokens floats.
 inline void fit_token_scales(const float* values, int tokens, int dim, float* factors,
-                              int iterations = 8) noexcept {
+                             int iterations = 8) noexcept {
     double sums[1024];
     float weights[1024];
     const auto square = [](float x, float by) {

@@ -1,10 +1,12 @@
 // A scheme that lacks a member is told which, in one sentence.
 //
 // checked_scheme<S>::type is S for a scheme; else a static_assert speaks and the type is one that compiles, so that nothing else is said.
+// checked_folding<S>::complete: are the members there by which attention reads the blocks?
 #pragma once
 
 #include <string>
 
+#include "../quant/params.hpp"
 #include "full.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
@@ -46,6 +48,52 @@ struct checked_scheme {
 template <kv_scheme S>
 struct checked_scheme<S> {
     using type = S;
+};
+
+/// A scheme that says that attention may read its blocks: are the members there that this takes?
+template <class S>
+struct checked_folding {
+    static constexpr bool read = read_by_attention<S>;
+    static constexpr bool known = !read || foldable<S> || segmented<S> || full_precision<S>;
+    static constexpr fold_use use = [] {
+        fold_use all;
+        if constexpr (foldable<S>)
+            for (const tensor role : {tensor::key, tensor::value}) {
+                const fold_use u = supports<S>(role) ? S::fold(role) : fold_use();
+                all.row_scale |= u.row_scale;
+                all.row_bias |= u.row_bias;
+                all.col_scale |= u.col_scale;
+                all.col_bias |= u.col_bias;
+            }
+        return all;
+    }();
+    static constexpr bool has_rows =
+        requires(const S s, block_shape shape, block_id id, const std::byte* block, float* out) {
+        s.template row_parameters<plain_loads>(shape, id, block, 0, out, out);
+    };
+    static constexpr bool has_columns =
+        requires(const S s, block_shape shape, block_id id, const std::byte* block, float* out) {
+        s.template col_parameters<plain_loads>(shape, id, block, 0, out, out);
+    };
+    static constexpr bool lacks_rows = (use.row_scale || use.row_bias) && !has_rows,
+                          lacks_columns = use.columns() && !has_columns;
+    static constexpr bool complete = known && !lacks_rows && !lacks_columns;
+
+    static_assert(
+        known,
+        "kvq::make_format: this scheme says `attends_as`, so it needs code_bits, zero_code, fold(tensor) "
+        "and codes(shape) (schemes/concepts.hpp)");
+    static_assert(
+        !lacks_rows,
+        "kvq::make_format: fold() of this scheme says that rows have parameters, so it needs `template "
+        "<class "
+        "Backend> void row_parameters(block_shape, block_id, const std::byte* block, int col_group, float* "
+        "scale, float* bias) const`");
+    static_assert(
+        !lacks_columns,
+        "kvq::make_format: fold() of this scheme says that columns have parameters, so it needs `template "
+        "<class Backend> void col_parameters(block_shape, block_id, const std::byte* block, int row_group, "
+        "float* scale, float* bias) const`");
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

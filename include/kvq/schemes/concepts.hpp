@@ -31,6 +31,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "../core/shape.hpp"
 #include "../pack/code_layout.hpp"
@@ -66,6 +67,20 @@ namespace detail {
 /// names itself, which cannot be inherited, and a derived type is dequantized unless it does so again.
 template <class S>
 concept read_by_attention = kv_scheme<S> && std::same_as<typename S::attends_as, S>;
+}  // namespace detail
+
+namespace detail {
+/// The scheme that a format is made from: where the group size is part of the type, one that has it as a value instead, so that
+/// formats of all group sizes share their code (schemes/scheme.hpp).
+template <class S>
+struct with_any_group {
+    using type = S;
+    static S of(S scheme) { return scheme; }
+};
+
+/// Do two schemes of one type and one name dequantize the same? Others need a fingerprint to be saved.
+template <class S>
+inline constexpr bool name_says_all = std::is_empty_v<S>;
 }  // namespace detail
 
 namespace detail {

@@ -20,10 +20,10 @@
 #include "../core/error.hpp"
 #include "../pack/bit_pack.hpp"
 #include "../quant/affine.hpp"
-#include "../quant/quantize_channels.hpp"
 #include "../quant/channel_params.hpp"
 #include "../quant/error_feedback.hpp"
 #include "../quant/granularity.hpp"
+#include "../quant/quantize_channels.hpp"
 #include "../quant/token_scales.hpp"
 #include "concepts.hpp"
 
@@ -31,20 +31,22 @@ namespace kvq::inline KVQ_TAGGED {
 
 /// Bits per code; Group tokens share a channel's parameters (0: the whole page); Params: coded or params<P>; TokenScales: no_token_scales
 /// or token_scales<coded or params<P>>; Encoder: quant/encoders.hpp.
-template <int Bits, int Group = 0, class Encoder = min_max, class Params = coded, class TokenScales = no_token_scales>
+template <int Bits, int Group = 0, class Encoder = min_max, class Params = coded,
+          class TokenScales = no_token_scales>
 struct channel_grid {
     using attends_as = channel_grid;
     using granularity_type = per_channel<Group>;
     using encoder_type = Encoder;
     using parameters = channel_parameters<Params>;
-    using factors = TokenScales;
+    using token_scale_type = TokenScales;
     static_assert(detail::grid_encoder<Encoder>,
                   "kvq::channel_grid<bits, group, encoder, parameters, factors>: the third argument must be "
                   "an encoder, "
                   "such as min_max");
-    static_assert(token_scale_policy<TokenScales>,
-                  "kvq::channel_grid<bits, group, encoder, parameters, factors>: factors are no_token_scales, "
-                  "token_scales<coded> or token_scales<params<P>>");
+    static_assert(
+        token_scale_policy<TokenScales>,
+        "kvq::channel_grid<bits, group, encoder, parameters, factors>: factors are no_token_scales, "
+        "token_scales<coded> or token_scales<params<P>>");
     static constexpr int code_bits = bits<Bits>::value;
     static constexpr int zero_code = 0;
     static constexpr int top = (1 << Bits) - 1;
@@ -62,7 +64,7 @@ struct channel_grid {
     }
 
     KVQ_HD static constexpr code_layout<code_bits> codes(const block_shape& s) noexcept {
-        return {detail::row_axis<per_channel<Group>>(s), detail::col_axis<per_channel<Group>>(s)};
+        return {detail::row_axis(per_channel<Group>(), s), detail::col_axis(per_channel<Group>(), s)};
     }
 
     /// Raises kvq::error for blocks of more than 1024 tokens or channels.
@@ -87,30 +89,32 @@ struct channel_grid {
         const grouped_axis tokens = token_axis(s);
         for (int g = 0; g < tokens.groups(); ++g)
             detail::settle_token_scales(values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, top,
-                                         token_scales + g * tokens.group);
+                                        token_scales + g * tokens.group);
     }
     /// Of every token, for the next scheme's requantize().
     static void read_token_scales(const block_shape& s, const std::byte* block,
-                             float* out) requires(TokenScales::present) {
+                                  float* out) requires(TokenScales::present) {
         const grouped_axis tokens = token_axis(s);
-        for (int t = 0; t < s.tokens; ++t) out[t] = TokenScales::factor(block + token_scale_offset(s), tokens.slot(t));
+        for (int t = 0; t < s.tokens; ++t)
+            out[t] = TokenScales::factor(block + token_scale_offset(s), tokens.slot(t));
     }
 
 private:
     template <class E>
     std::uint32_t quantize_by(const E& fitted, const block_shape& s, block_id id, float* values,
-                            [[maybe_unused]] float* known_scales, std::byte* block) const {
+                              [[maybe_unused]] float* known_scales, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const std::uint32_t not_finite = detail::bound_magnitudes(values, s.values());
         if constexpr (TokenScales::present) {
             float fitted_scales[detail::most_quantized];
             float* const token_scale = known_scales ? known_scales : fitted_scales;
             if (!known_scales) detail::fit_token_scales(values, s.tokens, s.dim, token_scale);
-            if constexpr (E::rounding == parameter_rounding::settled) settle_token_scales(s, values, token_scale);
+            if constexpr (E::rounding == parameter_rounding::settled)
+                settle_token_scales(s, values, token_scale);
             const grouped_axis tokens = token_axis(s);
             for (int g = 0; g < tokens.groups(); ++g)
                 TokenScales::store(block + token_scale_offset(s), tokens.group_begin(g),
-                               token_scale + g * tokens.group, tokens.group_size(g));
+                                   token_scale + g * tokens.group, tokens.group_size(g));
             for (int t = 0; t < s.tokens; ++t)
                 for (int c = 0; c < s.dim; ++c) values[t * s.dim + c] /= token_scale[t];
         }
@@ -139,8 +143,8 @@ public:
         const grouped_axis tokens = token_axis(s);
         float scales[detail::most_quantized], biases[detail::most_quantized], token_scale[detail::most_slots];
         if constexpr (TokenScales::present)
-            TokenScales::template load<detail::plain_loads>(block + token_scale_offset(s), tokens.padded_size(),
-                                                        token_scale);
+            TokenScales::template load<detail::plain_loads>(block + token_scale_offset(s),
+                                                            tokens.padded_size(), token_scale);
         for (int g = 0; g < tokens.groups(); ++g) {
             load<detail::plain_loads>(s, block, g, scales, biases);
             for (int t = g * tokens.group; t < g * tokens.group + tokens.group_size(g); ++t)
@@ -168,7 +172,8 @@ public:
             code, parameters::scale(at, tokens.groups(), channel_slots(s), group, channel),
             parameters::bias(at, tokens.groups(), channel_slots(s), group, channel));
         if constexpr (TokenScales::present)
-            return detail::rounded_product(y, TokenScales::factor(block + token_scale_offset(s), tokens.slot(token)));
+            return detail::rounded_product(
+                y, TokenScales::factor(block + token_scale_offset(s), tokens.slot(token)));
         else
             return y;
     }
@@ -185,7 +190,8 @@ public:
         if (s.role == tensor::value)
             load<Backend>(s, block, col_group, scale, bias);
         else if constexpr (TokenScales::present)
-            TokenScales::template load<Backend>(block + token_scale_offset(s), token_axis(s).padded_size(), scale);
+            TokenScales::template load<Backend>(block + token_scale_offset(s), token_axis(s).padded_size(),
+                                                scale);
     }
     template <class Backend>
     void col_parameters(const block_shape& s, block_id, const std::byte* block, int row_group, float* scale,
@@ -193,7 +199,8 @@ public:
         if (s.role == tensor::key)
             load<Backend>(s, block, row_group, scale, bias);
         else if constexpr (TokenScales::present)
-            TokenScales::template load<Backend>(block + token_scale_offset(s), token_axis(s).padded_size(), scale);
+            TokenScales::template load<Backend>(block + token_scale_offset(s), token_axis(s).padded_size(),
+                                                scale);
     }
 
     /// Scales and biases of one group of tokens, for every channel slot.
@@ -222,8 +229,8 @@ public:
         return parameter_offset(s) + parameters::bytes(token_axis(s).groups(), channel_slots(s));
     }
     KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
-        return s.role == tensor::key ? detail::row_axis<per_channel<Group>>(s)
-                                     : detail::col_axis<per_channel<Group>>(s);
+        return s.role == tensor::key ? detail::row_axis(per_channel<Group>(), s)
+                                     : detail::col_axis(per_channel<Group>(), s);
     }
     KVQ_HD static constexpr int channel_slots(const block_shape& s) noexcept {
         return detail::round_up(s.dim, 4);

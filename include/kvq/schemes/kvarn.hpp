@@ -45,7 +45,8 @@ struct variance_normalized {
         return bias_offset(s) + section(codes(s).cols.padded_size());
     }
 
-    std::uint32_t quantize(const block_shape& s, const block_id&, const float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, const block_id&, const float* values,
+                           std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const auto layout = codes(s);
         const int rows = s.rows(), cols = s.cols();

@@ -19,10 +19,10 @@
 #include "../core/text.hpp"
 #include "../pack/bit_pack.hpp"
 #include "../quant/affine.hpp"
-#include "../quant/quantize_channels.hpp"
 #include "../quant/channel_params.hpp"
 #include "../quant/error_feedback.hpp"
 #include "../quant/granularity.hpp"
+#include "../quant/quantize_channels.hpp"
 #include "../quant/width_allocation.hpp"
 #include "concepts.hpp"
 
@@ -51,7 +51,7 @@ struct width_columns {
     int groups = 0, slot_count = 0;  ///< of the parameters
 
     constexpr code_layout<8> codes(const block_shape& s) const noexcept {
-        return {row_axis<per_channel<Group>>(s), {s.dim, s.dim}};
+        return {row_axis(per_channel<Group>(), s), {s.dim, s.dim}};
     }
     static constexpr fold_use fold(tensor) noexcept { return {false, false, true, true}; }
     template <class Backend>
@@ -155,7 +155,7 @@ struct mixed_width {
 private:
     template <class E>
     std::uint32_t quantize_by(const E& fitted, const block_shape& s, block_id id, float* values,
-                            std::byte* block) const {
+                              std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         const std::uint32_t not_finite = detail::bound_magnitudes(values, s.values());
         for (int t = 0; t < s.tokens; ++t) transform_query(s, id, values + t * s.dim);
@@ -255,7 +255,7 @@ public:
     }
 
     KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
-        return detail::row_axis<per_channel<Group>>(s);
+        return detail::row_axis(per_channel<Group>(), s);
     }
     KVQ_HD static constexpr int channel_slots(const block_shape& s) noexcept {
         return detail::round_up(s.dim, 4);

@@ -42,14 +42,20 @@ struct scheme {
                   "kvq::scheme: symmetric levels need at least 2 bits");
     static constexpr int zero_code = Levels::template zero_code<code_bits>;
 
+    [[no_unique_address]] Granularity granularity{};
+
+    scheme() = default;
+    /// Of a granularity whose group size is a value.
+    explicit scheme(Granularity g) : granularity(g) {}
+
     short_text name() const {
-        return short_text(Levels::name) + short_text::of(code_bits) + "-" + Granularity::name() + "-" +
+        return short_text(Levels::name) + short_text::of(code_bits) + "-" + granularity.name() + "-" +
                detail::parameter_name<parameter>();
     }
 
     /// Codes of a block of shape `s`; they start at its first byte.
     KVQ_HD KVQ_INLINE constexpr code_layout<code_bits> codes(const block_shape& s) const noexcept {
-        return {detail::row_axis<Granularity>(s), detail::col_axis<Granularity>(s)};
+        return {detail::row_axis(granularity, s), detail::col_axis(granularity, s)};
     }
 
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
@@ -191,5 +197,24 @@ private:
             Backend::template load_floats<parameter>(at + section_bytes(s), slot_count, bias);
     }
 };
+
+namespace detail {
+template <class Bits, class Levels, class Granularity, class Params>
+requires fixed_group<Granularity>
+struct with_any_group<scheme<Bits, Levels, Granularity, Params>> {
+    using granularity_type = typename any_group_of<Granularity>::type;
+    using type = scheme<Bits, Levels, granularity_type, Params>;
+    static type of(const scheme<Bits, Levels, Granularity, Params>&) {
+        if constexpr (std::same_as<granularity_type, Granularity>)
+            return {};
+        else
+            return type(granularity_type(Granularity::group));
+    }
+};
+
+// What a group size that is a value changes stands in the name.
+template <class Bits, class Levels, class Granularity, class Params>
+inline constexpr bool name_says_all<scheme<Bits, Levels, Granularity, Params>> = true;
+}  // namespace detail
 
 }  // namespace kvq::inline KVQ_TAGGED

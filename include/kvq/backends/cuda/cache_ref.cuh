@@ -56,7 +56,8 @@ template <class S>
 inline constexpr bool is_grid = false;
 template <int Bits, int Group, class Encoder, class Params, class TokenScales>
 inline constexpr bool is_grid<channel_grid<Bits, Group, Encoder, Params, TokenScales>> =
-    is_stored<stored_as<Params>> && (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
+    is_stored<stored_as<Params>> &&
+    (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
 
 template <class S>
 inline constexpr bool is_mixed = false;

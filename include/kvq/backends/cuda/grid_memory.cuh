@@ -9,8 +9,8 @@
 // a part at a time; a part is a multiple of 32 channels or token slots, so that words of codes belong to one part.
 #pragma once
 
-#include "fit_token_scales.cuh"
 #include "fit_grids.cuh"
+#include "fit_token_scales.cuh"
 #include "page_numbers.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
@@ -18,7 +18,7 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 template <class S>
 inline constexpr bool has_token_scales = [] {
     if constexpr (is_grid<S>)
-        return S::factors::present;
+        return S::token_scale_type::present;
     else
         return false;
 }();

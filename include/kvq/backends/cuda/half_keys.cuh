@@ -131,8 +131,8 @@ __device__ __forceinline__ int largest_exponent(std::uint32_t slot, int run, con
 /// Scores of the tiles from First on that have the parameters of run `run`.
 template <int First, int Count, class Chunk, int Rows4, class T>
 __device__ __forceinline__ void score_dequantized(float (&scores)[Chunk::tiles][Rows4][4],
-                                              const half_query<Chunk, Rows4, T>& query, std::uint32_t slot,
-                                              int run, const lane_id& id) {
+                                                  const half_query<Chunk, Rows4, T>& query,
+                                                  std::uint32_t slot, int run, const lane_id& id) {
     using traits = typename Chunk::traits;
     constexpr int tiles = Rows4 / 2, per_line = traits::units_per_word(0);
     constexpr unsigned middle = 1u << (Chunk::scheme::code_bits - 1);

@@ -29,7 +29,8 @@ inline constexpr bool takes_halves = [] {
     } else {
         constexpr int bits = Values::scheme::code_bits, sets = Values::token_parameters ? Values::runs : 1;
         constexpr bool half_parameters =
-            Values::coded || (std::is_same_v<typename Values::parameter, float16> && !Values::has_token_scales);
+            Values::coded ||
+            (std::is_same_v<typename Values::parameter, float16> && !Values::has_token_scales);
         return half_parameters && (bits == 4 || bits < 3) &&
                (Rows4 == 4 || (Values::scales_tokens && (bits == 4 || sets > 1)));
     }

@@ -191,7 +191,7 @@ status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
 
 template <class Format, class T>
 __global__ void dequantize_kernel(const __grid_constant__ cache_ref<Format> cache, token_view<T> keys,
-                              token_view<T> values, const int* starts) {
+                                  token_view<T> values, const int* starts) {
     const int b = static_cast<int>(blockIdx.y), head = static_cast<int>(blockIdx.z);
     const int length =
         smaller(cache.tokens[b] - cache.first_token, cache.table_columns * Format::page_tokens);
@@ -279,8 +279,8 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>
 /// Writes x^ of token t of sequence b to row starts[b] + t of `keys` and `values` (either may have null data): the layout of
 /// variable-length flash attention. Tokens that this format does not hold are left alone.
 template <class Format, class T>
-status dequantize_tokens(const cache_ref<Format>& cache, const token_view<T>& keys, const token_view<T>& values,
-                     const int* starts, cudaStream_t stream) noexcept {
+status dequantize_tokens(const cache_ref<Format>& cache, const token_view<T>& keys,
+                         const token_view<T>& values, const int* starts, cudaStream_t stream) noexcept {
     if (status s = detail::check_ref(cache, true); !s) return s;
     if (keys.data && (keys.heads != cache.kv_heads || keys.dim != Format::head_dim))
         return detail::bad_value("keys go to %d x %d but blocks are %d x %d", keys.heads, keys.dim,
@@ -295,8 +295,8 @@ status dequantize_tokens(const cache_ref<Format>& cache, const token_view<T>& ke
     const int tokens = cache.table_columns * Format::page_tokens;
     const dim3 grid(static_cast<unsigned>(detail::smaller((tokens + 7) / 8, 4096)),
                     static_cast<unsigned>(cache.sequences), static_cast<unsigned>(cache.kv_heads));
-    return detail::launch("launching dequantizing", detail::overlap::no, detail::dequantize_kernel<Format, T>, grid,
-                          256, 0, stream, cache, keys, values, starts);
+    return detail::launch("launching dequantizing", detail::overlap::no, detail::dequantize_kernel<Format, T>,
+                          grid, 256, 0, stream, cache, keys, values, starts);
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda

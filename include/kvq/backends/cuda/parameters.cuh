@@ -25,7 +25,7 @@ struct byte_words {
     std::uint32_t high, low;
 };
 __device__ __forceinline__ byte_words split_bytes(std::uint32_t y0, std::uint32_t y1, std::uint32_t y2,
-                                                    std::uint32_t y3) {
+                                                  std::uint32_t y3) {
     const std::uint32_t a = __byte_perm(y0, y1, 0x5140), b = __byte_perm(y2, y3, 0x5140);
     return {__byte_perm(a, b, 0x7632), __byte_perm(a, b, 0x5410)};
 }

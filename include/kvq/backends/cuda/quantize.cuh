@@ -53,8 +53,8 @@ __device__ __forceinline__ void write_code_words(const code_layout<Bits>& layout
 /// Codes a block. `value(token, channel)` returns floats. parameters: scratch of one pair (bias, 1 / scale) for every line and
 /// group, or null: then they are read from the block. Returns this thread's count of values that are not finite.
 template <class S, int Threads, class Source, class Scratch>
-__device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::byte* block, const Source& value,
-                                                 [[maybe_unused]] Scratch parameters) {
+__device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::byte* block,
+                                                   const Source& value, [[maybe_unused]] Scratch parameters) {
     const int thread = static_cast<int>(threadIdx.x);
     unsigned not_finite = 0;
     if constexpr (full_precision<S>) {

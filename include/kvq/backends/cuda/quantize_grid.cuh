@@ -8,9 +8,9 @@
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
-#include "quantize.cuh"
 #include "grid_feedback.cuh"
 #include "grid_memory.cuh"
+#include "quantize.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
@@ -221,7 +221,7 @@ private:
             }
             scale_factors<Threads, slot_count>(factors_, dim, holds_token, [&](int slot, float factor) {
                 if (i == iterations - 1 && holds_token(slot))
-                    S::factors::store(block_ + S::token_scale_offset(shape()), slot, &factor, 1);
+                    S::token_scale_type::store(block_ + S::token_scale_offset(shape()), slot, &factor, 1);
                 return factor;
             });
         }

@@ -1,8 +1,10 @@
-// Dequantizing a block of a composed scheme, a vector of rows at a time: the mirror of quantize.hpp.
+// Dequantizing a block of a composed scheme, a vector of rows at a time: the mirror of quantize_block.hpp.
 //
 //   codes of 64 columns -> words of four codes -> x^ = scale * code + bias -> tokens
 //
-// Tokens of V: lanes are channels, nothing moves between them. Tokens of K are rows; their codes are transposed while they are bytes, a quarter of the work of floats.
+//   V   lanes are channels, as in the output
+//   K   rows are tokens: codes are transposed while they are bytes, a quarter of the work of floats
+//
 // Contract: bit for bit what scheme::dequantize says (tests/conformance), then rounded once to the type of the output.
 #pragma once
 
@@ -10,6 +12,7 @@
 
 #include "code_sums.hpp"
 #include "composed.hpp"
+#include "token_rows.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
@@ -19,16 +22,15 @@ public:
     block_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block)
         : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(block) {}
 
-    /// x^ of token t and channel c to out[t * stride + c]. False: not for this kernel, nothing was written.
-    template <class T>
-    bool to_tokens(T* out, std::ptrdiff_t stride) const {
+    /// x^ of all tokens. False: not for this kernel, nothing was written.
+    KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes>& out) const {
         const grouped_axis& cols = codes_.cols;
         if (cols.groups() > 1 && cols.group % Lanes::width != 0) return false;
         if (shape_.role == tensor::key)
-            each_part([&](const part& p) { turned_part(p, out, stride); });
+            each_part([&](const part& p) { turned_part(p, out); });
         else
             each_value([&](const part& p, int token, floats x)
-                           KVQ_INLINE_LAMBDA { store_some<Lanes>(out + token * stride + p.row, x, p.rows); });
+                           KVQ_INLINE_LAMBDA { out.put(out.at(token, p.row), x, p.rows); });
         return true;
     }
 
@@ -257,8 +259,7 @@ private:
     }
 
     /// A part of K: rows are tokens.
-    template <class T>
-    void turned_part(const part& p, T* out, std::ptrdiff_t stride) const {
+    void turned_part(const part& p, const token_rows<Lanes>& out) const {
         const grouped_axis& cols = codes_.cols;
         const bool rows_have = on_rows(shape_.role);
         float scale[chunk], bias[chunk];
@@ -292,9 +293,8 @@ private:
                     if (cols.groups() > 1) to = detail::smaller(size, (group + 1) * cols.group - 4 * first);
                 }
                 for (int r = 0; r < p.rows; ++r) {
-                    T* const row = out + (p.row + r) * stride + 4 * first;
                     const std::byte* const codes = turned[r];
-                    const auto some = [&](auto&& of) {
+                    const auto some_of = [&]<class T>(T* row, auto&& of) KVQ_INLINE_LAMBDA {
                         if (to - from == chunk) {
                             KVQ_UNROLL
                             for (int c = 0; c < chunk; c += Lanes::width)
@@ -302,9 +302,17 @@ private:
                                                                 of(c, Lanes::load_bytes(codes + c)));
                         } else {
                             for (int c = from; c < to; c += Lanes::width)
-                                store_some<Lanes>(row + c, of(c, Lanes::load_bytes(codes + c)),
-                                                  detail::smaller(Lanes::width, to - c));
+                                out.put(reinterpret_cast<std::byte*>(row + c),
+                                        of(c, Lanes::load_bytes(codes + c)),
+                                        detail::smaller(Lanes::width, to - c));
                         }
+                    };
+                    const auto some = [&](auto&& of) KVQ_INLINE_LAMBDA {
+                        std::byte* const row = out.at(p.row + r, 4 * first);
+                        if (out.halves())
+                            some_of(reinterpret_cast<float16*>(row), of);
+                        else
+                            some_of(reinterpret_cast<float*>(row), of);
                     };
                     if (rows_have)
                         some([of = values_of(scale[r], bias + r)](int, ints code)

@@ -5,13 +5,14 @@
 //   K   a lane is a token: channels are dequantized in the order of the plan, and transposed in their own
 //
 // Contract: bit for bit what scheme::dequantize says, rounded once to the type of the output (tests/conformance). Blocks beyond
-// 256 x 256 and odd groups are left to it: to_tokens() returns false and has written nothing.
+// 256 x 256 and odd groups are left to it: run() returns false and has written nothing.
 #pragma once
 
 #include <utility>
 
 #include "channel_schemes.hpp"
 #include "code_sums.hpp"
+#include "token_rows.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
@@ -22,17 +23,16 @@ public:
     channel_dequantizer(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
         : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.token_axis(shape)), from_(block) {}
 
-    /// x^ of token t and channel c to out[t * stride + c].
-    template <class T>
-    bool to_tokens(T* out, std::ptrdiff_t stride) {
+    /// x^ of all tokens. False: not for this kernel, nothing was written.
+    KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes>& out) {
         if (!channels_line_up<Scheme>(shape_, tokens_)) return false;
         if (shape_.role == tensor::key) find_places();
         for (int g = 0; g < tokens_.groups(); ++g) {
             load_parameters(g);
             if (shape_.role == tensor::key)
-                keys(g, out, stride);
+                keys(g, out);
             else if constexpr (!mixed)
-                values(g, out, stride);
+                values(g, out);
         }
         return true;
     }
@@ -48,7 +48,7 @@ private:
         if constexpr (mixed)
             return false;
         else
-            return Scheme::factors::present;
+            return Scheme::token_scale_type::present;
     }();
 
     /// The place of every channel in the block.
@@ -66,8 +66,8 @@ private:
             scheme_.template load<Backend>(shape_, from_, g, scale_, bias_);
         if constexpr (has_token_scales)
             if (g == 0)
-                Scheme::factors::template load<Backend>(from_ + scheme_.token_scale_offset(shape_),
-                                                        tokens_.padded_size(), factor_);
+                Scheme::token_scale_type::template load<Backend>(from_ + scheme_.token_scale_offset(shape_),
+                                                                 tokens_.padded_size(), factor_);
     }
 
     /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.
@@ -105,8 +105,7 @@ private:
     }
 
     /// Rows are channels, columns tokens.
-    template <class T>
-    void values(int g, T* out, std::ptrdiff_t stride) const {
+    void values(int g, const token_rows<Lanes>& out) const {
         const auto layout = scheme_.codes(shape_);
         const int first = tokens_.group_begin(g) / 4, end = first + tokens_.group_slots(g) / 4;
         for (int c = 0; c < shape_.dim; c += width) {
@@ -117,7 +116,7 @@ private:
             const auto put = [&](int t, ints code) KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
                 if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(factor_[t]));
-                store_some<Lanes>(out + t * stride + c, x, n);
+                out.put(out.at(t, c), x, n);
             };
             if (n == width)
                 each_column<false>(layout, from_, c, n, first, end, put);
@@ -127,8 +126,7 @@ private:
     }
 
     /// Rows are tokens, columns channels.
-    template <class T>
-    void keys(int g, T* out, std::ptrdiff_t stride) const {
+    void keys(int g, const token_rows<Lanes>& out) const {
         const int size = tokens_.group_size(g), first = g * tokens_.group;
         for (int part = 0; part < size;) {
             const int n = rows_of_part<width>(size, part), row = first + part;
@@ -147,7 +145,7 @@ private:
                         i < channels ? Lanes::load(columns + place_[c + i] * 4 * width) : Lanes::splat(0);
                 Lanes::transpose(square);
                 for (int i = 0; i < n; ++i)
-                    store_some<Lanes>(out + (row + i) * stride + c, Lanes::as_floats(square[i]), channels);
+                    out.put(out.at(row + i, c), Lanes::as_floats(square[i]), channels);
             }
             part += n;
         }

@@ -22,7 +22,7 @@ template <class Backend, composed_scheme Scheme, float_format T>
 class table_dequantizer {
 public:
     table_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block, T* out,
-                  std::ptrdiff_t stride)
+                      std::ptrdiff_t stride)
         : shape_(shape),
           codes_(scheme.codes(shape)),
           sections_(scheme, shape, codes_),
@@ -34,9 +34,9 @@ public:
         if constexpr (has_table) {
             if (!fills_vectors()) return false;
             if (shape_.role == tensor::key)
-                all_groups_whole<lane_columns>() ? keys<group_steps<lane_columns>>() : keys<0>();
+                with_steps<lane_columns>([&]<int Steps>() { keys<Steps>(); });
             else
-                all_groups_whole<per_store>() ? values<group_steps<per_store>>() : values<0>();
+                with_steps<per_store>([&]<int Steps>() { values<Steps>(); });
             return true;
         } else {
             return false;
@@ -90,18 +90,22 @@ private:
                 f(g, begin, detail::smaller(end, count) - begin);
         }
     };
-    /// Steps of every group if all have as many and spans begin with one.
-    template <int Step>
-    static constexpr int group_steps = [] {
-        constexpr int g = Scheme::granularity_type::group, steps = detail::larger(g / Step, 1);
-        return g > 0 && g % Step == 0 && most % steps == 0 ? steps : 0;
-    }();
-    template <int Step>
-    bool all_groups_whole() const {
-        if constexpr (group_steps<Step> != 0)
-            return shape_.dim % Scheme::granularity_type::group == 0;
-        else
-            return false;
+    /// Calls f<Steps>: of every group, if all have as many and spans begin with one, so that loops over them have constant counts;
+    /// else 0. A group size that is part of the type compiles one of them.
+    template <int Step, class F>
+    void with_steps(F&& f) const {
+        using granularity_type = typename Scheme::granularity_type;
+        const int group = (shape_.role == tensor::key ? codes_.cols : codes_.rows()).group;
+        const auto is = [&](int steps) { return group == steps * Step && shape_.dim % group == 0; };
+        if constexpr (detail::fixed_group<granularity_type>) {
+            constexpr int g = granularity_type::group, steps = g % Step == 0 && g > 0 ? g / Step : 0;
+            if constexpr (steps > 0 && most % detail::larger(steps, 1) == 0)
+                if (is(steps)) return f.template operator()<steps>();
+        } else {
+            if (is(2)) return f.template operator()<2>();
+            if (is(4)) return f.template operator()<4>();
+        }
+        f.template operator()<0>();
     }
     /// Calls f(span) for all channels: tokens are written in long runs.
     template <class F>

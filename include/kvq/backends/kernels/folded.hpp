@@ -44,7 +44,8 @@ KVQ_INLINE void with_queries(int queries, F&& f) {
 enum class vector_form { byte, two_bytes, word };
 
 template <class Backend>
-inline constexpr vector_form byte_form = Backend::query_bytes == 1 ? vector_form::byte : vector_form::two_bytes;
+inline constexpr vector_form byte_form =
+    Backend::query_bytes == 1 ? vector_form::byte : vector_form::two_bytes;
 
 template <class Lanes, class Backend>
 inline constexpr vector_form form_of =
@@ -99,7 +100,7 @@ struct fold_layout {
     grouped_axis cols;
     int sets;
     int n;
-    int tile_query_bytes;             ///< query_bytes_in_tiles
+    int tile_query_bytes;        ///< query_bytes_in_tiles
     int set_words;               ///< per query of one set
     std::size_t scratch_floats;  ///< one padded row
     std::size_t scalars_offset, words_offset, bytes;

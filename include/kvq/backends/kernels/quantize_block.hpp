@@ -29,7 +29,7 @@ public:
           from_(window),
           to_(block) {}
 
-    bool run() {
+    KVQ_NOINLINE bool run() {
         const grouped_axis &rows = codes_.rows(), &cols = codes_.cols;
         const bool lines_up = rows.groups() == 1 || rows.group % tile_layout::tile_rows == 0 ||
                               tile_layout::tile_rows % rows.group == 0;
@@ -137,9 +137,7 @@ private:
         /// Words of the least and of the largest values.
         KVQ_INLINE ints least() const { return Lanes::ordered_halves(Lanes::min_halves(lo[0], lo[1])); }
         KVQ_INLINE ints most() const { return Lanes::ordered_halves(Lanes::max_halves(hi[0], hi[1])); }
-        KVQ_INLINE ints met() const {
-            return Lanes::bit_or(special::marks(least()), special::marks(most()));
-        }
+        KVQ_INLINE ints met() const { return Lanes::bit_or(special::marks(least()), special::marks(most())); }
     };
 
     /// Words with one half in place of both.

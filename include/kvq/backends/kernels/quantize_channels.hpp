@@ -17,8 +17,8 @@
 #include "channel_fit.hpp"
 #include "channel_schemes.hpp"
 #include "code_words.hpp"
-#include "token_scale_fit.hpp"
 #include "special_values.hpp"
+#include "token_scale_fit.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
@@ -26,23 +26,24 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 template <class S>
 concept channel_scheme = is_channel_scheme<S> && detail::encoder_traits<typename S::encoder_type>::known;
 
-/// Again: Scheme::requantize, of values that were quantized before.
-template <class Lanes, channel_scheme Scheme, bool Again = false>
+template <class Lanes, channel_scheme Scheme>
 class channel_quantizer {
 public:
-    /// values: [tokens][dim]; run() leaves anything there if it succeeds. factors: known ones of tokens, or null.
+    /// values: [tokens][dim]; run() leaves anything there if it succeeds. again: as Scheme::requantize, for values that were quantized
+    /// before. token_scales: those of their tokens then, or null.
     channel_quantizer(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
-                    std::byte* block, const float* factors = nullptr)
-        : scheme_(scheme),
+                      std::byte* block, bool again = false, const float* token_scales = nullptr)
+        : again_(again),
+          scheme_(scheme),
           encoder_(scheme.encoder),
           shape_(shape),
           id_(id),
           tokens_(scheme.token_axis(shape)),
           values_(values),
-          factors_(factors),
+          known_scales_(token_scales),
           to_(block) {}
 
-    bool run() {
+    KVQ_NOINLINE bool run() {
         if (!channels_line_up<Scheme>(shape_, tokens_) || !ordinary()) return false;
         // The mean of a channel's errors is not known in lanes of tokens.
         if (shape_.role == tensor::key && encoder::corrects_mean) return false;
@@ -50,7 +51,7 @@ public:
         set_tops();
         if constexpr (mixed)
             for (int t = 0; t < shape_.tokens; ++t) scheme_.transform_query(shape_, id_, token(t));
-        else if constexpr (Scheme::factors::present)
+        else if constexpr (Scheme::token_scale_type::present)
             divide_by_token_scales();
         for (int g = 0; g < tokens_.groups(); ++g) {
             fit_group(g);
@@ -65,9 +66,6 @@ public:
 private:
     using encoder = typename Scheme::encoder_type;
     using keeper = detail::grid_keeper<encoder>;
-    static constexpr parameter_rounding rounding = Again ? keeper::rounding : encoder::rounding;
-    static constexpr parameter_rounding mean_rounding =
-        Again ? detail::corrected_rounding<keeper> : detail::corrected_rounding<encoder>;
     using parameters = typename Scheme::parameters;
     using floats = typename Lanes::floats;
     using doubles = typename Lanes::doubles;
@@ -77,6 +75,12 @@ private:
     static constexpr int width = Lanes::width, half = width / 2;
     static constexpr int most = most_channels;
     static_assert(most <= channel_fits<Lanes>::most_tokens && most <= token_scale_fit<Lanes>::most_channels);
+
+    /// How parameters are stored; how biases are once the mean is corrected.
+    parameter_rounding rounding() const { return again_ ? keeper::rounding : encoder::rounding; }
+    parameter_rounding mean_rounding() const {
+        return again_ ? detail::corrected_rounding<keeper> : detail::corrected_rounding<encoder>;
+    }
 
     float* token(int t) const { return values_ + t * shape_.dim; }
 
@@ -102,16 +106,17 @@ private:
     }
 
     void divide_by_token_scales() {
-        using factors = typename Scheme::factors;
+        using token_scales_of = typename Scheme::token_scale_type;
         float factor[most];
-        if (factors_)
-            std::memcpy(factor, factors_, sizeof(float) * static_cast<std::size_t>(shape_.tokens));
+        if (known_scales_)
+            std::memcpy(factor, known_scales_, sizeof(float) * static_cast<std::size_t>(shape_.tokens));
         else
             token_scale_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, factor);
-        if constexpr (Again && keeper::keeps) scheme_.settle_token_scales(shape_, values_, factor);
+        if constexpr (keeper::keeps)
+            if (again_) scheme_.settle_token_scales(shape_, values_, factor);
         for (int g = 0; g < tokens_.groups(); ++g)
-            factors::store(to_ + scheme_.token_scale_offset(shape_), tokens_.group_begin(g),
-                           factor + g * tokens_.group, tokens_.group_size(g));
+            token_scales_of::store(to_ + scheme_.token_scale_offset(shape_), tokens_.group_begin(g),
+                                   factor + g * tokens_.group, tokens_.group_size(g));
         for (int t = 0; t < shape_.tokens; ++t) {
             const floats by = Lanes::splat_float(factor[t]);
             float* const x = token(t);
@@ -132,7 +137,7 @@ private:
             const int n = detail::smaller(width, dim - c);
             const auto grids =
                 channel_fits<Lanes>(token(g * tokens_.group) + c, dim, tokens_.group_size(g), n, top_ + c)
-                    .fit(fits, Again && keeper::keeps);
+                    .fit(fits, again_ && keeper::keeps);
             for (int i = 0; i < n; ++i) {
                 bias_[c + i] = grids.first[i];
                 scale_[c + i] = grids.last[i];
@@ -140,10 +145,10 @@ private:
         }
         std::byte* const at = to_ + scheme_.parameter_offset(shape_);
         const int groups = tokens_.groups(), slot_count = scheme_.channel_slots(shape_);
-        parameters::store_biases(at, groups, slot_count, g, bias_, dim, rounding);
+        parameters::store_biases(at, groups, slot_count, g, bias_, dim, rounding());
         for (int c = 0; c < dim; ++c)
             scale_[c] = top_[c] > 0 ? (scale_[c] - bias_[c]) / static_cast<float>(top_[c]) : 0.0f;
-        parameters::store_scales(at, groups, slot_count, g, scale_, dim, rounding);
+        parameters::store_scales(at, groups, slot_count, g, scale_, dim, rounding());
         for (int c = 0; c < dim; ++c) inverse_[c] = scale_[c] > 0.0f ? 1.0f / scale_[c] : 0.0f;
     }
 
@@ -193,7 +198,7 @@ private:
                 bias_[c] =
                     static_cast<float>(static_cast<double>(bias_[c]) + errors[c] / tokens_.group_size(g));
             parameters::store_biases(to_ + scheme_.parameter_offset(shape_), tokens_.groups(),
-                                     scheme_.channel_slots(shape_), g, bias_, dim, mean_rounding);
+                                     scheme_.channel_slots(shape_), g, bias_, dim, mean_rounding());
         }
     }
 
@@ -327,13 +332,14 @@ private:
         }
     }
 
+    const bool again_;
     const Scheme& scheme_;
     const encoder& encoder_;
     const block_shape shape_;
     const block_id id_;
     const grouped_axis tokens_;
     float* const values_;
-    const float* const factors_;
+    const float* const known_scales_;
     std::byte* const to_;
     int top_[most];
     alignas(64) float bias_[most], scale_[most], inverse_[most];

@@ -22,16 +22,17 @@
 namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class Lanes, composed_scheme Scheme>
-class token_quantizer {
+class value_quantizer {
 public:
-    token_quantizer(const Scheme& scheme, const block_shape& shape, const float* values, std::byte* block)
+    value_quantizer(const Scheme& scheme, const block_shape& shape, const float* values, std::byte* block)
         : shape_(shape),
           codes_(scheme.codes(shape)),
           sections_(scheme, shape, codes_),
+          halves_(per_token && axis(false).groups() > 1 && axis(false).group == unit / 2),
           from_(values),
           to_(block) {}
 
-    bool run() {
+    KVQ_NOINLINE bool run() {
         if constexpr (fits_lanes && requires(ints a) { Lanes::template pack_bytes<true>(a, a, a, a); }) {
             if (!fills_vectors()) return false;
             std::memset(to_ + sections_.first, 0, (levels::has_bias ? 2 : 1) * sections_.bytes);
@@ -60,13 +61,6 @@ private:
     static constexpr int unit = 4 * width;
     /// Are parameters fitted a vector at a time?
     static constexpr bool fits_lanes = float_format<parameter>;
-    /// Has a unit two groups of channels?
-    static constexpr bool halves =
-        per_token && Scheme::granularity_type::group == unit / 2;
-    /// Channels of a group, where they are always as many; else 0.
-    static constexpr int channels_of_group = halves                                    ? unit / 2
-                                             : Scheme::granularity_type::group == unit ? unit
-                                                                                       : 0;
     /// Tokens that are coded at a time, for parameters per token: so many that fitting them does not wait for its divisions.
     static constexpr int most_tokens = 32;
 
@@ -92,7 +86,7 @@ private:
         const auto whole = [](const grouped_axis& a, int step) {
             return a.size > 0 && a.size % step == 0 && (a.groups() == 1 || a.group % step == 0);
         };
-        return whole(tokens, token_step()) && shape_.dim % unit == 0 && (halves || whole(channels, unit));
+        return whole(tokens, token_step()) && shape_.dim % unit == 0 && (halves_ || whole(channels, unit));
     }
 
     const float* token(int t) const { return from_ + t * shape_.dim; }
@@ -131,8 +125,7 @@ private:
         for (int i = 0; i < width; ++i) {
             const float* const p = token(t + i);
             extremes found(p + begin);
-            const int n = channels_of_group > 0 ? channels_of_group : end - begin;
-            for (int c = width; c < n; c += width) found.take(p + begin + c);
+            for (int c = begin + width; c < end; c += width) found.take(p + c);
             lo[i] = Lanes::as_ints(found.lo);
             hi[i] = Lanes::as_ints(found.hi);
         }
@@ -172,7 +165,7 @@ private:
                         fit_tokens(t + i, g, detail::smaller(g + group, end), g / group,
                                    p.bias[(g - c) / group] + i, p.inverse[(g - c) / group] + i);
                 code(area{c, end - c, t, step}, [&](int token_of, int vector) KVQ_INLINE_LAMBDA {
-                    const int line = halves ? vector / 2 : 0;
+                    const int line = halves_ ? vector / 2 : 0;
                     return std::pair(Lanes::splat_float(p.bias[line][token_of]),
                                      Lanes::splat_float(p.inverse[line][token_of]));
                 });
@@ -273,6 +266,7 @@ private:
     const block_shape shape_;
     const code_layout<Scheme::code_bits> codes_;
     const parameter_sections sections_;
+    const bool halves_;  // has a unit two groups of channels?
     const float* from_;
     std::byte* to_;
     ints special_ = Lanes::splat(0);

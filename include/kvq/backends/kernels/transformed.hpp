@@ -5,9 +5,9 @@
 #pragma once
 
 #include "../../schemes/transformed.hpp"
-#include "quantize_channels.hpp"
 #include "composed.hpp"
 #include "hadamard.hpp"
+#include "quantize_channels.hpp"
 #include "special_values.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {

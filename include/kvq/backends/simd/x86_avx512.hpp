@@ -163,8 +163,8 @@ struct register_ops<Arch> {
         const auto low_byte = [](__m512i words) { return _mm512_and_si512(words, _mm512_set1_epi16(255)); };
         _mm512_storeu_si512(
             high, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(high_byte(ab), high_byte(cd))));
-        _mm512_storeu_si512(
-            low, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low_byte(ab), low_byte(cd))));
+        _mm512_storeu_si512(low,
+                            _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low_byte(ab), low_byte(cd))));
     }
 
     static KVQ_INLINE void transpose(ints (&v)[16]) {
