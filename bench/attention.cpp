@@ -124,7 +124,7 @@ public:
     }
     double bytes() const {
         const kvq::usage_report u = sequence_.usage();
-        return static_cast<double>(u.coded + u.window - u.slack);
+        return static_cast<double>(u.quantized + u.window - u.slack);
     }
     void judge(row& r) {
         attend();

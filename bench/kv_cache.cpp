@@ -63,7 +63,7 @@ row measure(const char* mode, const kvq::format_pair& formats, const settings& s
         dequantize.push_back(ms_since(start));
         if (round > 0) continue;
         const kvq::usage_report u = sequence.usage();
-        r.memory = static_cast<double>(u.coded + u.window - u.slack);
+        r.memory = static_cast<double>(u.quantized + u.window - u.slack);
         for (const tensor role : {tensor::key, tensor::value}) {
             sequence.dequantize(0, role, 0, out);
             for (std::size_t i = 0; i < n; ++i) {

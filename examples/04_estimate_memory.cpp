@@ -12,7 +12,7 @@ void show(const char* name, const kvq::format_pair& formats) {
     std::printf(
         "%-8s %8.1f MiB at 32768 tokens (%.1f coded, %.1f window, %.2f bookkeeping, %.2f scratch)"
         "   longest context in 4 GiB: %d\n",
-        name, static_cast<double>(f.total) / 1048576.0, static_cast<double>(f.coded) / 1048576.0,
+        name, static_cast<double>(f.total) / 1048576.0, static_cast<double>(f.quantized) / 1048576.0,
         static_cast<double>(f.window + f.rollback) / 1048576.0,
         static_cast<double>(f.bookkeeping) / 1048576.0,
         static_cast<double>(f.workspace + f.attention) / 1048576.0,

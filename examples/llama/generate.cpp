@@ -13,7 +13,7 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     const auto cache = scheme.make_cache(llama.shape());
     auto* const living = dynamic_cast<live_cache*>(cache.get());
     if (living == nullptr && !(settings.load.empty() && settings.save.empty())) {
-        throw std::invalid_argument("scheme " + scheme.label + " cannot be saved, a living cache can");
+        throw std::invalid_argument("scheme " + scheme.label + " cannot be saved, a live cache can");
     }
     const int loaded = settings.load.empty() ? 0 : living->load(settings.load);
 

@@ -17,7 +17,7 @@ struct generation_settings {
     int threads = 1;
     int steps = 0;  // 0: until the context is full
     sampling sampler;
-    std::string load, save;  // files of a living cache (live_cache.hpp): go on from one, leave one
+    std::string load, save;  // files of a live cache (live_cache.hpp): go on from one, leave one
 };
 
 struct generation_result {

@@ -11,7 +11,7 @@
 namespace llama {
 namespace {
 
-// What a cache lists whatever its tiers are, so that it can load what another one has saved.
+// Formats that every cache lists, so that it can load what a cache with other tiers has saved.
 constexpr const char* usual_schemes[] = {"fp16", "int8", "kivi-4", "kivi-3", "kivi-2"};
 
 kvq::cache_options live_options(const cache_settings& settings, const live_settings& live) {

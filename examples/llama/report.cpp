@@ -56,7 +56,7 @@ void write_table(std::ostream& out, std::span<const scheme_result> results) {
             << std::noshowpos << std::scientific << std::setprecision(2) << std::setw(15) << result.kld
             << std::fixed << std::setprecision(2) << std::setw(14) << 100.0 * result.top1  //
             << std::setprecision(1);
-        // A living cache has no fixed size per token.
+        // A live cache has no fixed size per token.
         if (std::isnan(result.bytes_per_token)) {
             out << std::setw(6) << '-' << std::setw(13) << '-' << std::setw(13) << '-';
         } else {

@@ -31,7 +31,7 @@ struct scheme_choice {
 
     std::unique_ptr<kv_cache> make_cache(const model_shape& shape) const;
 
-    // Quantized pages of all layers and kv heads; NaN for a living cache.
+    // Quantized pages of all layers and kv heads; NaN for a live cache.
     double bytes_per_token(const model_shape& shape) const;
 
     // Keys that can use statistics are made from these.

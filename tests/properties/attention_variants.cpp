@@ -186,7 +186,7 @@ TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any numb
             lse.emplace_back(static_cast<std::size_t>(rows * heads), 77.0f);
         }
         const auto check = [&](const auto& variant, auto&& executor) {
-            std::vector<typename C::attention_request> batch;
+            std::vector<kvq::attention_request> batch;
             for (std::size_t i = 0; i < sequences.size(); ++i) {
                 sequences[i].attend(layer, q[i].view(),
                                     kvq::output_view(expected[i].view()).with_lse(lse[i].data()), variant);
@@ -223,8 +223,8 @@ TEST_CASE("a batch with a part that does not fit is refused before anything is w
     std::vector<float> out(2 * 128, -1.0f);
     const auto to = [&](int i) { return kvq::output_view(out.data() + 128 * i, 1, 4, 32); };
     kvq::workspace space;
-    const auto refused = [&](const cache_type::attention_request& second, const char* words) {
-        const std::vector<cache_type::attention_request> batch{{&mine, q.view(), to(0)}, second};
+    const auto refused = [&](const kvq::attention_request& second, const char* words) {
+        const std::vector<kvq::attention_request> batch{{&mine, q.view(), to(0)}, second};
         CHECK_THROWS_WITH_AS(cache.attend(0, batch, kvq::causal{}, kvq::serial_executor{}, space),
                              doctest::Contains(words), kvq::error);
         CHECK(out == std::vector<float>(2 * 128, -1.0f));

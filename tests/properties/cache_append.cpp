@@ -191,7 +191,7 @@ TEST_CASE("empty sequences and zero-length input are ordinary") {
     test::kivi_cache cache({.layers = 2, .kv_heads = 2, .head_dim = 8}, {.sinks = 3});
     auto sequence = cache.new_sequence();
     CHECK(sequence.tokens() == 0);
-    CHECK(sequence.usage().coded == 0);
+    CHECK(sequence.usage().quantized == 0);
     CHECK(sequence.usage().window == 0);
     CHECK(cache.bytes_in_use() == 0);
     const kvq::token_view<const float> none(nullptr, 0, 2, 8);

@@ -191,7 +191,7 @@ TEST_CASE_TEMPLATE("speculative decoding: thousands of drafts cut back to what w
             INFO(accepted, " tokens");
             REQUIRE(contents(cache, drafting) == contents(cache, plain));
             REQUIRE(attention_bits(cache, drafting) == attention_bits(cache, plain));
-            REQUIRE(drafting.usage().coded == plain.usage().coded);
+            REQUIRE(drafting.usage().quantized == plain.usage().quantized);
             REQUIRE(drafting.usage().window >= plain.usage().window);
             REQUIRE(drafting.usage().rollback <= plain.usage().rollback);
         }

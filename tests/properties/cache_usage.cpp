@@ -35,9 +35,9 @@ TEST_CASE_TEMPLATE("usage() accounts for every byte that a sequence takes, after
                     append(sequence, shape.layers, s, held, random.between(0, std::min(70, 300 - held)));
                 const auto u = sequence.usage();
                 REQUIRE(memory.bytes() == u.bytes);
-                REQUIRE(u.bytes == u.coded + u.window + u.rollback + u.bookkeeping + u.workspace);
+                REQUIRE(u.bytes == u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace);
                 REQUIRE(cache.bytes_in_use() ==
-                        u.coded + u.window + u.rollback + cache.pool().pages_in_use() * sizeof(kvq::page));
+                        u.quantized + u.window + u.rollback + cache.pool().pages_in_use() * sizeof(kvq::page));
                 REQUIRE(u.slack <= u.window);
                 REQUIRE(u.tokens == sequence.tokens());
             }
@@ -61,13 +61,13 @@ TEST_CASE("the parts of usage(): an example that can be checked by hand") {
     const auto u = sequence.usage();
     const std::size_t quantized_page = 2 * 16 * (32 + 4), window_page = 2 * 16 * 64 * 2,
                       sink_page = 2 * 4 * 64 * 2;
-    CHECK(u.coded == 2 * 4 * quantized_page);
+    CHECK(u.quantized == 2 * 4 * quantized_page);
     CHECK(u.window == 2 * (2 * window_page + sink_page));
     CHECK(u.slack == 0);
     CHECK(u.rollback == 2 * window_page);
     CHECK(u.workspace == 16 * 64 * sizeof(float));
     CHECK(u.tokens == 100);
-    CHECK(cache.bytes_in_use() == u.coded + u.window + u.rollback + 2 * 8 * 64);
+    CHECK(cache.bytes_in_use() == u.quantized + u.window + u.rollback + 2 * 8 * 64);
     // The next token opens a page of which it uses one sixteenth.
     append(sequence, 1, s, 0, 1);
     CHECK(sequence.usage().slack == 2 * window_page / 16 * 15);
@@ -102,7 +102,7 @@ TEST_CASE("quantized bytes per token are what the estimate says") {
     append(sequence, 3, s, 0, 640);
     const double per_token =
         kvq::bytes_per_token<kvq::kivi<4, 32>::keys, kvq::kivi<4, 32>::values>(shape, 64);
-    CHECK(static_cast<double>(sequence.usage().coded) == 640 * per_token);
+    CHECK(static_cast<double>(sequence.usage().quantized) == 640 * per_token);
     CHECK(sequence.usage().window == 0);
 }
 

@@ -195,13 +195,13 @@ TEST_CASE("cuts leave at most one partial page each, and a deeper cut takes it a
     const auto before = sequence.usage();
     sequence.trim(2 + 2 * 8);
     CHECK(partial_spans(sequence) == 0);
-    CHECK(sequence.usage().coded == before.coded * 2 / 4);
+    CHECK(sequence.usage().quantized == before.quantized * 2 / 4);
     sequence.trim(2 + 8 + 1);
     CHECK(partial_spans(sequence) == 1);
-    CHECK(sequence.usage().coded == before.coded * 2 / 4);
+    CHECK(sequence.usage().quantized == before.quantized * 2 / 4);
     sequence.trim(2 + 8);
     CHECK(partial_spans(sequence) == 0);
-    CHECK(sequence.usage().coded == before.coded * 1 / 4);
+    CHECK(sequence.usage().quantized == before.quantized * 1 / 4);
 }
 
 TEST_CASE_TEMPLATE("attention over cut pages is that of the values they show", C, KVQ_TEST_FEW_CACHES) {

@@ -31,7 +31,7 @@ TEST_CASE_TEMPLATE("footprint() equals what a cache allocates, at once or token 
         const auto one = kvq::footprint(cache, n);
         CHECK(memory.bytes() == one.total);
         const auto u = whole.usage();
-        CHECK(one.coded == u.coded);
+        CHECK(one.quantized == u.quantized);
         CHECK(one.window == u.window);
         CHECK(one.rollback == u.rollback);
         CHECK(one.bookkeeping == u.bookkeeping);
@@ -116,7 +116,7 @@ TEST_CASE_TEMPLATE("the longest context fits its budget at every length, and one
 
 TEST_CASE("a footprint of nothing, and of nonsense") {
     test::kivi_cache cache({.layers = 1, .kv_heads = 1, .head_dim = 8});
-    CHECK(kvq::footprint(cache, 0).coded == 0);
+    CHECK(kvq::footprint(cache, 0).quantized == 0);
     CHECK(kvq::footprint(cache, 100, 0).total == 0);
     CHECK_THROWS_AS((void)kvq::footprint(cache, -1), kvq::error);
     CHECK_THROWS_AS((void)kvq::footprint(cache, 1, -2), kvq::error);

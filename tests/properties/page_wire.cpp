@@ -57,7 +57,7 @@ template <class Cache>
 void require_same(const Cache& cache, const kvq::sequence& a, const Cache& other, const kvq::sequence& b) {
     REQUIRE(contents(cache, a) == contents(other, b));
     REQUIRE(sent(cache, a) == sent(other, b));
-    REQUIRE(a.usage().coded == b.usage().coded);
+    REQUIRE(a.usage().quantized == b.usage().quantized);
     // Pages that a trim has emptied in part keep their memory; those that arrive have what they need.
     REQUIRE(b.usage().window <= a.usage().window);
     REQUIRE(a.usage().rollback == b.usage().rollback);

@@ -148,7 +148,7 @@ TEST_CASE_TEMPLATE(
         }
         for (const int threads : {1, 2, 4}) {
             std::vector<typename C::sequence_type> forks;
-            std::vector<typename C::prefill_request> batch;
+            std::vector<kvq::prefill_request> batch;
             std::vector<std::vector<float>> out(held.size());
             forks.reserve(held.size());
             for (std::size_t i = 0; i < held.size(); ++i) {
@@ -160,7 +160,7 @@ TEST_CASE_TEMPLATE(
                                                         shape.dim(kvq::tensor::value))});
             }
             kvq::workspace space;
-            cache.prefill(layer, std::span<const typename C::prefill_request>(batch), kvq::causal{},
+            cache.prefill(layer, std::span<const kvq::prefill_request>(batch), kvq::causal{},
                           kvq::thread_executor(threads), space);
             for (std::size_t i = 0; i < held.size(); ++i) {
                 INFO("round ", round, " threads ", threads, " sequence ", i);
@@ -270,7 +270,7 @@ TEST_CASE("a chunk that is refused changes nothing, and says why") {
     append(sequence, 2, s, 0, 30);
     const auto before = contents(cache, sequence);
     test::tensor<float> out(10, 4, 16), narrow(10, 4, 15);
-    using request = test::kivi_cache::prefill_request;
+    using request = kvq::prefill_request;
     const auto refused = [&](const char* part, const std::vector<request>& batch, int layer = 0) {
         kvq::workspace space;
         CHECK_THROWS_WITH_AS(cache.prefill(layer, std::span<const request>(batch), kvq::causal{},
@@ -323,7 +323,7 @@ TEST_CASE_TEMPLATE("memory that runs out anywhere in a batch leaves all of its s
         }
         auto shared = held[0].fork();
         std::vector<test::tensor<float>> out;
-        std::vector<typename C::prefill_request> batch;
+        std::vector<kvq::prefill_request> batch;
         for (auto& one : held) {
             const int n = random.between(1, 50), at = one.tokens();
             out.emplace_back(n, group * shape.kv_heads, shape.dim(kvq::tensor::value));
@@ -341,7 +341,7 @@ TEST_CASE_TEMPLATE("memory that runs out anywhere in a batch leaves all of its s
             kvq::workspace space(&memory);
             memory.arm(failures);
             try {
-                cache.prefill(layer, std::span<const typename C::prefill_request>(batch), kvq::causal{},
+                cache.prefill(layer, std::span<const kvq::prefill_request>(batch), kvq::causal{},
                               kvq::serial_executor{}, space);
                 done = true;
             } catch (const std::bad_alloc&) {

@@ -154,7 +154,7 @@ struct plain_store {
                   static_cast<int>(near.common));
         const kvq::usage_report u = sequence.usage();
         const std::size_t headers = pages_of(sequence) * sizeof(kvq::page);
-        if (u.coded + u.window + u.rollback + headers > options.byte_limit) {
+        if (u.quantized + u.window + u.rollback + headers > options.byte_limit) {
             ++statistics.rejections;
             return store_outcome::too_large;
         }

@@ -182,7 +182,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     // To a cache that keeps the window format.
     test::typed_cache<test::formats<kvq::full<kvq::float16>, wide>> plain(shape, options);
     auto opened = restored(plain, file, {.convert = true});
-    CHECK(opened.usage().coded == 0);
+    CHECK(opened.usage().quantized == 0);
     for (int layer = 0; layer < 2; ++layer)
         for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
             const auto before = test::dequantized(sequence, shape, layer, role),

@@ -311,7 +311,7 @@ TEST_CASE(
             kvq::step_down(cache, sequence, policy);
             const auto f = kvq::footprint(cache, tokens, 1, {}, policy);
             const auto u = sequence.usage();
-            CHECK(f.coded == u.coded);
+            CHECK(f.quantized == u.quantized);
             CHECK(f.window == u.window);
             CHECK(f.rollback == u.rollback);
             CHECK(f.bookkeeping == u.bookkeeping);
@@ -369,7 +369,7 @@ TEST_CASE("usage rows add up to the usage report") {
             CHECK(!row.scheme.empty());
             CHECK(row.bookkeeping == static_cast<std::size_t>(row.pages) * sizeof(kvq::page));
         }
-        CHECK(coded == u.coded);
+        CHECK(coded == u.quantized);
         CHECK(window == u.window);
         CHECK(slack == u.slack);
         for (const int n : tokens) CHECK(n == sequence.tokens());

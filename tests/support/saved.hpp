@@ -85,7 +85,7 @@ void require_same(const Cache& cache, const kvq::sequence& a, const Cache& other
     REQUIRE(attention_bits(cache, a) == attention_bits(other, b));
     REQUIRE(saved(a) == saved(b));
     REQUIRE(a.usage().not_finite == b.usage().not_finite);
-    REQUIRE(a.usage().coded == b.usage().coded);
+    REQUIRE(a.usage().quantized == b.usage().quantized);
     // Pages that a trim has emptied in part keep their memory; restored ones have what they need.
     REQUIRE(b.usage().window <= a.usage().window);
     REQUIRE(rollback_of(a) == rollback_of(b));

@@ -60,7 +60,7 @@ TEST_CASE_TEMPLATE("footprint equals what the cache allocates, byte for byte", F
             REQUIRE(f.total == memory.bytes());
             const kvq::usage_report u = seq.usage();
             REQUIRE(u.bytes == f.total);
-            REQUIRE(u.coded == f.coded);
+            REQUIRE(u.quantized == f.quantized);
             REQUIRE(u.window == f.window);
             REQUIRE(u.rollback == f.rollback);
             REQUIRE(cache.pool().bytes_in_use() <= memory.bytes());
@@ -100,7 +100,7 @@ TEST_CASE("published check: 28 layers, 8 kv heads, D 128, 500 blocks of 256 toke
     CHECK(kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 256) * tokens / mebi == 7218.75);
 
     const kvq::cache_options options{.page_tokens = 256, .rollback = 0};
-    CHECK(static_cast<double>(kvq::footprint(test::typed_cache<kvq::int8>(shape, options), 500 * 256).coded) /
+    CHECK(static_cast<double>(kvq::footprint(test::typed_cache<kvq::int8>(shape, options), 500 * 256).quantized) /
               mebi ==
           7218.75);
     CHECK(static_cast<double>(

@@ -141,13 +141,13 @@ TEST_CASE("caches of different formats have one type; backends may be mixed, wit
     CHECK(held[0] == held[2]);
 }
 
-TEST_CASE("a living cache takes further formats") {
+TEST_CASE("a live cache takes further formats") {
     kvq::cache cache(shape, {.keys = kvq::find_format("fp16", kvq::tensor::key), .page_tokens = 16});
     auto sequence = cache.new_sequence();
     test::generator random(3);
     const test::stream words(random, shape, 100);
     for (int layer = 0; layer < shape.layers; ++layer) sequence.append(layer, words.k.view(), words.v.view());
-    CHECK(sequence.usage().coded == 0);
+    CHECK(sequence.usage().quantized == 0);
 
     const auto int8 = kvq::find_format("int8", kvq::tensor::key);
     const int key = cache.add_format(kvq::tensor::key, int8),
@@ -160,7 +160,7 @@ TEST_CASE("a living cache takes further formats") {
     CHECK(report.pages == plan.pages);
     CHECK(report.bytes_after == plan.bytes_after);
     CHECK(report.bytes_after < report.bytes_before);
-    CHECK(sequence.usage().coded > 0);
+    CHECK(sequence.usage().quantized > 0);
     CHECK_THROWS_AS(cache.add_format(kvq::tensor::key, kvq::make_format<values_only, kvq::scalar>()),
                     kvq::error);
     CHECK(cache.table(kvq::tensor::key).listed() == 2);

@@ -171,9 +171,7 @@ public:
             for (int i = 0; i < table->size(); ++i) {
                 const backend_functions* const backend = (*table)[i].functions().backend;
                 if (backend->open_tiles == nullptr || backend == open_) continue;
-                expect(open_ == nullptr, "formats of backends ", open_ ? open_->name : "", " and ",
-                       backend->name, " cannot be in one cache: both multiply tiles");
-                open_ = backend;
+                open_ = backend;  // the only one of the cache (check_backends)
                 backend->open_tiles(rows, state_);
             }
     }

@@ -4,7 +4,7 @@
 //                    {.keys = kvq::make_format<keys>(), .values = kvq::make_format<values>(), .sinks = 4, .recent = 128});
 //   auto sequence = cache.new_sequence();
 //
-// Formats are values: every cache has this one type, whatever its pages hold. Further formats may be added while it lives.
+// Formats are values: caches of all formats have this one type, and a cache takes further formats while it is in use.
 // Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
 #pragma once
 
@@ -24,9 +24,6 @@ class sequence;
 
 class cache {
 public:
-    using attention_request = kvq::attention_request;
-    using prefill_request = kvq::prefill_request;
-
     /// Raises kvq::error when a size is impossible, a format is missing or cannot hold such blocks.
     explicit cache(const cache_shape& shape, const cache_options& options)
         : shape_(shape),
@@ -40,6 +37,7 @@ public:
         }
         for (const tensor role : {tensor::key, tensor::value})
             for (int i = 0; i < table(role).listed(); ++i) check(role, table(role)[i + 1], i);
+        detail::check_backends(keys_, values_);
     }
     cache(const cache&) = delete;
     cache& operator=(const cache&) = delete;
@@ -67,6 +65,7 @@ public:
         check(role, f, list.listed());
         for (int i = 0; i < list.listed(); ++i)
             if (list[i + 1].is(f)) return i;
+        detail::check_backends(keys_, values_, f);
         list.add(f);
         return list.listed() - 1;
     }

@@ -182,7 +182,7 @@ public:
                 }
             }
         }
-        u.bytes = u.coded + u.window + u.rollback + u.bookkeeping + u.workspace;
+        u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace;
         return u;
     }
 
@@ -281,7 +281,7 @@ private:
             u.slack +=
                 p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(used);
         } else {
-            u.coded += p.bytes;
+            u.quantized += p.bytes;
         }
     }
 

@@ -23,7 +23,7 @@ struct attention_use {
 };
 
 struct footprint_report {
-    std::size_t coded = 0;        ///< data of quantized pages
+    std::size_t quantized = 0;        ///< data of quantized pages
     std::size_t window = 0;       ///< data of 16/32-bit pages
     std::size_t rollback = 0;     ///< 16-bit copies of pages quantized a moment ago
     std::size_t bookkeeping = 0;  ///< page headers and tables
@@ -54,7 +54,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     std::size_t copies = 0;
     int format = target, left = committed;
     const auto take = [&](int older) {
-        (format == 0 ? f.window : f.coded) +=
+        (format == 0 ? f.window : f.quantized) +=
             static_cast<std::size_t>(left - older) * bytes(format, g.page_tokens);
         if (target != 0 || format != 0)
             copies += static_cast<std::size_t>(larger(0, left - larger(older, in_reach)));
@@ -116,7 +116,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     f.workspace = static_cast<std::size_t>(of.options().page_tokens) *
                   static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
                   sizeof(float);
-    for (std::size_t* part : {&f.coded, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
+    for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
         // Far above what any address space holds, and their sum does not overflow.
         detail::expect(
             sequences == 0 || *part <= (std::size_t{1} << 60) / static_cast<std::size_t>(sequences),
@@ -124,7 +124,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         *part *= static_cast<std::size_t>(sequences);
     }
     if (use.q_heads > 0) f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
-    f.total = f.coded + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention;
+    f.total = f.quantized + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention;
     return f;
 }
 

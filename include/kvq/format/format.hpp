@@ -1,7 +1,7 @@
 // A format: a scheme and a backend, ready to run, as a value. Everything above a block is written against it.
 //
 //   format f = make_format<affine<4, per_channel<64>>, simd<>>();     format/make_format.hpp
-//   format f = find_format("kivi-4-g64");                             format/find_format.hpp
+//   format f = find_format("kivi-4-g64", tensor::key);                format/find_format.hpp
 //
 // It is a table of plain functions (format_functions) and the state of one scheme. Copies share the state, so that a copy costs an
 // atomic increment. A call through the table covers one block: thousands of multiply-adds.
@@ -42,7 +42,7 @@ struct backend_functions {
 
 /// Which functions of a format run in vectors for blocks of some shape; the others are portable loops, 10 to 50 times slower.
 struct format_description {
-    bool quantize = false;    ///< from fp16 and from values
+    bool quantize = false;    ///< from a block of fp16
     bool dequantize = false;  ///< to fp16 and fp32
     bool attend = false;      ///< products on the block as it is, or on a copy that is dequantized in vectors
 

@@ -59,6 +59,21 @@ inline void check_format(const format& f, const cache_shape& shape, tensor role,
     expect(bytes % 16 == 0, "blocks of ", what, " have ", bytes, " bytes, which is no multiple of 16");
 }
 
+/// Raises kvq::error where the formats of a cache, and `added`, are of two backends that multiply tiles: a thread has one state of them.
+inline void check_backends(const format_table& keys, const format_table& values, const format& added = {}) {
+    const backend_functions* tiles = nullptr;
+    const auto look = [&](const format& f) {
+        const backend_functions* const backend = f.functions().backend;
+        if (backend->open_tiles == nullptr) return;
+        expect(tiles == nullptr || tiles == backend, "formats of the backends ", tiles ? tiles->name : "",
+               " and ", backend->name, " cannot be in one cache: both multiply tiles");
+        tiles = backend;
+    };
+    for (const format_table* table : {&keys, &values})
+        for (int i = 0; i < table->size(); ++i) look((*table)[i]);
+    if (added) look(added);
+}
+
 inline const char* name_of(tensor role) noexcept { return role == tensor::key ? "key" : "value"; }
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -114,7 +114,7 @@ public:
                                                          add, ahead, workspace);
         } else {
             float* const values = reinterpret_cast<float*>(workspace);
-            scheme_.dequantize(shape, id, block, values);
+            Backend::dequantize(scheme_, shape, id, block, values, std::ptrdiff_t{shape.dim}, values);
             for (int i = 0; i < n_; ++i) {
                 if (shape.role == tensor::key)
                     multiply_keys(values, shape.dim, x + i * x_stride, rows, cols, y + i * y_stride, add);

@@ -5,9 +5,8 @@
 //
 //   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni, amx (avx512vnni with tiles) | neon64, neon64_dot
 //
-// Two translation units built with different -march may be linked together: their kernels differ by type, hence by symbol. Other
-// inline functions do not (page_pool::allocate, encoders of channel grids, the standard library's): the linker keeps the first
-// copy that it meets, so objects of the weakest instruction set come first.
+// Objects built with different -march may be linked together in any order: everything that is compiled lives in a namespace of its
+// instruction set (config.hpp; tests/link).
 #pragma once
 
 #if defined(__CUDACC__)

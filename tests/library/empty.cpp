@@ -1,0 +1,1 @@
+// A shared library needs a source of its own.

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: MIT
+// The compiled library as an engine uses it: formats by name, caches of them, and no silent slow path.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <kvq/format/find_format.hpp>
+#include <kvq/kvq.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "support/random.hpp"
+
+namespace {
+
+constexpr kvq::tensor roles[] = {kvq::tensor::key, kvq::tensor::value};
+
+const char* text(kvq::tensor role) { return role == kvq::tensor::key ? "keys" : "values"; }
+
+/// Calls f(name, role, format) for every built-in format and tensor.
+template <class F>
+void each_format(F&& f) {
+    kvq::for_each_format([&](const kvq::builtin_format& entry) {
+        for (const kvq::tensor role : roles)
+            if (role == kvq::tensor::key ? entry.keys : entry.values)
+                f(std::string(entry.name), role, kvq::find_format(entry.name, role));
+    });
+}
+
+}  // namespace
+
+TEST_CASE("every name is there once for each tensor, and the list is the documented one") {
+    std::set<std::string> names[2];
+    each_format([&](const std::string& name, kvq::tensor role, const kvq::format& f) {
+        INFO(name, " for ", text(role));
+        CHECK(names[role == kvq::tensor::value].insert(name).second);
+        CHECK(f.supports(role));
+    });
+    std::set<std::string> expected{"fp16", "bf16", "fp32", "int8", "ref8", "hi6", "std5", "std4", "mix4", "low3", "low2"};
+    for (int bits = 1; bits <= 8; ++bits)
+        for (const char* group : {"-g32", "-g64", "-g128"})
+            for (const char* family : {"affine-", "kivi-"}) expected.insert(family + std::to_string(bits) + group);
+    CHECK(names[0] == expected);
+    CHECK(names[1] == expected);
+}
+
+TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, for every usual head_dim") {
+    each_format([&](const std::string& name, kvq::tensor role, const kvq::format& f) {
+        for (const int dim : {48, 64, 80, 96, 128, 192, 256})
+            for (const int tokens : {64, 128}) {
+                const auto d = f.describe({role, tokens, dim});
+                INFO(name, " for ", text(role), ", ", tokens, " tokens of ", dim, " channels, on ", f.backend());
+                CHECK(d.quantize);
+                CHECK(d.dequantize);
+                CHECK(d.attend);
+            }
+    });
+}
+
+TEST_CASE("a cache of every format takes a prompt in chunks and decodes, near the 16-bit one") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
+    const int tokens = 300;
+    const auto k = random.normals(tokens * 2 * 64), v = random.normals(tokens * 2 * 64),
+               q = random.normals(tokens * 4 * 64);
+    const auto run = [&](const char* name) {
+        kvq::cache cache(shape, {.keys = kvq::find_format(name, kvq::tensor::key),
+                                 .values = kvq::find_format(name, kvq::tensor::value),
+                                 .sinks = 4,
+                                 .recent = 32,
+                                 .page_tokens = 64});
+        auto sequence = cache.new_sequence();
+        std::vector<float> out(tokens * 4 * 64);
+        const auto step = [&](int at, int n) {
+            const kvq::token_view<const float> keys(k.data() + at * 2 * 64, n, 2, 64), values(v.data() + at * 2 * 64, n, 2, 64);
+            sequence.prefill(0, keys, values, kvq::query_view(q.data() + at * 4 * 64, n, 4, 64),
+                             kvq::output_view(out.data() + at * 4 * 64, n, 4, 64));
+        };
+        for (int at = 0; at < 200; at += 100) step(at, 100);
+        for (int at = 200; at < tokens; ++at) step(at, 1);
+        return out;
+    };
+    const auto exact = run("fp32");
+    const std::set<std::string> names = [] {
+        std::set<std::string> all;
+        kvq::for_each_format([&](const kvq::builtin_format& entry) { all.insert(entry.name); });
+        return all;
+    }();
+    for (const std::string& name : names) {
+        const auto out = run(name.c_str());
+        double error = 0, size = 0;
+        for (std::size_t i = 0; i < out.size(); ++i) {
+            error += (static_cast<double>(out[i]) - exact[i]) * (static_cast<double>(out[i]) - exact[i]);
+            size += static_cast<double>(exact[i]) * exact[i];
+        }
+        // One bit loses most of random data: what is asked of few bits is that nothing is broken.
+        const bool bits8 = name.find("-8-") != std::string::npos || name == "int8" || name == "ref8";
+        const bool bits16 = name == "fp16" || name == "bf16" || name == "fp32";
+        INFO(name, ": ", std::sqrt(error / size));
+        CHECK(std::sqrt(error / size) < (bits16 ? 5e-3 : bits8 ? 2e-2 : 1.2));
+    }
+}

@@ -1,0 +1,11 @@
+# cmake -D NM=... -D LIBRARY=... -P symbols.cmake: of kvq, a shared library shows kvq::builtin_formats alone.
+execute_process(COMMAND ${NM} -DC --defined-only ${LIBRARY} RESULT_VARIABLE status OUTPUT_VARIABLE symbols)
+if(NOT status EQUAL 0)
+  message(FATAL_ERROR "${NM} cannot read ${LIBRARY}")
+endif()
+string(REGEX MATCHALL "[^\n]*kvq[^\n]*" shown "${symbols}")
+list(LENGTH shown count)
+if(NOT count EQUAL 1 OR NOT shown MATCHES "builtin_formats")
+  list(JOIN shown "\n" lines)
+  message(FATAL_ERROR "${LIBRARY} shows ${count} symbols of kvq, expected kvq::builtin_formats alone:\n${lines}")
+endif()
