@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <kvq/backends/simd.hpp>
-#include <kvq/schemes/dual.hpp>
+#include <kvq/schemes/channel_grid.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/channel_plans.hpp"
@@ -19,13 +19,13 @@ using kvq::coded;
 using kvq::float16;
 using kvq::params;
 using kvq::token_scales;
-using mixed = kvq::mixed_width<kvq::widths<6, 4, 3, 0>, 26>;
-using keys = test::formats<kvq::channel_grid<4, 64>, mixed,
-                           kvq::channel_grid<2, 7, kvq::min_max, coded, token_scales<coded>>>;
+using mixed = kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 0}, .average = 3.25, .group = 64}>;
+using keys = test::formats<kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}>, mixed,
+                           kvq::channel_grid<kvq::grid{.bits = 2, .group = 7}, kvq::min_max, coded, token_scales<coded>>>;
 using values =
-    test::formats<kvq::channel_grid<4, 0, kvq::min_max, coded, token_scales<coded>>,
-                  kvq::channel_grid<2, 64, kvq::mean_corrected<kvq::least_squares>>,
-                  kvq::channel_grid<8, 5, kvq::min_max, params<float16>, token_scales<params<float16>>>>;
+    test::formats<kvq::channel_grid<kvq::grid{.bits = 4}, kvq::min_max, coded, token_scales<coded>>,
+                  kvq::channel_grid<kvq::grid{.bits = 2, .group = 64}, kvq::mean_corrected<kvq::least_squares>>,
+                  kvq::channel_grid<kvq::grid{.bits = 8, .group = 5}, kvq::min_max, params<float16>, token_scales<params<float16>>>>;
 
 }  // namespace
 
@@ -48,7 +48,7 @@ TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Bac
         auto options = test::random_options(random);
         if (random.one_in(2)) options.page_tokens = random.pick(std::vector<int>{64, 128});
         options.layers = test::rotate_formats<C>(3);
-        const kvq::channel_grid<4, 64> first;
+        const kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}> first;
         const auto plan = test::with_random_plan<mixed>(random, {3, shape.kv_heads, shape.head_dim});
         C cache(shape, options, typename C::key_table(first, random.one_in(3) ? mixed{} : plan, {}));
         const int n = random.one_in(4) ? random.between(1, 1500) : random.between(1, 400);

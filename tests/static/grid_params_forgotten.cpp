@@ -1,6 +1,6 @@
-// expect: kvq::channel_grid, kvq::mixed_width: parameters are `coded` or params<P>, such as params<float16>
+// expect: kvq::channel_grid: parameters are `coded` or params<P>, such as params<float16>
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
-const auto made = kvq::make_format<kvq::channel_grid<4, 64, kvq::min_max, kvq::float16>, kvq::scalar>();
+const auto made = kvq::make_format<kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, kvq::min_max, kvq::float16>, kvq::scalar>();

@@ -1,6 +1,6 @@
-// expect: kvq::channel_grid<bits, group, encoder, parameters, factors>: the third argument must be an encoder
+// expect: kvq::channel_grid<grid{...}, encoder, parameters, token scales>: the second argument must be an encoder
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
-const auto made = kvq::make_format<kvq::channel_grid<4, 64, kvq::params<kvq::float16>>, kvq::scalar>();
+const auto made = kvq::make_format<kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, kvq::params<kvq::float16>>, kvq::scalar>();

@@ -1,7 +1,7 @@
-// expect: kvq::channel_grid, kvq::mixed_width: parameters are `coded` or params<P>, such as params<float16>
+// expect: kvq::channel_grid: parameters are `coded` or params<P>, such as params<float16>
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
 const auto made =
-    kvq::make_format<kvq::mixed_width<kvq::widths<4, 2, 0>, 16, 64, kvq::min_max, float>, kvq::scalar>();
+    kvq::make_format<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}, kvq::min_max, float>, kvq::scalar>();

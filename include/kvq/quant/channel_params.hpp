@@ -260,7 +260,7 @@ template <class Params>
 struct channel_parameters : channel_parameters<coded> {
     static_assert(
         std::is_void_v<Params>,
-        "kvq::channel_grid, kvq::mixed_width: parameters are `coded` or params<P>, such as params<float16>");
+        "kvq::channel_grid: parameters are `coded` or params<P>, such as params<float16>");
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -132,7 +132,7 @@ struct code_segment {
 
 /// A scheme whose columns fall into ranges with codes of different widths, and whose columns carry the parameters:
 ///
-///   width_list                       widths<...>: the widths of codes, 0 for none
+///   width_list                       its count and values: the widths of codes, 0 for none
 ///   for_each_segment(shape, id, f)   f.operator()<Bits>(code_segment) for every width in use, in the order of columns
 ///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, where they
 ///                                    begin in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]

@@ -15,11 +15,10 @@
 #include <cstdint>
 
 #include "../../schemes/affine.hpp"
-#include "../../schemes/dual.hpp"
+#include "../../schemes/channel_grid.hpp"
 #include "../../schemes/full.hpp"
 #include "../../schemes/int8.hpp"
 #include "../../schemes/kivi.hpp"
-#include "../../schemes/mixed_width.hpp"
 #include "../../schemes/presets.hpp"
 #include "status.cuh"
 
@@ -54,15 +53,17 @@ template <class P>
 inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, coded>;
 template <class S>
 inline constexpr bool is_grid = false;
-template <int Bits, int Group, class Encoder, class Params, class TokenScales>
-inline constexpr bool is_grid<channel_grid<Bits, Group, Encoder, Params, TokenScales>> =
+template <grid Options, class Encoder, class Params, class TokenScales>
+requires(Options.bits.count == 1)
+inline constexpr bool is_grid<channel_grid<Options, Encoder, Params, TokenScales>> =
     is_stored<stored_as<Params>> &&
     (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
 
 template <class S>
 inline constexpr bool is_mixed = false;
-template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
-inline constexpr bool is_mixed<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> =
+template <grid Options, class Encoder, class Params>
+requires(Options.bits.count > 1)
+inline constexpr bool is_mixed<channel_grid<Options, Encoder, Params>> =
     is_stored<stored_as<Params>>;
 
 /// Bytes of a block, for schemes whose encoders have state as well.
@@ -77,7 +78,7 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 }  // namespace detail
 
 /// Schemes that kernels know: full<T>, scheme<bits, levels, granularity, params> with parameters in a float format, and
-/// channel_grid and mixed_width with parameters that are coded or in a float format, whatever their encoder.
+/// channel_grid with parameters that are coded or in a float format, whatever their encoder.
 template <class S>
 concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
     (detail::is_composed<S>&& float_format<typename S::parameter>);
@@ -86,8 +87,8 @@ template <class Keys, class Values, int HeadDim, int PageTokens, int ValueDim = 
 struct format {
     static_assert(device_scheme<Keys> && device_scheme<Values>,
                   "kvq::cuda::format: schemes must be full<T>, scheme<...> with float, float16 or bfloat16 "
-                  "parameters, channel_grid<...> or mixed_width<...>");
-    static_assert(!detail::is_mixed<Values>, "kvq::cuda::format: mixed_width is for keys only");
+                  "parameters, or channel_grid<...>");
+    static_assert(!detail::is_mixed<Values>, "kvq::cuda::format: several widths are for keys only");
     static_assert(HeadDim >= 1 && ValueDim >= 1 && PageTokens >= 1,
                   "kvq::cuda::format: sizes must be at least 1");
     using keys = Keys;

@@ -82,13 +82,14 @@ struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
         return S{}.scale_offset(s) + S{}.section_bytes(s);
     }
 };
-template <int Bits, int Group, class Encoder, class Params, class TokenScales>
-struct word_traits<channel_grid<Bits, Group, Encoder, Params, TokenScales>> : code_words_of<Bits> {
-    using grid = channel_grid<Bits, Group, Encoder, Params, TokenScales>;
+template <grid Options, class Encoder, class Params, class TokenScales>
+requires(Options.bits.count == 1) struct word_traits<channel_grid<Options, Encoder, Params, TokenScales>>
+    : code_words_of<Options.bits.values[0]> {
+    using grid = channel_grid<Options, Encoder, Params, TokenScales>;
     using parameter = stored_as<Params>;
     using factor = stored_as<TokenScales>;
     static constexpr bool token_parameters = false;
-    static constexpr int group = Group;
+    static constexpr int group = Options.group;
     static constexpr bool has_bias = true;
     static constexpr int zero_code = 0;
     KVQ_HD static constexpr std::size_t scale_offset(const block_shape& s) {
@@ -100,8 +101,8 @@ struct word_traits<channel_grid<Bits, Group, Encoder, Params, TokenScales>> : co
                                         parameter_width<parameter>);
     }
 };
-template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
-struct word_traits<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> {  // see mixed_keys.cuh
+template <grid Options, class Encoder, class Params>
+requires(Options.bits.count > 1) struct word_traits<channel_grid<Options, Encoder, Params>> {  // see mixed_keys.cuh
     static constexpr bool token_parameters = false;
 };
 template <class T>

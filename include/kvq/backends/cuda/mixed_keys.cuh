@@ -1,4 +1,4 @@
-// Keys of mixed widths (schemes/mixed_width.hpp) as a chunk of the warp kernel: as chunk.cuh and key_product.cuh, except that
+// Keys of mixed widths (schemes/channel_codes.hpp) as a chunk of the warp kernel: as chunk.cuh and key_product.cuh, except that
 // where one width ends and the next begins differs between heads.
 //
 //   query    permuted once per item (place = order of the plan), folded once per group of tokens, as everywhere
@@ -27,7 +27,7 @@ struct mixed_chunk {
     static constexpr int dim = Format::head_dim;
     static constexpr int page = Format::page_tokens, tokens = Tokens;
     static constexpr block_shape shape = Format::key_shape();
-    static constexpr int group = scheme::group == 0 || scheme::group > page ? page : scheme::group;
+    static constexpr int group = scheme::options.group == 0 || scheme::options.group > page ? page : scheme::options.group;
     static constexpr int quads = dim / 4;
     /// Bits of the codes that products see. Sums stay below 2^31.
     static constexpr int code_bits = dim <= 256 ? 8 : width_list::values[0];

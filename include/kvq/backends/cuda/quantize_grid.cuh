@@ -1,5 +1,5 @@
-// Coding blocks of channel_grid and mixed_width on the device, one thread block each: the steps of schemes/dual.hpp,
-// schemes/mixed_width.hpp and quant/quantize_channels.hpp.
+// Coding blocks of channel_grid and mixed_width on the device, one thread block each: the steps of schemes/channel_grid.hpp,
+// schemes/channel_codes.hpp and quant/quantize_channels.hpp.
 //
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
 //

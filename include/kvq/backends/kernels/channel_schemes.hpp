@@ -3,8 +3,7 @@
 // Contract: at most most_channels channels and tokens, channels in fours; of V, groups of tokens that are whole steps of codes.
 #pragma once
 
-#include "../../schemes/dual.hpp"
-#include "../../schemes/mixed_width.hpp"
+#include "../../schemes/channel_grid.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
@@ -13,10 +12,8 @@ inline constexpr int most_channels = 256;  // and tokens
 /// Types derived from these may do something else.
 template <class S>
 inline constexpr bool is_channel_scheme = false;
-template <int Bits, int Group, class Encoder, class Params, class TokenScales>
-inline constexpr bool is_channel_scheme<channel_grid<Bits, Group, Encoder, Params, TokenScales>> = true;
-template <class Widths, int AverageEighths, int Group, class Encoder, class Params>
-inline constexpr bool is_channel_scheme<mixed_width<Widths, AverageEighths, Group, Encoder, Params>> = true;
+template <grid Options, class Encoder, class Params, class TokenScales>
+inline constexpr bool is_channel_scheme<channel_grid<Options, Encoder, Params, TokenScales>> = true;
 
 template <class Scheme>
 requires is_channel_scheme<Scheme>
