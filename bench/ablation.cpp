@@ -2,11 +2,11 @@
 // presets with one ingredient changed. Options and columns are those of bench_quality; the bits to read are those of K (or 16 - K
 // for values).
 #include <kvq/backends/simd.hpp>
-#include <kvq/schemes/centred.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/presets.hpp>
-#include <kvq/schemes/published.hpp>
 
+#include "baselines/centred.hpp"
+#include "baselines/published.hpp"
 #include "quality.hpp"
 
 namespace {
@@ -73,6 +73,7 @@ void keys(list& to) {
         add_keys<S>(to, "K" + std::to_string(B) + " " + name);
     };
     using namespace kvq;
+    using namespace baselines;
     key.template operator()<affine<B, per_token<64>>>("token g64");
     key.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");
     key.template operator()<centred<affine<B, per_token<64>>>>("token g64, centred");
@@ -124,6 +125,7 @@ void values(list& to) {
         add_values<S>(to, "V" + std::to_string(B) + " " + name);
     };
     using namespace kvq;
+    using namespace baselines;
     using dual = token_scales<coded>;
     value.template operator()<affine<B, per_token<64>>>("token g64");
     value.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");

@@ -12,7 +12,6 @@
 #include <cstdio>
 #include <functional>
 #include <kvq/core/thread_executor.hpp>
-#include <kvq/estimate/choose.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <nlohmann/json.hpp>
 
@@ -25,7 +24,7 @@ namespace quality {
 struct settings {
     int sinks = 4, recent = 32, page_tokens = 128, queries = 64, threads = 2;
     std::vector<int> layers;  ///< empty: all
-    bool json = false, check = false;
+    bool json = false;
 };
 
 /// One tensor of one head, quantized page by page and dequantized again.
@@ -208,30 +207,7 @@ inline errors summarize(const std::vector<bench::error_sums>& heads) {
     return e;
 }
 
-/// Is what choose() says about a preset what was measured? To the digits that its table has.
-inline bool agrees(const std::string& scheme, const errors& measured) {
-    bool same = true;
-    for (const kvq::detail::preset_error& e : kvq::detail::preset_errors) {
-        const std::string name = e.name;
-        const bool plain = scheme == name, by_keys = scheme == name + "-key-plan+stats";
-        if (!plain && !by_keys && scheme != name + "+stats") continue;
-        using enum kvq::statistics_of;
-        const kvq::measured_error& said = e.errors.with(plain ? nothing : by_keys ? keys : keys_and_queries);
-        char text[4][16];
-        std::snprintf(text[0], sizeof text[0], "%.4f", said.output);
-        std::snprintf(text[1], sizeof text[1], "%.4f", measured.out);
-        std::snprintf(text[2], sizeof text[2], "%.2e", said.divergence);
-        std::snprintf(text[3], sizeof text[3], "%.2e", measured.kld);
-        if (std::string(text[0]) == text[1] && std::string(text[2]) == text[3]) continue;
-        std::fprintf(stderr, "estimate/choose.hpp says %s / %s of %s, measured are %s / %s\n", text[0],
-                     text[2], scheme.c_str(), text[1], text[3]);
-        same = false;
-    }
-    return same;
-}
-
-/// False if --check found errors that are not those of choose().
-inline bool run(const std::vector<std::string>& paths, const std::vector<std::string>& statistics_paths,
+inline void run(const std::vector<std::string>& paths, const std::vector<std::string>& statistics_paths,
                 const std::vector<entry>& schemes, const settings& chosen) {
     const auto read = [&](const std::string& path) {
         std::vector<bench::layer_dump> layers = bench::read_dump(path);
@@ -290,7 +266,6 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
     if (!chosen.json && !statistics_paths.empty())
         std::printf("variance of log importance from the texts of the statistics to these: %.3f\n",
                     text_variance(judged, others));
-    bool same = true;
     if (!chosen.json)
         std::printf(
             "%zu layers of %d tokens, q/kv heads %d/%d, head_dim %d, pages of %d, %d queries a head; window "
@@ -319,7 +294,6 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
         const errors window = summarize(sum.window), bare = summarize(sum.bare);
         const double key_ns = 1e9 * sum.key_seconds / static_cast<double>(sum.key_values);
         const double value_ns = 1e9 * sum.value_seconds / static_cast<double>(sum.value_values);
-        if (chosen.check) same = agrees(schemes[s].name, window) && same;
         if (chosen.json) {
             nlohmann::ordered_json line{{"scheme", schemes[s].name},
                                         {"source", schemes[s].source},
@@ -347,7 +321,6 @@ inline bool run(const std::vector<std::string>& paths, const std::vector<std::st
                         window.worst, bare.out, bare.kld, bare.worst, key_ns, value_ns);
         }
     }
-    return same;
 }
 
 inline int run_program(int argc, char** argv, const std::vector<listed_format>& formats) {
@@ -384,9 +357,6 @@ inline int run_program(int argc, char** argv, const std::vector<listed_format>& 
     app.add_option("--layers", chosen.layers, "only these layers of the dumps, separated by commas")
         ->delimiter(',');
     app.add_flag("--json", chosen.json, "one JSON object a line");
-    app.add_flag(
-        "--check", chosen.check,
-        "fail if the errors of presets are not those that kvq::choose returns (all options as they are)");
     app.add_flag("--list", list, "name the schemes and where they come from");
     CLI11_PARSE(app, argc, argv);
 
@@ -404,7 +374,7 @@ inline int run_program(int argc, char** argv, const std::vector<listed_format>& 
             picked.push_back(*found);
         }
         if (paths.empty()) throw std::runtime_error("no dump is given; --help says what one is");
-        if (!run(paths, statistics_paths, names.empty() ? all : picked, chosen)) return 1;
+        run(paths, statistics_paths, names.empty() ? all : picked, chosen);
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s: %s\n", argv[0], error.what());
         return 1;

@@ -5,8 +5,9 @@
 #include <kvq/backends/simd.hpp>
 #include <kvq/format/find_format.hpp>
 #include <kvq/schemes/presets.hpp>
-#include <kvq/schemes/published.hpp>
 #include <memory>
+
+#include "baselines/published.hpp"
 
 namespace quality {
 namespace {
@@ -142,7 +143,7 @@ std::vector<listed_format> kivi_formats() {
 }
 
 std::vector<listed_format> group_formats() {
-    using namespace kvq;
+    using namespace baselines;
     return {compiled<fp8_per_token_head>("fp8-token-head", "vLLM fp8_per_token_head"),
             compiled<ggml_q8_0>("q8_0", "ggml q8_0"),
             compiled<rotating<ggml_q8_0>>("q8_0-h", "ggml q8_0 behind Hadamard, llama.cpp"),
@@ -154,7 +155,7 @@ std::vector<listed_format> group_formats() {
 }
 
 std::vector<listed_format> rotation_formats() {
-    using namespace kvq;
+    using namespace baselines;
     const char* const renormalised = "TurboQuant, arXiv 2504.19874, renormalised";
     const char* const plain = "TurboQuant, arXiv 2504.19874";
     return {compiled<quarot<4>>("quarot-4", "QuaRot, arXiv 2404.00456"),
@@ -170,7 +171,7 @@ std::vector<listed_format> rotation_formats() {
 }
 
 std::vector<listed_format> kvarn_formats() {
-    using namespace kvq;
+    using namespace baselines;
     const char* const source = "KVarN, arXiv 2606.03458";
     const char* const free = "KVarN without its floor of factors";
     return {compiled<kvarn<4>>("kvarn-4", source),

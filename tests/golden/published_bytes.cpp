@@ -2,9 +2,8 @@
 // Comparison family: exact. The bytes of transformed, centred, codebook and KVarN blocks, pinned like those of page_bytes.cpp.
 #include <doctest/doctest.h>
 
-#include <kvq/schemes/centred.hpp>
-#include <kvq/schemes/published.hpp>
-
+#include "baselines/centred.hpp"
+#include "baselines/published.hpp"
 #include "support/golden.hpp"
 #include "support/random.hpp"
 
@@ -29,10 +28,11 @@ std::vector<float> input() {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("published methods: bytes", P, kvq::turboquant<4>, kvq::turboquant_plain<3>,
-                   kvq::quarot<4>, kvq::vllm_int4, kvq::exllamav3<3>, kvq::nf4_groups<64>, kvq::ggml_iq4_nl,
-                   kvq::ggml_q4_0, kvq::fp8_per_token_head, kvq::rotating<kvq::ggml_q8_0>, kvq::kvarn<4>,
-                   kvq::kvarn<2>) {
+TEST_CASE_TEMPLATE("published methods: bytes", P, baselines::turboquant<4>, baselines::turboquant_plain<3>,
+                   baselines::quarot<4>, baselines::vllm_int4, baselines::exllamav3<3>,
+                   baselines::nf4_groups<64>, baselines::ggml_iq4_nl, baselines::ggml_q4_0,
+                   baselines::fp8_per_token_head, baselines::rotating<baselines::ggml_q8_0>,
+                   baselines::kvarn<4>, baselines::kvarn<2>) {
     for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
         const bool same = role == kvq::tensor::key
                               ? test::is_golden(table, typename P::keys{}, role, input())
@@ -43,7 +43,7 @@ TEST_CASE_TEMPLATE("published methods: bytes", P, kvq::turboquant<4>, kvq::turbo
 }
 
 TEST_CASE("centred keys: bytes") {
-    CHECK(test::is_golden(table, kvq::centred<kvq::affine<4>>{}, kvq::tensor::key, input()));
-    CHECK(test::is_golden(table, kvq::hadamard<kvq::centred<kvq::affine<3, kvq::per_token<>>>>{},
+    CHECK(test::is_golden(table, baselines::centred<kvq::affine<4>>{}, kvq::tensor::key, input()));
+    CHECK(test::is_golden(table, kvq::hadamard<baselines::centred<kvq::affine<3, kvq::per_token<>>>>{},
                           kvq::tensor::key, input()));
 }

@@ -162,7 +162,7 @@ TEST_CASE("requantizing and stepping down: pages done stay done, the others stay
 
 namespace {
 
-/// 8-bit codes on a fixed grid, by a coder that needs memory of its own, as codebooks and KVarN do.
+/// 8-bit codes on a fixed grid, by a scheme that needs memory of its own while it quantizes, as the baselines do.
 struct hungry_scheme {
     static inline int calls = 0, fail_at = test::counting_resource::never;
     static void take_memory() {

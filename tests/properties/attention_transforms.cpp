@@ -3,9 +3,8 @@
 // and layers do to them. The bound is that of attention.cpp.
 #include <doctest/doctest.h>
 
-#include <kvq/schemes/centred.hpp>
-#include <kvq/schemes/published.hpp>
-
+#include "baselines/centred.hpp"
+#include "baselines/published.hpp"
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
 
@@ -30,16 +29,17 @@ static_assert(!kvq::foldable<doubled>);
 using symmetric_channels = kvq::scheme<kvq::bits<5>, kvq::symmetric, kvq::per_channel<32>>;
 /// Foldable and not, transforming and not, for keys and values: every way that attention can take.
 using transformed_cache = test::typed_cache<
-    test::formats<kvq::kvarn<4>::keys, kvq::centred<symmetric_channels>,
-                  kvq::hadamard<kvq::centred<kvq::affine<4, kvq::per_token<>>>>, kvq::turboquant<3>::keys>,
-    test::formats<kvq::kvarn<3>::values, kvq::turboquant<4>::values, kvq::affine<5>>>;
+    test::formats<baselines::kvarn<4>::keys, baselines::centred<symmetric_channels>,
+                  kvq::hadamard<baselines::centred<kvq::affine<4, kvq::per_token<>>>>,
+                  baselines::turboquant<3>::keys>,
+    test::formats<baselines::kvarn<3>::values, baselines::turboquant<4>::values, kvq::affine<5>>>;
 
 /// Wrappers around what is read otherwise than by folding, and what inherits from a scheme.
 using wrapped_cache = test::typed_cache<
-    test::formats<kvq::centred<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}>>,
+    test::formats<baselines::centred<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}>>,
                   kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}>>,
-                  kvq::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
-                  kvq::centred<kvq::hadamard<symmetric_channels>>, doubled>,
+                  baselines::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
+                  baselines::centred<kvq::hadamard<symmetric_channels>>, doubled>,
     test::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = 4}>>, doubled>>;
 
 template <class Cache>

@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/schemes/kvarn.hpp>
 
+#include "baselines/kvarn.hpp"
 #include "support/blocks.hpp"
 
 namespace {
 
-using free3 = kvq::variance_normalized<3, false>;
+using free3 = baselines::variance_normalized<3, false>;
 
 /// Rows and columns as the block's matrix; columns are the lines that are rounded.
 struct log_factors {
@@ -57,12 +57,12 @@ log_factors normalise(const std::vector<std::vector<double>>& x, bool floor) {
 }  // namespace
 
 TEST_CASE_TEMPLATE("KVarN: x^ = (s code + z) f of the normalised matrix, at most half a step off", S,
-                   kvq::variance_normalized<4>, kvq::variance_normalized<2>, free3) {
+                   baselines::variance_normalized<4>, baselines::variance_normalized<2>, free3) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const S scheme;
-    constexpr bool floor = std::is_same_v<S, kvq::variance_normalized<S::code_bits, true>>;
+    constexpr bool floor = std::is_same_v<S, baselines::variance_normalized<S::code_bits, true>>;
     for (int round = 0; round < 8; ++round) {
         const kvq::block_shape shape{round % 2 ? kvq::tensor::key : kvq::tensor::value, 40, 24};
         INFO(shape);
@@ -110,7 +110,7 @@ TEST_CASE("KVarN: poison is counted, dequantizes to finite numbers, and leaves i
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::variance_normalized<4> scheme;
+    const baselines::variance_normalized<4> scheme;
     for (int round = 0; round < 40; ++round) {
         const auto shape = test::random_shape(random, 60);
         INFO(shape);

@@ -5,10 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <kvq/kvq.hpp>
-#include <kvq/schemes/centred.hpp>
-#include <kvq/schemes/published.hpp>
+#include <kvq/schemes/transformed.hpp>
 #include <numeric>
 
+#include "baselines/centred.hpp"
+#include "baselines/published.hpp"
 #include "support/blocks.hpp"
 #include "support/typed_cache.hpp"
 
@@ -16,8 +17,8 @@ namespace {
 
 /// The one kind that stays foldable when it is centred: factors on columns only.
 using symmetric_channels = kvq::scheme<kvq::bits<5>, kvq::symmetric, kvq::per_channel<32>>;
-static_assert(kvq::foldable<kvq::centred<symmetric_channels>> &&
-              !kvq::foldable<kvq::centred<kvq::affine<4>>>);
+static_assert(kvq::foldable<baselines::centred<symmetric_channels>> &&
+              !kvq::foldable<baselines::centred<kvq::affine<4>>>);
 
 /// A random orthogonal matrix: Gram-Schmidt in double.
 std::vector<float> random_rotation(test::generator& random, int n) {
@@ -131,7 +132,8 @@ TEST_CASE("a matrix that is not orthogonal, too short, or missing is refused wit
 }
 
 TEST_CASE_TEMPLATE("transformed<T, Inner> codes T x: its block is Inner's, its values are turned back", Inner,
-                   kvq::affine<4>, kvq::kivi<3>::keys, kvq::codebook_scheme<kvq::nf4, kvq::per_token<32>>) {
+                   kvq::affine<4>, kvq::kivi<3>::keys,
+                   baselines::codebook_scheme<baselines::nf4, kvq::per_token<32>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -180,7 +182,7 @@ TEST_CASE_TEMPLATE("centring: k^ = Inner(k - m) + m with the stored mean", Inner
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::centred<Inner> scheme;
+    const baselines::centred<Inner> scheme;
     for (int round = 0; round < 20; ++round) {
         auto shape = test::random_shape(random, 96);
         shape.role = kvq::tensor::key;

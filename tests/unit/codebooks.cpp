@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <kvq/schemes/published.hpp>
 
+#include "baselines/published.hpp"
 #include "support/blocks.hpp"
 
 namespace {
@@ -106,12 +106,12 @@ double nearest(const Levels& levels, double x) {
 constexpr double half_ulp = 0x1p-11;  // of a float16 scale
 
 template <class C, class P = kvq::float16>
-using groups_of_32 = kvq::codebook_scheme<C, kvq::per_token<32>, kvq::params<P>>;
+using groups_of_32 = baselines::codebook_scheme<C, kvq::per_token<32>, kvq::params<P>>;
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("levels for the normal are those of Lloyd's iteration", T, kvq::normal_levels<2>,
-                   kvq::normal_levels<3>, kvq::normal_levels<4>) {
+TEST_CASE_TEMPLATE("levels for the normal are those of Lloyd's iteration", T, baselines::normal_levels<2>,
+                   baselines::normal_levels<3>, baselines::normal_levels<4>) {
     const auto wanted = lloyd_max(1 << T::bits);
     for (std::size_t i = 0; i < wanted.size(); ++i)
         CHECK(std::fabs(static_cast<double>(T::levels[i]) - wanted[i]) < 2e-7);
@@ -121,10 +121,10 @@ TEST_CASE("nearest level: no other level is nearer, ties go up, NaN is coded as 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const auto& levels = kvq::nf4_levels::levels;
+    const auto& levels = baselines::nf4_levels::levels;
     for (int i = 0; i < 2000; ++i) {
         const float x = random.one_in(10) ? random.pick(test::hostile_values()) : random.normal();
-        const float got = levels[kvq::detail::nearest_level(levels, 16, x)];
+        const float got = levels[baselines::nearest_level(levels, 16, x)];
         if (std::isnan(x))
             CHECK(got == 0.0f);
         else if (std::isinf(x))
@@ -133,8 +133,8 @@ TEST_CASE("nearest level: no other level is nearer, ties go up, NaN is coded as 
             for (const float level : levels) REQUIRE(std::fabs(x - got) <= std::fabs(x - level));
     }
     constexpr float whole[] = {0.0f, 1.0f, 2.0f, 3.0f};
-    CHECK(kvq::detail::nearest_level(whole, 4, 0.5f) == 1);
-    CHECK(kvq::detail::nearest_level(whole, 4, 2.5f) == 3);
+    CHECK(baselines::nearest_level(whole, 4, 0.5f) == 1);
+    CHECK(baselines::nearest_level(whole, 4, 2.5f) == 3);
 }
 
 TEST_CASE("e4m3: every pattern survives, every float becomes a nearest pattern, ties to even") {
@@ -142,13 +142,13 @@ TEST_CASE("e4m3: every pattern survives, every float becomes a nearest pattern, 
     for (int b = 0; b < 256; ++b) {
         if ((b & 0x7f) == 0x7f) continue;
         const auto byte = static_cast<std::uint8_t>(b);
-        const float x = kvq::e4m3::to_float(byte);
+        const float x = baselines::e4m3::to_float(byte);
         // (-1)^s 2^(e - 7) (1 + m / 8), subnormals 2^-6 m / 8
         const int e = (b >> 3) & 15, m = b & 7;
         const double wanted =
             (b & 0x80 ? -1.0 : 1.0) * (e ? std::ldexp(1.0 + m / 8.0, e - 7) : std::ldexp(m / 8.0, -6));
         CHECK(static_cast<double>(x) == wanted);
-        if (b != 0x80) CHECK(kvq::e4m3::from_float(x) == byte);
+        if (b != 0x80) CHECK(baselines::e4m3::from_float(x) == byte);
         values.push_back(wanted);
     }
     const auto seed = test::seed();
@@ -156,29 +156,30 @@ TEST_CASE("e4m3: every pattern survives, every float becomes a nearest pattern, 
     test::generator random(seed);
     for (int i = 0; i < 5000; ++i) {
         const float x = random.any_magnitude(-12, 10);
-        const auto byte = kvq::e4m3::from_float(x);
-        const auto got = static_cast<double>(kvq::e4m3::to_float(byte));
+        const auto byte = baselines::e4m3::from_float(x);
+        const auto got = static_cast<double>(baselines::e4m3::to_float(byte));
         for (const double v : values)
             REQUIRE(std::fabs(static_cast<double>(x) - got) <= std::fabs(static_cast<double>(x) - v));
     }
-    CHECK(kvq::e4m3::from_float(1.0625f) == kvq::e4m3::from_float(1.0f));   // between mantissas 0 and 1
-    CHECK(kvq::e4m3::from_float(1.1875f) == kvq::e4m3::from_float(1.25f));  // between 1 and 2
-    CHECK(kvq::e4m3::from_float(HUGE_VALF) == 0x7e);
-    CHECK(kvq::e4m3::from_float(-HUGE_VALF) == 0xfe);
-    CHECK(kvq::e4m3::from_float(std::nanf("")) == 0);
+    CHECK(baselines::e4m3::from_float(1.0625f) ==
+          baselines::e4m3::from_float(1.0f));  // between mantissas 0 and 1
+    CHECK(baselines::e4m3::from_float(1.1875f) == baselines::e4m3::from_float(1.25f));  // between 1 and 2
+    CHECK(baselines::e4m3::from_float(HUGE_VALF) == 0x7e);
+    CHECK(baselines::e4m3::from_float(-HUGE_VALF) == 0xfe);
+    CHECK(baselines::e4m3::from_float(std::nanf("")) == 0);
 }
 
 TEST_CASE("nf4: nearest entry times the largest magnitude") {
-    check_formula<groups_of_32<kvq::nf4>>(
+    check_formula<groups_of_32<baselines::nf4>>(
         [](const std::vector<double>& x, double v) {
             const double d = std::fabs(first_largest(x));
-            return d * nearest(kvq::nf4_levels::levels, v / d);
+            return d * nearest(baselines::nf4_levels::levels, v / d);
         },
         half_ulp);
 }
 
 TEST_CASE("q4_0: d = m / -8, code = min(15, int(x / d + 8.5))") {
-    check_formula<groups_of_32<kvq::q4_0>>(
+    check_formula<groups_of_32<baselines::q4_0>>(
         [](const std::vector<double>& x, double v) {
             const double d = first_largest(x) / -8.0;
             return d * (std::min(15.0, std::floor(v / d + 8.5)) - 8.0);
@@ -187,9 +188,9 @@ TEST_CASE("q4_0: d = m / -8, code = min(15, int(x / d + 8.5))") {
 }
 
 TEST_CASE("iq4_nl: codes of d0 = m / -127, then d = sum w x t / sum w t^2 with w = x^2") {
-    check_formula<groups_of_32<kvq::iq4_nl>>(
+    check_formula<groups_of_32<baselines::iq4_nl>>(
         [](const std::vector<double>& x, double v) {
-            const auto& table = kvq::iq4_nl_levels::levels;
+            const auto& table = baselines::iq4_nl_levels::levels;
             const double first = first_largest(x) / -127.0;
             double cross = 0.0, square = 0.0;
             for (const double u : x) {
@@ -203,7 +204,7 @@ TEST_CASE("iq4_nl: codes of d0 = m / -127, then d = sum w x t / sum w t^2 with w
 }
 
 TEST_CASE_TEMPLATE("midpoint: code = clamp(floor(x / s m + m)), x^ = (code - (m - 1/2)) s / m", C,
-                   kvq::midpoint<2>, kvq::midpoint<3>, kvq::midpoint<4>) {
+                   baselines::midpoint<2>, baselines::midpoint<3>, baselines::midpoint<4>) {
     check_formula<groups_of_32<C>>(
         [](const std::vector<double>& x, double v) {
             const double s = std::fabs(first_largest(x)) + 1e-10, m = 1 << (C::bits - 1);
@@ -213,7 +214,7 @@ TEST_CASE_TEMPLATE("midpoint: code = clamp(floor(x / s m + m)), x^ = (code - (m 
 }
 
 TEST_CASE("fp8: s = max|x| / 448, x^ = s e4m3(x / s)") {
-    check_formula<groups_of_32<kvq::fp8_e4m3, float>>(
+    check_formula<groups_of_32<baselines::fp8_e4m3, float>>(
         [](const std::vector<double>& x, double v) {
             const double s = std::fabs(first_largest(x)) / 448.0, u = std::fabs(v / s);
             const double step = std::ldexp(1.0, std::max(std::ilogb(u), -6) - 3);
@@ -223,7 +224,7 @@ TEST_CASE("fp8: s = max|x| / 448, x^ = s e4m3(x / s)") {
 }
 
 TEST_CASE("integer zero: x^ = s (code - z), z in four bits of the mantissa of s") {
-    check_formula<groups_of_32<kvq::integer_zero<4>, float>>(
+    check_formula<groups_of_32<baselines::integer_zero<4>, float>>(
         [](const std::vector<double>& x, double v) {
             const auto [lo, hi] = std::minmax_element(x.begin(), x.end());
             const double s = (*hi - *lo) / 15.0;
@@ -233,33 +234,34 @@ TEST_CASE("integer zero: x^ = s (code - z), z in four bits of the mantissa of s"
         0x1p-18);  // four of 23 bits
 }
 
-TEST_CASE_TEMPLATE("norm: x^ = |x| / sqrt(n) t, renormalised x^ = |x| t / |t|", T, kvq::normal_levels<2>,
-                   kvq::normal_levels<4>) {
+TEST_CASE_TEMPLATE("norm: x^ = |x| / sqrt(n) t, renormalised x^ = |x| t / |t|", T,
+                   baselines::normal_levels<2>, baselines::normal_levels<4>) {
     const auto unit = [](const std::vector<double>& x) {
         double sum = 0.0;
         for (const double v : x) sum += v * v;
         return std::sqrt(sum / static_cast<double>(x.size()));
     };
-    check_formula<groups_of_32<kvq::by_norm<T>>>(
+    check_formula<groups_of_32<baselines::by_norm<T>>>(
         [&](const std::vector<double>& x, double v) { return unit(x) * nearest(T::levels, v / unit(x)); },
         half_ulp);
     // The length is kept, whatever the codes: |x^| = |x| up to the rounding of the stored scale.
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const groups_of_32<kvq::by_norm<T, true>> renormalised;
+    const groups_of_32<baselines::by_norm<T, true>> renormalised;
     const kvq::block_shape shape{kvq::tensor::value, 1, 32};
     for (int round = 0; round < 200; ++round) {
         const auto x = random.normals(32, random.any_magnitude(-3, 3));
         const auto y = test::dequantized(renormalised, shape, test::quantized(renormalised, shape, x));
-        const double wanted = kvq::detail::norm(x.data(), 32);
-        CHECK(std::fabs(kvq::detail::norm(y.data(), 32) - wanted) <= (half_ulp + 1e-6) * wanted);
+        const double wanted = baselines::norm(x.data(), 32);
+        CHECK(std::fabs(baselines::norm(y.data(), 32) - wanted) <= (half_ulp + 1e-6) * wanted);
     }
 }
 
 TEST_CASE_TEMPLATE(
-    "codebooks: what is not finite is counted and leaves its neighbours alone; zeros stay zeros", C, kvq::nf4,
-    kvq::iq4_nl, kvq::q4_0, kvq::fp8_e4m3, kvq::integer_zero<4>, kvq::by_norm<kvq::normal_levels<3>, true>) {
+    "codebooks: what is not finite is counted and leaves its neighbours alone; zeros stay zeros", C,
+    baselines::nf4, baselines::iq4_nl, baselines::q4_0, baselines::fp8_e4m3, baselines::integer_zero<4>,
+    baselines::by_norm<baselines::normal_levels<3>, true>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

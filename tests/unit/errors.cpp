@@ -5,7 +5,6 @@
 #include <atomic>
 #include <functional>
 #include <kvq/core/thread_executor.hpp>
-#include <kvq/estimate/choose.hpp>
 #include <limits>
 #include <memory>
 
@@ -224,7 +223,6 @@ TEST_CASE("numbers that make no sense are refused, whoever is asked") {
     check_message([&] { (void)kvq::footprint(cache, most - 8, most); }, {"2147483647 sequences"});
     check_message([&] { (void)kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 0); }, {"page", "0"});
     check_message([&] { (void)kvq::bits_per_value<kvq::int8>({kvq::tensor::key, 0, 16}); }, {"0 tokens"});
-    check_message([&] { (void)kvq::preset_bits<kvq::std4>(shape, 0, {.page_tokens = 0}); }, {"page", "0"});
 }
 
 TEST_CASE("out_of_memory is a bad_alloc that says how much was wanted, used and allowed") {

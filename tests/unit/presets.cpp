@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Presets, their options, and the choice among them.
+// Comparison family: exact. Presets and their options.
 #include <doctest/doctest.h>
 
 #include <kvq/estimate/bytes.hpp>
-#include <kvq/estimate/choose.hpp>
 #include <kvq/kvq.hpp>
 #include <string>
 
@@ -70,48 +69,4 @@ TEST_CASE("protected layers: the first and last, for any number of layers") {
         }
     CHECK_THROWS_AS(kvq::protect_layers(0, 1), kvq::error);
     CHECK_THROWS_AS(kvq::protect_layers(4, -1), kvq::error);
-}
-
-TEST_CASE("choose: within the budget, and more budget is never worse") {
-    using enum kvq::statistics_of;
-    for (const kvq::statistics_of statistics : {nothing, keys, keys_and_queries})
-        for (const int dim : {64, 128}) {
-            const kvq::cache_shape shape{.layers = 22, .kv_heads = 4, .head_dim = dim};
-            double last = HUGE_VAL;
-            for (double budget = 1.013; budget < 17.0; budget += 0.05) {
-                const auto choice = kvq::choose(budget, shape, statistics);
-                CHECK((choice.name != nullptr) == (budget >= kvq::preset_bits<kvq::low2>(shape)));
-                if (!choice.name) continue;
-                CHECK(choice.bits <= budget);
-                CHECK(choice.error.divergence > 0.0);
-                CHECK(choice.error.divergence <= last);
-                last = choice.error.divergence;
-                // The same budget in bytes per token.
-                const double numbers = 22.0 * 4 * 2 * dim;
-                const auto same = kvq::choose_bytes(budget * numbers / 8.0 * (1 + 1e-12), shape, statistics);
-                CHECK(std::string(same.name) == choice.name);
-            }
-            CHECK(std::string(kvq::choose(16.0, shape, statistics).name) == "ref8");
-        }
-}
-
-TEST_CASE("choose: statistics never make the measured errors larger") {
-    for (const kvq::detail::preset_error& e : kvq::detail::preset_errors) {
-        CHECK(e.errors.by_keys.divergence <= e.errors.plain.divergence);
-        CHECK(e.errors.by_queries.divergence <= e.errors.by_keys.divergence);
-        CHECK(&e.errors.with(kvq::statistics_of::nothing) == &e.errors.plain);
-        CHECK(&e.errors.with(kvq::statistics_of::keys) == &e.errors.by_keys);
-        CHECK(&e.errors.with(kvq::statistics_of::keys_and_queries) == &e.errors.by_queries);
-    }
-}
-
-TEST_CASE("choose: the window of a short context costs bits, that of a long one does not") {
-    const kvq::cache_shape shape{.layers = 22, .kv_heads = 4, .head_dim = 64};
-    CHECK(kvq::preset_bits<kvq::low2>(shape, 100) == 16.0);
-    CHECK(kvq::preset_bits<kvq::low2>(shape, 1000) == doctest::Approx(2.2656 * 0.9 + 1.6).epsilon(0.002));
-    CHECK(kvq::preset_bits<kvq::low2>(shape, 1000000) ==
-          doctest::Approx(kvq::preset_bits<kvq::low2>(shape)).epsilon(0.001));
-    CHECK(kvq::choose(4.4, shape, kvq::statistics_of::keys, 2000).bits <= 4.4);
-    CHECK(kvq::choose(4.4, shape, kvq::statistics_of::keys, 2000).bits > kvq::preset_bits<kvq::low2>(shape));
-    CHECK_THROWS_AS((void)kvq::choose(4.0, {0, 1, 64}), kvq::error);
 }

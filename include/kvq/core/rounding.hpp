@@ -97,3 +97,11 @@ KVQ_HD KVQ_INLINE constexpr float affine_value(int code, float scale, float bias
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::detail
+
+namespace kvq::inline KVQ_TAGGED {
+
+/// For schemes of your own: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest. No compiler fuses it with
+/// a sum that follows, so the scheme gives the same bits on every platform.
+using detail::rounded_product;
+
+}  // namespace kvq::inline KVQ_TAGGED

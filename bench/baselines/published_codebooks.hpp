@@ -1,18 +1,24 @@
 // Codebooks of published methods, one struct each, with the formula and where it comes from.
 //
-//   normal_levels<B>     Lloyd-Max for the unit normal                        TurboQuant
+//   normal_levels<B>     Lloyd-Max levels of the unit normal                  TurboQuant
 //   nf4_levels           quantiles of the normal, zero exact                  QLoRA
 //   iq4_nl               a fixed 16-entry table, weighted least squares       ggml
 //   q4_0                 16 steps, the largest magnitude exact                ggml
 //   midpoint<B>          midpoints of 2^B equal intervals, no zero            exllamav3
 //   fp8_e4m3             8-bit floats under one scale                         vLLM, TensorRT-LLM
 //   integer_zero<B>      affine with an integer zero in the scale's mantissa  vLLM int4_per_token_head
+//
+// Contract: that of a codebook (codebook.hpp). The arithmetic is the published one, in float unless it says otherwise.
 #pragma once
 
-#include "../core/e4m3.hpp"
-#include "codebook.hpp"
+#include <algorithm>
+#include <bit>
+#include <cmath>
 
-namespace kvq::inline KVQ_TAGGED {
+#include "codebook.hpp"
+#include "e4m3.hpp"
+
+namespace baselines {
 
 /// The 2^B levels with the smallest mean squared error for N(0, 1): each the mean of its cell, cells end half-way.
 /// Sources: Max, Quantizing for minimum distortion, IRE Trans. IT-6, 1960, table I; Lloyd, IEEE Trans. IT-28, 1982.
@@ -41,17 +47,15 @@ struct normal_levels<4> {
                                        1.256231197f,  1.618046386f,  2.069017227f,  2.732589571f};
 };
 
-namespace detail {
 template <int B>
 constexpr int bits_with_a_table() {
     static_assert(
         B >= 2 && B <= 4,
-        "kvq::normal_levels<B>: there are tables for codes of 2, 3 and 4 bits (turboquant<2> to <4>)");
+        "baselines::normal_levels<B>: there are tables for codes of 2, 3 and 4 bits (turboquant<2> to <4>)");
     return 4;
 }
-}  // namespace detail
 template <int B>
-struct normal_levels : normal_levels<detail::bits_with_a_table<B>()> {};
+struct normal_levels : normal_levels<bits_with_a_table<B>()> {};
 
 /// NormalFloat: quantiles of the normal, scaled to [-1, 1], zero among them.
 /// Source: QLoRA, arXiv 2305.14314, appendix E.
@@ -65,8 +69,8 @@ struct nf4_levels {
 };
 using nf4 = by_largest<nf4_levels>;
 
-/// ggml iq4_nl: d0 = m / -127 with m the first number of the largest magnitude; codes are the entries nearest to x / d0;
-/// stored d = sum w x t / sum w t^2 with t the entries and w = x^2. Codes are not chosen again.
+/// ggml iq4_nl: d0 = m / -127 with m the first value of the largest magnitude; codes are the entries nearest to x / d0;
+/// stored d = sum w x t / sum w t^2 with t the entries and w = x^2. The codes stay.
 /// Source: ggml, ggml-common.h (kvalues_iq4nl) and quantize_row_iq4_nl.
 struct iq4_nl_levels {
     static constexpr int bits = 4;
@@ -84,14 +88,14 @@ struct iq4_nl : table_levels<iq4_nl_levels> {
         for (int i = 0; i < n; ++i) {
             const auto v = static_cast<double>(x[i]);
             const auto t = static_cast<double>(iq4_nl_levels::levels[code(x[i], first)]);
-            cross += detail::rounded_product(v * v * v, t);
-            square += detail::rounded_product(v * v * t, t);
+            cross += kvq::rounded_product(v * v * v, t);
+            square += kvq::rounded_product(v * v * t, t);
         }
         return {first, square > 0.0 ? static_cast<float>(cross / square) : 0.0f};
     }
 };
 
-/// ggml q4_0: d = m / -8 with m the first number of the largest magnitude, code = min(15, int(x / d + 8.5)),
+/// ggml q4_0: d = m / -8 with m the first value of the largest magnitude, code = min(15, int(x / d + 8.5)),
 /// x^ = d (code - 8). Source: ggml, quantize_row_q4_0.
 struct q4_0 {
     static constexpr int bits = 4;
@@ -103,11 +107,11 @@ struct q4_0 {
         return {signed_most / -8.0f, signed_most / -8.0f};
     }
     static int code(float x, float scale) noexcept {
-        const float position = detail::is_nan(x) ? 8.5f : detail::scaled(x, scale) + 8.5f;
+        const float position = std::isnan(x) ? 8.5f : scaled(x, scale) + 8.5f;
         return position <= 0.0f ? 0 : position >= 15.0f ? 15 : static_cast<int>(position);
     }
     static float value(int code, float scale) noexcept {
-        return detail::rounded_product(scale, static_cast<float>(code - 8));
+        return kvq::rounded_product(scale, static_cast<float>(code - 8));
     }
 };
 
@@ -120,17 +124,17 @@ struct midpoint {
     static constexpr float m = static_cast<float>(1 << (B - 1));
 
     static fitted fit(const float* x, int n) noexcept {
-        const float scale = detail::largest_magnitude(x, n) + 1e-10f;
+        const float scale = largest_magnitude(x, n) + 1e-10f;
         return {scale, scale};
     }
     static int code(float x, float scale) noexcept {
-        const float position = detail::rounded_product(detail::is_nan(x) ? 0.0f : x / scale, m) + m;
+        const float position = kvq::rounded_product(std::isnan(x) ? 0.0f : x / scale, m) + m;
         return position <= 0.0f              ? 0
                : position >= 2.0f * m - 1.0f ? static_cast<int>(2.0f * m) - 1
                                              : static_cast<int>(position);
     }
     static float value(int code, float scale) noexcept {
-        return detail::rounded_product(static_cast<float>(code) - (m - 0.5f), scale / m);
+        return kvq::rounded_product(static_cast<float>(code) - (m - 0.5f), scale / m);
     }
 };
 
@@ -140,57 +144,56 @@ struct fp8_e4m3 {
     static constexpr int bits = 8;
     static constexpr const char* name = "fp8-e4m3-";
     static fitted fit(const float* x, int n) noexcept {
-        const float scale = detail::larger(detail::largest_magnitude(x, n) / e4m3::max_finite, 1e-6f);
+        const float scale = std::max(largest_magnitude(x, n) / e4m3::max_finite, 1e-6f);
         return {scale, scale};
     }
     static int code(float x, float scale) noexcept { return e4m3::from_float(x / scale); }
     static float value(int code, float scale) noexcept {
-        return detail::rounded_product(scale, e4m3::to_float(static_cast<std::uint8_t>(code)));
+        return kvq::rounded_product(scale, e4m3::to_float(static_cast<std::uint8_t>(code)));
     }
 };
 
 /// vLLM int4_per_token_head: s = max((max - min) / 15, 1e-6), z = clamp(round(-min / s), 0, 15), code = clamp(round(x / s + z)),
-/// x^ = s (code - z); z lives in the low bits of the mantissa of s, which must be stored as float. A group all of whose numbers
-/// have one sign does not fit its grid when they are far from zero: so published, so kept.
+/// x^ = s (code - z). z lies in the low bits of the mantissa of s, which must be stored as float. Where all values of a group have one
+/// sign and are far from zero, the grid does not reach them: that is what the method does.
 /// Source: vLLM, int4_per_token_head.py (pull request 40835).
 template <int B>
 struct integer_zero {
-    static_assert(B <= 4, "kvq::integer_zero keeps its zero in 4 bits");
+    static_assert(B <= 4, "baselines::integer_zero keeps its zero in 4 bits");
     static constexpr int bits = B;
     static constexpr const char* name = "integer-zero";
     static constexpr int top = (1 << B) - 1;
 
     static fitted fit(const float* x, int n) noexcept {
         float lo = n ? x[0] : 0.0f, hi = lo;
-        for (int i = 1; i < n; ++i) lo = detail::smaller(lo, x[i]), hi = detail::larger(hi, x[i]);
-        const float scale = detail::larger((hi - lo) / static_cast<float>(top), 1e-6f);
+        for (int i = 1; i < n; ++i) lo = std::min(lo, x[i]), hi = std::max(hi, x[i]);
+        const float scale = std::max((hi - lo) / static_cast<float>(top), 1e-6f);
         const float zero = std::floor(-lo / scale + 0.5f);
         const int z = zero <= 0.0f ? 0 : zero >= static_cast<float>(top) ? top : static_cast<int>(zero);
-        const std::uint32_t bits_of = detail::bit_cast<std::uint32_t>(scale);
-        const auto packed = detail::bit_cast<float>((bits_of & ~15u) | static_cast<std::uint32_t>(z));
+        const std::uint32_t bits_of = std::bit_cast<std::uint32_t>(scale);
+        const auto packed = std::bit_cast<float>((bits_of & ~15u) | static_cast<std::uint32_t>(z));
         return {packed, packed};
     }
     static int code(float x, float packed) noexcept {
-        const float position =
-            (detail::is_nan(x) ? 0.0f : x / scale(packed)) + static_cast<float>(zero(packed));
+        const float position = (std::isnan(x) ? 0.0f : x / scale(packed)) + static_cast<float>(zero(packed));
         return position <= 0.0f                      ? 0
                : position >= static_cast<float>(top) ? top
-                                                     : detail::round_half_even(position);
+                                                     : static_cast<int>(std::nearbyint(position));
     }
     static float value(int code, float packed) noexcept {
-        return detail::rounded_product(scale(packed), static_cast<float>(code - zero(packed)));
+        return kvq::rounded_product(scale(packed), static_cast<float>(code - zero(packed)));
     }
 
 private:
     static int zero(float packed) noexcept {
-        return static_cast<int>(detail::bit_cast<std::uint32_t>(packed) & 15u);
+        return static_cast<int>(std::bit_cast<std::uint32_t>(packed) & 15u);
     }
     static float scale(float packed) noexcept {
-        return detail::bit_cast<float>(detail::bit_cast<std::uint32_t>(packed) & ~15u);
+        return std::bit_cast<float>(std::bit_cast<std::uint32_t>(packed) & ~15u);
     }
 };
 
 static_assert(codebook<by_norm<normal_levels<4>>> && codebook<nf4> && codebook<iq4_nl> && codebook<q4_0> &&
               codebook<midpoint<4>> && codebook<fp8_e4m3> && codebook<integer_zero<4>>);
 
-}  // namespace kvq::inline KVQ_TAGGED
+}  // namespace baselines
