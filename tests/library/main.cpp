@@ -36,10 +36,12 @@ TEST_CASE("every name is there once for each tensor, and the list is the documen
         CHECK(names[role == kvq::tensor::value].insert(name).second);
         CHECK(f.supports(role));
     });
-    std::set<std::string> expected{"fp16", "bf16", "fp32", "int8", "ref8", "hi6", "std5", "std4", "mix4", "low3", "low2"};
+    std::set<std::string> expected{"fp16", "bf16", "fp32", "int8", "ref8", "hi6",
+                                   "std5", "std4", "mix4", "low3", "low2"};
     for (int bits = 1; bits <= 8; ++bits)
         for (const char* group : {"-g32", "-g64", "-g128"})
-            for (const char* family : {"affine-", "kivi-"}) expected.insert(family + std::to_string(bits) + group);
+            for (const char* family : {"affine-", "kivi-"})
+                expected.insert(family + std::to_string(bits) + group);
     CHECK(names[0] == expected);
     CHECK(names[1] == expected);
 }
@@ -49,7 +51,8 @@ TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, 
         for (const int dim : {48, 64, 80, 96, 128, 192, 256})
             for (const int tokens : {64, 128}) {
                 const auto d = f.describe({role, tokens, dim});
-                INFO(name, " for ", text(role), ", ", tokens, " tokens of ", dim, " channels, on ", f.backend());
+                INFO(name, " for ", text(role), ", ", tokens, " tokens of ", dim, " channels, on ",
+                     f.backend());
                 CHECK(d.quantize);
                 CHECK(d.dequantize);
                 CHECK(d.attend);
@@ -74,7 +77,8 @@ TEST_CASE("a cache of every format takes a prompt in chunks and decodes, near th
         auto sequence = cache.new_sequence();
         std::vector<float> out(tokens * 4 * 64);
         const auto step = [&](int at, int n) {
-            const kvq::token_view<const float> keys(k.data() + at * 2 * 64, n, 2, 64), values(v.data() + at * 2 * 64, n, 2, 64);
+            const kvq::token_view<const float> keys(k.data() + at * 2 * 64, n, 2, 64),
+                values(v.data() + at * 2 * 64, n, 2, 64);
             sequence.prefill(0, keys, values, kvq::query_view(q.data() + at * 4 * 64, n, 4, 64),
                              kvq::output_view(out.data() + at * 4 * 64, n, 4, 64));
         };

@@ -36,8 +36,8 @@ TEST_CASE_TEMPLATE("usage() accounts for every byte that a sequence takes, after
                 const auto u = sequence.usage();
                 REQUIRE(memory.bytes() == u.bytes);
                 REQUIRE(u.bytes == u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace);
-                REQUIRE(cache.bytes_in_use() ==
-                        u.quantized + u.window + u.rollback + cache.pool().pages_in_use() * sizeof(kvq::page));
+                REQUIRE(cache.bytes_in_use() == u.quantized + u.window + u.rollback +
+                                                    cache.pool().pages_in_use() * sizeof(kvq::page));
                 REQUIRE(u.slack <= u.window);
                 REQUIRE(u.tokens == sequence.tokens());
             }

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <kvq/schemes/affine.hpp>
 #include <kvq/schemes/channel_grid.hpp>
 #include <utility>
 
@@ -47,10 +48,11 @@ double logit_error(const test::tensor<float>& q, const std::vector<float>& x, co
 
 }  // namespace
 
-TEST_CASE_TEMPLATE(
-    "feedback makes logits of queries like the statistics' better, in the same format", S,
-    kvq::channel_grid<kvq::grid{.bits = 3, .group = 64}, error_feedback<min_max>>,
-    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 3, .group = 64}, error_feedback<kvq::least_squares_below_3_bits>>) {
+TEST_CASE_TEMPLATE("feedback makes logits of queries like the statistics' better, in the same format", S,
+                   kvq::affine<3, kvq::per_channel<64>, kvq::params<kvq::float16>, error_feedback<min_max>>,
+                   kvq::channel_grid<kvq::grid{.bits = 3, .group = 64}, error_feedback<min_max>>,
+                   kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 3, .group = 64},
+                                     error_feedback<kvq::least_squares_below_3_bits>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -89,7 +91,8 @@ TEST_CASE("independent queries have nothing to feed back: the same bytes") {
     const kvq::block_shape shape{kvq::tensor::key, 40, 8};
     const auto x = test::hostile_block(random, shape);
     CHECK(test::quantized(S(statistics), shape, x) == test::quantized(S{}, shape, x));
-    CHECK(test::quantized(S(statistics), shape, x) == test::quantized(kvq::channel_grid<kvq::grid{.bits = 3}>{}, shape, x));
+    CHECK(test::quantized(S(statistics), shape, x) ==
+          test::quantized(kvq::channel_grid<kvq::grid{.bits = 3}>{}, shape, x));
 }
 
 TEST_CASE("an encoder for the time without matrices, another one with them") {
@@ -107,7 +110,8 @@ TEST_CASE("an encoder for the time without matrices, another one with them") {
     CHECK(test::quantized(both{}, shape, x) == squares);
     CHECK(test::quantized(both(diagonal), shape, x) == squares);
     CHECK(test::quantized(both(statistics), shape, x) ==
-          test::quantized(kvq::channel_grid<kvq::grid{.bits = 2}, error_feedback<min_max>>(statistics), shape, x));
+          test::quantized(kvq::channel_grid<kvq::grid{.bits = 2}, error_feedback<min_max>>(statistics), shape,
+                          x));
     CHECK(test::quantized(both(statistics), shape, x) != squares);
 }
 

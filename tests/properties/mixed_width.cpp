@@ -141,7 +141,8 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most dequant
             for (int c = 0; c < 64; ++c) q.view().at(t, h)[c] *= c % 4 == 1 ? 30.0f : 0.5f;
     statistics.add_keys(0, std::as_const(k).view());
     statistics.add_queries(0, std::as_const(q).view());
-    const kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}> planned(statistics), even;
+    const kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}> planned(statistics),
+        even;
     const kvq::block_shape block{kvq::tensor::key, 128, 64};
     CHECK(planned.block_bytes(block) == even.block_bytes(block));
     const auto x = random.normals(block.values());
@@ -259,7 +260,8 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using keys = kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}, kvq::error_feedback<kvq::min_max>>;
+    using keys = kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64},
+                                   kvq::error_feedback<kvq::min_max>>;
     using grid = kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, kvq::error_feedback<kvq::min_max>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 16};
     const auto statistics = test::random_statistics(random, shape, true);

@@ -104,6 +104,40 @@ TEST_CASE_TEMPLATE("quantize counts what is not finite; quantized blocks dequant
     });
 }
 
+TEST_CASE_TEMPLATE(
+    "groups of any granularity take any encoder: less error than the range, in the same format", S,
+    kvq::affine<2, kvq::per_token<16>, kvq::params<kvq::float16>, kvq::least_squares>,
+    kvq::affine<3, kvq::per_channel<>, kvq::params<kvq::float16>, kvq::mean_corrected<kvq::shrink_search>>,
+    kvq::affine<2, kvq::per_channel<7>, kvq::params<float>, kvq::mean_corrected<kvq::least_squares>>) {
+    using range = kvq::scheme<kvq::bits<S::code_bits>, kvq::asymmetric, typename S::granularity_type,
+                              kvq::params<typename S::parameter>>;
+    const S scheme;
+    const range plain;
+    CHECK(scheme.name() == plain.name());
+    double fitted = 0, ranged = 0;
+    test::for_random_shapes(scheme, 30, 96, [&](test::generator& random, const kvq::block_shape& shape) {
+        CHECK(scheme.block_bytes(shape) == plain.block_bytes(shape));
+        const auto x = test::random_block(random, shape);
+        const auto block = test::quantized(scheme, shape, x);
+        const auto y = test::dequantized(scheme, shape, block),
+                   other = test::dequantized(plain, shape, test::quantized(plain, shape, x));
+        CHECK(test::dequantized(plain, shape, block) == y);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+            fitted += (static_cast<double>(x[i]) - y[i]) * (static_cast<double>(x[i]) - y[i]);
+            ranged += (static_cast<double>(x[i]) - other[i]) * (static_cast<double>(x[i]) - other[i]);
+        }
+        // Hostile values are counted, and what is left is finite.
+        const auto hostile = test::hostile_block(random, shape);
+        std::uint32_t counted = 0;
+        const auto z = test::dequantized(scheme, shape, test::quantized(scheme, shape, hostile, &counted));
+        CHECK(counted ==
+              std::count_if(hostile.begin(), hostile.end(), [](float v) { return !std::isfinite(v); }));
+        CHECK(std::all_of(z.begin(), z.end(), [](float v) { return std::isfinite(v); }));
+    });
+    INFO("squared errors: ", fitted, ", of the range ", ranged);
+    CHECK(fitted < 0.95 * ranged);
+}
+
 TEST_CASE_TEMPLATE("every number dequantizes to the nearest value of its group's grid", S,
                    KVQ_TEST_AFFINE_SCHEMES) {
     const S scheme;

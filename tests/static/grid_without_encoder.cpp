@@ -3,4 +3,6 @@
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
-const auto made = kvq::make_format<kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, kvq::params<kvq::float16>>, kvq::scalar>();
+const auto made =
+    kvq::make_format<kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, kvq::params<kvq::float16>>,
+                     kvq::scalar>();

@@ -100,7 +100,8 @@ TEST_CASE("published check: 28 layers, 8 kv heads, D 128, 500 blocks of 256 toke
     CHECK(kvq::bytes_per_token<kvq::int8, kvq::int8>(shape, 256) * tokens / mebi == 7218.75);
 
     const kvq::cache_options options{.page_tokens = 256, .rollback = 0};
-    CHECK(static_cast<double>(kvq::footprint(test::typed_cache<kvq::int8>(shape, options), 500 * 256).quantized) /
+    CHECK(static_cast<double>(
+              kvq::footprint(test::typed_cache<kvq::int8>(shape, options), 500 * 256).quantized) /
               mebi ==
           7218.75);
     CHECK(static_cast<double>(

@@ -197,6 +197,13 @@ TEST_CASE("a format says what runs in vectors") {
     CHECK(fast.dequantize);
     CHECK(fast.attend);
     CHECK(!kvq::find_format("int8", kvq::tensor::key).describe(block).quantize);
+    // Only ranges are fitted in vectors.
+    const auto fitted =
+        kvq::make_format<kvq::affine<4, kvq::per_token<32>, kvq::params<kvq::float16>, kvq::least_squares>>()
+            .describe(block);
+    CHECK(!fitted.quantize);
+    CHECK(fitted.dequantize);
+    CHECK(fitted.attend);
     // Groups that fill no vector.
     CHECK(!kvq::make_format<kvq::affine<4, kvq::per_token<7>>>()
                .describe({kvq::tensor::key, 64, 70})

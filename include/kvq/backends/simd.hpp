@@ -75,7 +75,7 @@ struct simd {
     static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
                                   const std::byte* window, std::byte* block, float* values) {
         // Straight from a block of fp16, the usual window; from others by way of values, so that fewer kernels are compiled.
-        if constexpr (kernels::composed_scheme<Scheme> && std::same_as<Window, float16>)
+        if constexpr (kernels::range_scheme<Scheme> && std::same_as<Window, float16>)
             if (kernels::block_quantizer<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
         if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
@@ -155,7 +155,7 @@ struct simd {
                                                                                         floats, shape.dim);
             } else {
                 d.quantize = quantizes_in_vectors(scheme, shape, {}, floats, block.data);
-                if constexpr (kernels::composed_scheme<Scheme>)
+                if constexpr (kernels::range_scheme<Scheme>)
                     d.quantize =
                         kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
                 d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
@@ -177,7 +177,7 @@ private:
     template <kv_scheme Scheme>
     static bool quantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                      float* values, std::byte* block) {
-        if constexpr (kernels::composed_scheme<Scheme>)
+        if constexpr (kernels::range_scheme<Scheme>)
             return kernels::value_quantizer<lanes, Scheme>(scheme, shape, values, block).run();
         else if constexpr (kernels::channel_scheme<Scheme>)
             return kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block).run();

@@ -34,7 +34,7 @@ struct cache_options {
 
 /// Bytes held by a sequence. Shared pages count in every sequence that holds them (the pool counts them once).
 struct usage_report {
-    std::size_t quantized = 0;        ///< data of quantized pages
+    std::size_t quantized = 0;    ///< data of quantized pages
     std::size_t window = 0;       ///< data of 16/32-bit pages: sinks, recent, and pages not yet coded
     std::size_t slack = 0;        ///< part of `window` that no token uses yet
     std::size_t rollback = 0;     ///< 16-bit copies kept so that a short trim is exact

@@ -23,7 +23,7 @@ struct attention_use {
 };
 
 struct footprint_report {
-    std::size_t quantized = 0;        ///< data of quantized pages
+    std::size_t quantized = 0;    ///< data of quantized pages
     std::size_t window = 0;       ///< data of 16/32-bit pages
     std::size_t rollback = 0;     ///< 16-bit copies of pages quantized a moment ago
     std::size_t bookkeeping = 0;  ///< page headers and tables

@@ -258,9 +258,8 @@ struct token_scales<params<P>> {
 
 template <class Params>
 struct channel_parameters : channel_parameters<coded> {
-    static_assert(
-        std::is_void_v<Params>,
-        "kvq::channel_grid: parameters are `coded` or params<P>, such as params<float16>");
+    static_assert(std::is_void_v<Params>,
+                  "kvq::channel_grid: parameters are `coded` or params<P>, such as params<float16>");
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -8,9 +8,10 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, ...
-template <int Bits, class Granularity = per_token<64>, class Params = params<float16>>
-using affine = scheme<bits<Bits>, asymmetric, Granularity, Params>;
+/// affine<4, per_token<64>>, affine<2, per_channel<32>, params<float>>, affine<3, per_token<64>, params<float16>, least_squares>, ...
+template <int Bits, class Granularity = per_token<64>, class Params = params<float16>,
+          class Encoder = min_max>
+using affine = scheme<bits<Bits>, asymmetric, Granularity, Params, Encoder>;
 
 static_assert(foldable<affine<4>>);
 static_assert(affine<4>{}.block_bytes({tensor::key, 64, 128}) == 64 * 72);

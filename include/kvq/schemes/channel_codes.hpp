@@ -68,7 +68,8 @@ struct grid_geometry {
             const int last = Options.bits.count > 0 ? Options.bits.values[Options.bits.count - 1] : -1;
             return Options.bits.values[0] >= 1 && Options.bits.values[0] <= 8 && last >= 0;
         }(),
-        "kvq::channel_grid: .bits is a width of 1 to 8, or different widths of 0 to 8 bits, the widest first");
+        "kvq::channel_grid: .bits is a width of 1 to 8, or different widths of 0 to 8 bits, the widest "
+        "first");
     static_assert(Options.group >= 0, "kvq::channel_grid: .group is at least 1 (or 0 for the whole page)");
 
     static constexpr bool several_widths = Options.bits.count > 1;
@@ -109,8 +110,7 @@ requires(Options.bits.count == 1) struct channel_codes<Options> : grid_geometry<
     }
     KVQ_HD static int code(const block_shape& s, const std::byte* block, int token, int channel) noexcept {
         const bool key = s.role == tensor::key;
-        return static_cast<int>(
-            unpack_code(codes(s), block, key ? token : channel, key ? channel : token));
+        return static_cast<int>(unpack_code(codes(s), block, key ? token : channel, key ? channel : token));
     }
 
     /// The largest code of every channel.
@@ -197,8 +197,8 @@ requires(Options.bits.count > 1) struct channel_codes<Options> : grid_geometry<O
         if (!plan_) return;
         expect(s.kv_heads == plan_->kv_heads && s.head_dim == plan_->head_dim &&
                    static_cast<int>(plan_->blocks.size()) == s.layers * s.kv_heads,
-               "a plan for ", plan_->blocks.size(), " blocks of ", plan_->head_dim, " channels in a cache of ",
-               s.layers, " layers, ", s.kv_heads, " heads of ", s.head_dim);
+               "a plan for ", plan_->blocks.size(), " blocks of ", plan_->head_dim,
+               " channels in a cache of ", s.layers, " layers, ", s.kv_heads, " heads of ", s.head_dim);
     }
 
     static short_text name() {
@@ -206,7 +206,8 @@ requires(Options.bits.count > 1) struct channel_codes<Options> : grid_geometry<O
         for (const int w : width_list::values) all += "-" + short_text::of(w);
         all += "-avg" + short_text::of(average_eighths / 8);
         constexpr const char* eighths[8] = {"", ".125", ".25", ".375", ".5", ".625", ".75", ".875"};
-        return all + eighths[average_eighths % 8] + (Options.group ? "-g" + short_text::of(Options.group) : "");
+        return all + eighths[average_eighths % 8] +
+               (Options.group ? "-g" + short_text::of(Options.group) : "");
     }
 
     /// Channels in the order of the plan.
@@ -244,14 +245,13 @@ requires(Options.bits.count > 1) struct channel_codes<Options> : grid_geometry<O
 
     KVQ_HD static constexpr std::size_t parameter_offset(const block_shape& s) noexcept {
         return round_up(static_cast<std::size_t>(token_axis(s).padded_size()) *
-                                    static_cast<std::size_t>(row_words(s.dim)) * 4,
-                                std::size_t{16});
+                            static_cast<std::size_t>(row_words(s.dim)) * 4,
+                        std::size_t{16});
     }
     /// Words of a row of codes: the average width, but room for the narrower of the two widths around it.
     KVQ_HD static constexpr int row_words(int dim) noexcept {
         const int quads = ceil_div(dim, 4);
-        return larger(ceil_div(quads * average_eighths, 64),
-                              code_words(narrow_width, quads));
+        return larger(ceil_div(quads * average_eighths, 64), code_words(narrow_width, quads));
     }
     /// Quads of every width.
     struct width_quads {
@@ -310,7 +310,8 @@ requires(Options.bits.count > 1) struct channel_codes<Options> : grid_geometry<O
     }
     /// Calls f.operator()<bits>(token, place, code) for tokens [begin, end).
     template <class F>
-    void each_code(const block_shape& s, block_id id, const std::byte* block, int begin, int end, F&& f) const {
+    void each_code(const block_shape& s, block_id id, const std::byte* block, int begin, int end,
+                   F&& f) const {
         for_each_segment(s, id, [&]<int Bits>(const code_segment& segment) {
             for (int t = begin; t < end; ++t)
                 for (int c = 0; c < segment.columns; ++c) {
@@ -340,7 +341,6 @@ requires(Options.bits.count > 1) struct channel_codes<Options> : grid_geometry<O
         }
     }
 
-
 private:
     static constexpr int width_below_average = [] {
         int w = 0;
@@ -362,8 +362,8 @@ private:
         const auto index = static_cast<std::size_t>(id.layer) * static_cast<std::size_t>(plan_->kv_heads) +
                            static_cast<std::size_t>(id.head);
         expect(s.dim == plan_->head_dim && id.head < plan_->kv_heads && index < plan_->blocks.size(),
-                       "a plan for ", plan_->blocks.size(), " blocks of ", plan_->head_dim,
-                       " channels has no layer ", id.layer, ", head ", id.head, " of ", s.dim);
+               "a plan for ", plan_->blocks.size(), " blocks of ", plan_->head_dim, " channels has no layer ",
+               id.layer, ", head ", id.head, " of ", s.dim);
         return &plan_->blocks[index];
     }
     void segment_quads(const block_shape& s, block_id id, int* quads) const {
@@ -393,15 +393,15 @@ private:
     static void check_plan(const width_plan& plan) {
         const auto dim = static_cast<std::size_t>(plan.head_dim);
         expect(plan.head_dim >= 1 && plan.kv_heads >= 1, "a plan for ", plan.kv_heads, " heads of ",
-                       plan.head_dim, " channels");
+               plan.head_dim, " channels");
         for (const channel_allocation& a : plan.blocks) {
             std::vector<bool> seen(dim);
-            expect(a.order.size() == dim && a.quads.size() == std::size_t{width_list::count},
-                           "a plan with ", a.order.size(), " places and ", a.quads.size(), " widths for ",
-                           dim, " channels and ", width_list::count);
+            expect(a.order.size() == dim && a.quads.size() == std::size_t{width_list::count}, "a plan with ",
+                   a.order.size(), " places and ", a.quads.size(), " widths for ", dim, " channels and ",
+                   width_list::count);
             for (const int c : a.order) {
                 expect(static_cast<std::size_t>(c) < dim && !seen[static_cast<std::size_t>(c)],
-                               "a plan is no permutation: channel ", c, " of ", dim);
+                       "a plan is no permutation: channel ", c, " of ", dim);
                 seen[static_cast<std::size_t>(c)] = true;
             }
             int quads = 0, words = 0;
@@ -409,9 +409,9 @@ private:
                 quads += a.quads[static_cast<std::size_t>(w)];
                 words += code_words(width_list::values[w], a.quads[static_cast<std::size_t>(w)]);
             }
-            expect(quads == ceil_div(plan.head_dim, 4) && words <= row_words(plan.head_dim),
-                           "a plan of ", quads, " quads in ", words, " words; a row has ",
-                           ceil_div(plan.head_dim, 4), " and ", row_words(plan.head_dim));
+            expect(quads == ceil_div(plan.head_dim, 4) && words <= row_words(plan.head_dim), "a plan of ",
+                   quads, " quads in ", words, " words; a row has ", ceil_div(plan.head_dim, 4), " and ",
+                   row_words(plan.head_dim));
         }
     }
 

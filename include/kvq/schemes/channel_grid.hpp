@@ -86,8 +86,8 @@ public:
     explicit channel_grid(Encoder e) requires(!codes_type::several_widths) : encoder(std::move(e)) {}
     /// plan: of every layer and head of the caches that use it; null: the same widths everywhere. Raises kvq::error where a plan's
     /// orders are no permutations, or its widths do not fit the words of a row.
-    explicit channel_grid(std::shared_ptr<const width_plan> plan, Encoder e = {})
-        requires(codes_type::several_widths)
+    explicit channel_grid(std::shared_ptr<const width_plan> plan,
+                          Encoder e = {}) requires(codes_type::several_widths)
         : codes_type(std::move(plan)), encoder(std::move(e)) {}
     /// With what statistics are good for: a plan, where there are several widths, and feedback, if the encoder takes it and they hold
     /// products of queries.
@@ -115,8 +115,8 @@ public:
         return quantize_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, scales_of_tokens, block);
     }
     /// What requantize() makes of known or fitted token scales.
-    static void settle_token_scales(const block_shape& s, const float* values, float* scales_of_tokens)
-        requires(!codes_type::several_widths) {
+    static void settle_token_scales(const block_shape& s, const float* values,
+                                    float* scales_of_tokens) requires(!codes_type::several_widths) {
         const grouped_axis tokens = token_axis(s);
         for (int g = 0; g < tokens.groups(); ++g)
             detail::settle_token_scales(values + g * tokens.group * s.dim, tokens.group_size(g), s.dim,
@@ -248,8 +248,8 @@ private:
         for (int g = 0; g < tokens.groups(); ++g)
             detail::quantize_channels<parameters>(
                 fitted, statistics_of, values + g * tokens.group * s.dim, tokens.group_size(g), s.dim, s.dim,
-                [&](int c) { return static_cast<int>(tops[c]); }, block + parameter_offset(s), tokens.groups(),
-                channel_slots(s), g);
+                [&](int c) { return static_cast<int>(tops[c]); }, block + parameter_offset(s),
+                tokens.groups(), channel_slots(s), g);
         this->pack(s, id, values, block);
         return not_finite;
     }
@@ -260,9 +260,9 @@ private:
         const grouped_axis tokens = token_axis(s);
         const int group = token / tokens.group;
         const std::byte* const at = block + parameter_offset(s);
-        return detail::affine_value(
-            code, parameters::scale(at, tokens.groups(), channel_slots(s), group, place),
-            parameters::bias(at, tokens.groups(), channel_slots(s), group, place));
+        return detail::affine_value(code,
+                                    parameters::scale(at, tokens.groups(), channel_slots(s), group, place),
+                                    parameters::bias(at, tokens.groups(), channel_slots(s), group, place));
     }
 };
 

@@ -34,7 +34,8 @@ using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
 /// Values of the presets: per channel over the page, one scale per token, least squares and corrected mean.
 template <int Bits, class Params = coded>
-using preset_values = channel_grid<grid{.bits = Bits}, mean_corrected<least_squares>, Params, token_scales<Params>>;
+using preset_values =
+    channel_grid<grid{.bits = Bits}, mean_corrected<least_squares>, Params, token_scales<Params>>;
 
 }  // namespace detail
 
@@ -60,12 +61,14 @@ struct std4 {
 };
 struct mix4 {
     static constexpr const char* name = "mix4";
-    using keys = channel_grid<grid{.bits = {6, 4, 3, 0}, .average = 4, .group = 64}, detail::preset_key_encoder>;
+    using keys =
+        channel_grid<grid{.bits = {6, 4, 3, 0}, .average = 4, .group = 64}, detail::preset_key_encoder>;
     using values = detail::preset_values<4>;
 };
 struct low3 {
     static constexpr const char* name = "low3";
-    using keys = channel_grid<grid{.bits = {6, 4, 3, 2, 0}, .average = 3, .group = 64}, detail::preset_key_encoder>;
+    using keys =
+        channel_grid<grid{.bits = {6, 4, 3, 2, 0}, .average = 3, .group = 64}, detail::preset_key_encoder>;
     using values = detail::preset_values<3>;
 };
 struct low2 {

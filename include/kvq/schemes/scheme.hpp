@@ -1,16 +1,20 @@
-// scheme<bits, levels, granularity, params>: the composed scheme that every published affine method is an alias of.
+// scheme<bits, levels, granularity, params, encoder>: the composed scheme that every published affine method is an alias of.
 //
 //   block = [codes][scales][biases]          each section padded to 16 bytes; docs/format.md
 //   parameters of rows    are stored [column group][row slot], those of columns [row group][column slot]
 //
+// Encoder: quant/encoders.hpp. min_max is the range of the group with parameters rounded outside it (quant/affine.hpp), the one that
+// is quantized in vectors. Format and dequantizing are the same for all.
 // Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>
 #pragma once
 
 #include <cstring>
+#include <vector>
 
 #include "../core/text.hpp"
 #include "../pack/bit_pack.hpp"
 #include "../quant/affine.hpp"
+#include "../quant/error_feedback.hpp"
 #include "../quant/granularity.hpp"
 #include "../quant/params.hpp"
 #include "../quant/symmetric.hpp"
@@ -27,7 +31,8 @@ concept scheme_arguments = granularity<Granularity> && requires {
 };
 }  // namespace detail
 
-template <class Bits, class Levels, class Granularity, class Params = params<float16>>
+template <class Bits, class Levels, class Granularity, class Params = params<float16>,
+          class Encoder = min_max>
 struct scheme {
     using attends_as = scheme;
     static_assert(
@@ -37,16 +42,28 @@ struct scheme {
     using levels = Levels;
     using granularity_type = Granularity;
     using parameter = typename detail::parameter_of<Params>::type;
+    using encoder_type = Encoder;
+    static constexpr bool fits_range = std::same_as<Encoder, min_max>;
+    static_assert(detail::grid_encoder<Encoder> && (fits_range || Levels::has_bias),
+                  "kvq::scheme<bits<B>, levels, granularity, params<P>, encoder>: the fifth argument must be "
+                  "an encoder, such "
+                  "as least_squares; symmetric levels take min_max alone");
     static constexpr int code_bits = Bits::value;
     static_assert(code_bits < 1 || code_bits >= Levels::min_bits,
                   "kvq::scheme: symmetric levels need at least 2 bits");
     static constexpr int zero_code = Levels::template zero_code<code_bits>;
 
     [[no_unique_address]] Granularity granularity{};
+    [[no_unique_address]] Encoder encoder{};
 
     scheme() = default;
     /// Of a granularity whose group size is a value.
-    explicit scheme(Granularity g) : granularity(g) {}
+    explicit scheme(Granularity g, Encoder e = {}) : granularity(g), encoder(std::move(e)) {}
+    explicit scheme(Encoder e) requires(!fits_range) : encoder(std::move(e)) {}
+    /// With error feedback, if the statistics hold products of queries.
+    explicit scheme(const calibration& statistics) requires
+        std::constructible_from<Encoder, const calibration&, const width_plan*>
+        : encoder(statistics, nullptr) {}
 
     short_text name() const {
         return short_text(Levels::name) + short_text::of(code_bits) + "-" + granularity.name() + "-" +
@@ -62,8 +79,9 @@ struct scheme {
         return scale_offset(s) + (Levels::has_bias ? 2 : 1) * section_bytes(s);
     }
 
-    std::uint32_t quantize(const block_shape& s, block_id, const float* values, std::byte* block) const {
+    std::uint32_t quantize(const block_shape& s, block_id id, const float* values, std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
+        if constexpr (!fits_range) return quantize_fitted(s, id, values, block);
         const auto layout = codes(s);
         std::uint32_t not_finite = 0;
         each_group(s, [&](const value_group& g) {
@@ -104,6 +122,11 @@ struct scheme {
                     static_cast<int>(unpack_code(layout, block, r, c)), static_cast<float>(stored.scale),
                     static_cast<float>(stored.bias));
             }
+    }
+
+    /// Raises kvq::error if the encoder's statistics are those of another shape; a cache calls it when it is made.
+    void check(const cache_shape& shape, tensor) const requires(!fits_range) {
+        if constexpr (requires { encoder.check(shape); }) encoder.check(shape);
     }
 
     // Folding: what attention needs to run on the codes (schemes/concepts.hpp).
@@ -172,6 +195,77 @@ struct scheme {
     }
 
 private:
+    /// With an encoder that fits the grid of a group: as quant/quantize_channels.hpp, for any granularity.
+    std::uint32_t quantize_fitted(const block_shape& s, block_id id, const float* values,
+                                  std::byte* block) const {
+        constexpr int top = Levels::template top<code_bits>;
+        const auto layout = codes(s);
+        std::uint32_t not_finite = 0;
+        std::vector<float> finite, scratch;
+        each_group(s, [&](const value_group& g) {
+            finite.clear();
+            for (int i = 0; i < g.size; ++i)
+                if (const float x = values[g.index(s, i)]; detail::is_finite(x)) finite.push_back(bounded(x));
+            const auto n = static_cast<int>(finite.size());
+            not_finite += static_cast<std::uint32_t>(g.size - n);
+            scratch.resize(finite.size());
+            const grid_range r = n > 0 ? encoder.fit(finite.data(), n, top, scratch.data()) : grid_range();
+            const parameter bias(bounded(r.first));
+            const float scale = (r.last - static_cast<float>(bias)) / static_cast<float>(top);
+            store_parameters(s, block, g.number, g.slot,
+                             {parameter(bounded(detail::larger(scale, 0.0f))), bias});
+        });
+        const bool rows = detail::on_rows<Granularity>(s.role);
+        const grouped_axis lines = rows ? layout.rows() : layout.cols;
+        const grouped_axis cut = rows ? layout.cols : layout.rows();
+        std::vector<double> errors(static_cast<std::size_t>(cut.groups() * lines.padded_size())),
+            owed(static_cast<std::size_t>(s.dim));
+        std::vector<int> counts(errors.size());
+        for (int t = 0; t < s.tokens; ++t) {
+            std::fill(owed.begin(), owed.end(), 0.0);
+            for (int c = s.dim - 1; c >= 0; --c) {
+                const int row = s.role == tensor::key ? t : c, col = s.role == tensor::key ? c : t;
+                const int group = (rows ? col : row) / cut.group, slot = lines.slot(rows ? row : col);
+                const auto stored = load_parameters(s, block, group, slot);
+                const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
+                const float x = values[t * s.dim + c];
+                const float wanted = x + static_cast<float>(owed[static_cast<std::size_t>(c)]);
+                const int code =
+                    Levels::template code<code_bits>(wanted, bias, scale > 0.0f ? 1.0f / scale : 0.0f);
+                pack_code(layout, block, row, col, static_cast<unsigned>(code));
+                if (!detail::is_finite(x)) continue;
+                const float error = bounded(x) - Levels::template value<code_bits>(code, scale, bias);
+                const auto at = static_cast<std::size_t>(group * lines.padded_size() + slot);
+                errors[at] += static_cast<double>(error);
+                ++counts[at];
+                if constexpr (requires { encoder.feedback_row(id, s.dim, c); })
+                    if (s.role ==
+                        tensor::key)  // queries meet keys: their statistics say nothing about values
+                        if (const float* const row_of = encoder.feedback_row(id, s.dim, c))
+                            for (int j = 0; j < c; ++j)
+                                owed[static_cast<std::size_t>(j)] +=
+                                    static_cast<double>(row_of[j]) * static_cast<double>(error);
+            }
+        }
+        if constexpr (Encoder::corrects_mean)
+            each_group(s, [&](const value_group& g) {
+                const auto at = static_cast<std::size_t>(g.number * lines.padded_size() + g.slot);
+                if (counts[at] == 0) return;
+                auto stored = load_parameters(s, block, g.number, g.slot);
+                const double bias =
+                    static_cast<double>(static_cast<float>(stored.bias)) + errors[at] / counts[at];
+                stored.bias = parameter(bounded(static_cast<float>(bias)));
+                store_parameters(s, block, g.number, g.slot, stored);
+            });
+        return not_finite;
+    }
+    /// Within what a parameter holds, so that none becomes infinite.
+    static float bounded(float x) noexcept {
+        constexpr float limit =
+            0x1p100f < detail::max_finite<parameter> ? 0x1p100f : detail::max_finite<parameter>;
+        return detail::larger(-limit, detail::smaller(x, limit));
+    }
+
     static constexpr int index(const block_shape& s, int row, int col) noexcept {
         return s.role == tensor::key ? row * s.dim + col : col * s.dim + row;
     }
@@ -199,22 +293,22 @@ private:
 };
 
 namespace detail {
-template <class Bits, class Levels, class Granularity, class Params>
+template <class Bits, class Levels, class Granularity, class Params, class Encoder>
 requires fixed_group<Granularity>
-struct with_any_group<scheme<Bits, Levels, Granularity, Params>> {
+struct with_any_group<scheme<Bits, Levels, Granularity, Params, Encoder>> {
     using granularity_type = typename any_group_of<Granularity>::type;
-    using type = scheme<Bits, Levels, granularity_type, Params>;
-    static type of(const scheme<Bits, Levels, Granularity, Params>&) {
+    using type = scheme<Bits, Levels, granularity_type, Params, Encoder>;
+    static type of(const scheme<Bits, Levels, Granularity, Params, Encoder>& fixed) {
         if constexpr (std::same_as<granularity_type, Granularity>)
-            return {};
+            return fixed;
         else
-            return type(granularity_type(Granularity::group));
+            return type(granularity_type(Granularity::group), fixed.encoder);
     }
 };
 
 // What a group size that is a value changes stands in the name.
-template <class Bits, class Levels, class Granularity, class Params>
-inline constexpr bool name_says_all<scheme<Bits, Levels, Granularity, Params>> = true;
+template <class Bits, class Levels, class Granularity, class Params, class Encoder>
+inline constexpr bool name_says_all<scheme<Bits, Levels, Granularity, Params, Encoder>> = true;
 }  // namespace detail
 
 }  // namespace kvq::inline KVQ_TAGGED

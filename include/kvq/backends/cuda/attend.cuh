@@ -119,10 +119,10 @@ template <class Format>
 struct even_keys {
     static constexpr bool known = false;
 };
-template <grid Options, class Encoder, class Params, class Values, int HeadDim, int PageTokens,
-          int ValueDim>
-requires(Options.bits.count > 1 && Options.average.eighths >= 8 && Options.average.eighths % 8 == 0)
-struct even_keys<format<channel_grid<Options, Encoder, Params>, Values, HeadDim, PageTokens, ValueDim>> {
+template <grid Options, class Encoder, class Params, class Values, int HeadDim, int PageTokens, int ValueDim>
+requires(Options.bits.count > 1 && Options.average.eighths >= 8 &&
+         Options.average.eighths % 8 == 0) struct even_keys<format<channel_grid<Options, Encoder, Params>,
+                                                                   Values, HeadDim, PageTokens, ValueDim>> {
     using mixed = channel_grid<Options, Encoder, Params>;
     static constexpr int width = Options.average.eighths / 8;
     using even = channel_grid<grid{.bits = width, .group = Options.group}, min_max, Params>;

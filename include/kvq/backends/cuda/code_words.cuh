@@ -102,7 +102,8 @@ requires(Options.bits.count == 1) struct word_traits<channel_grid<Options, Encod
     }
 };
 template <grid Options, class Encoder, class Params>
-requires(Options.bits.count > 1) struct word_traits<channel_grid<Options, Encoder, Params>> {  // see mixed_keys.cuh
+requires(Options.bits.count >
+         1) struct word_traits<channel_grid<Options, Encoder, Params>> {  // see mixed_keys.cuh
     static constexpr bool token_parameters = false;
 };
 template <class T>

@@ -27,7 +27,8 @@ struct mixed_chunk {
     static constexpr int dim = Format::head_dim;
     static constexpr int page = Format::page_tokens, tokens = Tokens;
     static constexpr block_shape shape = Format::key_shape();
-    static constexpr int group = scheme::options.group == 0 || scheme::options.group > page ? page : scheme::options.group;
+    static constexpr int group =
+        scheme::options.group == 0 || scheme::options.group > page ? page : scheme::options.group;
     static constexpr int quads = dim / 4;
     /// Bits of the codes that products see. Sums stay below 2^31.
     static constexpr int code_bits = dim <= 256 ? 8 : width_list::values[0];

@@ -7,14 +7,17 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 
 template <class S>
 inline constexpr bool is_composed = false;
-template <class Bits, class Levels, class Granularity, class Params>
-inline constexpr bool is_composed<scheme<Bits, Levels, Granularity, Params>> =
+template <class Bits, class Levels, class Granularity, class Params, class Encoder>
+inline constexpr bool is_composed<scheme<Bits, Levels, Granularity, Params, Encoder>> =
     std::same_as<Levels, asymmetric> || std::same_as<Levels, symmetric>;
 
 /// A scheme composed of the library's own levels, and not a type derived from one, whose quantize() and dequantize() may do more
 /// (transform, search).
 template <class S>
 concept composed_scheme = is_composed<S>;
+/// One whose parameters are the range of a group, which kernels fit.
+template <class S>
+concept range_scheme = composed_scheme<S> && S::fits_range;
 
 /// Where a block's parameters lie: scheme::parameter_offset and section_bytes, asked once per block.
 struct parameter_sections {

@@ -17,7 +17,7 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-template <class Lanes, composed_scheme Scheme>
+template <class Lanes, range_scheme Scheme>
 class block_quantizer {
 public:
     block_quantizer(const Scheme& scheme, const block_shape& shape, const std::byte* window, std::byte* block)

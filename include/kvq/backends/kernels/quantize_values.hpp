@@ -21,7 +21,7 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-template <class Lanes, composed_scheme Scheme>
+template <class Lanes, range_scheme Scheme>
 class value_quantizer {
 public:
     value_quantizer(const Scheme& scheme, const block_shape& shape, const float* values, std::byte* block)
