@@ -1,4 +1,4 @@
-// Coding to channel_grid, mixed_width and the presets on the device: the bytes that the CPU writes, whatever the numbers are.
+// Coding to channel_grid and the presets on the device: the bytes that the CPU writes, whatever the numbers are.
 //
 //   quantize [seed]
 #include <kvq/schemes/presets.hpp>

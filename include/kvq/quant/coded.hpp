@@ -75,7 +75,7 @@ struct small_float {
     }
 };
 /// Scales of channels: 32 steps an octave, 8 octaves. (What a range gains by being stored outside is lost in resolution, and a
-/// scale of less than 1/250 of the largest one does not matter.) TokenScales of tokens: 16 steps, 16 octaves.
+/// scale of less than 1/250 of the largest one does not matter.) Token scales: 16 steps, 16 octaves.
 using scale_float = small_float<5>;
 using token_scale_float = small_float<4>;
 static_assert(scale_float::value(255) == scale_float::largest &&

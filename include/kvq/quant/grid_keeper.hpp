@@ -170,7 +170,7 @@ private:
     float first_[most], scale_[most], inverse_[most];
 };
 
-/// Replaces token scales by stored ones under which values lie on grids of `top` steps, where such are near. TokenScales that are
+/// Replaces token scales by stored ones under which values lie on grids of `top` steps, where such are near. Scales that are
 /// stored ones stay: they were settled before. Equal factors take their place if those have less error.
 /// values: [tokens][dim], at most 1024 tokens and channels. Grids of more than 6 bits are too fine
 /// to tell.

@@ -68,7 +68,7 @@ struct code_chunk {
     static constexpr bool coded = std::is_same_v<parameter, kvq::coded>;
     static constexpr int shared_bytes = coded ? 6 * ceil_div(page, group) : 0;  // in the page
 
-    // TokenScales of tokens, which stand behind parameters of channels.
+    // Token scales, which stand behind parameters of channels.
     using factor = typename traits::factor;
     static constexpr bool has_token_scales = !std::is_same_v<factor, void>;
     static constexpr int factor_width = [] {

@@ -1,4 +1,4 @@
-// TokenScales of tokens on the device: quant/token_scales.hpp.
+// Token scales on the device: quant/token_scales.hpp.
 //
 //   channels   one thread adds up a channel's squares, token by token, as the CPU does
 //   tokens     one thread adds up one of the eight parts of two tokens' sums

@@ -32,7 +32,7 @@ struct grid_memory {
     using encoder = typename S::encoder_type;
     static_assert(
         encoder_traits<encoder>::known,
-        "kvq::cuda: channel_grid and mixed_width are coded with the encoders of quant/encoders.hpp");
+        "kvq::cuda: channel_grid is quantized with the encoders of quant/encoders.hpp");
     static constexpr bool feedback = Role == tensor::key && encoder_traits<encoder>::feedback;
     static_assert(Role == tensor::key || encoder_traits<encoder>::fits == encoder_traits<encoder>::alone,
                   "kvq::cuda: values have no feedback; name the encoder that they shall have");

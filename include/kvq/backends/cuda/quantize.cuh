@@ -5,7 +5,7 @@
 //
 // A thread block codes one block (one head of one page): first all parameters, then all words, from values that a source
 // functor returns: of a 16-bit window page (commit) or a page in another scheme (requantize), in shared memory where they fit.
-// Blocks of channel_grid and mixed_width: quantize_grid.cuh.
+// Blocks of channel_grid: quantize_grid.cuh.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 

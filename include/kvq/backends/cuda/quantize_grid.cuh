@@ -1,4 +1,4 @@
-// Coding blocks of channel_grid and mixed_width on the device, one thread block each: the steps of schemes/channel_grid.hpp,
+// Coding blocks of channel_grid on the device, one thread block each: the steps of schemes/channel_grid.hpp,
 // schemes/channel_codes.hpp and quant/quantize_channels.hpp.
 //
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words

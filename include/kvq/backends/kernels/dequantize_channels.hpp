@@ -1,4 +1,4 @@
-// Dequantizing blocks with parameters per channel and scales per token (schemes/channel_grid.hpp, schemes/channel_codes.hpp) to tokens, in
+// Dequantizing blocks with parameters per channel and scales per token (schemes/channel_grid.hpp) to tokens, in
 // lanes: the mirror of quantize_channels.hpp.
 //
 //   V   a lane is a channel, as in the output

@@ -1,4 +1,4 @@
-// Coding blocks with parameters per channel that encoders fit (schemes/channel_grid.hpp, schemes/channel_codes.hpp), in lanes.
+// Coding blocks with parameters per channel that encoders fit (schemes/channel_grid.hpp), in lanes.
 //
 //   1. factors     of tokens, and every token divided by its own                          (token_scale_fit.hpp)
 //   2. fit         a lane is a channel                                                    (channel_fit.hpp)

@@ -1,4 +1,4 @@
-// TokenScales of tokens, a vector of channels at a time: quant/token_scales.hpp, bit for bit.
+// Token scales, a vector of channels at a time: quant/token_scales.hpp, bit for bit.
 //
 // Sums over tokens have a channel per lane. Sums over channels have a part per lane (interleaved_sum: channel c belongs to part
 // c % 8): with 8 doubles to a register one register holds all parts, with fewer the halves of vectors take turns.
