@@ -81,16 +81,16 @@ void keys(list& to) {
     key.template operator()<affine<B, per_channel<64>>>("channel g64");
     key.template operator()<centred<codebook_scheme<by_norm<normal_levels<B>>, per_channel<64>>>>(
         "channel g64, centred, normal levels");
-    key.template operator()<channel_grid<kvq::grid{.bits = B, .group = 64}>>("channel g64, coded");
-    key.template operator()<hadamard<channel_grid<kvq::grid{.bits = B, .group = 64}>>>(
+    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>("channel g64, coded");
+    key.template operator()<hadamard<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>>(
         "channel g64, coded, Hadamard");
-    key.template operator()<channel_grid<kvq::grid{.bits = B, .group = 64}, shrink_search>>(
+    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, shrink_search>>(
         "channel g64, coded, shrink");
-    key.template operator()<channel_grid<kvq::grid{.bits = B, .group = 64}, least_squares>>(
+    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, least_squares>>(
         "channel g64, coded, least squares");
-    key.template operator()<channel_grid<kvq::grid{.bits = B, .group = 64}, mean_corrected<min_max>>>(
+    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, mean_corrected<min_max>>>(
         "channel g64, coded, mean corrected");
-    key.template operator()<channel_grid<kvq::grid{.bits = B}, min_max, coded, token_scales<coded>>>(
+    key.template operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, coded, token_scales<coded>>>(
         "dual g128, coded");
     key.template operator()<variance_normalized<B>>("variance normalized");
     key.template operator()<typename kvarn<B>::keys>("variance normalized, Hadamard (KVarN)");
@@ -105,22 +105,23 @@ void keys_with_statistics(list& to) {
         add_keys_with_statistics<S>(to, name + what, [](const calibration& c) { return S(c); });
     };
     const auto plan = [&]<class Encoder>(const std::string& encoder) {
-        using S = channel_grid<kvq::grid{.bits = Widths, .average = B, .group = 64}, Encoder>;
+        using S = channel_grid<kvq::grid{.bits = Widths, .average_eighths = 8 * B, .group = 64}, Encoder>;
         add_keys_with_statistics<S>(to, name + "widths, coded, " + encoder, [](const calibration& c) {
             return S(std::make_shared<const width_plan>(S::make_plan(c)));
         });
     };
-    feedback.template operator()<channel_grid<kvq::grid{.bits = B, .group = 64}, error_feedback<min_max>>>(
+    feedback.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, error_feedback<min_max>>>(
         "channel g64, coded, feedback");
     plan.template operator()<min_max>("min-max");
     plan.template operator()<least_squares_below_3_bits>("least squares below 3 bits");
     using both = error_feedback<least_squares_below_3_bits>;
-    feedback.template operator()<channel_grid<kvq::grid{.bits = Widths, .average = B, .group = 64}, both>>(
+    feedback.template
+    operator()<channel_grid<kvq::grid{.bits = Widths, .average_eighths = 8 * B, .group = 64}, both>>(
         "widths, coded, least squares below 3 bits, feedback");
     // At head_dim 48 a row of 3-bit codes takes 5 words for 4.5; this one takes 4.
     if constexpr (B == 3)
         feedback.template
-        operator()<channel_grid<kvq::grid{.bits = Widths, .average = 2.625, .group = 64}, both>>(
+        operator()<channel_grid<kvq::grid{.bits = Widths, .average_eighths = 21, .group = 64}, both>>(
             "2.625 bits, widths, coded, least squares below 3 bits, feedback");
 }
 
@@ -134,22 +135,23 @@ void values(list& to) {
     using dual = token_scales<coded>;
     value.template operator()<affine<B, per_token<64>>>("token g64");
     value.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");
-    value.template operator()<channel_grid<kvq::grid{.bits = B, .group = 64}>>("channel g64, coded");
-    value.template operator()<channel_grid<kvq::grid{.bits = B, .group = 64}, mean_corrected<min_max>>>(
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>("channel g64, coded");
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, mean_corrected<min_max>>>(
         "channel g64, coded, mean corrected");
-    value.template operator()<channel_grid<kvq::grid{.bits = B}, min_max, coded, dual>>("dual g128, coded");
-    value.template operator()<channel_grid<kvq::grid{.bits = B}, shrink_search, coded, dual>>(
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, coded, dual>>("dual g128, coded");
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, shrink_search, coded, dual>>(
         "dual g128, coded, shrink");
-    value.template operator()<channel_grid<kvq::grid{.bits = B}, least_squares, coded, dual>>(
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, least_squares, coded, dual>>(
         "dual g128, coded, least squares");
-    value.template operator()<channel_grid<kvq::grid{.bits = B}, mean_corrected<min_max>, coded, dual>>(
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<min_max>, coded, dual>>(
         "dual g128, coded, mean corrected");
-    value.template operator()<channel_grid<kvq::grid{.bits = B}, mean_corrected<least_squares>, coded, dual>>(
+    value.template
+    operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<least_squares>, coded, dual>>(
         "dual g128, coded, least squares, mean corrected");
-    value.template operator()<hadamard<channel_grid<kvq::grid{.bits = B}, min_max, coded, dual>>>(
+    value.template operator()<hadamard<channel_grid<kvq::grid{.bits = {B}}, min_max, coded, dual>>>(
         "dual g128, coded, Hadamard");
     value.template
-    operator()<channel_grid<kvq::grid{.bits = B}, min_max, params<float16>, token_scales<params<float16>>>>(
+    operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, params<float16>, token_scales<params<float16>>>>(
         "dual g128, fp16");
     value.template operator()<variance_normalized<B>>("variance normalized");
     value.template operator()<hadamard<variance_normalized<B, false>>>(
@@ -164,9 +166,9 @@ int main(int argc, char** argv) {
     keys<4>(all);
     keys<3>(all);
     keys<2>(all);
-    keys_with_statistics<4, kvq::code_widths(6, 4, 3, 0)>(all);
-    keys_with_statistics<3, kvq::code_widths(6, 4, 3, 2, 0)>(all);
-    keys_with_statistics<2, kvq::code_widths(4, 2, 0)>(all);
+    keys_with_statistics<4, kvq::code_widths{6, 4, 3, 0}>(all);
+    keys_with_statistics<3, kvq::code_widths{6, 4, 3, 2, 0}>(all);
+    keys_with_statistics<2, kvq::code_widths{4, 2, 0}>(all);
     values<4>(all);
     values<3>(all);
     values<2>(all);

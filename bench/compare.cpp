@@ -41,6 +41,15 @@ std::vector<kvq::float16> normals(int n, unsigned seed, bool keys) {
     return x;
 }
 
+// Older trees say encode.
+template <class Scheme>
+void write_values(const Scheme& scheme, const kvq::block_shape& block, float* values, std::byte* to) {
+    if constexpr (requires { scheme.quantize(block, kvq::block_id(), values, to); })
+        scheme.quantize(block, {}, values, to);
+    else
+        scheme.encode(block, {}, values, to);
+}
+
 template <class F>
 void measure(const std::string& row, double seconds, F&& f) {
     using clock = std::chrono::steady_clock;
@@ -107,7 +116,7 @@ void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role,
     for (std::size_t b = 0; b < blocks; ++b) {
         const auto half = normals(page * dim, 10 + static_cast<unsigned>(b), role == kvq::tensor::key);
         for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(half[i]);
-        values.quantize(block, {}, x.data(), in.data() + b * in_bytes);
+        write_values(values, block, x.data(), in.data() + b * in_bytes);
     }
 #if defined(FORMATS_ARE_VALUES)
     const kvq::format f = kvq::make_format<kvq::simd<>>(scheme);
@@ -122,11 +131,11 @@ void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role,
 #else
     using backend = kvq::simd<>;
     const auto quantize = [&](std::size_t b) {
-        backend::quantize<kvq::float16>(scheme, block, {}, in.data() + b * in_bytes, out.data() + b * bytes,
-                                        x.data());
+        backend::encode<kvq::float16>(scheme, block, {}, in.data() + b * in_bytes, out.data() + b * bytes,
+                                      x.data());
     };
     const auto dequantize = [&](std::size_t b) {
-        backend::dequantize(scheme, block, {}, out.data() + b * bytes, tokens.data(), dim, x.data());
+        backend::decode(scheme, block, {}, out.data() + b * bytes, tokens.data(), dim, x.data());
     };
 #endif
     const std::string of = name + (role == kvq::tensor::key ? " K" : " V");

@@ -108,18 +108,18 @@ void add_ingredients(list& to) {
     add("trusting", "widths as if the statistics were those of the text", &trusting_keys<preset_keys>,
         same_values);
     add("even", "keys of one width, error feedback alone",
-        &compiled_keys<channel_grid<kvq::grid{.bits = Bits, .group = 64}, encoder>>, same_values);
+        &compiled_keys<channel_grid<kvq::grid{.bits = {Bits}, .group = 64}, encoder>>, same_values);
     add("other-keys", "keys of 2 bits: range; low2: least squares",
         &compiled_keys<channel_grid<widths, other_encoder>>, same_values);
     add("fp16", "parameters in fp16", &compiled_keys<channel_grid<widths, encoder, params<float16>>>,
         &compiled_values<
-            channel_grid<kvq::grid{.bits = Bits}, best, params<float16>, token_scales<params<float16>>>>);
+            channel_grid<kvq::grid{.bits = {Bits}}, best, params<float16>, token_scales<params<float16>>>>);
     add("range-values", "values without least squares and corrected mean", same_keys,
-        &compiled_values<channel_grid<kvq::grid{.bits = Bits}, min_max, coded, token_scales<coded>>>);
+        &compiled_values<channel_grid<kvq::grid{.bits = {Bits}}, min_max, coded, token_scales<coded>>>);
     add("no-mean", "values without corrected mean", same_keys,
-        &compiled_values<channel_grid<kvq::grid{.bits = Bits}, least_squares, coded, token_scales<coded>>>);
+        &compiled_values<channel_grid<kvq::grid{.bits = {Bits}}, least_squares, coded, token_scales<coded>>>);
     add("no-factors", "values without token scales", same_keys,
-        &compiled_values<channel_grid<kvq::grid{.bits = Bits}, best>>);
+        &compiled_values<channel_grid<kvq::grid{.bits = {Bits}}, best>>);
     add("token-values", "values as in KIVI", same_keys,
         built_in_values("affine-" + std::to_string(Bits) + "-g64"));
 }

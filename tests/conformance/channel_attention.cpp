@@ -19,14 +19,14 @@ using kvq::coded;
 using kvq::float16;
 using kvq::params;
 using kvq::token_scales;
-using mixed = kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 0}, .average = 3.25, .group = 64}>;
+using mixed = kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 0}, .average_eighths = 26, .group = 64}>;
 using keys = test::formats<
-    kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}>, mixed,
-    kvq::channel_grid<kvq::grid{.bits = 2, .group = 7}, kvq::min_max, coded, token_scales<coded>>>;
+    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>, mixed,
+    kvq::channel_grid<kvq::grid{.bits = {2}, .group = 7}, kvq::min_max, coded, token_scales<coded>>>;
 using values = test::formats<
-    kvq::channel_grid<kvq::grid{.bits = 4}, kvq::min_max, coded, token_scales<coded>>,
-    kvq::channel_grid<kvq::grid{.bits = 2, .group = 64}, kvq::mean_corrected<kvq::least_squares>>,
-    kvq::channel_grid<kvq::grid{.bits = 8, .group = 5}, kvq::min_max, params<float16>,
+    kvq::channel_grid<kvq::grid{.bits = {4}}, kvq::min_max, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {2}, .group = 64}, kvq::mean_corrected<kvq::least_squares>>,
+    kvq::channel_grid<kvq::grid{.bits = {8}, .group = 5}, kvq::min_max, params<float16>,
                       token_scales<params<float16>>>>;
 
 }  // namespace
@@ -50,7 +50,7 @@ TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Bac
         auto options = test::random_options(random);
         if (random.one_in(2)) options.page_tokens = random.pick(std::vector<int>{64, 128});
         options.layers = test::rotate_formats<C>(3);
-        const kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}> first;
+        const kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}> first;
         const auto plan = test::with_random_plan<mixed>(random, {3, shape.kv_heads, shape.head_dim});
         C cache(shape, options, typename C::key_table(first, random.one_in(3) ? mixed{} : plan, {}));
         const int n = random.one_in(4) ? random.between(1, 1500) : random.between(1, 400);

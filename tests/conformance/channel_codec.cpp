@@ -92,16 +92,16 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     }
 }
 
-#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                    \
-    kvq::std4::keys, kvq::std4::values, kvq::low2::keys, kvq::hi6::values,               \
-        channel_grid<kvq::grid{.bits = 3, .group = 5}, kvq::enclosing, params<float16>>, \
-        channel_grid<kvq::grid{.bits = 7, .group = 32}, kvq::least_squares, coded,       \
-                     token_scales<params<kvq::bfloat16>>>,                               \
-        kvq::channel_grid<kvq::grid{.bits = {8, 5, 2, 1}, .average = 3.5, .group = 16},  \
+#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                          \
+    kvq::std4::keys, kvq::std4::values, kvq::low2::keys, kvq::hi6::values,                     \
+        channel_grid<kvq::grid{.bits = {3}, .group = 5}, kvq::enclosing, params<float16>>,     \
+        channel_grid<kvq::grid{.bits = {7}, .group = 32}, kvq::least_squares, coded,           \
+                     token_scales<params<kvq::bfloat16>>>,                                     \
+        kvq::channel_grid<kvq::grid{.bits = {8, 5, 2, 1}, .average_eighths = 28, .group = 16}, \
                           kvq::mean_corrected<kvq::least_squares>>
-#define KVQ_TEST_SOME_CHANNEL_KEYS                                                               \
-    kvq::hi6::keys, kvq::low3::keys,                                                             \
-        channel_grid<kvq::grid{.bits = 3, .group = 16}, kvq::error_feedback<kvq::least_squares>, \
+#define KVQ_TEST_SOME_CHANNEL_KEYS                                                                 \
+    kvq::hi6::keys, kvq::low3::keys,                                                               \
+        channel_grid<kvq::grid{.bits = {3}, .group = 16}, kvq::error_feedback<kvq::least_squares>, \
                      params<float16>, token_scales<coded>>
 #if defined(KVQ_TEST_FEWER_SCHEMES)
 #define KVQ_TEST_CHANNEL_SCHEMES KVQ_TEST_SOME_CHANNEL_SCHEMES
@@ -109,16 +109,16 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
 #else
 #define KVQ_TEST_CHANNEL_SCHEMES                                                                           \
     KVQ_TEST_SOME_CHANNEL_SCHEMES, kvq::low3::keys, kvq::low3::values, kvq::low2::values, kvq::mix4::keys, \
-        kvq::ref8::values, channel_grid<kvq::grid{.bits = 1}>,                                             \
-        channel_grid<kvq::grid{.bits = 8, .group = 64}, kvq::shrink_search, params<float>>,                \
-        channel_grid<kvq::grid{.bits = 2, .group = 64}, kvq::mean_corrected<kvq::enclosing>>,              \
-        channel_grid<kvq::grid{.bits = 5}, kvq::least_squares_below_3_bits, params<float16>,               \
+        kvq::ref8::values, channel_grid<kvq::grid{.bits = {1}}>,                                           \
+        channel_grid<kvq::grid{.bits = {8}, .group = 64}, kvq::shrink_search, params<float>>,              \
+        channel_grid<kvq::grid{.bits = {2}, .group = 64}, kvq::mean_corrected<kvq::enclosing>>,            \
+        channel_grid<kvq::grid{.bits = {5}}, kvq::least_squares_below_3_bits, params<float16>,             \
                      token_scales<coded>>,                                                                 \
-        kvq::channel_grid<kvq::grid{.bits = {7, 3, 0}, .average = 2.5},                                    \
+        kvq::channel_grid<kvq::grid{.bits = {7, 3, 0}, .average_eighths = 20},                             \
                           kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #define KVQ_TEST_CHANNEL_KEYS                                                      \
     KVQ_TEST_SOME_CHANNEL_KEYS, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys, \
-        kvq::channel_grid<kvq::grid{.bits = {7, 3, 0}, .average = 2.5},            \
+        kvq::channel_grid<kvq::grid{.bits = {7, 3, 0}, .average_eighths = 20},     \
                           kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #endif
 
@@ -147,7 +147,7 @@ TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNE
 TEST_CASE_TEMPLATE(
     "channels behind a transform: same bytes from every backend", S, kvq::hadamard<kvq::std4::values>,
     kvq::hadamard<kvq::affine<4, kvq::per_token<64>>>,
-    kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {5, 2, 0}, .average = 2.5, .group = 64}>, 16>) {
+    kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {5, 2, 0}, .average_eighths = 20, .group = 64}>, 16>) {
     check_shapes<S>();
     static_assert(kvq::kernels::transformed_scheme<S>);
     struct derived : S {};  // may do something else

@@ -82,15 +82,15 @@ TEST_CASE("bytes of channel grids, encoders and presets") {
     using kvq::coded;
     using kvq::params;
     using kvq::token_scales;
-    check("channel_grid<4>", channel_grid<kvq::grid{.bits = 4}>{});
-    check("channel_grid<3, 7>", channel_grid<kvq::grid{.bits = 3, .group = 7}>{});
+    check("channel_grid<4>", channel_grid<kvq::grid{.bits = {4}}>{});
+    check("channel_grid<3, 7>", channel_grid<kvq::grid{.bits = {3}, .group = 7}>{});
     check("channel_grid<4, 32, enclosing>",
-          channel_grid<kvq::grid{.bits = 4, .group = 32}, kvq::enclosing>{});
-    check("channel_grid<2, 0, shrink_search>", channel_grid<kvq::grid{.bits = 2}, kvq::shrink_search>{});
+          channel_grid<kvq::grid{.bits = {4}, .group = 32}, kvq::enclosing>{});
+    check("channel_grid<2, 0, shrink_search>", channel_grid<kvq::grid{.bits = {2}}, kvq::shrink_search>{});
     check("channel_grid<5, 0, min_max, float16>",
-          channel_grid<kvq::grid{.bits = 5}, kvq::min_max, params<kvq::float16>>{});
+          channel_grid<kvq::grid{.bits = {5}}, kvq::min_max, params<kvq::float16>>{});
     check("channel_grid<4, 7, dual>",
-          channel_grid<kvq::grid{.bits = 4, .group = 7}, kvq::min_max, coded, token_scales<coded>>{});
+          channel_grid<kvq::grid{.bits = {4}, .group = 7}, kvq::min_max, coded, token_scales<coded>>{});
     kvq::for_each_preset([]<class P>(P) {
         const std::string name = P::name;
         check((name + "::keys").c_str(), typename P::keys{});
@@ -101,7 +101,7 @@ TEST_CASE("bytes of channel grids, encoders and presets") {
     check("low3 with a plan", kvq::low3::keys(s));
     check("low2 with a plan", kvq::low2::keys(s));
     using feedback = kvq::error_feedback<kvq::min_max>;
-    channel_grid<kvq::grid{.bits = 3}, feedback> grid;
+    channel_grid<kvq::grid{.bits = {3}}, feedback> grid;
     grid.encoder = feedback(s);
     check("channel_grid<3, 0, error_feedback>", grid);
 }

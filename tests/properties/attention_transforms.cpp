@@ -37,11 +37,12 @@ using transformed_cache = test::typed_cache<
 /// Wrappers around what is read otherwise than by folding, and what inherits from a scheme.
 using wrapped_cache = test::typed_cache<
     test::formats<
-        baselines::centred<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}>>,
-        kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}>>,
+        baselines::centred<
+            kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>>,
+        kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>>,
         baselines::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
         baselines::centred<kvq::hadamard<symmetric_channels>>, doubled>,
-    test::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = 4}>>,
+    test::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4}}>>,
                   doubled>>;
 
 template <class Cache>

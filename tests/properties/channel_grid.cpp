@@ -76,12 +76,12 @@ double evaluation(const channel& ch, double y) {
 
 }  // namespace
 
-#define KVQ_ENCLOSING_GRIDS                                                             \
-    kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, enclosing>,                    \
-        kvq::channel_grid<kvq::grid{.bits = 2}, enclosing, coded, token_scales<coded>>, \
-        kvq::channel_grid<kvq::grid{.bits = 3, .group = 7}, enclosing, params<float>,   \
-                          token_scales<params<float16>>>,                               \
-        kvq::channel_grid<kvq::grid{.bits = 8, .group = 32}, enclosing>
+#define KVQ_ENCLOSING_GRIDS                                                               \
+    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, enclosing>,                    \
+        kvq::channel_grid<kvq::grid{.bits = {2}}, enclosing, coded, token_scales<coded>>, \
+        kvq::channel_grid<kvq::grid{.bits = {3}, .group = 7}, enclosing, params<float>,   \
+                          token_scales<params<float16>>>,                                 \
+        kvq::channel_grid<kvq::grid{.bits = {8}, .group = 32}, enclosing>
 
 TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING_GRIDS) {
     const S scheme;
@@ -99,9 +99,9 @@ TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING
 }
 
 TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to nearest cuts off", S,
-                   kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}>,
-                   kvq::channel_grid<kvq::grid{.bits = 3}, min_max, coded, token_scales<coded>>,
-                   kvq::channel_grid<kvq::grid{.bits = 8, .group = 5}>) {
+                   kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
+                   kvq::channel_grid<kvq::grid{.bits = {3}}, min_max, coded, token_scales<coded>>,
+                   kvq::channel_grid<kvq::grid{.bits = {8}, .group = 5}>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x =
@@ -121,9 +121,9 @@ TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to 
 
 TEST_CASE_TEMPLATE(
     "mean_corrected: errors of a channel average to at most half a step of biases", S,
-    kvq::channel_grid<kvq::grid{.bits = 2, .group = 64}, mean_corrected<least_squares>>,
-    kvq::channel_grid<kvq::grid{.bits = 2}, mean_corrected<min_max>, coded, token_scales<coded>>,
-    kvq::channel_grid<kvq::grid{.bits = 4, .group = 33}, mean_corrected<enclosing>, params<float>>) {
+    kvq::channel_grid<kvq::grid{.bits = {2}, .group = 64}, mean_corrected<least_squares>>,
+    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<min_max>, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 33}, mean_corrected<enclosing>, params<float>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         const auto x = test::random_block(random, shape);
@@ -142,9 +142,9 @@ TEST_CASE_TEMPLATE(
 
 TEST_CASE_TEMPLATE(
     "any input: every byte written, the same from every backend, finite numbers back", S,
-    kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, kvq::error_feedback<min_max>>,
-    kvq::channel_grid<kvq::grid{.bits = 2}, mean_corrected<least_squares>, coded, token_scales<coded>>,
-    kvq::channel_grid<kvq::grid{.bits = 7, .group = 5}, kvq::shrink_search, params<float16>,
+    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::error_feedback<min_max>>,
+    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {7}, .group = 5}, kvq::shrink_search, params<float16>,
                       token_scales<params<float16>>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
@@ -196,7 +196,7 @@ TEST_CASE("a scale per token keeps tokens of any size as precise as the others")
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::channel_grid<kvq::grid{.bits = 4}, min_max, coded, token_scales<coded>> dual;
+    const kvq::channel_grid<kvq::grid{.bits = {4}}, min_max, coded, token_scales<coded>> dual;
     for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
         const kvq::block_shape shape{role, 64, 64};
         auto x = test::random_block(random, shape);
@@ -224,9 +224,9 @@ TEST_CASE("a scale per token keeps tokens of any size as precise as the others")
 
 TEST_CASE_TEMPLATE(
     "zero is zero, and one constant everywhere is nearly exact", S,
-    kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}>,
-    kvq::channel_grid<kvq::grid{.bits = 2}, mean_corrected<least_squares>, coded, token_scales<coded>>,
-    kvq::channel_grid<kvq::grid{.bits = 8}, min_max, params<float16>, token_scales<params<float16>>>) {
+    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
+    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {8}}, min_max, params<float16>, token_scales<params<float16>>>) {
     const S scheme;
     INFO(scheme.name());
     for (const float value : {0.0f, 1.0f, -2.5f, 1000.0f, 1e-6f}) {
@@ -238,16 +238,16 @@ TEST_CASE_TEMPLATE(
 }
 
 TEST_CASE("blocks beyond 1024 tokens or channels are refused") {
-    const kvq::channel_grid<kvq::grid{.bits = 4}> scheme;
+    const kvq::channel_grid<kvq::grid{.bits = {4}}> scheme;
     CHECK(scheme.block_bytes({kvq::tensor::key, 1024, 1024}) > 0);
     CHECK_THROWS_AS(scheme.block_bytes({kvq::tensor::key, 1025, 64}), kvq::error);
     CHECK_THROWS_AS(scheme.block_bytes({kvq::tensor::value, 64, 1025}), kvq::error);
 }
 
 TEST_CASE_TEMPLATE(
-    "value() is what dequantize() gives", S, kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}>,
-    kvq::channel_grid<kvq::grid{.bits = 5, .group = 20}, min_max, coded, token_scales<coded>>,
-    kvq::channel_grid<kvq::grid{.bits = 8}, min_max, params<float16>, token_scales<params<float16>>>) {
+    "value() is what dequantize() gives", S, kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
+    kvq::channel_grid<kvq::grid{.bits = {5}, .group = 20}, min_max, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {8}}, min_max, params<float16>, token_scales<params<float16>>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -4,5 +4,5 @@
 #include <kvq/kvq.hpp>
 
 const auto made = kvq::make_format<
-    kvq::channel_grid<kvq::grid{.bits = 4, .group = 64}, kvq::min_max, kvq::coded, kvq::coded>,
+    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::min_max, kvq::coded, kvq::coded>,
     kvq::scalar>();

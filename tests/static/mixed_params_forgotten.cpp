@@ -4,5 +4,5 @@
 #include <kvq/kvq.hpp>
 
 const auto made = kvq::make_format<
-    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}, kvq::min_max, float>,
+    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, kvq::min_max, float>,
     kvq::scalar>();

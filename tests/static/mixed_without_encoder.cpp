@@ -3,6 +3,6 @@
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 
-const auto made =
-    kvq::make_format<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average = 2, .group = 64}, kvq::coded>,
-                     kvq::scalar>();
+const auto made = kvq::make_format<
+    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, kvq::coded>,
+    kvq::scalar>();

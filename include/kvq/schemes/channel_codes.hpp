@@ -27,33 +27,35 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Bits per code: one width for all channels, or up to 8 different ones, the widest first. 0, the last of several: the mean alone.
+/// Bits per code: one width for all channels, {4}, or up to 8 different ones, the widest first, {6, 4, 3, 0}. 0, the last of several: a
+/// channel's mean alone. (An aggregate: nvcc writes values of template arguments out as one.)
 struct code_widths {
-    int count = 0;
-    int values[8] = {};
+    int first = 0, second = -1, third = -1, fourth = -1, fifth = -1, sixth = -1, seventh = -1, eighth = -1;
 
-    constexpr code_widths() = default;
-    template <std::convertible_to<int>... Width>
-    requires(sizeof...(Width) >= 1 && sizeof...(Width) <= 8) constexpr code_widths(Width... width)
-        : count(static_cast<int>(sizeof...(Width))), values{static_cast<int>(width)...} {}
-};
-/// Bits per code, on average over the channels: a multiple of 1/8.
-struct average_bits {
-    int eighths = 0;
-
-    constexpr average_bits() = default;
-    template <class Number>
-    requires std::is_arithmetic_v<Number>
-    constexpr average_bits(Number bits) : eighths(static_cast<int>(8 * bits)) {
-        detail::expect(eighths == 8 * bits, "average bits must be a multiple of 1/8");
+    KVQ_HD constexpr int operator[](int i) const noexcept {
+        return i == 0   ? first
+               : i == 1 ? second
+               : i == 2 ? third
+               : i == 3 ? fourth
+               : i == 4 ? fifth
+               : i == 5 ? sixth
+               : i == 6 ? seventh
+               : i == 7 ? eighth
+                        : -1;
+    }
+    KVQ_HD constexpr int count() const noexcept {
+        int n = 1;
+        while ((*this)[n] >= 0) ++n;
+        return n;
     }
 };
 
-/// How a channel grid is cut: channel_grid<grid{.bits = 4, .group = 64}>, channel_grid<grid{.bits = {4, 2, 0}, .average = 2, .group = 64}>.
+/// How a channel grid is cut: channel_grid<grid{.bits = {4}, .group = 64}>, channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16,
+/// .group = 64}>.
 struct grid {
     code_widths bits{};
-    average_bits average{};  ///< where there are several widths
-    int group = 0;           ///< tokens that share a channel's parameters; 0: the whole page
+    int average_eighths = 0;  ///< where there are several widths: average bits of a channel, in eighths
+    int group = 0;            ///< tokens that share a channel's parameters; 0: the whole page
 };
 
 namespace detail {
@@ -63,16 +65,15 @@ template <grid Options>
 struct grid_geometry {
     static_assert(
         [] {
-            for (int i = 0; i + 1 < Options.bits.count; ++i)
-                if (Options.bits.values[i] <= Options.bits.values[i + 1]) return false;
-            const int last = Options.bits.count > 0 ? Options.bits.values[Options.bits.count - 1] : -1;
-            return Options.bits.values[0] >= 1 && Options.bits.values[0] <= 8 && last >= 0;
+            for (int i = 0; i + 1 < Options.bits.count(); ++i)
+                if (Options.bits[i] <= Options.bits[i + 1]) return false;
+            return Options.bits[0] >= 1 && Options.bits[0] <= 8;
         }(),
         "kvq::channel_grid: .bits is a width of 1 to 8, or different widths of 0 to 8 bits, the widest "
         "first");
     static_assert(Options.group >= 0, "kvq::channel_grid: .group is at least 1 (or 0 for the whole page)");
 
-    static constexpr bool several_widths = Options.bits.count > 1;
+    static constexpr bool several_widths = Options.bits.count() > 1;
 
     KVQ_HD static constexpr grouped_axis token_axis(const block_shape& s) noexcept {
         const per_channel<Options.group> tokens;
@@ -86,8 +87,8 @@ struct channel_codes;
 
 /// One width.
 template <grid Options>
-requires(Options.bits.count == 1) struct channel_codes<Options> : grid_geometry<Options> {
-    static constexpr int code_bits = Options.bits.values[0], zero_code = 0, top = (1 << code_bits) - 1;
+requires(Options.bits.count() == 1) struct channel_codes<Options> : grid_geometry<Options> {
+    static constexpr int code_bits = Options.bits[0], zero_code = 0, top = (1 << code_bits) - 1;
 
     channel_codes() = default;
     explicit channel_codes(const calibration&) {}
@@ -142,21 +143,22 @@ requires(Options.bits.count == 1) struct channel_codes<Options> : grid_geometry<
 
 template <grid Options, class Index>
 struct listed_widths;
-template <grid Options, std::size_t... I>
-struct listed_widths<Options, std::index_sequence<I...>> {
-    static constexpr int count = sizeof...(I);
-    static constexpr int values[count] = {Options.bits.values[I]...};
+template <grid Options, int... Width>
+struct listed_widths<Options, std::integer_sequence<int, Width...>> {
+    static constexpr int count = sizeof...(Width);
+    static constexpr int values[count] = {Options.bits[Width]...};
 };
 
 /// Several widths. A place: a channel's position in the order of the plan.
 template <grid Options>
-requires(Options.bits.count > 1) struct channel_codes<Options> : grid_geometry<Options> {
-    using width_list = listed_widths<Options, std::make_index_sequence<Options.bits.count>>;
+requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry<Options> {
+    using width_list = listed_widths<Options, std::make_integer_sequence<int, Options.bits.count()>>;
     using grid_geometry<Options>::token_axis;
-    static constexpr int average_eighths = Options.average.eighths;
-    static_assert(average_eighths >= 8 * width_list::values[width_list::count - 1] &&
-                      average_eighths <= 8 * width_list::values[0],
-                  "kvq::channel_grid: .average lies between the narrowest and the widest channel");
+    static constexpr int average_eighths = Options.average_eighths;
+    static_assert(
+        average_eighths >= 8 * width_list::values[width_list::count - 1] &&
+            average_eighths <= 8 * width_list::values[0],
+        "kvq::channel_grid: .average_eighths / 8 lies between the narrowest and the widest channel");
 
     channel_codes() = default;
     explicit channel_codes(std::shared_ptr<const width_plan> plan) : plan_(std::move(plan)) {

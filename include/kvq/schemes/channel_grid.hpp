@@ -52,7 +52,7 @@ struct grid_columns {
 
 }  // namespace detail
 
-/// Options: widths and groups, as in channel_grid<grid{.bits = 4, .group = 64}> or channel_grid<grid{.bits = {4, 2, 0}, .average = 2, .group =
+/// Options: widths and groups, as in channel_grid<grid{.bits = {4}, .group = 64}> or channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group =
 /// 64}>; Encoder: quant/encoders.hpp; Params: coded or params<P>; TokenScales: no_token_scales, or token_scales<coded or params<P>> with
 /// one width. Several widths are for keys.
 template <grid Options, class Encoder = min_max, class Params = coded, class TokenScales = no_token_scales>
@@ -266,9 +266,9 @@ private:
     }
 };
 
-static_assert(foldable<channel_grid<grid{.bits = 4}>>);
-static_assert(segmented<channel_grid<grid{.bits = {4, 2, 0}, .average = 2}>> &&
-              transforming<channel_grid<grid{.bits = {4, 2, 0}, .average = 2}>>);
-static_assert(!value_scheme<channel_grid<grid{.bits = {4, 2, 0}, .average = 2}>>);
+static_assert(foldable<channel_grid<grid{.bits = {4}}>>);
+static_assert(segmented<channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16}>> &&
+              transforming<channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16}>>);
+static_assert(!value_scheme<channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16}>>);
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -35,7 +35,7 @@ using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 /// Values of the presets: per channel over the page, one scale per token, least squares and corrected mean.
 template <int Bits, class Params = coded>
 using preset_values =
-    channel_grid<grid{.bits = Bits}, mean_corrected<least_squares>, Params, token_scales<Params>>;
+    channel_grid<grid{.bits = {Bits}}, mean_corrected<least_squares>, Params, token_scales<Params>>;
 
 }  // namespace detail
 
@@ -46,34 +46,35 @@ struct ref8 {
 };
 struct hi6 {
     static constexpr const char* name = "hi6";
-    using keys = channel_grid<grid{.bits = 6}, error_feedback<min_max>>;
+    using keys = channel_grid<grid{.bits = {6}}, error_feedback<min_max>>;
     using values = detail::preset_values<6>;
 };
 struct std5 {
     static constexpr const char* name = "std5";
-    using keys = channel_grid<grid{.bits = 5, .group = 64}, error_feedback<min_max>>;
+    using keys = channel_grid<grid{.bits = {5}, .group = 64}, error_feedback<min_max>>;
     using values = detail::preset_values<5>;
 };
 struct std4 {
     static constexpr const char* name = "std4";
-    using keys = channel_grid<grid{.bits = 4, .group = 64}, error_feedback<min_max>>;
+    using keys = channel_grid<grid{.bits = {4}, .group = 64}, error_feedback<min_max>>;
     using values = detail::preset_values<4>;
 };
 struct mix4 {
     static constexpr const char* name = "mix4";
-    using keys =
-        channel_grid<grid{.bits = {6, 4, 3, 0}, .average = 4, .group = 64}, detail::preset_key_encoder>;
+    using keys = channel_grid<grid{.bits = {6, 4, 3, 0}, .average_eighths = 32, .group = 64},
+                              detail::preset_key_encoder>;
     using values = detail::preset_values<4>;
 };
 struct low3 {
     static constexpr const char* name = "low3";
-    using keys =
-        channel_grid<grid{.bits = {6, 4, 3, 2, 0}, .average = 3, .group = 64}, detail::preset_key_encoder>;
+    using keys = channel_grid<grid{.bits = {6, 4, 3, 2, 0}, .average_eighths = 24, .group = 64},
+                              detail::preset_key_encoder>;
     using values = detail::preset_values<3>;
 };
 struct low2 {
     static constexpr const char* name = "low2";
-    using keys = channel_grid<grid{.bits = {4, 2, 0}, .average = 2, .group = 64}, detail::low2_key_encoder>;
+    using keys =
+        channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, detail::low2_key_encoder>;
     using values = detail::preset_values<2>;
 };
 

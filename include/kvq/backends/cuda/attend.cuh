@@ -120,20 +120,20 @@ struct even_keys {
     static constexpr bool known = false;
 };
 template <grid Options, class Encoder, class Params, class Values, int HeadDim, int PageTokens, int ValueDim>
-requires(Options.bits.count > 1 && Options.average.eighths >= 8 &&
-         Options.average.eighths % 8 == 0) struct even_keys<format<channel_grid<Options, Encoder, Params>,
+requires(Options.bits.count() > 1 && Options.average_eighths >= 8 &&
+         Options.average_eighths % 8 == 0) struct even_keys<format<channel_grid<Options, Encoder, Params>,
                                                                    Values, HeadDim, PageTokens, ValueDim>> {
     using mixed = channel_grid<Options, Encoder, Params>;
-    static constexpr int width = Options.average.eighths / 8;
-    using even = channel_grid<grid{.bits = width, .group = Options.group}, min_max, Params>;
+    static constexpr int width = Options.average_eighths / 8;
+    using even = channel_grid<grid{.bits = {width}, .group = Options.group}, min_max, Params>;
     using format_type = read_as<format<mixed, Values, HeadDim, PageTokens, ValueDim>,
                                 format<even, Values, HeadDim, PageTokens, ValueDim>>;
     static constexpr block_shape shape{tensor::key, PageTokens, HeadDim};
     static constexpr bool known = [] {
         constexpr auto quads = mixed::even_quads(HeadDim);
         bool one_width = false;
-        for (int w = 0; w < Options.bits.count; ++w)
-            one_width = one_width || (Options.bits.values[w] == width && 4 * quads.of[w] == HeadDim);
+        for (int w = 0; w < Options.bits.count(); ++w)
+            one_width = one_width || (Options.bits[w] == width && 4 * quads.of[w] == HeadDim);
         return one_width && mixed::parameter_offset(shape) == even::parameter_offset(shape) &&
                mixed::block_bytes(shape) == even::block_bytes(shape);
     }();

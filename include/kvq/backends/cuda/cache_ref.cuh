@@ -54,7 +54,7 @@ inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, coded>;
 template <class S>
 inline constexpr bool is_grid = false;
 template <grid Options, class Encoder, class Params, class TokenScales>
-requires(Options.bits.count ==
+requires(Options.bits.count() ==
          1) inline constexpr bool is_grid<channel_grid<Options, Encoder, Params, TokenScales>> =
     is_stored<stored_as<Params>> &&
     (std::is_same_v<TokenScales, no_token_scales> || is_stored<stored_as<TokenScales>>);
@@ -62,7 +62,7 @@ requires(Options.bits.count ==
 template <class S>
 inline constexpr bool is_mixed = false;
 template <grid Options, class Encoder, class Params>
-requires(Options.bits.count > 1) inline constexpr bool is_mixed<channel_grid<Options, Encoder, Params>> =
+requires(Options.bits.count() > 1) inline constexpr bool is_mixed<channel_grid<Options, Encoder, Params>> =
     is_stored<stored_as<Params>>;
 
 /// Bytes of a block, for schemes whose encoders have state as well.

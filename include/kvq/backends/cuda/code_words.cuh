@@ -83,8 +83,8 @@ struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
     }
 };
 template <grid Options, class Encoder, class Params, class TokenScales>
-requires(Options.bits.count == 1) struct word_traits<channel_grid<Options, Encoder, Params, TokenScales>>
-    : code_words_of<Options.bits.values[0]> {
+requires(Options.bits.count() == 1) struct word_traits<channel_grid<Options, Encoder, Params, TokenScales>>
+    : code_words_of<Options.bits[0]> {
     using grid = channel_grid<Options, Encoder, Params, TokenScales>;
     using parameter = stored_as<Params>;
     using factor = stored_as<TokenScales>;
@@ -102,7 +102,7 @@ requires(Options.bits.count == 1) struct word_traits<channel_grid<Options, Encod
     }
 };
 template <grid Options, class Encoder, class Params>
-requires(Options.bits.count >
+requires(Options.bits.count() >
          1) struct word_traits<channel_grid<Options, Encoder, Params>> {  // see mixed_keys.cuh
     static constexpr bool token_parameters = false;
 };

@@ -30,9 +30,8 @@ template <class Format, tensor Role>
 struct grid_memory {
     using S = scheme_of<Role, Format>;
     using encoder = typename S::encoder_type;
-    static_assert(
-        encoder_traits<encoder>::known,
-        "kvq::cuda: channel_grid is quantized with the encoders of quant/encoders.hpp");
+    static_assert(encoder_traits<encoder>::known,
+                  "kvq::cuda: channel_grid is quantized with the encoders of quant/encoders.hpp");
     static constexpr bool feedback = Role == tensor::key && encoder_traits<encoder>::feedback;
     static_assert(Role == tensor::key || encoder_traits<encoder>::fits == encoder_traits<encoder>::alone,
                   "kvq::cuda: values have no feedback; name the encoder that they shall have");
