@@ -26,7 +26,7 @@ struct cache_options {
     int sinks = 0;            ///< first tokens, always kept in the window format
     int recent = 0;           ///< at least this many newest tokens are kept in the window format
     int page_tokens = 64;     ///< tokens per page; multiples of 32 waste no bytes
-    int rollback = 16;  ///< a trim by up to this many tokens is exact even if their pages are quantized
+    int rollback = 16;        ///< a trim by up to this many tokens is exact even if their pages are quantized
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
     std::vector<layer_format> layers = {};           ///< empty: the first listed format everywhere
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe

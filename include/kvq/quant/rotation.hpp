@@ -1,10 +1,10 @@
 // A given orthogonal matrix per layer and head: y = R x, x = R^T y.
 //
 // For rotations that were learned or computed from statistics beforehand (OSCAR: eigenvectors of the query covariance times a
-// Hadamard matrix). Matrices are checked once: |R R^T - 1| <= 1e-4 in every element, or kvq::error says where and how far.
+// Hadamard matrix). Matrices are checked once: |R R^T - 1| <= 1e-4 in every element; kvq::error names the element and the error.
 //
 // Contract: sums run in double over exact products, in channel order, and round once: the same bits everywhere. At most 1024
-// channels. O(dim^2) per vector.
+// channels. O(dim^2) per token.
 // Source: OSCAR, arXiv 2605.17757.
 #pragma once
 
@@ -53,7 +53,7 @@ public:
     short_text name() const { return "rotated"; }
     int dim() const noexcept { return dim_; }
 
-    /// Of all matrices, bit for bit. O(their size).
+    /// Fingerprint of all matrices, bit for bit. O(size of the matrices).
     std::uint64_t fingerprint() const noexcept {
         detail::fingerprint_hash hash;
         hash.add(static_cast<std::uint64_t>(heads_));
