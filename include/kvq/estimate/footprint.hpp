@@ -120,7 +120,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         // Far above any address space, and the sum of all parts does not overflow.
         detail::expect(
             sequences == 0 || *part <= (std::size_t{1} << 60) / static_cast<std::size_t>(sequences),
-            "a footprint of ", sequences, " sequences with ", *part, " bytes each is no number of bytes");
+            "a footprint of ", sequences, " sequences with ", *part, " bytes each is too large");
         *part *= static_cast<std::size_t>(sequences);
     }
     if (use.q_heads > 0) f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);

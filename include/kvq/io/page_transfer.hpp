@@ -144,7 +144,7 @@ private:
         detail::expect(copy ? format == 0 && m.committed && m.used == m.tokens && !sinks
                             : format == 0 || (m.committed && !sinks),
                        detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
-                       " is quantized before its time");
+                       " is quantized or copied, but not committed");
         const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
         detail::expect(bytes == m.data.size(), detail::layer_text(layer, tensor_of), ": a page of ",
                        m.scheme.name, " has ", m.data.size(), " bytes, here it would have ", bytes);

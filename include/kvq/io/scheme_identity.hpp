@@ -53,18 +53,18 @@ inline int index_of_identity(const format_table& table, const scheme_identity& i
     return -1;
 }
 
-/// Raises kvq::error: `id`, the scheme of `what`, is not in the table.
+/// Raises kvq::error: `id`, the scheme of `what` ("... is"), is not in the table.
 [[noreturn]] inline void raise_unknown_format(const format_table& table, const scheme_identity& id,
                                               const std::string& what) {
     std::string listed;
     for (int i = 0; i < table.size(); ++i) {
         const scheme_identity mine = identity_of(table[i]);
-        expect(mine.name != id.name, what, " coded with ", id.name,
+        expect(mine.name != id.name, what, " quantized with ", id.name,
                ", whose parameters differ from this cache's: ", "fingerprint ",
                fingerprint_text(id.fingerprint), ", here ", fingerprint_text(mine.fingerprint));
         listed += (listed.empty() ? "" : ", ") + mine.name;
     }
-    fail(what, " coded with ", id.name, ", which is not among the formats of this cache: ", listed);
+    fail(what, " quantized with ", id.name, ", which is not among the formats of this cache: ", listed);
 }
 
 }  // namespace detail

@@ -169,7 +169,7 @@ public:
             std::memcpy(v->data(), at, 8 * v->size());
             at += 8 * v->size();
             for (const double x : *v)
-                detail::expect(x - x == 0.0, "a calibration holds a number that is not finite");
+                detail::expect(x - x == 0.0, "a calibration holds a value that is not finite");
         }
         for (std::size_t b = 0; b < c.blocks(); ++b) {
             detail::expect(c.key_tokens_[b] >= 0.0 && c.query_tokens_[b] >= 0.0,

@@ -36,7 +36,7 @@ public:
         const std::size_t wanted =
             static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads) * size();
         detail::expect(matrices.size() == wanted, "a rotation of ", layers, " layers, ", heads, " heads and ",
-                       dim, " channels has ", wanted, " numbers, got ", matrices.size());
+                       dim, " channels has ", wanted, " values, got ", matrices.size());
         for (int layer = 0; layer < layers; ++layer)
             for (int head = 0; head < heads; ++head)
                 check_matrix(matrices.data() + offset({layer, head}), layer, head);
@@ -98,7 +98,7 @@ private:
 
     /// columns: of the matrix that x is multiplied with, one after the other.
     void apply(const std::vector<float>& columns, int dim, const block_id& id, float* x) const {
-        detail::expect(dim == dim_, "a rotation of ", dim_, " channels met a block of ", dim);
+        detail::expect(dim == dim_, "a rotation of ", dim_, " channels does not fit a block of ", dim);
         detail::expect(id.layer >= 0 && id.layer < layers_ && id.head >= 0 && id.head < heads_, "layer ",
                        id.layer, ", head ", id.head, " has no rotation; there are ", layers_, " layers of ",
                        heads_, " heads");
