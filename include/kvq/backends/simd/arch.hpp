@@ -130,7 +130,7 @@ using best = neon64;
 #endif
 
 #else
-#error "kvq/backends/simd.hpp knows x86-64 and AArch64; use kvq::scalar elsewhere"
+#error "kvq/backends/simd.hpp supports x86-64 and AArch64; use kvq::scalar elsewhere"
 #endif
 
 /// Operations that xsimd does not have, per instruction set; register_ops.hpp lists them.
