@@ -71,7 +71,7 @@ public:
         for (int i = track.committed; i < track.size() && track.is_due(i, after_, g); ++i) stage_commit(i);
     }
 
-    /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize(); null for prefill.
+    /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize(); null for chunk_pages::after_attend.
     void write(const input_view& k, const input_view& v, float* scratch) {
         write(tensor::key, k, scratch);
         write(tensor::value, v, scratch);

@@ -27,7 +27,7 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// Fills `to` (its format says how) with the values of `from`. scratch: shape.values() floats of one block.
+/// Fills `to`, in the format of `to`, with the values of `from`. scratch: shape.values() floats of one block.
 inline void convert_page(const format_table& table, const cache_shape& shape, int layer, const page& from,
                          page& to, float* scratch) {
     const block_shape block{table.role(), from.tokens, shape.dim(table.role())};

@@ -18,8 +18,7 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 struct layer_track {
     int tokens = 0;
-    int committed =
-        0;  ///< leading spans that are past the window; the sinks count as soon as they are complete
+    int committed = 0;   ///< leading spans that are past the window; the sinks count once they are complete
     int first_copy = 0;  ///< spans before it have no 16-bit copies
     int targets[2];      ///< formats to which K and V pages are committed; 0: pages stay 16 bit
     std::pmr::vector<page_span> spans;

@@ -32,7 +32,7 @@ void expect_distinct(std::span<Sequence* const> sequences) {
             expect(sequences[i] != sequences[j], "sequence ", i, " of the request is sequence ", j, " again");
 }
 
-/// What a dry run needs of an executor.
+/// The executor of a dry run: it only has a number of threads.
 struct planned_threads {
     int threads;
     int concurrency() const noexcept { return threads; }
@@ -40,7 +40,7 @@ struct planned_threads {
 
 /// Limits of stepping down that a request does not have.
 struct requantize_extent {
-    /// One per sequence, replaces the request's: a page behind it changes only if another sequence that holds the page asks for it.
+    /// One per sequence, replaces the request's: a page behind it changes only if another holder of the page has a later last token.
     std::span<const int> last_tokens{};
     /// Skip pages that would not be freed: another sequence holds them, or they would be kept as 16-bit copies.
     bool only_freed = false;
@@ -88,7 +88,7 @@ public:
     template <class Executor>
     requantize_report run(const requantize_limit& limit, Executor& ex, workspace& space) {
         const auto start = std::chrono::steady_clock::now();
-        // No more threads than there are pages.
+        // At most one thread per page.
         std::size_t pages = 1;
         for (Sequence* s : sequences_)
             for (const layer_track& track : sequence_access::tracks(*s))
@@ -138,7 +138,7 @@ private:
     struct row {
         const page_span* spans;
         int committed;
-        int first, last;  // the range of pages that the sequence wants to change
+        int first, last;  // the range of pages to change, by the last token of the sequence
     };
     /// A sequence that holds a page to change, and the first sequence that holds it.
     struct holder {
@@ -150,7 +150,7 @@ private:
         return sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
     }
     int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
-    /// Index in the table of formats, or -1 to leave pages as they are.
+    /// Index in the table of formats, or -1: pages do not change.
     int wanted(tensor role) const {
         const int listed = role == tensor::key ? request_.key : request_.value;
         return listed < 0 ? -1 : cache_->table(role).index_of(listed);
@@ -208,7 +208,7 @@ private:
             }
     }
 
-    /// Fills the rows of one layer. Returns the range of spans in which a sequence wants to change pages.
+    /// Fills the rows of one layer. Returns the range of spans in which any sequence has pages to change.
     std::pair<int, int> find_rows(int layer) {
         const page_geometry g = cache_->geometry();
         int begin = (std::numeric_limits<int>::max)(), end = 0;

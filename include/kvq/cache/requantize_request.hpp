@@ -28,7 +28,7 @@ struct requantize_limit {
     std::chrono::nanoseconds time = (std::chrono::nanoseconds::max)();
 };
 
-/// What a run did, or would do. Bytes are those of pages, headers included, as page_pool counts them.
+/// The result of a run, or of a dry run. Bytes are those of pages, headers included, as page_pool counts them.
 struct requantize_report {
     std::size_t pages = 0;         ///< converted pages; a shared page counts once
     std::size_t pages_left = 0;    ///< pages of the request that are not converted yet

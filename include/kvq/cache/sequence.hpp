@@ -8,7 +8,7 @@
 //
 // New tokens go to 16-bit pages; a page that falls behind the recent window is quantized (committed). The pages depend only on
 // the tokens, not on the sizes of the chunks, as long as no trim removes more than cache_options::rollback tokens: such trims
-// restore 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the other tokens keep their codes for ever.
+// restore 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the other tokens keep their codes from then on.
 // Guarantees: arguments are checked and memory is allocated before anything changes (strong exception guarantee).
 // Thread safety: const members may run together; one writer per sequence; different sequences are independent.
 #pragma once
@@ -31,7 +31,7 @@ class sequence {
 public:
     sequence(sequence&&) noexcept = default;
     sequence& operator=(sequence&& other) noexcept {
-        // Assignment member by member would keep the vectors' old memory resource, that of the cache left behind.
+        // Assignment member by member would keep the memory resource of the former cache.
         if (this != &other) {
             std::destroy_at(this);
             std::construct_at(this, std::move(other));

@@ -28,7 +28,7 @@ struct tier {
 
 struct step_down_policy {
     std::vector<tier>
-        tiers;  ///< ages ascending, formats from wide to narrow (a page that would not shrink stays as it is)
+        tiers;  ///< ages ascending, formats from wide to narrow (a page that would not shrink does not change)
     std::size_t byte_budget = page_pool::no_budget;  ///< for the whole pool
     /// First and last layers that no tier touches (they are the most sensitive ones in most models).
     int first_layers_kept = 0, last_layers_kept = 0;

@@ -24,7 +24,7 @@ struct usage_row {
 };
 
 /// One row per layer, tensor and format in use, in this order. Codes and parameters of all rows add up to
-/// usage_report::coded + window. O(pages).
+/// usage_report::quantized + window. O(pages).
 [[nodiscard]] inline std::vector<usage_row> usage_rows(const sequence& s) {
     const cache& of = detail::sequence_access::cache(s);
     const cache_shape& shape = of.shape();

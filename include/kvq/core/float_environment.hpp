@@ -1,4 +1,4 @@
-// Scope guard: its thread rounds to nearest and keeps subnormal values, whatever the program has set.
+// Scope guard: its thread rounds to nearest and keeps subnormal values, for any setting of the program.
 //
 // Programs that link crtfastmath.o or call torch.set_flush_denormal read subnormal floats as zero. The kernels that
 // quantize 16-bit values compute with subnormal floats. Contract: the bytes of pages do not depend on such settings. If there is

@@ -14,7 +14,7 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// a*b rounded on its own: never fused with what follows. (Two floats multiplied in double: exact, nothing to round.)
+/// a*b rounded on its own: never fused with a following sum. (Two floats multiplied in double: exact, nothing to round.)
 template <std::floating_point T>
 KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #if defined(__CUDA_ARCH__)
@@ -41,7 +41,7 @@ KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #endif
 }
 
-/// The same for loops that compilers vectorise: a zero whose value the compiler does not know follows each product.
+/// The same for loops that compilers vectorise: a zero that is opaque to the compiler follows each product.
 /// (Products in double do not help: GCC recognizes a product of floats and fuses it.)
 class rounded_products {
 public:
@@ -100,7 +100,7 @@ KVQ_HD KVQ_INLINE constexpr float affine_value(int code, float scale, float bias
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// For schemes of your own: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest. No compiler fuses it with
+/// For your own schemes: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest. No compiler fuses it with
 /// a sum that follows, so the scheme gives the same bits on every platform.
 using detail::rounded_product;
 

@@ -21,7 +21,7 @@ public:
     constexpr short_text() = default;
     KVQ_NOINLINE constexpr short_text(const char* s) { *this += s; }
     KVQ_INLINE short_text(const std::string& s) { add(s.data(), s.size()); }
-    /// A number in decimal.
+    /// Appends a number in decimal.
     template <class Number>
     requires std::is_arithmetic_v<Number> KVQ_NOINLINE static short_text of(Number number) {
         char digits[32];

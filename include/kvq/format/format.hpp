@@ -6,8 +6,8 @@
 // A format is a table of plain functions (format_functions) and the state of one scheme. Copies share the state, so that a copy costs an
 // atomic increment. A call through the table covers one block: thousands of multiply-adds.
 // Contract: const functions may be called from any thread. The bytes of a block are the same for every backend.
-// A format may be made in one object and used in another one that was compiled for other instructions: no function of this header
-// is compiled on its own.
+// A format may be made in one object and used in another one that was compiled for other instructions: all functions of this header
+// are forced inline.
 #pragma once
 
 #include <atomic>
@@ -57,7 +57,7 @@ struct format_functions {
     bool transforms;         ///< transform_query and restore_output are not null
     bool begins_once[2];     ///< K, V: begin() serves every block of a layer and head
     bool holds_values;       ///< full precision
-    float_type value_type;   ///< of full precision
+    float_type value_type;   ///< type of the values, if holds_values
     std::size_t plan_bytes;
 
     /// Raises kvq::error when the state belongs to another shape.
@@ -66,10 +66,10 @@ struct format_functions {
     /// Bytes of codes in a block, or of values; 0 when codes do not lie apart from parameters.
     std::size_t (*code_bytes)(const void* scheme, const block_shape&);
 
-    /// From a block of 16- or 32-bit values. scratch: shape.values() floats. Returns how many values were not finite.
+    /// Quantizes a block of 16- or 32-bit values. scratch: shape.values() floats. Returns how many values were not finite.
     std::uint32_t (*quantize)(const void* scheme, const block_shape&, block_id, float_type,
                               const std::byte* from, std::byte* block, float* scratch);
-    /// From values [tokens][dim], which may be overwritten.
+    /// Quantizes values [tokens][dim], which may be overwritten.
     std::uint32_t (*quantize_values)(const void* scheme, const block_shape&, block_id, float* values,
                                      std::byte* block);
     /// The same for values that were quantized before; token_scales: the token scales of their last block, or null.

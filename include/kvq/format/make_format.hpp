@@ -240,7 +240,7 @@ namespace detail {
 
 template <class Backend>
 const format& fp16_format() {
-    // Never destroyed: other static objects may use it at the end of the program.
+    // Never destroyed, so that nothing runs at the end of the program.
     static const format* const f = new format(make_format<Backend>(full<float16>{}));
     return *f;
 }

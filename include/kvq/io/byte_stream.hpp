@@ -3,7 +3,7 @@
 //   sink      write(const void* data, std::size_t bytes)                    takes all bytes, or throws
 //   source    read(void* to, std::size_t bytes) -> std::size_t              returns how many bytes it gave; 0 at the end
 //
-// Numbers are little-endian; so are the pages themselves (docs/format.md), and therefore the machine.
+// Integers are little-endian, like the pages themselves (docs/format.md). So the machine must be little-endian.
 #pragma once
 
 #include <bit>

@@ -203,7 +203,7 @@ private:
 
     // ---- a cache with another page layout ----
 
-    /// Pages of a layer's K or V, by span; the 16-bit copies of those that have one.
+    /// Pages of a layer's K or V, by span. A 16-bit copy replaces its quantized page.
     struct loaded {
         std::vector<page_ref> pages;
         std::vector<std::uint32_t> formats;

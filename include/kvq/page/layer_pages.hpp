@@ -82,7 +82,7 @@ struct layer_pages {
         const page_span& s = spans[index];
         return {s.first_token, s.tokens, s.pages[0].get(), s.pages[1].get()};
     }
-    /// The first entry whose first token is at `token` or behind it. O(log entries)
+    /// The first entry whose first token is at or after `token`. O(log entries)
     int lower_bound(int token) const noexcept {
         int low = 0, high = count;
         while (low < high) {

@@ -27,7 +27,7 @@ struct alignas(64) page {
     std::uint32_t not_finite = 0;  ///< NaN and infinities that were quantized
     std::int32_t format = 0;       ///< index in the cache's list of formats; 0 is the 16-bit window
     std::int32_t tokens = 0;       ///< capacity
-    std::size_t bytes = 0;         ///< of data
+    std::size_t bytes = 0;         ///< bytes of data
     page_pool* pool = nullptr;
 
     std::byte* data() noexcept { return reinterpret_cast<std::byte*>(this + 1); }
@@ -62,7 +62,7 @@ private:
     page* page_ = nullptr;
 };
 
-/// Allocates pages from a memory resource within a byte budget and counts what is in use.
+/// Allocates pages from a memory resource within a byte budget and counts the bytes in use.
 class page_pool {
 public:
     static constexpr std::size_t no_budget = (std::numeric_limits<std::size_t>::max)();

@@ -4,7 +4,7 @@
 //   kvq::ring ring(cache.new_sequence(), {.window = 4096});
 //   ring.append(layer, k, v);     ring.attend(layer, q, out);     ring.trim(n);
 //
-// Whole pages are dropped in front, so no token is ever moved or quantized again, and pages may be of any format. Positions
+// Whole pages are dropped at the front, so no token is ever moved or quantized again, and pages may be of any format. Positions
 // count from the first token ever appended, in 64 bits: a ring has no end. Sinks of the cache stay,
 // and the window slides behind them (Xiao et al., arXiv 2309.17453). Attention is that of sink_window{W, sinks} over all
 // tokens (attention/variant.hpp), without sinks that of sliding_window{W}: in decode, and for the queries of the
@@ -26,7 +26,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 struct ring_options {
     int window = 0;  ///< W: a query attends to itself and the W - 1 tokens before it
-    int slack = 16;  ///< a trim by up to this many tokens is always possible
+    int slack = 16;  ///< a trim to `slack` tokens less than the most so far is always possible
 };
 
 class ring {

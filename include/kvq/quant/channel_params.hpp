@@ -99,7 +99,7 @@ struct channel_parameters<coded> {
         return static_cast<std::size_t>(2 * groups * slot_count) +
                shared_bytes * static_cast<std::size_t>(groups);
     }
-    /// The shared parameters of scales up to `largest`.
+    /// The scale unit of a group, for scales up to `largest`.
     KVQ_HD static bfloat16 scale_line(float largest,
                                       parameter_rounding rounding = parameter_rounding::nearest) noexcept {
         return rounding == parameter_rounding::settled ? detail::scale_float::settled_unit_for(largest)

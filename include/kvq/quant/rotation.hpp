@@ -68,7 +68,7 @@ public:
                        s.layers, " layers, ", s.kv_heads, " heads and ", s.dim(role), " channels");
     }
 
-    /// x = R x. Raises kvq::error where there is no matrix for this layer, head or dim.
+    /// x = R x. Raises kvq::error without a matrix for this layer, head or dim.
     void forward(int dim, const block_id& id, float* x) const { apply(*transposed_, dim, id, x); }
     /// x = R^T x.
     void backward(int dim, const block_id& id, float* x) const { apply(*matrices_, dim, id, x); }
@@ -96,7 +96,7 @@ private:
             }
     }
 
-    /// columns: of the matrix that x is multiplied with, one after the other.
+    /// columns: the columns of the matrix of the product, one after the other.
     void apply(const std::vector<float>& columns, int dim, const block_id& id, float* x) const {
         detail::expect(dim == dim_, "a rotation of ", dim_, " channels does not fit a block of ", dim);
         detail::expect(id.layer >= 0 && id.layer < layers_ && id.head >= 0 && id.head < heads_, "layer ",

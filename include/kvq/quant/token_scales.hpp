@@ -1,4 +1,4 @@
-// One scale per token, so that tokens divided by their token scales are alike: x = r_t y, y of the same size in every token.
+// One scale per token, so that tokens divided by their token scales have equal sizes: x = r_t y, y of the same size in every token.
 //
 //   r_t = rms_c(x_tc / w_c),  w_c = rms_t(x_tc / r_t),      in turns; then scaled so that the largest r_t is 31/16
 //

@@ -6,10 +6,10 @@
 //
 // Contract: codes are rounded to nearest, ties to even, from the stored parameters and y = x / r_t. With min_max, y lies inside
 // its grid: |x - x^| <= r_t * scale_c / 2 (plus float evaluation, about 3e-7 |x|). scale_c is at most the channel's range of y over
-// 2^B - 1, enlarged by the rounding of stored parameters. coded: one step of biases (the range of the group's minima / 255) over
-// 2^B - 1, then a factor of 33/32, and at least 1/250 of the group's largest scale. fp16: one rounding each. Other encoders:
-// quant/encoders.hpp. NaN and infinities never set parameters or token scales; NaN is quantized as the value nearest zero; infinities
-// and magnitudes above 2^100 saturate. At most 1024 tokens and channels per block.
+// 2^B - 1, enlarged by the rounding of stored parameters. 8-bit parameters (`coded`): one step of biases (the range of the group's
+// minima / 255) over 2^B - 1, then a factor of 33/32, and at least 1/250 of the group's largest scale. fp16: one rounding each.
+// Other encoders: quant/encoders.hpp. NaN and infinities never set parameters or token scales; NaN is quantized as the value
+// nearest zero; infinities and magnitudes above 2^100 saturate. At most 1024 tokens and channels per block.
 // Source: per-channel grids over tokens: KIVI (arXiv 2402.02750); a scale per token: KVarN; both together with 8-bit stored
 // parameters, as measured in docs/schemes.md. Several widths: quant/width_allocation.hpp.
 #pragma once
@@ -52,9 +52,9 @@ struct grid_columns {
 
 }  // namespace detail
 
-/// Options: widths and groups, as in channel_grid<grid{.bits = 4, .group = 64}> or channel_grid<grid{.bits = {4, 2, 0}, .average = 2, .group =
-/// 64}>; Encoder: quant/encoders.hpp; Params: coded or params<P>; TokenScales: no_token_scales, or token_scales<coded or params<P>> with
-/// one width. Several widths are for keys.
+/// Options: widths and groups, as in channel_grid<grid{.bits = 4, .group = 64}> or
+/// channel_grid<grid{.bits = {4, 2, 0}, .average = 2, .group = 64}>; Encoder: quant/encoders.hpp; Params: coded (8 bits) or params<P>;
+/// TokenScales: no_token_scales, or token_scales<coded or params<P>> with one width. Several widths are for keys.
 template <grid Options, class Encoder = min_max, class Params = coded, class TokenScales = no_token_scales>
 struct channel_grid : detail::channel_codes<Options> {
 private:

@@ -12,7 +12,7 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// A static_assert names what the scheme lacks.
+/// A static_assert names the member that the scheme lacks.
 template <class S>
 struct checked_scheme {
     using type = full<float16>;  // compiles, so that no further errors follow

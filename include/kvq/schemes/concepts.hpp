@@ -13,7 +13,7 @@
 //   using attends_as = the scheme itself          attention may read the blocks without dequantize(), in one of three ways:
 //       foldable         integer codes with parameters on rows and columns
 //       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ between channels)
-//       full_precision   16- or 32-bit values as they are
+//       full_precision   16- or 32-bit values, not quantized
 //   void check(cache_shape, tensor) const         raises kvq::error when the state belongs to another shape; caches call it first
 //   static constexpr bool supports(tensor)        a scheme for keys only or values only
 //   std::uint64_t fingerprint() const             of state that dequantizing needs; required to save and send (io/scheme_identity.hpp)
@@ -134,8 +134,8 @@ struct code_segment {
 ///
 ///   width_list                       its count and values: the widths of codes, 0 for none
 ///   for_each_segment(shape, id, f)   f.operator()<Bits>(code_segment) for every width in use, in the order of columns
-///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, where they
-///                                    begin in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]
+///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, offset of their
+///                                    first one in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]
 ///
 /// Columns are in the order after transform_query. Row groups are those of columns(shape).codes(shape).
 template <class S>
@@ -153,7 +153,7 @@ concept transforming = (foldable<S> || segmented<S>)&&requires(const S s, block_
     s.restore_output(shape, id, x);
 };
 
-/// 16- or 32-bit values as they are (schemes/full.hpp).
+/// 16- or 32-bit values, not quantized (schemes/full.hpp).
 template <class S>
 concept full_precision = detail::read_by_attention<S> && requires {
     typename S::value_type;

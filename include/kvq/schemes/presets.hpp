@@ -3,8 +3,8 @@
 // | preset | keys                                                   | values                                  | bits D128 / D64 |
 // |--------|--------------------------------------------------------|-----------------------------------------|-----------------|
 // | ref8   | 8 bits per channel over 64 tokens, fp16 parameters     | 8 bits, fp16 scale per token           | 8.44 / 8.50     |
-// | hi6    | 6 bits per channel over the page, coded parameters     | 6 bits, coded scale per token          | 6.16 / 6.19     |
-// | std5   | 5 bits per channel over 64 tokens, coded parameters    | 5 bits, coded scale per token          | 5.22 / 5.25     |
+// | hi6    | 6 bits per channel over the page, 8-bit parameters     | 6 bits, 8-bit scale per token          | 6.16 / 6.19     |
+// | std5   | 5 bits per channel over 64 tokens, 8-bit parameters    | 5 bits, 8-bit scale per token          | 5.22 / 5.25     |
 // | std4   | 4 bits, the same                                       | 4 bits, the same                        | 4.22 / 4.25     |
 // | mix4   | 3, 4 or 6 bits, 4 on average (0 where that is best)    | 4 bits, the same                        | 4.22 / 4.25     |
 // | low3   | 0, 2, 3, 4 or 6 bits, 3 on average                     | 3 bits, the same                        | 3.22 / 3.25     |

@@ -3,8 +3,8 @@
 //   block = [codes][scales][biases]          each section padded to 16 bytes; docs/format.md
 //   parameters of rows    are stored [column group][row slot], those of columns [row group][column slot]
 //
-// Encoder: quant/encoders.hpp. min_max, the only vectorised encoder, takes the range of the group with parameters rounded outside it
-// (quant/affine.hpp). All encoders have the same block format and the same dequantizing.
+// Encoder: quant/encoders.hpp. min_max, the only encoder that kernels vectorise here, takes the range of the group with parameters
+// rounded outside it (quant/affine.hpp). All encoders have the same block format and the same dequantizing.
 // Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>
 #pragma once
 

@@ -90,11 +90,11 @@ struct transformed : Inner {
     }
 };
 
-/// Random signs and Walsh-Hadamard in front of Inner; in blocks of at most `Largest` channels (0: as large as they fit).
+/// Random signs and Walsh-Hadamard before Inner, in blocks of at most `Largest` channels (0: as large as they fit).
 template <kv_scheme Inner, int Largest = 0, std::uint32_t Seed = 1>
 using hadamard = transformed<hadamard_transform<Largest, Seed>, Inner>;
 
-/// A given rotation per layer and head in front of Inner: rotated<affine<2>>(rotation(layers, heads, dim, matrices)).
+/// A given rotation per layer and head before Inner: rotated<affine<2>>(rotation(layers, heads, dim, matrices)).
 template <kv_scheme Inner>
 using rotated = transformed<rotation, Inner>;
 

@@ -21,7 +21,7 @@ struct code_plan {
     std::size_t parameters;  ///< offset of the parameters in a block
     std::ptrdiff_t line;     ///< floats of the row parameters of one column group
     std::size_t
-        parameter_bytes;  ///< of all row parameters; in the workspace, the output of fold() follows them
+        parameter_bytes;  ///< bytes of all row parameters; in the workspace, the output of fold() follows them
 
     code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_query_bytes)
         : use(Scheme::fold(shape.role)),

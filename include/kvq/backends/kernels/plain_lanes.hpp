@@ -1,7 +1,7 @@
 // Lanes without intrinsics: the interface of a set of SIMD lanes, written as loops that compilers vectorise.
 //
 // The kernels in this folder are templates over such a type. `ints` are 32-bit words, `floats` are floats, both `width`
-// wide; `doubles` are half as many. The SIMD versions live in backends/simd/.
+// wide; `doubles` are half as many. The SIMD versions are in backends/simd/.
 #pragma once
 
 #include <cmath>
@@ -161,7 +161,7 @@ struct plain_lanes {
     static KVQ_INLINE floats rounded_product(floats a, floats b) {
         return map_floats([&](int i) { return detail::rounded_product(a.v[i], b.v[i]); });
     }
-    /// Fused if the CPU can: explicit, because the compiler would decide anew for every kernel.
+    /// Fused if the CPU can: explicit, because the compiler would decide differently in every kernel.
     static KVQ_INLINE floats multiply_add(floats a, floats b, floats c) {
 #if defined(__FP_FAST_FMAF)
         return map_floats([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });

@@ -29,7 +29,7 @@ struct word_space {
     static constexpr int tile_rows = tile_layout::tile_rows;
 
     int n = 0;
-    std::ptrdiff_t stride = 0;  ///< of operands, in words of two columns
+    std::ptrdiff_t stride = 0;  ///< from one operand to the next, in words of two columns
     std::size_t vectors = 0, steps = 0, tile = 0, bytes = 0;
 
     word_space() = default;
