@@ -1,7 +1,7 @@
 // Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, decode (one token) and prefill (many).
 //
-// Walk: each task has one kv head and a block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), and visits
-// pages in token order. Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose
+// Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read
+// in token order. Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose
 // codes cannot be folded are dequantized, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
 // chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number of threads,
 // alone or in a batch.

@@ -85,7 +85,7 @@ concept hooks_are_const = (scaling<V> || !requires(V & v) { v.scale(1); }) &&
                           (limiting_keys<V> || !requires(V & v) { v.first_key(0); }) &&
                           (keeping_keys<V> || !requires(V & v) { v.kept_keys(); });
 
-/// The mask never hides the keys before this one, whatever first_key() returns.
+/// The mask never hides the keys before this one, for any result of first_key().
 template <class V>
 constexpr int kept_keys(const V& v) noexcept {
     if constexpr (keeping_keys<V>)

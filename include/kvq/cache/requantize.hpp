@@ -140,7 +140,7 @@ private:
         int committed;
         int first, last;  // the range of pages to change, by the last token of the sequence
     };
-    /// A sequence that holds a page to change, and the first sequence that holds it.
+    /// A sequence that holds a page to change, and the first holder of this page.
     struct holder {
         const page* held;
         std::size_t first, index;  // of sequences

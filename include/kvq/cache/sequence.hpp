@@ -7,7 +7,7 @@
 //   fork     a second sequence that shares all pages; a shared page is copied before it is written
 //
 // New tokens go to 16-bit pages; a page that falls behind the recent window is quantized (committed). The pages depend only on
-// the tokens, not on the sizes of the chunks, as long as no trim removes more than cache_options::rollback tokens: such trims
+// the tokens, not on the sizes of the chunks, as long as trims reach back at most cache_options::rollback tokens: such trims
 // restore 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the other tokens keep their codes from then on.
 // Guarantees: arguments are checked and memory is allocated before anything changes (strong exception guarantee).
 // Thread safety: const members may run together; one writer per sequence; different sequences are independent.
