@@ -27,7 +27,7 @@ inline cache_options preset_options(const format_pair& formats, int recent = 32)
     return options;
 }
 
-/// Options whose first and last `protect` layers use the second formats of the lists, for K and V. protect is at most half of the layers.
+/// Options whose first and last `protect` layers use the second formats of the lists, for K and V. From half of the layers on: all layers.
 inline cache_options protect_layers(int layers, int protect, cache_options options = preset_options()) {
     detail::expect(layers >= 1, "a cache needs at least 1 layer, got ", layers);
     detail::expect(protect >= 0, "a negative number of layers cannot be protected: ", protect);
