@@ -1,4 +1,4 @@
-// Quantizes one block (64 tokens of one head) with a few schemes and prints what it costs and what it loses.
+// Quantizes one block (64 tokens of one head) with a few schemes and prints its bytes and its error.
 #include <cmath>
 #include <cstdio>
 #include <kvq/kvq.hpp>
@@ -26,7 +26,7 @@ int main() {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     std::vector<float> values(keys.values());
-    // Keys as models have them: a few channels are much larger than the others.
+    // Keys like those of models: a few channels are much larger than the others.
     for (std::size_t i = 0; i < values.size(); ++i) values[i] = normal(random) * (i % 128 < 4 ? 8.0f : 1.0f);
 
     show(kvq::full<kvq::float16>{}, values, keys);

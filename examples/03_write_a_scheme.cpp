@@ -1,4 +1,4 @@
-// Two ways to a scheme of your own: compose one from policies, or write a struct that models the concept.
+// Two ways to your own scheme: compose one from policies, or write a struct that models the concept.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-// 1. Composed: runs on integer dot products like every other.
+// 1. Composed: runs on integer dot products like every composed scheme.
 using my_keys = kvq::scheme<kvq::bits<3>, kvq::asymmetric, kvq::per_channel<32>, kvq::params<kvq::bfloat16>>;
 static_assert(kvq::key_scheme<my_keys>);
 

@@ -1,4 +1,4 @@
-// How many bytes will it take, and how long a context fits? Before anything is allocated.
+// Estimates the bytes of a cache and the longest context that fits, before anything is allocated.
 #include <cstdio>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
@@ -10,7 +10,7 @@ void show(const char* name, const kvq::format_pair& formats) {
     const kvq::attention_use use{.q_heads = 32, .q_tokens = 1, .threads = 8};
     const kvq::footprint_report f = kvq::footprint(cache, 32768, 1, use);
     std::printf(
-        "%-8s %8.1f MiB at 32768 tokens (%.1f coded, %.1f window, %.2f bookkeeping, %.2f scratch)"
+        "%-8s %8.1f MiB at 32768 tokens (%.1f quantized, %.1f window, %.2f bookkeeping, %.2f scratch)"
         "   longest context in 4 GiB: %d\n",
         name, static_cast<double>(f.total) / 1048576.0, static_cast<double>(f.quantized) / 1048576.0,
         static_cast<double>(f.window + f.rollback) / 1048576.0,

@@ -1,5 +1,5 @@
-// A server that keeps what it has computed: requests with a common system prompt share its pages, and entries are
-// stored in 4 bit while the engine computes in 16. Token ids and K/V are made up; what is measured is not.
+// A server that reuses earlier results: requests with a common system prompt share its pages, and entries are
+// stored in 4 bit while the engine computes in 16 bit. Token ids and K/V are made up; the measured bytes are real.
 #include <cstdio>
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
@@ -25,7 +25,7 @@ tokens operator+(tokens a, const tokens& b) {
     return a;
 }
 
-/// Stands for the model: K and V of one token and layer. Returns a row of kv_heads * head_dim values in [-1, 1).
+/// Replaces the model: K and V of one token and layer. Returns a row of kv_heads * head_dim values in [-1, 1).
 void compute(kvq::token_id token, int layer, unsigned what, float* row) {
     auto state =
         static_cast<std::uint32_t>(token) * 2654435761u + static_cast<unsigned>(layer) * 40503u + what;
@@ -54,7 +54,7 @@ void prefill(kvq::sequence& sequence, const tokens& all) {
 }  // namespace
 
 int main() {
-    // Format 0: what the engine computes with. Format 1: what entries are stored in.
+    // Format 0: the engine's. Format 1: that of stored entries.
     const kvq::format_list formats{kvq::make_format<kvq::full<kvq::float16>>(),
                                    kvq::make_format<kvq::affine<4>>()};
     kvq::cache cache(shape, {.keys = formats, .sinks = 4, .recent = 32, .rollback = 0});
@@ -91,13 +91,13 @@ int main() {
     for (const auto& r : requests) {
         auto [match, reused, sequence] = store.fetch(r.prompt);
         prefill(sequence, r.prompt);
-        // The answer, and then the whole conversation goes back to the store.
+        // After the answer, the whole conversation is stored.
         const tokens all = r.prompt + text(answer_id, r.answer);
         answer_id += 1000;
         prefill(sequence, all);
         store.store(all, sequence);
-        sequence = cache.new_sequence();  // the request is over
-        // The same entries in 16 bit, each on its own.
+        sequence = cache.new_sequence();  // frees the sequence of the request
+        // For comparison: the same entries in 16 bit, without sharing.
         stored.push_back(all);
         alone = 0;
         for (const tokens& t : stored)

@@ -1,4 +1,4 @@
-// A long prompt is read once, saved, and resumed by a later process, which goes on as if it had never stopped.
+// A long prompt is read once and saved. A later process resumes from the file with the same results as without a stop.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -15,7 +15,7 @@ constexpr int layers = 2, kv_heads = 2, q_heads = 8, dim = 64, prompt = 1500, an
 constexpr kvq::cache_shape shape{.layers = layers, .kv_heads = kv_heads, .head_dim = dim};
 const char* const path = "kvq_example_resume.safetensors";
 
-/// What a model would compute: K, V and Q of token t.
+/// Values that a model would compute: K, V and Q of token t.
 struct token_data {
     std::vector<float> k, v, q;
 
@@ -43,7 +43,7 @@ std::vector<float> read_tokens(kvq::sequence& sequence, int first, int n) {
     return out;
 }
 
-/// How far b is from a, relative to a.
+/// Distance of b from a, relative to a.
 double distance(const std::vector<float>& a, const std::vector<float>& b) {
     double difference = 0, norm = 0;
     for (std::size_t i = 0; i < a.size(); ++i) {
@@ -60,7 +60,7 @@ kvq::cache_options options(kvq::format_list keys, kvq::format_list values) {
     return {.keys = std::move(keys), .values = std::move(values), .sinks = 4, .recent = 64};
 }
 
-/// The first process: reads the prompt, saves, and answers.
+/// The first process: reads the prompt, saves it, and answers.
 std::vector<float> first_process() {
     kvq::cache cache(shape, options(eight_bit.keys, eight_bit.values));
     auto sequence = cache.new_sequence();
@@ -71,7 +71,7 @@ std::vector<float> first_process() {
     return read_tokens(sequence, prompt, answer);
 }
 
-/// The second: finds the prompt already read.
+/// The second process: restores the prompt without reading it.
 std::vector<float> second_process() {
     kvq::cache cache(shape, options(eight_bit.keys, eight_bit.values));
     auto sequence = kvq::restore(cache, path, {.model = "example-model-7"});
@@ -79,7 +79,7 @@ std::vector<float> second_process() {
     return read_tokens(sequence, sequence.tokens(), answer);
 }
 
-/// Prints why something was refused.
+/// Prints the reason of an error.
 template <class F>
 void explain(F&& f) {
     try {
@@ -105,7 +105,7 @@ int main() {
         (void)kvq::restore(cache, path);
     });
 
-    // A cache that codes with 4 bits and also knows the file's formats takes the pages as they are, or makes them its own.
+    // A cache that quantizes to 4 bits and also lists the file's formats keeps the pages unchanged, or converts them to 4 bits.
     kvq::cache cache(shape, options({four_bit.keys, eight_bit.keys}, {four_bit.values, eight_bit.values}));
     for (const bool convert : {false, true}) {
         auto sequence = kvq::restore(cache, path, {.convert = convert});

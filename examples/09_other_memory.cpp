@@ -1,4 +1,4 @@
-// K and V that lie in the memory of other engines, into a quantized sequence and back. The layouts are those of
+// K and V in the memory of other engines, copied into a quantized sequence and back. The layouts are those of
 // docs/adapters.md.
 #include <cstdio>
 #include <kvq/adapters/contiguous.hpp>
@@ -25,7 +25,7 @@ std::vector<half> numbers(std::size_t n) {
 
 int failures = 0;
 
-/// The first key of token 0 must be what the engine holds there, as far as 8 bits tell.
+/// The first key of token 0 must equal the engine's, within the error of 8 bits.
 void report(const char* engine, const kvq::sequence& s, float first_key) {
     std::vector<float> k(heads * dim);
     s.dequantize(layer, kvq::tensor::key, 0, kvq::token_view(k.data(), 1, heads, dim));

@@ -1,4 +1,4 @@
-// The list of built-in formats for the CPU that the program runs on. kvq_levels.inc, which CMake writes, has
+// The list of built-in formats for the CPU that the program runs on. kvq_levels.inc, which CMake writes, defines
 // KVQ_LEVELS(X): X(level) of every instruction set in the library, the best one first.
 #include <kvq/backends/simd/arch.hpp>
 #include <kvq/format/builtin_format.hpp>

@@ -4,10 +4,10 @@
 //   block = [block of Inner][m: float16 per channel, padded to 16 bytes]
 //
 // Keys have large channel means (a bias of the projection, low rotary frequencies), which ruin groups of channels of one token.
-// q . m is one number per query and block, and attention adds it: blocks have different means, sinks and recent tokens none.
+// q . m is one value per query and block, and attention adds it: blocks have different means, sinks and recent tokens none.
 //
-// Folding: m is a bias of columns. centred<Inner> is foldable where Inner is, has no factors on the rows of keys (per-channel
-// schemes) and no transform, since m is the mean of the values before it. Elsewhere attention dequantizes block by block.
+// Folding: m is a bias of columns. centred<Inner> is foldable if Inner is foldable, has no scales on the rows of keys (per-channel
+// schemes) and no transform, since m is the mean of the values before it. Otherwise attention dequantizes block by block.
 // Contract: that of Inner for k - m. NaN and infinities do not enter the mean.
 #pragma once
 

@@ -1,10 +1,10 @@
-// codebook_scheme<Codebook, Granularity, Params>: codes of a codebook (levels that are no affine grid) under one scale per group.
+// codebook_scheme<Codebook, Granularity, Params>: codes of a codebook (levels that form no affine grid) under one scale per group.
 //
 //   x^ = value(code, scale)          usually scale * table[code]
-//   block = [codes][scales]          as that of kvq::scheme<> without biases
+//   block = [codes][scales]          the same as kvq::scheme<> without biases
 //
 // A codebook is a type with these static members:
-//   bits, name                        width of a code; as scheme names have it
+//   bits, name                        width of a code; name for scheme names
 //   fit(x, n) -> fitted               the scale of n >= 0 finite values
 //   code(x, scale) -> int             in [0, 2^bits); infinities saturate, NaN gets the code of the value nearest zero
 //   value(code, scale) -> float
@@ -54,7 +54,7 @@ inline double norm(const float* x, int n) noexcept {
     return std::sqrt(sum);
 }
 
-/// Index of the nearest of `count` ascending levels, `count` a power of two; of two equally near ones the upper. NaN: that of 0.
+/// Index of the nearest of `count` ascending levels, `count` a power of two; of two equally near ones the upper. NaN: index of 0.
 template <class Level>
 constexpr int nearest_level(const Level* levels, int count, float x) noexcept {
     if (x != x) x = 0.0f;
@@ -96,8 +96,8 @@ struct by_largest : table_levels<Table> {
     }
 };
 
-/// The group's root mean square is the table's unit: scale = |x| / sqrt(n). Renormalized: the scale that is stored gives
-/// the dequantized group the length of the original, |x^| = |x|.
+/// The group's root mean square is the table's unit: scale = |x| / sqrt(n). Renormalized: the stored scale gives
+/// the dequantized group the length of the input, |x^| = |x|.
 template <class Table, bool Renormalized = false>
 struct by_norm : table_levels<Table> {
     static fitted fit(const float* x, int n) noexcept {

@@ -37,7 +37,7 @@ struct e4m3 {
             scaled *= 0.5f;
             ++exponent;
         }
-        const int units = static_cast<int>(std::nearbyint(scaled));  // 0..16; 8 and above are normal numbers
+        const int units = static_cast<int>(std::nearbyint(scaled));  // 0..16; 8 and above are normal values
         return static_cast<std::uint8_t>(sign | (units < 8 ? units : units + 8 * (exponent - 1)));
     }
 };

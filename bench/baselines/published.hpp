@@ -1,5 +1,5 @@
 // Published methods under their own names, to compare the library with. Each is a pair of schemes, for keys and for values.
-// Contract: they follow the published arithmetic; where bits lie in memory is kvq's own.
+// Contract: they follow the published arithmetic; the layout of bits in memory is kvq's own.
 //
 // | pair                    | what                                                                  | source                    |
 // |-------------------------|-----------------------------------------------------------------------|---------------------------|
@@ -13,7 +13,7 @@
 // | ggml_q8_0               | the same, 8 bits, symmetric                                           | ggml                      |
 // | fp8_per_token_head      | E4M3 under one fp32 scale per token and head                          | vLLM                      |
 // | kvarn<K, V>             | kvarn.hpp                                                             | arXiv 2606.03458          |
-// | rotating<Pair>          | Hadamard without signs in front of a pair, as for quantized caches    | llama.cpp                 |
+// | rotating<Pair>          | Hadamard without signs before a pair, as for quantized caches         | llama.cpp                 |
 #pragma once
 
 #include <kvq/schemes/affine.hpp>

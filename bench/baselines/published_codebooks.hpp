@@ -1,4 +1,4 @@
-// Codebooks of published methods, one struct each, with the formula and where it comes from.
+// Codebooks of published methods, one struct each, with formula and source.
 //
 //   normal_levels<B>     Lloyd-Max levels of the unit normal                  TurboQuant
 //   nf4_levels           quantiles of the normal, zero exact                  QLoRA
@@ -154,8 +154,8 @@ struct fp8_e4m3 {
 };
 
 /// vLLM int4_per_token_head: s = max((max - min) / 15, 1e-6), z = clamp(round(-min / s), 0, 15), code = clamp(round(x / s + z)),
-/// x^ = s (code - z). z lies in the low bits of the mantissa of s, which must be stored as float. Where all values of a group have one
-/// sign and are far from zero, the grid does not reach them: that is what the method does.
+/// x^ = s (code - z). z lies in the low bits of the mantissa of s, which must be stored as float. If all values of a group have one
+/// sign and are far from zero, the grid does not reach them: this is a property of the method.
 /// Source: vLLM, int4_per_token_head.py (pull request 40835).
 template <int B>
 struct integer_zero {

@@ -1,4 +1,4 @@
-// All that an engine needs: the headers of kvq and its own tensors.
+// Everything that an engine needs: the headers of kvq and its own tensors.
 #include <cstdio>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>

@@ -1,5 +1,5 @@
 // Compiled once for each instruction set, with its own flags and -DFORMATS_ARCH=avx2, ...
-// All that is compiled for one instruction set has its name in a namespace, so the objects share no function of kvq.
+// All functions of one instruction set are in a namespace of that name, so the objects share no function of kvq.
 #include "formats.hpp"
 
 #include <kvq/backends/simd.hpp>

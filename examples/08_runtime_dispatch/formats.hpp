@@ -1,9 +1,9 @@
-// What the rest of a program sees: the same formats, once per instruction set. A format is a value that any object may use.
+// The interface for the rest of the program: the same formats, once per instruction set. Any object may use a format.
 #pragma once
 
 #include <kvq/format/format.hpp>
 
-// Defined by formats.cpp, which is compiled once for each.
+// Defined by formats.cpp, which is compiled once for each instruction set.
 kvq::format keys_sse2();
 kvq::format values_sse2();
 kvq::format keys_avx2();

@@ -1,5 +1,5 @@
-// One program for every x86-64 CPU: formats for four instruction sets, the best of them chosen when it starts. Everything else is
-// compiled once, for the weakest.
+// One program for every x86-64 CPU: formats for four instruction sets; the program chooses the best of them at its start. All other
+// functions are compiled once, for the weakest instruction set.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

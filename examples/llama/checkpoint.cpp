@@ -44,7 +44,7 @@ model_shape read_shape(const std::string& path, const header& fields) {
     check_range(path, "heads", fields[3], wide);
     check_range(path, "kv_heads", fields[4], wide);
     check_range(path, "context", fields[6], large);
-    // A negative vocabulary size marks a classifier of its own.
+    // A negative vocabulary size marks a separate classifier.
     if (fields[5] < -large || fields[5] > large || fields[5] == 0) {
         refuse(path, "the header says vocab = " + std::to_string(fields[5]) + ", expected 1 to " +
                          std::to_string(large) + " or the negative of it");
@@ -67,7 +67,7 @@ std::int64_t count_floats(const model_shape& shape, bool tied) {
     return shape.vocab * dim * (tied ? 1 : 2) + shape.layers * (attention + feed_forward) + dim + rotations;
 }
 
-// Hands out consecutive blocks of the weights.
+// Returns consecutive blocks of the weights.
 class reader {
 public:
     explicit reader(float* weights) : next_(weights) {}
@@ -82,7 +82,7 @@ private:
     float* next_;
 };
 
-// Transposes a matrix of [outputs][inputs] where it lies.
+// Transposes a matrix of [outputs][inputs] in place.
 matrix_view transposed(float* weights, std::ptrdiff_t outputs, std::ptrdiff_t inputs) {
     const matrix turned = matrix_view(weights, outputs, inputs).transpose();
     std::copy_n(turned.data(), turned.size(), weights);
@@ -122,7 +122,7 @@ checkpoint load_checkpoint(const std::string& path) {
         refuse(path, "could not be read to its end");
     }
 
-    // In the file each kind of weight comes for all layers at once.
+    // The file stores each kind of weight for all layers together.
     reader weights(storage.get());
     const std::ptrdiff_t dim = shape.dim, kv_dim = shape.kv_dim(), hidden = shape.hidden_dim,
                          layers = shape.layers;
@@ -138,7 +138,7 @@ checkpoint load_checkpoint(const std::string& path) {
     float* up = weights.take(layers * hidden * dim);
     const float* final_norm = weights.take(dim);
     weights.take(std::ptrdiff_t{shape.context} *
-                 shape.head_dim());  // tables of rotations, computed here instead
+                 shape.head_dim());  // skips tables of rotations, which the model computes itself
     const float* classifier = tied ? embedding : weights.take(shape.vocab * dim);
 
     std::vector<layer_weights> views;

@@ -20,7 +20,7 @@ struct model_shape {
     constexpr int kv_dim() const { return kv_heads * head_dim(); }
 };
 
-// Matrices are [inputs][outputs], the transpose of what the file holds: Eigen packs them faster that way.
+// Matrices are [inputs][outputs], the transpose of those in the file: Eigen packs them faster that way.
 struct layer_weights {
     row_view attention_norm;        // [dim]
     matrix_view query, key, value;  // [dim][dim or kv_dim]
@@ -31,15 +31,15 @@ struct layer_weights {
 
 struct checkpoint {
     model_shape shape;
-    std::unique_ptr<float[]> storage;  // everything below looks into it
+    std::unique_ptr<float[]> storage;  // the memory of all views below
     matrix_view embedding;             // [vocab][dim]
     std::vector<layer_weights> layers;
     row_view final_norm;  // [dim]
     matrix classifier;    // [dim][vocab]
 };
 
-// Throws std::runtime_error when the header is impossible or the file is not exactly as long as the header
-// asks for.
+// Throws std::runtime_error when the header is impossible or the length of the file is not exactly that of the
+// header.
 checkpoint load_checkpoint(const std::string& path);
 
 }  // namespace llama

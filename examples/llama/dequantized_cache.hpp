@@ -1,7 +1,7 @@
-// A kvq cache whose pages are dequantized once, when they are quantized; attention is the textbook's, on the dequantized rows.
+// A kvq cache that dequantizes each page once, when it is quantized. Attention is the textbook's, on the dequantized rows.
 //
-// For formats that attention could only run by dequantizing every page for every query (tables, norms): what the model sees is
-// the same up to rounding, in a fraction of the time.
+// For formats for which attention would dequantize every page for every query (tables, norms): the model reads the same values,
+// up to rounding, in a fraction of the time.
 #pragma once
 
 #include "kvq_cache.hpp"
@@ -21,7 +21,7 @@ public:
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
                  rows out, worker_pool& workers) override {
-        // The queries see the chunk in 16 bit.
+        // Attention reads the chunk in 16 bit.
         rows_.prefill(layer, in_16_bit(keys), in_16_bit(values), queries, out, workers);
         sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
                          kvq::tokens_of(values, shape_.kv_heads));
@@ -33,7 +33,7 @@ public:
         }
     }
 
-    // A short cut brings back what was in 16 bit before, so every row is read again.
+    // A short trim restores tokens in 16 bit, so every row is read again.
     void trim(int tokens) override {
         sequence_.trim(tokens);
         rows_.trim(tokens);
@@ -43,13 +43,13 @@ public:
         }
     }
 
-    // What the pages take; the dequantized rows are this program's own.
+    // Bytes of the pages; the dequantized rows do not count.
     std::size_t bytes() const override { return sequence_.usage().bytes; }
 
 private:
     static matrix in_16_bit(const const_rows& x) { return x.cast<Eigen::half>().cast<float>(); }
 
-    // Behind the last quantized page of a layer.
+    // End of the last quantized page of a layer.
     int end_of_quantized(int layer) const {
         const kvq::layer_pages pages = sequence_.pages(layer);
         for (int i = pages.entries() - 1; i >= 0; --i) {
@@ -72,7 +72,7 @@ private:
     kvq::cache cache_;
     kvq::sequence sequence_;
     reference_cache rows_;
-    std::vector<int> quantized_;  // of each layer, where the last quantized page ends
+    std::vector<int> quantized_;  // per layer: end of the last quantized page
 };
 
 }  // namespace llama

@@ -1,4 +1,4 @@
-// How far the next-token distribution of one cache is from that of another.
+// Divergence of the next-token distributions of two caches.
 #pragma once
 
 #include "checkpoint.hpp"
@@ -23,7 +23,7 @@ struct divergence_sums {
     }
 };
 
-// softmax of a row of logits, into which it looks. Differences and sums are in double, since the divergence of a good cache
+// softmax of a row of logits (a view of the row). Differences and sums are in double, since the divergence of a good cache
 // is far below the rounding of a float logit.
 class distribution {
 public:
@@ -50,7 +50,7 @@ public:
         const auto log_sum = static_cast<float>(log_sum_);
         double sum = 0.0;
         for_each_block(logits_.size(), [&](Eigen::Index first, Eigen::Index count) {
-            // Probabilities are weights here: float will do.
+            // Probabilities are weights here: float is accurate enough.
             const Eigen::Array<float, Eigen::Dynamic, 1, 0, block, 1> probability =
                 (logits_.segment(first, count).transpose().array() - log_sum).exp();
             Eigen::Array<double, Eigen::Dynamic, 1, 0, block, 1> terms(count);

@@ -1,4 +1,4 @@
-// Writes what a cache gets to see: q, k and v of every layer, for tools that judge schemes without a model (bench_quality).
+// Writes the input of a cache to files: q, k and v of every layer, for tools that judge schemes without a model (bench_quality).
 #pragma once
 
 #include "model.hpp"
@@ -11,7 +11,7 @@ namespace llama {
 struct dump_settings {
     int window = 512;
     int windows = 1;
-    int queries = 0;  // of each window, the last ones; 0: all
+    int queries = 0;  // number of last queries of each window; 0: all
 };
 
 // One folder per window of text, w000, w001, ..., each with files like L02_k_f16_T256_H6_D48.bin: raw little-endian halfs,

@@ -17,11 +17,11 @@ struct window_result {
     divergence_sums sums;
     double bytes_held = 0.0;
     int tokens_held = 0;
-    double seconds = 0.0;  // to read them
+    double seconds = 0.0;  // time to read the tokens
 };
 
-// The window convention: every window is begin-of-text and the next (window - 1) tokens of the input, and all of the
-// latter are predicted, so that each token of the input counts once. The last window may be shorter.
+// The window convention: every window is begin-of-text and the next (window - 1) tokens of the input, all of which
+// are predicted, so that each token of the input counts once. The last window may be shorter.
 std::vector<window_result> evaluate_window(const model& llama, std::span<const int> text,
                                            std::span<const scheme_choice> schemes, int chunk,
                                            progress_bar& progress) {
@@ -40,7 +40,7 @@ std::vector<window_result> evaluate_window(const model& llama, std::span<const i
         progress.advance();
     }
 
-    // States are small, logits are not: they exist for a few tokens at a time, the baseline's first.
+    // States are small, logits are large: logits exist for a few tokens at a time, the baseline's first.
     constexpr Eigen::Index block = 64;
     matrix baseline_logits, other_logits;
     const auto count = static_cast<Eigen::Index>(text.size());
@@ -121,7 +121,7 @@ worst_chunk find_worst(std::span<const chunk_result> results, std::size_t scheme
     worst_chunk worst{0, -std::numeric_limits<double>::infinity()};
     for (const chunk_result& result : results.subspan(1)) {
         const double change = 100.0 * (result.schemes[scheme].perplexity / first - 1.0);
-        if (!(change <= worst.ppl_delta_pct)) {  // what is no number is worse than any
+        if (!(change <= worst.ppl_delta_pct)) {  // NaN is worse than any number
             worst = {result.chunk, change};
         }
     }

@@ -1,4 +1,4 @@
-// What a scheme costs in quality: perplexity, and divergence from the same model with a 16-bit cache.
+// Quality loss of a scheme: perplexity, and divergence from the same model with a 16-bit cache.
 #pragma once
 
 #include "divergence.hpp"
@@ -13,7 +13,7 @@ namespace llama {
 
 struct evaluation_settings {
     int window = 512;
-    int chunk = 512;  // tokens that the cache takes at once
+    int chunk = 512;  // tokens per prefill
     int threads = 2;
     bool show_progress = false;
 };
@@ -27,12 +27,12 @@ struct scheme_result {
     double top1;                    // share of tokens whose likeliest successor stays the same
     double bytes_per_token;         // quantized pages
     double compression;             // against 16-bit pages
-    double bits;                    // of a coded value, parameters included
-    double window_bytes_per_token;  // what a sequence held at the end of a window, 16-bit tokens included
-    double tokens_per_second;       // that one thread reads, without the judging
+    double bits;                    // per quantized value, parameters included
+    double window_bytes_per_token;  // held by a sequence at the end of a window, 16-bit tokens included
+    double tokens_per_second;       // read by one thread, without the evaluation
 };
 
-// The first scheme is the baseline. The result, but for the last, does not depend on the number of threads.
+// The first scheme is the baseline. All results except tokens_per_second are independent of the number of threads.
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings);
@@ -47,7 +47,7 @@ std::vector<chunk_result> evaluate_chunks(const model& llama, std::span<const in
                                           std::span<const scheme_choice> schemes, std::span<const int> chunks,
                                           evaluation_settings settings);
 
-// The chunk size, but the first, whose perplexity is worst against that of the first; and by how much, in percent.
+// The chunk size, other than the first, with the worst perplexity against the first; and the difference in percent.
 struct worst_chunk {
     int chunk;
     double ppl_delta_pct;

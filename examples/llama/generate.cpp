@@ -28,7 +28,7 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
         throw std::invalid_argument("a loaded cache needs a prompt to go on with");
     }
     const int context = llama.shape().context, read = loaded + static_cast<int>(prompt.size());
-    // The last token is only printed; it needs no place in the cache.
+    // The last token is only printed; it is not appended to the cache.
     const int room = context - read + 1;
     if (room < 1 || settings.steps > room) {
         throw std::invalid_argument("a prompt of " + std::to_string(read) + " tokens and " +

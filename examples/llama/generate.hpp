@@ -13,16 +13,16 @@ namespace llama {
 
 struct generation_settings {
     std::string prompt;
-    int chunk = 512;  // tokens of the prompt that the cache takes at once
+    int chunk = 512;  // tokens of the prompt per prefill
     int threads = 1;
     int steps = 0;  // 0: until the context is full
     sampling sampler;
-    std::string load, save;  // files of a live cache (live_cache.hpp): go on from one, leave one
+    std::string load, save;  // files of a live cache (live_cache.hpp): continue from one, write one
 };
 
 struct generation_result {
-    int prompt_tokens = 0;        // begin-of-text included, without what a loaded cache held
-    double prompt_seconds = 0.0;  // to read them
+    int prompt_tokens = 0;        // begin-of-text included, without the tokens of a loaded cache
+    double prompt_seconds = 0.0;  // time to read the prompt
     int generated_tokens = 0;
     double seconds = 0.0;  // for the generated tokens alone
     int tokens_held = 0;
@@ -30,7 +30,7 @@ struct generation_result {
 };
 
 // Streams the prompt and its continuation up to an end-of-text token.
-// Throws std::invalid_argument when prompt and steps do not fit into the context, or when there is nothing to go on from.
+// Throws std::invalid_argument when prompt and steps do not fit into the context, or when there are no tokens to continue.
 generation_result generate(const model& llama, const tokenizer& pieces, const scheme_choice& scheme,
                            const generation_settings& settings, std::ostream& out);
 

@@ -12,7 +12,7 @@ constexpr kvq::cache_shape quantized_cache_shape(const model_shape& shape) {
     return {.layers = shape.layers, .kv_heads = shape.kv_heads, .head_dim = shape.head_dim()};
 }
 
-// Without formats.
+// The options without formats.
 inline kvq::cache_options options_of(const cache_settings& settings) {
     kvq::cache_options options;
     options.sinks = settings.sinks;
@@ -41,7 +41,7 @@ protected:
     model_shape shape_;
     kvq::cache cache_;
     kvq::sequence sequence_;
-    kvq::workspace workspace_;  // kept, so that decoding does not allocate
+    kvq::workspace workspace_;  // kept, so that decode steps do not allocate
 };
 
 }  // namespace llama

@@ -11,7 +11,7 @@
 namespace llama {
 namespace {
 
-// Formats that every cache lists, so that it can load what a cache with other tiers has saved.
+// Formats that every cache lists, so that it can load files of caches with other tiers.
 constexpr const char* usual_schemes[] = {"fp16", "int8", "kivi-4", "kivi-3", "kivi-2"};
 
 kvq::cache_options live_options(const cache_settings& settings, const live_settings& live) {
@@ -35,7 +35,7 @@ tier_choice parse_tier(std::string_view text) {
                                     "\": expected a number of tokens and a scheme, like 64:int8");
     }
     const std::string_view scheme = text.substr(colon + 1);
-    static_cast<void>(find_formats(scheme));  // it exists
+    static_cast<void>(find_formats(scheme));  // throws for an unknown scheme
     return {age, std::string(scheme)};
 }
 
@@ -68,7 +68,7 @@ live_cache::live_cache(const model_shape& shape, const cache_settings& settings,
     }
 }
 
-// Its number among the formats of the cache, which takes it if it is new.
+// Its index among the formats of the cache, which lists it if it is new.
 int live_cache::format_of(const std::string& scheme) {
     const auto found = std::find(names_.begin(), names_.end(), scheme);
     if (found != names_.end()) {
@@ -116,7 +116,7 @@ int live_cache::load(const std::string& path) {
     return sequence_.tokens();
 }
 
-// Enough to refuse the cache of another model.
+// Enough to detect the file of another model.
 std::string live_cache::model_name() const {
     std::ostringstream name;
     name << "llama2.c dim " << shape_.dim << ", layers " << shape_.layers << ", heads " << shape_.heads << '/'
@@ -124,14 +124,14 @@ std::string live_cache::model_name() const {
     return name.str();
 }
 
-// Through the bytes of a file and back.
+// Saves the sequence to bytes and restores it.
 void live_cache::reload() {
     std::vector<char> file;
     kvq::save(sequence_, [&](const void* data, std::size_t bytes) {
         const auto* const first = static_cast<const char*>(data);
         file.insert(file.end(), first, first + bytes);
     });
-    sequence_ = cache_.new_sequence();  // a budget may have no room for both
+    sequence_ = cache_.new_sequence();  // frees the old pages: a budget may have no room for both
     std::size_t at = 0;
     sequence_ = kvq::restore(cache_, [&](void* to, std::size_t bytes) {
         const std::size_t count = std::min(bytes, file.size() - at);

@@ -1,5 +1,5 @@
-// A cache that changes its mind: pages step down by age or under a byte budget, or are requantized once it is long enough;
-// and that can be saved and come back.
+// A cache that changes the format of its pages: they step down by age or under a byte budget, or are requantized at a given length.
+// It can be saved and restored.
 #pragma once
 
 #include "kvq_cache.hpp"
@@ -11,7 +11,7 @@
 
 namespace llama {
 
-// Tokens at least `age` behind the end are kept in this scheme.
+// Tokens at least `age` behind the end have this scheme.
 struct tier_choice {
     int age;
     std::string scheme;
@@ -27,7 +27,7 @@ struct live_settings {
 
 class live_cache final : public kvq_cache {
 public:
-    // Starts in 16 bit. Beside the usual schemes it can hold those that `live` names.
+    // Starts in 16 bit. It lists the usual schemes and those of `live`.
     // Throws std::invalid_argument for a name that does not exist, and for a budget that has no room for a step.
     live_cache(const model_shape& shape, const cache_settings& settings, const live_settings& live);
 
@@ -39,13 +39,13 @@ public:
         int tokens;
         std::size_t bytes;
     };
-    // What is kept in which scheme: tokens of layer 0's keys, bytes of everything.
+    // Tokens of layer 0's keys, and bytes of all layers, by scheme.
     std::vector<held_scheme> held() const;
-    // Pages that were requantized so far.
+    // Number of pages that were requantized so far.
     std::size_t requantized() const { return requantized_; }
 
-    // A safetensors file that describes itself (docs/save.md). load() returns the number of tokens it found, and converts
-    // what was saved with other options. Both throw kvq::error.
+    // A safetensors file that describes itself (docs/save.md). load() returns the number of tokens in the file, and converts
+    // pages that were saved with other options. Both throw kvq::error.
     void save(const std::string& path) const;
     int load(const std::string& path);
 
@@ -66,7 +66,7 @@ private:
 std::vector<tier_choice> parse_tiers(std::string_view text);
 void parse_requantize(std::string_view text, live_settings& live);
 
-// The scheme that evaluate and generate can use like any other.
+// A live cache as a scheme for evaluate and generate.
 scheme_choice live_scheme(const live_settings& live, const cache_settings& settings);
 
 }  // namespace llama

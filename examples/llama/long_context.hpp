@@ -1,4 +1,4 @@
-// A context that outgrows its budget: pages step down while it goes on, and what that costs is measured on the way.
+// A context that outgrows its budget: pages step down while it grows, and the loss is measured on the way.
 #pragma once
 
 #include "live_cache.hpp"
@@ -9,10 +9,10 @@
 
 namespace llama {
 
-// What was true when the context had grown to `tokens`.
+// The state of both caches at a context of `tokens`.
 struct long_context_row {
     int tokens;
-    std::size_t baseline_bytes;  // the 16-bit cache beside it
+    std::size_t baseline_bytes;  // of the 16-bit cache
     std::size_t bytes;
     std::size_t requantized;  // pages, since the last row
     std::vector<live_cache::held_scheme> held;
@@ -20,7 +20,7 @@ struct long_context_row {
     double kld, top1, perplexity, baseline_perplexity;
 };
 
-// Runs the tokens through a 16-bit cache and through a living one, `chunk` at a time; a row every `every` tokens.
+// Runs the tokens through a 16-bit cache and through a live one, `chunk` at a time; a row every `every` tokens.
 std::vector<long_context_row> long_context(const model& llama, std::span<const int> tokens,
                                            const cache_settings& settings, const live_settings& live,
                                            int every, int chunk);

@@ -1,4 +1,4 @@
-// kvq_llama generate | evaluate | chunks | slot | dump | long-context: a small Llama engine whose cache is kvq.
+// kvq_llama generate | evaluate | chunks | slot | dump | long-context: a small Llama engine whose KV cache is kvq.
 #include "dump.hpp"
 #include "evaluate.hpp"
 #include "generate.hpp"
@@ -58,7 +58,7 @@ bool is_live(const options& chosen) {
            !chosen.generation.load.empty() || !chosen.generation.save.empty();
 }
 
-// Of --keys and --values; either alone is for both.
+// The schemes of --keys and --values; if only one is given, it is for both.
 std::string pair_of(const options& chosen) {
     const std::string& keys = chosen.keys.empty() ? chosen.values : chosen.keys;
     return keys + '/' + (chosen.values.empty() ? keys : chosen.values);
@@ -122,7 +122,7 @@ int window_of(const options& chosen, const llama::model& model) {
     return window;
 }
 
-// fp16, which is always the baseline, and the others.
+// fp16, which is always the baseline, and the chosen schemes.
 std::vector<llama::scheme_choice> schemes_of(const options& chosen) {
     std::vector<llama::scheme_choice> schemes{
         llama::parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
@@ -154,7 +154,7 @@ void give_statistics(const options& chosen, const llama::model& model, const std
     }
 }
 
-// What --skip and --tokens leave of the input.
+// The input after --skip and --tokens.
 std::vector<int> part_of(const options& chosen, std::vector<int> tokens) {
     tokens.erase(tokens.begin(), tokens.begin() + std::min<std::ptrdiff_t>(chosen.skip, std::ssize(tokens)));
     if (chosen.tokens > 0 && static_cast<std::size_t>(chosen.tokens) < tokens.size()) {
@@ -172,7 +172,7 @@ void write_model(const options& chosen, const llama::model_shape& shape) {
               << shape.head_dim() << " channels; pages of " << chosen.cache.page_tokens << "; ";
 }
 
-// A window must be some chunks long: within its own chunk a query sees nothing but 16 bit, whatever the scheme.
+// A window must be several chunks long: within its own chunk a query reads only 16-bit tokens, for every scheme.
 int chunk_of(const options& chosen, int window) {
     constexpr int usual = 512, chunks_of_window = 4;
     if (chosen.evaluation.chunk >= window) {
@@ -390,7 +390,7 @@ void add_cache_options(CLI::App& command, options& chosen) {
     command.add_option("--recent", chosen.cache.recent, "last tokens kept in 16 bit")
         ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
-    command.add_option("--page-tokens", chosen.cache.page_tokens, "tokens coded together")
+    command.add_option("--page-tokens", chosen.cache.page_tokens, "tokens quantized together")
         ->check(CLI::PositiveNumber)
         ->capture_default_str();
     command.footer(
@@ -408,14 +408,14 @@ int main(int argc, char** argv) {
     int status = 0;
     CLI::App app("A small Llama engine that keeps its key/value cache in kvq.", "kvq_llama");
     app.require_subcommand(1);
-    // Scripts give defaults, users give others after them.
+    // Scripts give defaults; options of the user follow and win.
     app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 
     CLI::App& generate = *app.add_subcommand("generate", "Continue a prompt.");
     add_model_options(generate, chosen);
     add_cache_options(generate, chosen);
     generate.add_option("--tokenizer", chosen.tokenizer_path, "llama2.c tokenizer")->required();
-    generate.add_option("--scheme", chosen.scheme, "how the cache is coded")->capture_default_str();
+    generate.add_option("--scheme", chosen.scheme, "how the cache is quantized")->capture_default_str();
     add_pair_options(generate, chosen, "in place of --scheme");
     generate.add_option("--prompt", chosen.generation.prompt, "text to continue");
     generate
@@ -437,7 +437,7 @@ int main(int argc, char** argv) {
         ->capture_default_str();
     generate.add_option("--load", chosen.generation.load, "go on from a saved cache");
     generate.add_option("--save", chosen.generation.save,
-                        "save the cache afterwards; how it is coded: --tiers, --requantize-at, or 16 bit");
+                        "save the cache afterwards; its formats: --tiers, --requantize-at, or 16 bit");
     add_chunk_option(generate, chosen);
     generate
         .add_option("--threads", chosen.generation.threads,

@@ -33,7 +33,7 @@ model::model(checkpoint weights, double rope_theta, int positions) : weights_(st
     }
 }
 
-// Channels 2i and 2i + 1 of a head are one point in the plane, turned by an angle that grows with the
+// Channels 2i and 2i + 1 of a head are a point in the plane. It is rotated by an angle that grows with the
 // position.
 void model::rotate(kv_cache::rows heads, Eigen::Index first_position) const {
     const Eigen::Index pairs = cos_.cols();
@@ -71,8 +71,8 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
         states.row(token) = weights_.embedding.row(tokens[static_cast<std::size_t>(token)]);
     }
 
-    // Outside of attention no token knows of another: threads take blocks of them. Larger ones are faster, and smaller ones
-    // give all threads something to do; the number of threads does not change them, and so no result.
+    // Outside of attention tokens are independent: threads take blocks of them. Larger blocks are faster, and smaller blocks
+    // keep all threads busy; the blocks, and so the results, do not depend on the number of threads.
     const Eigen::Index block = count < 1024 ? 128 : 256;
     const auto for_each_block = [&](const auto& work) {
         workers.parallel_for(static_cast<int>((count + block - 1) / block), [&](int index) {
@@ -117,7 +117,7 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
 
 matrix model::read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                    activations& space) const {
-    constexpr int most = 2048;  // tokens: what lies between two layers takes some 10 KB for each
+    constexpr int most = 2048;  // tokens: the activations between two layers take some 10 KB per token
     const int piece = std::min(std::max(chunk, most / chunk * chunk), cache.step_tokens());
     const int count = static_cast<int>(tokens.size());
     matrix states(count, shape().dim);

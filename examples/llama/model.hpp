@@ -1,4 +1,4 @@
-// The Llama forward pass. It is const and keeps no state: the past lives in the cache alone.
+// The Llama forward pass. It is const and keeps no state: earlier tokens are in the cache alone.
 #pragma once
 
 #include "checkpoint.hpp"
@@ -8,8 +8,8 @@
 
 namespace llama {
 
-// What one forward pass needs beside the weights: what lies between its layers, kept from call to call so that nothing is
-// allocated, and the threads that it runs on.
+// Memory and threads of a forward pass: the activations between its layers, kept from call to call so that nothing is
+// allocated, and the worker threads.
 struct activations {
     explicit activations(int threads = 1) : workers(threads) {}
 
@@ -19,20 +19,20 @@ struct activations {
 
 class model {
 public:
-    // positions: how far texts may reach; 0: as far as the model was trained to, its context.
+    // positions: longest text; 0: the context that the model was trained with.
     explicit model(checkpoint weights, double rope_theta = 10000.0, int positions = 0);
 
     const model_shape& shape() const { return weights_.shape; }
 
-    // Runs tokens at positions first_position, first_position + 1, ... and returns the normed states behind
-    // the last layer, [tokens][dim], which lie in `space`. The matrix products take all tokens at once; the cache takes
-    // `chunk` of them at a time (kv_cache::prefill). With a chunk of 1 every query sees the cache that decoding would
-    // have shown it.
+    // Runs tokens at positions first_position, first_position + 1, ... and returns the normed states after
+    // the last layer, [tokens][dim], a reference into `space`. The matrix products take all tokens at once; the cache takes
+    // `chunk` of them at a time (kv_cache::prefill). With a chunk of 1 every query reads the same cache as in
+    // decode.
     const matrix& forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                           activations& space) const;
 
-    // forward() for a text of any length, in pieces: of whole chunks, no longer than a step of the cache, of some thousand
-    // tokens at most.
+    // forward() for a text of any length, in parts: whole chunks, at most a step of the cache and at most some thousand
+    // tokens.
     matrix read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                 activations& space) const;
 

@@ -1,4 +1,4 @@
-// Independent pieces of work on several threads.
+// Independent tasks on several threads.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace llama {
 
-// Calls work(0) ... work(count - 1) on several threads; an exception in one of them ends all and comes out here.
+// Calls work(0) ... work(count - 1) on several threads; after an exception no further work starts, and the caller gets it.
 template <class Work>
 void run_parallel(int count, int threads, const Work& work) {
     std::atomic<int> next = 0;

@@ -30,7 +30,7 @@ public:
 
     ~progress_bar() {
         if (shown_) {
-            std::fputs("\r\033[K", stderr);  // the table is all that stays
+            std::fputs("\r\033[K", stderr);  // removes the bar
         }
     }
 

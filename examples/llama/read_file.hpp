@@ -9,7 +9,7 @@
 
 namespace llama {
 
-// `role` says in the error message what the file was meant to be.
+// `role`: kind of the file, for the error message.
 inline std::string read_file(const std::string& role, const std::string& path) {
     std::error_code ignored;
     std::ifstream file(path, std::ios::binary);

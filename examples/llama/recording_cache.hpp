@@ -1,4 +1,4 @@
-// The textbook cache, which also keeps what it is given.
+// The reference cache, which also records its input.
 #pragma once
 
 #include "reference_cache.hpp"

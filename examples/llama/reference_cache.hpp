@@ -1,4 +1,4 @@
-// The cache as a textbook has it: fp32 rows and an explicit softmax. It checks the others.
+// The textbook cache: fp32 rows and an explicit softmax. It checks the other caches.
 #pragma once
 
 #include "kv_cache.hpp"
@@ -33,7 +33,7 @@ public:
         }
     }
 
-    // Tokens first, first + 1, ... of one layer, to be overwritten.
+    // Tokens first, first + 1, ... of one layer, for writing.
     rows keys(int layer, int first, int tokens) {
         return part(layers_[static_cast<std::size_t>(layer)].keys, first, tokens);
     }
@@ -66,9 +66,9 @@ private:
         return {of.data() + static_cast<std::ptrdiff_t>(first) * shape_.kv_dim(), tokens, shape_.kv_dim()};
     }
 
-    // The queries of the last tokens.
+    // Attention for the queries of the last tokens.
     void attend(const layer_rows& rows_of, const const_rows& queries, rows out, worker_pool& workers) const {
-        constexpr Eigen::Index block = 64;  // queries at once: their scores stay in the processor's cache
+        constexpr Eigen::Index block = 64;  // queries at once: their scores fit the CPU cache
         const Eigen::Index head_dim = shape_.head_dim(), kv_dim = shape_.kv_dim();
         const Eigen::Index before = static_cast<Eigen::Index>(rows_of.keys.size()) / kv_dim - queries.rows();
         const float scale = 1.0F / std::sqrt(static_cast<float>(head_dim));
@@ -78,7 +78,7 @@ private:
             matrix weights;
             for (Eigen::Index first = 0; first < queries.rows(); first += block) {
                 const Eigen::Index count = std::min(block, queries.rows() - first);
-                const Eigen::Index seen = before + first + count;  // by the last of them
+                const Eigen::Index seen = before + first + count;  // keys of the last query
                 const head_view keys(rows_of.keys.data() + kv_head * head_dim, seen, head_dim,
                                      Eigen::OuterStride<>(kv_dim));
                 const head_view values(rows_of.values.data() + kv_head * head_dim, seen, head_dim,

@@ -34,7 +34,7 @@ nlohmann::ordered_json to_json(const scheme_result& result) {
             {"tokens_per_second", result.tokens_per_second}};
 }
 
-// Of a column of tokens in one scheme.
+// Width of a column of tokens in one scheme.
 int width_of(const live_cache::held_scheme& scheme) {
     return static_cast<int>(std::max<std::size_t>(8, scheme.scheme.size() + 2));
 }

@@ -23,7 +23,7 @@ int sampler::operator()(std::span<const float> logits) {
         sum += weight;
     }
 
-    // The likeliest tokens leave the heap until they hold top_p together: few, so nothing need be sorted.
+    // The likeliest tokens leave the heap until their sum is top_p: they are few, so no sort is needed.
     std::make_heap(heap.begin(), heap.end());
     auto end = heap.end();
     double kept = 0.0;
@@ -33,7 +33,7 @@ int sampler::operator()(std::span<const float> logits) {
         kept += end->first;
     } while (end != heap.begin() && kept < settings_.top_p * sum);
 
-    // The standard distributions differ between libraries; this draws the same everywhere.
+    // The standard distributions differ between libraries; this gives the same token everywhere.
     double left = static_cast<double>(random_() >> 11) * 0x1p-53 * kept;
     for (auto candidate = heap.end(); candidate != end;) {
         --candidate;

@@ -9,7 +9,7 @@ namespace llama {
 
 struct sampling {
     double temperature = 0.8;  // 0: always the likeliest token
-    double top_p = 0.9;        // draw from the likeliest tokens that hold this share together
+    double top_p = 0.9;        // draw from the likeliest tokens whose probabilities sum to this
     std::uint64_t seed = 1;
 };
 

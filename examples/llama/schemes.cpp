@@ -63,7 +63,7 @@ bool is_built_in(std::string_view name, kvq::tensor role) {
 }
 
 kvq::format find(std::string_view name, kvq::tensor role, const kvq::calibration* statistics) {
-    // "affine-4" is short for "affine-4-g32", and so with KIVI.
+    // "affine-4" is short for "affine-4-g32"; the same for KIVI.
     const std::string long_name = std::string(name) + "-g32";
     for (const quality::listed_format& format : baselines()) {
         if (format.name == name || format.name == long_name) {
@@ -88,7 +88,7 @@ int parse_count(std::string_view digits, std::string_view whole) {
     return count;
 }
 
-// Returns the name in front of the first '+'; the choice takes what is behind it.
+// Returns the name before the first '+'; stores the suffixes in `choice`.
 std::string parse_name(std::string_view text, scheme_choice& choice) {
     std::size_t end = text.find('+');
     const std::string name(text.substr(0, end));
@@ -111,7 +111,7 @@ std::string parse_name(std::string_view text, scheme_choice& choice) {
     return name;
 }
 
-// Pages of the window's own type are never quantized: fp32, bf16 and fp16 are the limits to compare with.
+// Pages of the window's own type are never quantized: fp32, bf16 and fp16 show the best possible result.
 kvq::cache_options options_with(const cache_settings& settings, const kvq::format_pair& formats) {
     kvq::cache_options options = options_of(settings);
     options.keys = formats.keys;
@@ -141,7 +141,7 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
 
 double scheme_choice::bytes_per_token(const model_shape& shape) const {
     if (live) {
-        return std::numeric_limits<double>::quiet_NaN();  // depends on how far it has come: see what it holds
+        return std::numeric_limits<double>::quiet_NaN();  // depends on the length of the context
     }
     if (!formats.keys) {
         return 2.0 * sizeof(float) * shape.layers * shape.kv_dim();

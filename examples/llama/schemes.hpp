@@ -24,26 +24,25 @@ struct scheme_choice {
     std::string label;
     cache_settings settings;
     std::string key_name{}, value_name{};
-    kvq::format_pair formats{};   // empty: fp32 rows, the scheme "reference"
-    bool use_statistics = false;  // "+stats"
-    std::shared_ptr<const live_settings>
-        live{};  // if there are some, the cache is a living one (live_cache.hpp)
+    kvq::format_pair formats{};                   // empty: fp32 rows, the scheme "reference"
+    bool use_statistics = false;                  // "+stats"
+    std::shared_ptr<const live_settings> live{};  // not empty: the cache is a live one (live_cache.hpp)
 
     std::unique_ptr<kv_cache> make_cache(const model_shape& shape) const;
 
-    // Quantized pages of all layers and kv heads; NaN for a live cache.
+    // Bytes of quantized pages of all layers and kv heads; NaN for a live cache.
     double bytes_per_token(const model_shape& shape) const;
 
-    // Keys that can use statistics are made from these.
+    // Makes keys that can use statistics from these.
     void give_statistics(const kvq::calibration& statistics);
 };
 
-// The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Behind them "+s4" (sinks) and "+r32" (recent)
-// where they differ from the defaults, and "+stats" for statistics.
-// Throws std::invalid_argument for a name that does not exist; the message lists those that are most like it.
+// The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Suffixes: "+s4" (sinks) and "+r32" (recent)
+// if they differ from the defaults, and "+stats" for statistics.
+// Throws std::invalid_argument for a name that does not exist; the message lists the most similar names.
 scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults);
 
-// The same without anything behind the names.
+// The same without suffixes.
 kvq::format_pair find_formats(std::string_view names);
 
 std::string all_scheme_names();

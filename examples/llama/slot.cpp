@@ -22,14 +22,14 @@ public:
           chunk_(chunk),
           last_state_(llama.read(prompt, 0, *cache_, chunk, space_).bottomRows(1)) {}
 
-    // Reads a text behind the prompt and cuts it off again.
+    // Reads a text after the prompt and trims it again.
     matrix turn(std::span<const int> text) {
         matrix states = llama_.read(text, prompt_tokens_, *cache_, chunk_, space_);
         cache_->trim(prompt_tokens_);
         return states;
     }
 
-    // The perplexity of a text behind the prompt.
+    // The perplexity of a text after the prompt.
     double judged_turn(std::span<const int> text) {
         constexpr Eigen::Index block = 64;
         matrix logits;
@@ -37,7 +37,7 @@ public:
         matrix states(count, llama_.shape().dim);
         states.row(0) = last_state_;
         states.bottomRows(count - 1) =
-            turn(text).topRows(count - 1);  // behind the last token nothing is judged
+            turn(text).topRows(count - 1);  // the state after the last token predicts nothing here
         double negative_log_likelihood = 0.0;
         for (Eigen::Index begin = 0; begin < count; begin += block) {
             llama_.logits(states.middleRows(begin, std::min(block, count - begin)), logits);
@@ -54,14 +54,14 @@ private:
     std::unique_ptr<kv_cache> cache_;
     int prompt_tokens_, chunk_;
     activations space_;
-    matrix last_state_;  // behind the prompt: it predicts the first token of a turn
+    matrix last_state_;  // after the prompt: it predicts the first token of a turn
 };
 
-// Where the drift is largest.
+// Finds the turn with the largest drift.
 void find_drift(slot_result& result) {
     for (std::size_t turn = 1; turn < result.perplexity.size(); ++turn) {
         const double drift = std::abs(result.perplexity[turn] / result.perplexity[1] - 1.0);
-        if (!(drift <= result.drift)) {  // a perplexity that is no number drifts as well
+        if (!(drift <= result.drift)) {  // a NaN perplexity counts as drift
             result.drift = drift;
             result.drift_turn = static_cast<int>(turn) + 1;
         }
@@ -99,7 +99,7 @@ std::vector<slot_result> run_slot(const model& llama, std::span<const int> token
         slot seat(llama, prompt, scheme, settings.chunk);
         for (int turn = 0; turn < settings.turns; ++turn) {
             if (settings.varying) {
-                // Of other lengths too, so that cuts leave pages in other states.
+                // Other lengths, so that trims leave pages in other states.
                 const std::size_t length = 1 + static_cast<std::size_t>(turn) * 37 % turn_tokens;
                 const std::size_t room = others.size() - length + 1;
                 seat.turn(others.subspan(static_cast<std::size_t>(turn) * 101 % room, length));

@@ -1,4 +1,4 @@
-// Statistics of queries and keys, gathered while the model reads a text: what plans of channel widths are made from.
+// Statistics of queries and keys, gathered while the model reads a text: the input of plans of channel widths.
 #pragma once
 
 #include "model.hpp"
@@ -9,7 +9,7 @@
 
 namespace llama {
 
-// Reads the text in windows, as evaluate does; a last window of less than 64 tokens is left out.
+// Reads the text in windows, as evaluate does; a last window of less than 64 tokens is skipped.
 // Throws std::runtime_error when there are fewer than 64 tokens.
 kvq::calibration gather_statistics(const model& llama, std::span<const int> tokens, int window);
 

@@ -1,4 +1,4 @@
-// Seconds since it was made.
+// Seconds since construction.
 #pragma once
 
 #include <chrono>

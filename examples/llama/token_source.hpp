@@ -1,5 +1,5 @@
-// The tokens to evaluate on: a text file, or a file of token ids (16-bit, little-endian) for foreign
-// tokenizers.
+// The tokens to evaluate on: a text file, or a file of token ids (16-bit, little-endian) of another
+// tokenizer.
 #pragma once
 
 #include "tokenizer.hpp"
@@ -9,7 +9,7 @@
 
 namespace llama {
 
-// Throws std::runtime_error when model and tokenizer do not belong together.
+// Throws std::runtime_error when the vocabularies of model and tokenizer differ.
 void check_vocabulary(const tokenizer& pieces, int vocab);
 
 std::vector<int> read_text(const std::string& path, const tokenizer& pieces);

@@ -13,7 +13,7 @@
 namespace llama {
 namespace {
 
-constexpr int first_byte_piece = 3;  // behind unknown, begin and end of text
+constexpr int first_byte_piece = 3;  // after unknown, begin and end of text
 
 [[noreturn]] void refuse(const std::string& path, const std::string& reason) {
     throw std::runtime_error("tokenizer \"" + path + "\": " + reason);
@@ -82,9 +82,9 @@ tokenizer::tokenizer(const std::string& path) {
     find_byte_pieces();
 }
 
-// Three layouts are in use. Newer files call the byte pieces 3 to 258 "<0x00>" to "<0xFF>"; older ones hold
-// the character of the same number there, so that bytes from 0x80 on take two; byte-level vocabularies have
-// no such block, every byte is an ordinary piece.
+// Three layouts are in use. Newer files name the byte pieces 3 to 258 "<0x00>" to "<0xFF>"; older ones have
+// the character with that code point there, so that bytes from 0x80 on take two bytes; byte-level vocabularies have
+// no such block: every byte is an ordinary piece.
 void tokenizer::find_byte_pieces() {
     bool named = size() >= first_byte_piece + 256;
     bool characters = named;
@@ -113,7 +113,7 @@ void tokenizer::find_byte_pieces() {
     }
 }
 
-// One piece per character, or its bytes where the vocabulary lacks it.
+// One piece per character, or its bytes if the vocabulary lacks it.
 std::vector<int> tokenizer::split(std::string_view text) const {
     std::vector<int> ids;
     while (!text.empty()) {
@@ -134,7 +134,7 @@ std::vector<int> tokenizer::split(std::string_view text) const {
     return ids;
 }
 
-// The piece that two neighbours make together, -1 when there is none; fallback bytes stand alone.
+// The piece of two neighbours merged, or -1; fallback bytes do not merge.
 int tokenizer::merged(int left, int right) const {
     if (leading_space_ && std::min(left, right) < first_plain_piece_) {
         return -1;
@@ -146,13 +146,13 @@ int tokenizer::merged(int left, int right) const {
 
 std::vector<int> tokenizer::encode(std::string_view text) const {
     struct symbol {
-        int id, previous, next;  // neighbours that are still there; -1 and the end of the list close it
+        int id, previous, next;  // remaining neighbours; -1 and the size of the list mark the ends
     };
     struct pair {
         float score;
         int left, right, left_id, right_id, merged_id;
 
-        bool operator<(const pair& other) const {  // the best score first, of equal ones the leftmost
+        bool operator<(const pair& other) const {  // the best score first, then the leftmost
             return score != other.score ? score < other.score : left > other.left;
         }
     };
@@ -189,7 +189,7 @@ std::vector<int> tokenizer::encode(std::string_view text) const {
         symbol& left = symbols[static_cast<std::size_t>(best.left)];
         symbol& right = symbols[static_cast<std::size_t>(best.right)];
         if (left.id != best.left_id || right.id != best.right_id || left.next != best.right) {
-            continue;  // one of the two has been merged meanwhile
+            continue;  // one of the two was merged since
         }
         left.id = best.merged_id;
         left.next = right.next;

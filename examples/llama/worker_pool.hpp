@@ -1,4 +1,4 @@
-// Threads that wait for work: what the model and the attention of its cache share out over.
+// Threads that wait for tasks of the model and of the attention of its cache.
 #pragma once
 
 #include <condition_variable>
@@ -11,8 +11,8 @@
 
 namespace llama {
 
-// An executor as kvq wants one (kvq/core/executor.hpp). One call at a time. Results never depend on the number of
-// threads: whoever uses it cuts its work by size.
+// A kvq executor (kvq/core/executor.hpp). One call at a time. Results never depend on the number of
+// threads: callers cut their work by size.
 class worker_pool {
 public:
     explicit worker_pool(int threads = 1) {
@@ -25,7 +25,7 @@ public:
 
     int concurrency() const noexcept { return static_cast<int>(helpers_.size()) + 1; }
 
-    // Calls work(0) ... work(count - 1) and returns when all have ended. The first exception comes out here.
+    // Calls work(0) ... work(count - 1) and returns when all have ended. The caller gets the first exception.
     template <class Work>
     void parallel_for(int count, Work&& work) {
         if (helpers_.empty() || count <= 1) {
@@ -57,7 +57,7 @@ private:
         }
     }
 
-    // With the lock held, but not while a task runs.
+    // The lock is held, except while a task runs.
     void take_tasks(std::unique_lock<std::mutex>& lock) {
         while (next_ < count_) {
             const int index = next_++;
@@ -83,7 +83,7 @@ private:
     std::function<void(int)> work_;
     int next_ = 0, count_ = 0, unfinished_ = 0;
     std::exception_ptr failure_;
-    std::vector<std::jthread> helpers_;  // last: they stop before anything else goes
+    std::vector<std::jthread> helpers_;  // last member: they stop before other members are destroyed
 };
 
 }  // namespace llama

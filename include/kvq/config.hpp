@@ -1,12 +1,12 @@
-// Compiler probes and every macro of kvq but its version (version.hpp).
+// Compiler probes, and every macro of kvq except the version (version.hpp).
 //
 // KVQ_HD       marks functions that run on the host and, under nvcc, on the device
-// KVQ_INLINE   forces inlining of small functions: what is inlined everywhere cannot be merged by the linker
-//              across translation units that were built for different instruction sets
+// KVQ_INLINE   forces inlining of small functions. A function that is inlined everywhere has no copy that the linker could merge
+//              across translation units of different instruction sets.
 // KVQ_INLINE_LAMBDA  the same for lambdas, after their parameters
 // KVQ_UNROLL   unrolls the loop that follows, up to 16 times
 // KVQ_TAGGED   the inline namespace of everything that is compiled for one instruction set
-// KVQ_EXPORT   what a shared library shows
+// KVQ_EXPORT   marks the symbols that a shared library exports
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)
 #pragma once
 
@@ -14,11 +14,11 @@
 #error "kvq needs GCC or Clang (clang-cl on Windows)"
 #endif
 
-// An empty softmax state is a maximum of -infinity. Compilers that may assume that there is none make NaN of it.
+// An empty softmax state has the maximum -infinity. A compiler that may assume finite values turns it into NaN.
 #if defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__
 #error "kvq needs infinities and NaN: compile without -ffast-math and -ffinite-math-only"
 #endif
-// Sums in another order are other bytes of pages. (Clang does not say that it may change it.)
+// Sums in another order change the bytes of pages. (Clang has no macro that says that it may reorder sums.)
 #if defined(__ASSOCIATIVE_MATH__) || defined(__RECIPROCAL_MATH__)
 #error \
     "kvq needs sums in the order in which they are written: compile without -funsafe-math-optimizations and its parts"
@@ -30,9 +30,9 @@
 #define KVQ_HD
 #endif
 
-// Everything that a compiler may turn into other instructions lives in an inline namespace with the name of the instruction set, so
-// that objects of different -march can be linked in any order: kvq::KVQ_TAGGED. What such objects exchange, formats above all, lives
-// in kvq::v0_1 and has no functions that could be compiled twice.
+// All code that a compiler may turn into other instructions lives in an inline namespace that is named after the instruction set:
+// kvq::KVQ_TAGGED. Objects of different -march can then be linked in any order. Types that such objects exchange, formats above all,
+// live in kvq::v0_1 and have no functions that could be compiled twice.
 #define KVQ_JOIN_PARTS(a, b, c, d) v0_1_##a##_##b##_##c##_##d
 #define KVQ_JOIN(a, b, c, d) KVQ_JOIN_PARTS(a, b, c, d)
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__BMI2__) && defined(__LZCNT__) && \
@@ -88,17 +88,17 @@
 
 #define KVQ_INLINE inline __attribute__((always_inline))
 #define KVQ_NOINLINE __attribute__((noinline))
-// The same for lambdas: after the parameters. A kernel must not be called once per vector because a program is large.
+// The same for lambdas: after the parameters. Large programs exhaust the inlining budget; kernels must be inlined anyway.
 #define KVQ_INLINE_LAMBDA __attribute__((always_inline))
 
-// Loops over a handful of registers must be unrolled before registers are assigned; compilers need telling.
+// Loops over a few registers must be unrolled before registers are assigned. Compilers do not do it by themselves.
 #if defined(__GNUC__) && !defined(__CUDACC__)
 #define KVQ_UNROLL _Pragma("GCC unroll 16")
 #else
 #define KVQ_UNROLL
 #endif
 
-// What a shared kvq::library shows.
+// Marks the symbols that a shared kvq::library exports.
 #define KVQ_EXPORT __attribute__((visibility("default")))
 
 #if defined(__cpp_exceptions) || defined(__EXCEPTIONS) || defined(_CPPUNWIND)

@@ -97,7 +97,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
             },
             m);
         CHECK(bytes.size() == 80 + 32 + 96);
-        const kvq::page_message back = kvq::dequantize_page(bytes);
+        const kvq::page_message back = kvq::parse_page(bytes);
         CHECK(back.role == m.role);
         CHECK(back.kind == m.kind);
         CHECK(back.committed);
@@ -115,7 +115,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
 
         for (std::size_t length = 0; length < bytes.size(); ++length) {
             CHECK(message_of([&] {
-                      kvq::dequantize_page(std::span(bytes).first(length));
+                      kvq::parse_page(std::span(bytes).first(length));
                   }).rfind("kvq: truncated", 0) == 0);
             std::size_t position = 0;
             const auto read = [&](void* to, std::size_t n) {
@@ -131,15 +131,15 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
             for (int mask = 1; mask < 256; ++mask) {
                 message damaged = bytes;
                 damaged[at] ^= static_cast<std::byte>(mask);
-                if (message_of([&] { kvq::dequantize_page(damaged); }).empty())
+                if (message_of([&] { kvq::parse_page(damaged); }).empty())
                     FAIL("byte ", at, " xor ", mask, " was not noticed");
             }
         message longer = bytes;
         longer.push_back(std::byte{0});
-        CHECK(message_of([&] { kvq::dequantize_page(longer); }).find("its header says 96") !=
+        CHECK(message_of([&] { kvq::parse_page(longer); }).find("its header says 96") !=
               std::string::npos);
         CHECK(message_of([&] {
-                  kvq::dequantize_page(message(200, std::byte{'x'}));
+                  kvq::parse_page(message(200, std::byte{'x'}));
               }).find("not a page of kvq") != std::string::npos);
     }
 }
@@ -164,7 +164,7 @@ TEST_CASE_TEMPLATE("a sequence sent page by page is the same in another cache, n
         auto messages = sent(prefill, sequence);
         shuffle(random, messages);
         kvq::page_receiver receiver(decode);
-        for (const message& m : messages) receiver.accept(kvq::dequantize_page(m));
+        for (const message& m : messages) receiver.accept(kvq::parse_page(m));
         auto copy = receiver.finish();
         require_same(prefill, sequence, decode, copy);
         for (int step = 0; step < 6; ++step) {
@@ -206,8 +206,8 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     for (std::size_t missing = 0; missing < messages.size(); ++missing) {
         kvq::page_receiver receiver(other);
         for (std::size_t i = 0; i < messages.size(); ++i)
-            if (i != missing) receiver.accept(kvq::dequantize_page(messages[i]));
-        const auto lost = kvq::dequantize_page(messages[missing]);
+            if (i != missing) receiver.accept(kvq::parse_page(messages[i]));
+        const auto lost = kvq::parse_page(messages[missing]);
         const std::string text = message_of([&] { (void)receiver.finish(); });
         CHECK(text.empty() == (lost.kind == kvq::page_kind::copy));
         if (!text.empty()) {
@@ -222,9 +222,9 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     {
         kvq::page_receiver shorter(other);
         int last = 0;
-        for (const message& m : messages) last = std::max(last, kvq::dequantize_page(m).first_token);
+        for (const message& m : messages) last = std::max(last, kvq::parse_page(m).first_token);
         for (const message& m : messages) {
-            const auto page = kvq::dequantize_page(m);
+            const auto page = kvq::parse_page(m);
             if (page.layer != 1 || page.first_token != last) shorter.accept(page);
         }
         says(message_of([&] { (void)shorter.finish(); }), "tokens were received, of 60");
@@ -233,22 +233,22 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     for (const int lost_layer : {0, 1}) {
         kvq::page_receiver shorter(other);
         for (const message& m : messages) {
-            const auto page = kvq::dequantize_page(m);
+            const auto page = kvq::parse_page(m);
             if (page.layer != lost_layer) shorter.accept(page);
         }
         says(message_of([&] { (void)shorter.finish(60); }), "0 tokens were received, not 60");
         CHECK(shorter.finish().tokens(lost_layer) == 0);
     }
-    auto nowhere = kvq::dequantize_page(messages.front());
+    auto nowhere = kvq::parse_page(messages.front());
     nowhere.layer = -1;
     kvq::page_receiver nothing(other);
     says(message_of([&] { nothing.accept(nowhere); }), "layer -1");
 
     kvq::page_receiver receiver(other);
-    for (const message& m : messages) receiver.accept(kvq::dequantize_page(m));
+    for (const message& m : messages) receiver.accept(kvq::parse_page(m));
     const std::size_t in_use = other.bytes_in_use();
     for (const message& m : messages)
-        says(message_of([&] { receiver.accept(kvq::dequantize_page(m)); }), "came twice");
+        says(message_of([&] { receiver.accept(kvq::parse_page(m)); }), "came twice");
     CHECK(other.bytes_in_use() == in_use);
     CHECK(contents(other, receiver.finish()) == contents(cache, sequence));
 
@@ -256,7 +256,7 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
         kvq::page_receiver to(wrong);
         int refusals = 0;
         for (const message& m : messages) {
-            const std::string text = message_of([&] { to.accept(kvq::dequantize_page(m)); });
+            const std::string text = message_of([&] { to.accept(kvq::parse_page(m)); });
             if (!text.empty()) says(text, part);
             refusals += !text.empty();
         }
@@ -278,7 +278,7 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     refused(stranger, "not among the formats of this cache: fp16");
     test::typed_cache<test::formats<kvq::affine<4>, kvq::int8>> friendly(shape, options);
     kvq::page_receiver to_friend(friendly);
-    for (const message& m : messages) to_friend.accept(kvq::dequantize_page(m));
+    for (const message& m : messages) to_friend.accept(kvq::parse_page(m));
     auto copy = to_friend.finish();
     for (int layer = 0; layer < 2; ++layer)
         CHECK(test::dequantized(copy, shape, layer, kvq::tensor::key).values() ==
@@ -289,10 +289,10 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     for (const message& m : messages) {
         const auto before = other.bytes_in_use();
         memory.arm(0);
-        CHECK_THROWS_AS(poor.accept(kvq::dequantize_page(m)), std::bad_alloc);
+        CHECK_THROWS_AS(poor.accept(kvq::parse_page(m)), std::bad_alloc);
         memory.arm(test::counting_resource::never);
         CHECK(other.bytes_in_use() == before);
-        poor.accept(kvq::dequantize_page(m));
+        poor.accept(kvq::parse_page(m));
     }
     for (int i = 0;; ++i) {
         REQUIRE(i < 1000);

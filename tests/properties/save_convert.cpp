@@ -137,7 +137,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
 
     // Formats that the cache does not have: even convert cannot read them.
     test::typed_cache<narrow> stranger(shape, options);
-    check_refused(stranger, {}, "coded with ");
+    check_refused(stranger, {}, "quantized with ");
     check_refused(stranger, {}, "not among the formats of this cache: fp16, ");
     check_refused(stranger, {.convert = true}, "not among the formats of this cache: fp16, ");
 
@@ -148,7 +148,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
     const auto exact_file = saved(exact_numbers);
     for (const bool convert : {false, true})
         CHECK(test::contains(message_of([&] { restored(cache, exact_file, {.convert = convert}); }),
-                             "coded with fp32, which is not among the formats"));
+                             "quantized with fp32, which is not among the formats"));
 
     // Formats that it has, but does not use: pages stay what they are, or become its own.
     test::typed_cache<test::formats<narrow, wide>> smaller(shape, options);

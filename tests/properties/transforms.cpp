@@ -111,8 +111,8 @@ TEST_CASE("a matrix that is not orthogonal, too short, or missing is refused wit
     std::vector<float> x(8, 1.0f);
     CHECK_THROWS_WITH_AS(fine.forward(8, {0, 1}, x.data()), doctest::Contains("head 1 has no rotation"),
                          kvq::error);
-    CHECK_THROWS_WITH_AS(fine.forward(6, {0, 0}, x.data()), doctest::Contains("8 channels met a block of 6"),
-                         kvq::error);
+    CHECK_THROWS_WITH_AS(fine.forward(6, {0, 0}, x.data()),
+                         doctest::Contains("8 channels does not fit a block of 6"), kvq::error);
     const kvq::rotated<kvq::affine<4>> scheme(fine);
     using cache = test::typed_cache<test::formats<kvq::rotated<kvq::affine<4>>>,
                                     test::formats<kvq::rotated<kvq::affine<4>>>>;
@@ -125,7 +125,7 @@ TEST_CASE("a matrix that is not orthogonal, too short, or missing is refused wit
         CHECK_THROWS_WITH_AS(
             make(shape), doctest::Contains("a rotation of 1 layers, 1 heads and 8 channels in a cache of"),
             kvq::error);
-    CHECK_THROWS_WITH_AS(kvq::rotation(1, 2, 8, matrix), doctest::Contains("has 128 numbers, got 64"),
+    CHECK_THROWS_WITH_AS(kvq::rotation(1, 2, 8, matrix), doctest::Contains("has 128 values, got 64"),
                          kvq::error);
     for (int i = 0; i < 8; ++i) matrix[static_cast<std::size_t>(3 * 8 + i)] *= 1.01f;
     CHECK_THROWS_WITH_AS(kvq::rotation(1, 1, 8, matrix), doctest::Contains("rows 3 and 3"), kvq::error);

@@ -1,15 +1,15 @@
-// Contiguous growing buffers, as MLX-like engines keep them: [batch][heads][capacity][dim] for K and for V.
+// Contiguous growing buffers, the layout of MLX-like engines: [batch][heads][capacity][dim] for K and for V.
 //
 //   kvq::contiguous_cache<kvq::float16> buffers({.batch = 1, .heads = 8, .head_dim = 128});
-//   auto all = buffers.append(k, v);            // views of everything held so far, all.keys(row), all.values(row)
+//   auto all = buffers.append(k, v);            // views of all held tokens: all.keys(row), all.values(row)
 //   auto small = kvq::contiguous_quantized(buffers, {.bits = 4, .group = 64});
 //   kvq::append_to(sequence, layer, all);       // into kvq pages
 //   kvq::append_from(buffers, sequence, layer); // and back
 //
-// Capacity grows in steps (256 tokens), so that most appends copy only what is new; trim() forgets tokens and keeps the
-// memory, trim_to_offset() gives back what lies beyond the tokens held: whoever counts or stores such buffers wants it
-// first. The quantized kind holds (codes, scales, biases) in MLX's format (mlx_affine.hpp) and is trimmed in the same
-// way, all three. Guarantees: arguments are checked and memory is taken before anything changes. One thread at a time
+// Capacity grows in steps (256 tokens), so that most appends copy only new tokens; trim() removes tokens and keeps the
+// memory; trim_to_offset() frees the memory beyond the held tokens: call it before you count or store such buffers.
+// contiguous_quantized holds (codes, scales, biases) in MLX's format (mlx_affine.hpp) and trims all three in the same
+// way. Guarantees: arguments are checked and memory is allocated before anything changes. One thread at a time
 // may write.
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// What the buffers hold at some moment: valid until they grow or shrink. T may be const.
+/// A snapshot of the buffers, valid until they grow or shrink. T may be const.
 template <class T>
 struct contiguous_view {
     contiguous_shape shape;
@@ -43,7 +43,7 @@ private:
     }
 };
 
-/// K and V of one layer in T.
+/// K and V of one layer, in type T.
 template <float_format T>
 class contiguous_cache {
 public:
@@ -51,28 +51,28 @@ public:
                               std::pmr::memory_resource* memory = std::pmr::get_default_resource())
         : buffers_(make(shape, memory)) {}
 
-    /// Appends n tokens. k, v: one view of [n][heads][dim] per row of the batch; they may be views of tokens that these
-    /// buffers hold. Returns what is held then. Raises kvq::error when rows or shapes do not fit or the buffers would have
-    /// more tokens or bytes than can be counted.
+    /// Appends n tokens. k, v: one view of [n][heads][dim] per row of the batch; they may be views of tokens in these
+    /// buffers. Returns a view of all held tokens. Raises kvq::error when rows or shapes do not fit, or when tokens or bytes would
+    /// overflow their integer types.
     template <class U>
     contiguous_view<T> append(std::span<const token_view<U>> k, std::span<const token_view<U>> v) {
         const int n = check(k, tensor::key, -1);
         check(v, tensor::value, n);
-        const auto left = buffers_.reserve(n);  // k and v may lie in it
+        const auto left = buffers_.reserve(n);  // keeps the old memory: k and v may be views of it
         write<0>(k, n, shape().head_dim);
         write<1>(v, n, shape().dim(tensor::value));
         buffers_.tokens_ += n;
         return view();
     }
-    /// A batch of one row.
+    /// For a batch of one row.
     template <class U>
     contiguous_view<T> append(const token_view<U>& k, const token_view<U>& v) {
         return append(std::span<const token_view<U>>(&k, 1), std::span<const token_view<U>>(&v, 1));
     }
 
-    /// Forgets every token from n on. Memory stays.
+    /// Removes every token from n on. Memory stays.
     void trim(int n) { buffers_.trim(n); }
-    /// Gives back the memory beyond the tokens held.
+    /// Frees the memory beyond the held tokens.
     void trim_to_offset() { buffers_.trim_to_offset(); }
 
     contiguous_view<T> view() noexcept {
@@ -86,8 +86,8 @@ public:
     int capacity() const noexcept { return buffers_.capacity_; }
     std::size_t bytes() const noexcept { return buffers_.bytes(); }
 
-    /// For callers that write the next n tokens themselves: what is held and room for them, then that they are there. Raises
-    /// kvq::error for n < 0 and for more tokens or bytes than can be counted.
+    /// For callers that write the next n tokens themselves. prepare() returns a view with room for n more tokens; commit() adds them.
+    /// Raises kvq::error for n < 0 and when tokens or bytes would overflow their integer types.
     contiguous_view<T> prepare(int n) {
         detail::expect(n >= 0, "cannot prepare ", n, " tokens");
         buffers_.reserve(n);
@@ -103,7 +103,7 @@ public:
     }
 
 private:
-    /// Arguments are evaluated in any order: the shape is checked before anything is made of it.
+    /// A function, because constructor arguments are evaluated in any order: it checks the shape before using it.
     static detail::growing_buffers<T, T> make(const contiguous_shape& shape,
                                               std::pmr::memory_resource* memory) {
         detail::check_contiguous(shape);
@@ -141,7 +141,7 @@ private:
     detail::growing_buffers<T, T> buffers_;
 };
 
-/// The same, quantized: per tensor codes [batch][heads][capacity][dim * bits / 32], scales and biases
+/// contiguous_cache, quantized: per tensor codes [batch][heads][capacity][dim * bits / 32], scales and biases
 /// [batch][heads][capacity][dim / group].
 template <float_format T>
 class contiguous_quantized {
@@ -153,7 +153,7 @@ public:
                    parameters(tensor::key, shape, memory), words(tensor::value, shape, memory),
                    parameters(tensor::value, shape, memory), parameters(tensor::value, shape, memory)) {}
 
-    /// Everything that unquantized buffers hold, without the rest of their capacity.
+    /// A copy of unquantized buffers, without their unused capacity.
     contiguous_quantized(const contiguous_cache<T>& from, const mlx_format& format,
                          std::pmr::memory_resource* memory = std::pmr::get_default_resource())
         : contiguous_quantized(from.shape(), format, memory) {
@@ -161,7 +161,7 @@ public:
         trim_to_offset();
     }
 
-    /// Codes and appends the tokens of a view, all rows of the batch.
+    /// Quantizes and appends the tokens of a view, all rows of the batch.
     void append(const contiguous_view<const T>& x) {
         const contiguous_shape &mine = shape(), &theirs = x.shape;
         detail::expect(theirs.batch == mine.batch && theirs.heads == mine.heads &&
@@ -187,7 +187,7 @@ public:
         append(contiguous_view<const T>{x.shape, x.tokens, x.capacity, x.key_data, x.value_data});
     }
 
-    /// Everything held, dequantized.
+    /// All held tokens, dequantized.
     contiguous_cache<T> dequantize(
         std::pmr::memory_resource* memory = std::pmr::get_default_resource()) const {
         contiguous_cache<T> out(shape(), memory);
@@ -203,7 +203,7 @@ public:
     }
 
     void trim(int n) { buffers_.trim(n); }
-    /// Gives back the memory beyond the tokens held, of codes, scales and biases; bits and group stay.
+    /// Frees the memory beyond the held tokens, of codes, scales and biases; bits and group stay.
     void trim_to_offset() { buffers_.trim_to_offset(); }
 
     /// The first word of one token, and its parameters.
@@ -239,7 +239,7 @@ private:
     auto parameters(tensor role, const contiguous_shape& s, std::pmr::memory_resource* memory) const {
         return detail::growing_buffer<T>(s.rows(), format_.groups(s.dim(role)), memory);
     }
-    /// f(row, head, token, codes, scales, biases) for tokens [first, first + n); Codes is the first of three buffers.
+    /// Calls f(row, head, token, codes, scales, biases) for tokens [first, first + n); Codes: index of the first of three buffers.
     template <std::size_t Codes, class Buffers, class F>
     static void for_each_token(Buffers& buffers, int first, int n, F&& f) {
         const contiguous_shape& s = buffers.shape_;
@@ -267,8 +267,8 @@ void append_to(sequence& s, int layer, const contiguous_view<T>& from, int first
              from.values(row).slice(first, from.tokens - first));
 }
 
-/// Appends x^ of tokens [first, tokens) of a layer of a sequence to contiguous buffers of one row. Returns what is held
-/// then.
+/// Appends x^ of tokens [first, tokens) of a layer of a sequence to contiguous buffers of one row. Returns a view of all held
+/// tokens.
 template <float_format T>
 contiguous_view<T> append_from(contiguous_cache<T>& to, const sequence& s, int layer, int first = 0) {
     const cache_shape& shape = detail::sequence_access::cache(s).shape();

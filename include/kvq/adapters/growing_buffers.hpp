@@ -1,7 +1,7 @@
-// Buffers [batch * heads][capacity][width] that grow together, in steps: what contiguous caches are made of.
+// Buffers [batch * heads][capacity][width] that grow together, in steps: the storage of contiguous caches.
 //
-// Strong exception guarantee: all buffers change their capacity, or none; sizes that cannot be counted are refused before
-// any memory is taken.
+// Strong exception guarantee: all buffers change their capacity, or none; sizes that overflow raise kvq::error before
+// any memory is allocated.
 #pragma once
 
 #include <algorithm>
@@ -47,14 +47,14 @@ public:
     growing_buffer(int rows, int width, std::pmr::memory_resource* memory)
         : rows_(static_cast<std::size_t>(rows)), width_(static_cast<std::size_t>(width)), data_(memory) {}
 
-    /// Raises kvq::error where the bytes of so many tokens are more than can be counted.
+    /// Raises kvq::error when the bytes of `capacity` tokens overflow.
     void check_capacity(int capacity) const {
         constexpr std::size_t most = PTRDIFF_MAX / sizeof(E);
         expect(static_cast<std::size_t>(capacity) <= most / rows_ / width_, "buffers of ", rows_, " rows x ",
                capacity, " tokens x ", width_, " elements of ", sizeof(E),
                " bytes have more bytes than can be counted");
     }
-    /// The same tokens in room for `capacity`, which can be counted; nothing changes yet.
+    /// Copies the tokens to a new buffer of `capacity`, which check_capacity() has accepted. *this does not change yet.
     std::pmr::vector<E> resized(int tokens, int old_capacity, int capacity) const {
         std::pmr::vector<E> fresh(rows_ * static_cast<std::size_t>(capacity) * width_, data_.get_allocator());
         const std::size_t used = static_cast<std::size_t>(tokens) * width_;
@@ -92,8 +92,8 @@ public:
     growing_buffers(const contiguous_shape& shape, growing_buffer<E>... buffers)
         : shape_(shape), buffers_(std::move(buffers)...) {}
 
-    /// Room for `added` more tokens. A capacity is a multiple of step, whatever it was before. Returns the memory that was
-    /// left, if any: what is to be appended may lie in it.
+    /// Makes room for `added` more tokens. The capacity becomes a multiple of step. Returns the old memory, if any: the tokens to
+    /// append may be views of it.
     memory reserve(int added) {
         expect(added >= 0, "buffers of ", tokens_, " tokens cannot take ", added, " more");
         expect(added <= (std::numeric_limits<int>::max)() - tokens_ - shape_.step, "buffers of ", tokens_,
@@ -101,7 +101,7 @@ public:
         const int wanted = tokens_ + added;
         return wanted > capacity_ ? resize(round_up(wanted, shape_.step)) : memory{};
     }
-    /// Returns the memory that was left.
+    /// Returns the old memory.
     memory resize(int capacity) {
         return std::apply(
             [&](auto&... b) {

@@ -1,4 +1,4 @@
-// MLX's group-wise affine format, as its arrays hold it: for reading and writing MLX memory, not for attention.
+// MLX's group-wise affine format, in the layout of MLX's arrays: for reading and writing MLX memory, not for attention.
 //
 //   a row of D channels  ->  D*B/32 words: codes of B bits one after the other, little end first
 //                            D/G scales and D/G biases of the input's type T;   x^ = T(T(scale * code) + bias)
@@ -6,11 +6,11 @@
 //   k = round(edge / s);  k != 0:  s = edge / k, bias = edge;   k == 0:  bias = 0
 //   code = clamp(round((x - bias) / s), 0, n) with s and bias in float; both are then rounded to T
 //
-// The end of the range with the larger magnitude dequantizes exactly, and zero nearly so. MLX's processors differ: the CPU
+// The end of the range with the larger magnitude dequantizes exactly, and zero nearly so. MLX's devices differ: the CPU
 // rounds ties to even; Metal and CUDA round them away from zero and let the maximum start at 0, so that a group of
-// negative numbers is coded over [min, 0]. Groups of 32, 64 or 128 channels; 2, 3, 4, 5, 6 or 8 bits; D is a multiple
+// negative values is quantized over [min, 0]. Groups of 32, 64 or 128 channels; 2, 3, 4, 5, 6 or 8 bits; D is a multiple
 // of G. Contract: finite input gives MLX's words, scales and biases. MLX leaves NaN and infinities undefined; here
-// finite members set the parameters, NaN codes as zero would, infinities saturate.
+// finite members set the parameters, NaN is quantized as zero, infinities saturate.
 // Source: mlx ops.cpp (affine_quantize), backend/cpu/quantized.cpp, metal/kernels/quantized.h.
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Whose rounding.
+/// The MLX device whose rounding is used.
 enum class mlx_device : unsigned char { cpu, gpu };
 
 struct mlx_format {
@@ -51,7 +51,7 @@ inline float mlx_round(float x, mlx_device device) noexcept {
 
 }  // namespace detail
 
-/// Codes one row of `dim` channels. words: format.words(dim), scales and biases: format.groups(dim). Raises kvq::error
+/// Quantizes one row of `dim` channels. words: format.words(dim), scales and biases: format.groups(dim). Raises kvq::error
 /// for a format that MLX does not have, or a row that is not a multiple of its group.
 template <float_format T>
 void mlx_quantize(const mlx_format& format, int dim, const T* row, std::uint32_t* words, T* scales,

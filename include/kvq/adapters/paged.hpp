@@ -1,17 +1,16 @@
-// Views of somebody else's paged cache: blocks of 16- or 32-bit tokens that a block table or a slot mapping puts in
-// order.
+// Views of an engine's paged cache: blocks of 16- or 32-bit tokens, ordered by a block table or a slot mapping.
 //
 //   slot = block * block_tokens + offset in the block
 //   NHD   [blocks][block_tokens][heads][dim]       vLLM, nano-vllm, FlashInfer's default
-//   HND   [blocks][heads][block_tokens][dim]       FlashInfer's other
+//   HND   [blocks][heads][block_tokens][dim]       FlashInfer's other layout
 //
 //   kvq::paged_view<kvq::float16> keys = kvq::paged_nhd(k_data, blocks, 16, heads, dim), values = ...;
 //   kvq::append_from_blocks(sequence, layer, keys, values, block_table, tokens);    // into kvq pages
 //   kvq::write_slots(sequence, layer, first, mapping, keys, values);                  // back, -1 skips a token
 //
-// Nothing is owned and nothing kept. K and V in one allocation ([blocks][2][...] and the like) are two views whose
-// block_stride steps over both. Blocks may be shared and in any order; slots are numbers of 32 or 64 bits. Shapes, blocks and
-// slots are all checked before anything is written; append_from_blocks gives all tokens or none (strong exception
+// Views own no memory and no function keeps them. K and V in one allocation ([blocks][2][...] and the like) are two views whose
+// block_stride steps over both. Blocks may be shared and in any order; slots are integers of 32 or 64 bits. Shapes, blocks and
+// slots are all checked before anything is written; append_from_blocks appends all tokens or none (strong exception
 // guarantee).
 #pragma once
 
@@ -85,7 +84,7 @@ void check_paged_pair(const paged_view<T>& keys, const paged_view<T>& values, co
            values.block_tokens);
 }
 
-/// Copies the tokens to memory where they lie one after the other.
+/// Copies the tokens to contiguous memory.
 template <class T>
 token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std::int32_t> table, int tokens,
                                   std::pmr::vector<std::remove_const_t<T>>& memory) {
@@ -142,18 +141,18 @@ void write_slots(const sequence& s, int layer, int first, std::span<const Slot> 
 }  // namespace detail
 
 /// Appends `tokens` tokens, which lie in the blocks of `table` one after the other, to a layer of a sequence, as one
-/// append. O(tokens): blocks that follow one another in memory are read where they are, others are gathered first, in memory
-/// of the cache's resource. Raises kvq::error when shapes do not fit or the table is too short or names a block that is
-/// not there; table entries that no token needs are not read.
+/// append. O(tokens): blocks that are adjacent in memory are read in place; others are gathered first, in memory
+/// of the cache's resource. Raises kvq::error when shapes do not fit, when the table is too short, or when it contains a block that
+/// does not exist; table entries behind the last token are not read.
 template <class T>
 void append_from_blocks(sequence& s, int layer, const paged_view<T>& keys, const paged_view<T>& values,
                         std::span<const std::int32_t> table, int tokens) {
     detail::check_paged_pair(keys, values, s);
     const int per_block = keys.block_tokens;
     detail::expect(tokens >= 0, "cannot gather ", tokens, " tokens");
-    // In 64 bits: rounding up may leave those of an int.
+    // In 64 bits: the rounded-up sum may overflow an int.
     const std::int64_t used = (std::int64_t{tokens} + per_block - 1) / per_block;
-    (void)s.tokens(layer);  // checks it, before anything is gathered
+    (void)s.tokens(layer);  // checks the layer before tokens are gathered
     detail::expect(used <= static_cast<std::int64_t>(table.size()), tokens, " tokens lie in ", used,
                    " blocks of ", per_block, " but the table has ", table.size());
     bool neighbours = true;
@@ -174,8 +173,8 @@ void append_from_blocks(sequence& s, int layer, const paged_view<T>& keys, const
     s.append(layer, k, v);
 }
 
-/// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 leaves a token out.
-/// Where a slot comes twice the later token stays. Slots are 32 or 64 bits wide, whatever the engine has. Raises kvq::error
+/// Writes x^ of tokens [first, first + mapping.size()) of a layer to these slots, rounded to T; -1 skips a token.
+/// Last write wins: of two tokens with one slot the later one stays. Slots have the engine's width, 32 or 64 bits. Raises kvq::error
 /// when shapes, tokens or slots are out of range.
 template <float_format T>
 void write_slots(const sequence& s, int layer, int first, std::span<const std::int64_t> mapping,

@@ -1,10 +1,10 @@
 // Fused attention over packed pages of any mix of formats: out = softmax(q K^T) V, decode (one token) and prefill (many).
 //
-// Walk: for every kv head and every block of up to 16 query rows, or 128 (query tokens x query heads of the group), pages are
-// visited in token order. Per page: scores from the key block, online softmax, weights into the value block. Only blocks whose
+// Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read
+// in token order. Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose
 // codes cannot be folded are dequantized, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
-// chunk gives a softmax state, and states are merged in token order: on one thread or on many, alone or in a batch, the result
-// is the same bit for bit.
+// chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number of threads,
+// alone or in a batch.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the dequantized values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
@@ -32,7 +32,7 @@ inline constexpr int most_query_rows = 128;   // of any backend
 inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
 inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
 
-/// Cuts a buffer into aligned pieces; counts when there is no buffer.
+/// Cuts a buffer into aligned parts. Without a buffer it only counts bytes.
 class carver {
 public:
     explicit carver(std::byte* memory) noexcept : memory_(memory) {}
@@ -49,11 +49,11 @@ private:
     std::size_t used_ = 0;
 };
 
-/// The shape of one attention call and how it is cut into tasks.
+/// The shape of one attention call and its division into tasks.
 struct attention_plan {
     int kv_heads, group, query_tokens, dim, value_dim;
     int tokens, chunk_tokens;
-    int block_rows;  // query rows per task: half of the most where those would leave too few tasks
+    int block_rows;  // query rows per task: half of the maximum if the maximum gives too few tasks
 
     attention_plan(const cache_shape& s, const page_geometry& g, int key_tokens, int q_heads, int q_tokens,
                    int most_rows) noexcept
@@ -69,11 +69,11 @@ struct attention_plan {
 
     int rows() const noexcept { return group * query_tokens; }
     int row_blocks() const noexcept { return ceil_div(rows(), block_rows); }
-    /// By positions, so that cuts change neither tasks nor workspace. A page belongs to the chunk in which it begins.
+    /// Chunks are cut by position, so that trims change neither tasks nor workspace. A page belongs to the chunk of its first token.
     int chunks() const noexcept { return ceil_div(tokens, chunk_tokens); }
     bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
     int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
-    /// Floats that one row's partial state takes.
+    /// Floats of one row's partial state.
     std::size_t state_floats() const noexcept { return static_cast<std::size_t>(value_dim) + 2; }
     std::size_t partial_bytes() const noexcept {
         return split() ? round_up(static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows()) *
@@ -83,7 +83,7 @@ struct attention_plan {
     }
 };
 
-/// Query rows per task that every format of both tables can do.
+/// Query rows per task that every format of both tables supports.
 inline int attention_rows(const format_table& keys, const format_table& values) noexcept {
     int rows = most_query_rows;
     for (const format_table* table : {&keys, &values})
@@ -94,7 +94,7 @@ inline int attention_rows(const format_table& keys, const format_table& values) 
 
 /// One worker's scratch memory.
 struct attention_scratch {
-    /// Of one format of a table.
+    /// Workspace of one format of a table.
     struct format_space {
         std::byte* plan;
         std::byte* workspace;
@@ -145,7 +145,7 @@ struct attention_scratch {
         bytes = c.used();
     }
 
-    /// Before the rows of a task.
+    /// Called before the rows of a task.
     void forget_plans(const format_table& keys, const format_table& values) const noexcept {
         for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = key_spaces[i].begun = false;
         for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = false;
@@ -163,7 +163,7 @@ private:
     }
 };
 
-/// States that architectures keep around products of tiles, one for each backend of the tables that has one.
+/// Opens the tile state of the backend that has one, and closes it at the end.
 class tile_sessions {
 public:
     tile_sessions(const format_table& keys, const format_table& values, int rows) {
@@ -201,7 +201,7 @@ public:
     output_view out;
     float* partials;
 
-    /// Task number -> kv head, row block and (if split) chunk.
+    /// task: index, which gives kv head, row block and (if split) chunk.
     void run(int task, const scratch& s) const {
         const int chunks = plan.split() ? plan.chunks() : 1;
         const int head = task / (plan.row_blocks() * chunks);
@@ -276,7 +276,7 @@ private:
         return {tensor::value, p.tokens, plan.value_dim};
     }
 
-    /// Returns which rows are not finite: products of integers would not show it.
+    /// Loads the queries and returns which rows are not finite: integer products would hide them.
     row_flags load_queries(int head, int first, int n, const scratch& s) const {
         float scale = kind.scale(plan.dim);
         if (!kind.changes_logits()) scale *= log2e;
@@ -302,7 +302,7 @@ private:
         return bad;
     }
 
-    /// One chunk's softmax state into s.part, max, sum.
+    /// Computes one chunk's softmax state: s.part, max, sum.
     void visit_chunk(const row_block& rows, int chunk, const scratch& s, float* max, float* sum) const {
         const int first = rows.first, n = rows.n;
         const int dim = plan.value_dim;
@@ -329,11 +329,11 @@ private:
             weigh_page(rows, entry, next, s, max, sum);
         }
         restore_outputs(rows.head, n, s);
-        for (int i = 0; i < n; ++i)  // a sum that is not a number makes the whole row so
+        for (int i = 0; i < n; ++i)  // a NaN sum makes the whole row NaN
             if (rows.bad[static_cast<std::size_t>(i)]) sum[i] = std::numeric_limits<float>::quiet_NaN();
     }
 
-    /// The format's functions and what they need for the rows of a task, planned when the first page of the format is met.
+    /// The functions of a format and their workspace for the rows of a task. Planned at the first page of the format.
     struct bound_product {
         const format_functions& functions;
         const attention_scratch::format_space& space;
@@ -412,7 +412,7 @@ private:
                 }
             }
         }
-        // Parameters are folded for the whole block: tokens that it does not show have no weight.
+        // Parameters are folded for the whole block: tokens that the span does not show get weight zero.
         if (p.format != 0)
             for (int i = 0; i < n; ++i)
                 for (int t = entry.tokens; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
@@ -428,7 +428,7 @@ private:
                  true, ahead(p, *next.values), product.space.workspace);
     }
 
-    /// From a block to the same head's block of the page that is read next; 0 where that has another layout.
+    /// Distance from a block to the same head's block of the next page; 0 if that page has another layout.
     static std::ptrdiff_t ahead(const page& now, const page& next) noexcept {
         return now.format == next.format && now.bytes == next.bytes
                    ? static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.data()) -
@@ -436,7 +436,7 @@ private:
                    : 0;
     }
 
-    /// Outputs that were summed in a transformed basis go back and join the others.
+    /// Restores outputs that were summed in a transformed basis, and adds them to the others.
     void restore_outputs(int head, int n, const scratch& s) const {
         const int dim = plan.value_dim;
         const block_shape shape{tensor::value, pages.geometry.page_tokens, dim};
@@ -453,14 +453,14 @@ private:
     }
 };
 
-/// What one sequence of a batch attends with: its pages, its queries, its outputs.
+/// Attention of one sequence of a batch: its pages, its queries, its outputs.
 struct attention_item {
     layer_pages pages;
     query_view q;
     output_view out;
 };
 
-/// The items of a batch, made from its requests when they are asked for, so that no list of them is allocated.
+/// The items of a batch, made from the requests on demand, so that no list of them is allocated.
 struct attention_items {
     const void* batch;
     int layer, count;
@@ -500,7 +500,7 @@ public:
         return place_bytes_ + partial_bytes_ + static_cast<std::size_t>(workers(threads)) * scratch_bytes_;
     }
 
-    /// memory: bytes(threads) of it, aligned to 64.
+    /// memory: bytes(threads) bytes, aligned to 64.
     void run(int layer, const variant_view& variant, executor_view ex, int threads, std::byte* memory) const {
         if (tasks_ == 0) return;
         auto* const places = reinterpret_cast<place*>(memory);
@@ -543,7 +543,7 @@ public:
 
 private:
     using scratch = attention_scratch;
-    /// Where an item's tasks begin, and its partial states.
+    /// Index of the first task of an item, and its partial states.
     struct place {
         int first_task;
         float* partials;

@@ -1,9 +1,9 @@
-// The rows that a step reads (keys, values, queries) and writes (outputs), in the float type that the engine has: float, float16
-// or bfloat16. Any token_view converts to these; the type is known at run time only, so that kernels are compiled once.
+// The rows that a step reads (keys, values, queries) and writes (outputs), in the float type of the engine: float, float16
+// or bfloat16. Any token_view converts to these views. The type is known only at run time, so that kernels are compiled once.
 //
 //   query = float(q) * scale     out = T(output), rounded once
 //
-// Contract: one call per row of channels, nothing is allocated. Views do not own what they show.
+// Contract: one call per row of channels, nothing is allocated. Views do not own their memory.
 #pragma once
 
 #include <type_traits>
@@ -15,7 +15,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Shape and place of rows of a type that is known at run time.
+/// Shape and address of rows of a type that is known at run time.
 template <class Data>
 struct row_view {
     Data* data = nullptr;
@@ -36,7 +36,7 @@ struct row_view {
           head_bytes(v.head_stride * static_cast<std::ptrdiff_t>(sizeof(T))),
           type(row_type<std::remove_const_t<T>>()) {}
 
-    /// From one token to the next, in values.
+    /// Distance from one token to the next, in values.
     std::ptrdiff_t token_stride() const noexcept {
         return token_bytes / static_cast<std::ptrdiff_t>(size_of(type));
     }
@@ -45,7 +45,7 @@ struct row_view {
         if constexpr (float_format<T>)
             return float_type_of<T>;
         else
-            return float_type::fp32;  // so that only the caller's sentence is said
+            return float_type::fp32;  // so that only the static_assert of the caller reports an error
     }
     Data* at(int token, int head) const noexcept {
         using byte = std::conditional_t<std::is_const_v<Data>, const std::byte, std::byte>;
@@ -55,7 +55,7 @@ struct row_view {
 
 }  // namespace detail
 
-/// New keys or values, [tokens][kv_heads][dim], read: a token_view of a type that is known at run time.
+/// New keys or values, [tokens][kv_heads][dim], read-only: a token_view of a type that is known at run time.
 class input_view : public detail::row_view<const void> {
 public:
     /// T: float, float16 or bfloat16, const or not.
@@ -65,13 +65,13 @@ public:
                       "kvq::input_view: keys and values must be float, float16 or bfloat16");
     }
 
-    /// As token_view(shape...).
+    /// Arguments as for token_view(shape...).
     template <class T, class... Shape>
     requires(sizeof...(Shape) >= 3) input_view(T* rows, Shape... shape)
     noexcept : input_view(token_view<T>(rows, shape...)) {}
 };
 
-/// [tokens][q_heads][head_dim], read.
+/// Queries, [tokens][q_heads][head_dim], read-only.
 class query_view : public detail::row_view<const void> {
 public:
     /// T: float, float16 or bfloat16, const or not.
@@ -82,12 +82,12 @@ public:
               for (int i = 0; i < n; ++i) to[i] = static_cast<float>(static_cast<const T*>(from)[i]) * scale;
           }) {}
 
-    /// As token_view(shape...): a pointer, numbers of tokens, heads and channels, and two strides if they are not dense.
+    /// Arguments as for token_view(shape...): a pointer, numbers of tokens, heads and channels, and two strides if they are not dense.
     template <class T, class... Shape>
     requires(sizeof...(Shape) >= 3) query_view(T* rows, Shape... shape)
     noexcept : query_view(token_view<T>(rows, shape...)) {}
 
-    /// to = the channels of one token and head, times scale.
+    /// Reads the channels of one token and head to `to`, times scale.
     void load(int token, int head, float* to, float scale) const noexcept {
         load_(at(token, head), to, dim, scale);
     }
@@ -96,7 +96,7 @@ private:
     void (*load_)(const void* from, float* to, int n, float scale);
 };
 
-/// [tokens][q_heads][value_dim], written.
+/// Outputs, [tokens][q_heads][value_dim], written.
 class output_view : public detail::row_view<void> {
 public:
     /// T: float, float16 or bfloat16.
@@ -106,22 +106,22 @@ public:
               for (int i = 0; i < n; ++i) static_cast<T*>(to)[i] = T(from[i]);
           }) {}
 
-    /// As token_view(shape...).
+    /// Arguments as for token_view(shape...).
     template <class T, class... Shape>
     requires(sizeof...(Shape) >= 3) output_view(T* rows, Shape... shape)
     noexcept : output_view(token_view<T>(rows, shape...)) {}
 
-    /// With a place for the natural log of each row's softmax sum, [tokens][q_heads]: -infinity where no key was seen. Outputs over
-    /// different keys are merged by it (attention/softmax_state.hpp).
+    /// Also writes the natural log of each row's softmax sum, [tokens][q_heads]: -infinity for a row without keys. Outputs over
+    /// different keys are merged with it (attention/softmax_state.hpp).
     output_view with_lse(float* lse) const noexcept {
         output_view v = *this;
         v.lse_ = lse;
         return v;
     }
 
-    /// The channels of one token and head = from, rounded.
+    /// Writes `from` to the channels of one token and head, rounded.
     void store(int token, int head, const float* from) const noexcept { store_(from, at(token, head), dim); }
-    /// Where the log-sum-exp of one token and head goes, or null.
+    /// Address of the log-sum-exp of one token and head, or null.
     float* lse(int token, int head) const noexcept {
         return lse_ ? lse_ + static_cast<std::ptrdiff_t>(token) * heads + head : nullptr;
     }

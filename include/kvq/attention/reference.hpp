@@ -1,9 +1,9 @@
-// Attention in double, one number after the other: what attend() is measured against.
+// Attention in double, one product after the other: the reference for the error of attend().
 //
-//   out[t][h] = sum_k p_k v[k],   p = softmax_k(logit(scale * q[t][h] . k[k])),   over the keys that the query sees
+//   out[t][h] = sum_k p_k v[k],   p = softmax_k(logit(scale * q[t][h] . k[k])),   over the keys that the mask shows to the query
 //
-// Works on dequantized values (sequence::dequantize), so that it shows the error of the kernels and not that of the scheme. The
-// hooks of a variant (attention/variant.hpp) are called as they are, with float scores. Not for speed.
+// Works on dequantized values (sequence::dequantize), so that it shows the error of the kernels and not that of the scheme. It calls the
+// hooks of a variant (attention/variant.hpp) with float scores. Not for speed.
 #pragma once
 
 #include <cmath>

@@ -3,8 +3,8 @@
 //   merge(a, b):  m = max(a.m, b.m),  sum = a.sum 2^(a.m - m) + b.sum 2^(b.m - m),  output likewise
 //
 // Scores are in powers of two (log2 e is folded into the query). An empty state has max = -infinity. Merging is associative
-// and commutative up to float rounding; kvq always merges in token order. A finished output with its log-sum-exp is a state as
-// well, from_output(): so results over parts of the keys (another device, a shared prefix) are merged.
+// and commutative up to float rounding; kvq always merges in token order. from_output() makes a state of a finished output and its
+// log-sum-exp, so that results over parts of the keys (another device, a shared prefix) can be merged.
 #pragma once
 
 #include <cmath>
@@ -21,12 +21,12 @@ struct softmax_state {
 
     static constexpr float log2e = 1.44269504f;
 
-    /// The state of an output that was divided already; lse as log_sum_exp() gives it.
+    /// The state of an output that is already divided by its sum; lse as from log_sum_exp().
     static softmax_state from_output(float* output, float lse) noexcept {
         return {lse * log2e, std::isinf(lse) && lse < 0 ? 0.0f : 1.0f, output};
     }
 
-    /// Adds what `other` saw.
+    /// Adds the keys of `other`.
     void merge(const softmax_state& other, int dim) noexcept {
         if (other.sum == 0.0f && std::isinf(other.max)) return;
         const float top = detail::larger(max, other.max);
@@ -37,12 +37,12 @@ struct softmax_state {
         max = top;
     }
 
-    /// Natural log of the sum of e^score: -infinity if no key was seen, NaN if sum is.
+    /// Natural log of the sum of e^score: -infinity without keys, NaN if sum is NaN.
     float log_sum_exp() const noexcept {
         return sum == 0.0f ? -std::numeric_limits<float>::infinity() : (max + std::log2(sum)) / log2e;
     }
 
-    /// Writes output / sum; zeros if no key was seen, NaN if sum is.
+    /// Writes output / sum; zeros without keys, NaN if sum is NaN.
     void finish(float* out, int dim) const noexcept {
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         for (int d = 0; d < dim; ++d) out[d] = output[d] * inverse;

@@ -1,13 +1,13 @@
-// Attention variants: hooks on scores and on the range of keys. A variant is any type with any of
+// Masks and score modifiers of attention, as hooks of a type: FlexAttention's mask_mod and score_mod. A variant is any type with any of
 //
 //   float scale(int head_dim) const                                   instead of 1/sqrt(head_dim)
-//   float logit(float score, int q_head, int q_pos, int k_pos) const  on the scaled score
-//   int first_key(int q_pos) const                                    keys before it are not seen
-//   int kept_keys() const                                             but those before this one always are
+//   float logit(float score, int q_head, int q_pos, int k_pos) const  score modifier, on the scaled score
+//   int first_key(int q_pos) const                                    mask: hides the keys before it
+//   int kept_keys() const                                             mask: never hides the keys before this one
 //
-// Hooks are const and have these parameters; a type without any of them, other than `causal`, is refused.
-// What a variant does not have costs nothing: without `logit` the scale is folded into the query, without `first_key` no
-// key is tested. Combine with variant{softcap{30.f}, sliding_window{4096}}: logits are applied in that order.
+// Hooks are const and have these parameters; a type without any of them, other than `causal`, does not compile.
+// An absent hook costs nothing: without `logit` the scale is folded into the query, without `first_key` no
+// key is tested. Combine with variant{softcap{30.f}, sliding_window{4096}}: score modifiers are applied in that order.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Plain causal attention.
+/// Causal attention without modifiers.
 struct causal {};
 
 /// scores * value
@@ -34,13 +34,13 @@ struct softcap {
     float logit(float score, int, int, int) const noexcept { return cap * std::tanh(score / cap); }
 };
 
-/// A query sees itself and the `tokens - 1` keys before it.
+/// A query attends to itself and the `tokens - 1` keys before it.
 struct sliding_window {
     int tokens;  ///< at least 1
     int first_key(int q_pos) const noexcept { return detail::larger(0, q_pos - tokens + 1); }
 };
 
-/// The same, and the first `sinks` keys for ever; Xiao et al., arXiv 2309.17453.
+/// The same, and always the first `sinks` keys; Xiao et al., arXiv 2309.17453.
 struct sink_window {
     int tokens;  ///< at least 1
     int sinks;   ///< at least 0
@@ -69,7 +69,7 @@ template <class V>
 concept limiting_keys = requires(const V v) {
     v.first_key(0);
 };
-/// Only what hides keys can keep some.
+/// Only a mask that hides keys can keep some.
 template <class V>
 concept keeping_keys = limiting_keys<V> && requires(const V v) {
     v.kept_keys();
@@ -78,14 +78,14 @@ template <class V>
 concept attention_variant =
     std::derived_from<V, causal> || scaling<V> || changing_logits<V> || limiting_keys<V>;
 
-/// A hook that only a variant that is not const has would not be called.
+/// A hook that is not const, which would not be called.
 template <class V>
 concept hooks_are_const = (scaling<V> || !requires(V & v) { v.scale(1); }) &&
                           (changing_logits<V> || !requires(V & v) { v.logit(0.0f, 0, 0, 0); }) &&
                           (limiting_keys<V> || !requires(V & v) { v.first_key(0); }) &&
                           (keeping_keys<V> || !requires(V & v) { v.kept_keys(); });
 
-/// Keys before this one are seen, wherever first_key() begins.
+/// The mask never hides the keys before this one, for any result of first_key().
 template <class V>
 constexpr int kept_keys(const V& v) noexcept {
     if constexpr (keeping_keys<V>)
@@ -94,7 +94,7 @@ constexpr int kept_keys(const V& v) noexcept {
         return 0;
 }
 
-/// Raises kvq::error for a variant of this library whose numbers make no sense.
+/// Raises kvq::error for a variant of this library whose parameters are out of range.
 template <class V>
 void expect_variant(const V& v) {
     static_assert(attention_variant<V>,
@@ -134,7 +134,7 @@ struct variant : Parts... {
         (limit<Parts>(first, q_pos), ...);
         return first;
     }
-    /// Those that every part keeps which hides any.
+    /// Keys that every part with a mask keeps.
     int kept_keys() const noexcept requires(detail::keeping_keys<Parts> || ...) {
         int kept = (std::numeric_limits<int>::max)();
         (keep<Parts>(kept), ...);
@@ -163,10 +163,10 @@ private:
 template <class... Parts>
 variant(Parts...) -> variant<Parts...>;
 
-/// A variant of a type that is known at run time only; what it refers to must outlive it. Hooks that a variant lacks are null.
+/// A variant of a type that is known only at run time. The view must not outlive the variant. Absent hooks are null.
 class variant_view {
 public:
-    /// Raises kvq::error for a variant of this library whose numbers make no sense.
+    /// Raises kvq::error for a variant of this library whose parameters are out of range.
     template <class V>
     requires(!std::same_as<V, variant_view>) variant_view(const V& v) : variant_(&v) {
         detail::expect_variant(v);
@@ -191,7 +191,7 @@ public:
     float scale(int head_dim) const {
         return scale_ ? scale_(variant_, head_dim) : 1.0f / std::sqrt(static_cast<float>(head_dim));
     }
-    /// 0 where it hides nothing.
+    /// 0 for a variant that hides no keys.
     int first_key(int q_pos) const { return first_key_ ? first_key_(variant_, q_pos) : 0; }
     int kept_keys() const noexcept { return kept_; }
     /// scores[t] = factor * logit of the score of key k_pos + t, for n keys.

@@ -1,21 +1,21 @@
-// The backend without intrinsics: portable, and the one whose bytes every other backend must reproduce.
+// The backend without intrinsics: portable, and the reference for the bytes of every other backend.
 //
 // A backend is a type with
-//   lanes                              the vectors that the kernels are written in (backends/kernels/plain_lanes.hpp)
-//   pieces                             bytes of a 16-bit fixed-point query or weight in products with codes (backends/kernels/folded.hpp): 2 or 1
+//   lanes                              the vector type of the kernels (backends/kernels/plain_lanes.hpp)
+//   pieces                             bytes of a fixed-point query or weight in products with codes (backends/kernels/folded.hpp): 2 or 1
 //   load_floats<P>(bytes, n, out)      n stored parameters as floats
 //   quantize(scheme, shape, id, window, block, values)
-//       codes a full block of Window values; `values` is scratch for shape.values() floats
+//       quantizes a full block of Window values; `values` is scratch for shape.values() floats
 //   dequantize(scheme, shape, id, block, T* out, stride, values)
 //       x^ of all tokens, rounded once to T: token t starts at out + t * stride
 //   quantize_values(scheme, shape, id, values, block)
 //       scheme::quantize; values: [tokens][dim], scratch afterwards
 //   requantize_values(scheme, shape, id, values, factors, block)
-//       the same for values that were quantized before: scheme::requantize where there is one; factors: those that their tokens
-//       had then, scratch afterwards, or null
+//       the same for values that were quantized before: scheme::requantize, or quantize for a scheme without it; factors: the token
+//       scales of their last block, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
-//       `count` tokens, `stride` elements apart, become tokens [at, at + count) of a window block
-//   describe(scheme, shape)            which of these run in vectors (format/format.hpp)
+//       writes `count` tokens, `stride` elements apart, to tokens [at, at + count) of a window block
+//   describe(scheme, shape)            which of these are vectorised (format/format.hpp)
 //   name()
 #pragma once
 

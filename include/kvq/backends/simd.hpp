@@ -1,7 +1,7 @@
-// The SIMD backend, on xsimd: kvq::simd<> is the best architecture of this build, kvq::simd<arch::avx2> a given one.
+// The SIMD backend, on xsimd: kvq::simd<> is the best architecture of this build, kvq::simd<arch::avx2> a chosen one.
 //
 // The same kernels as the scalar backend (backends/kernels/), in vectors of the architecture; the same bytes.
-// This is the only door to xsimd. It must not be reachable from CUDA code.
+// The only header that includes xsimd. CUDA code must not include it.
 #pragma once
 
 #include <cstring>
@@ -23,7 +23,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace kernels {
 
-/// Zeros for as long as they are looked at, aligned to cache lines.
+/// Zeros in memory aligned to cache lines, freed by the destructor.
 struct zeroed_memory {
     std::byte* data;
 
@@ -38,9 +38,9 @@ struct zeroed_memory {
 
 }  // namespace kernels
 
-/// How many bytes of fixed point a query or weight has for products with codes.
+/// Bytes of a fixed-point query or weight in products with codes.
 ///   query_bytes<2>   16-bit fixed point, as accurate as 16-bit floats: the default
-///   query_bytes<1>   8 bits: half of the products, and an error of its own that bench/attention prints beside the speed
+///   query_bytes<1>   8 bits: half of the products, and an additional error that bench/attention prints beside the speed
 template <int N>
 struct query_bytes {
     static_assert(N == 1 || N == 2, "kvq::query_bytes<N>: N is 1 or 2");
@@ -74,7 +74,7 @@ struct simd {
     template <class Window, kv_scheme Scheme>
     static std::uint32_t quantize(const Scheme& scheme, const block_shape& shape, block_id id,
                                   const std::byte* window, std::byte* block, float* values) {
-        // Straight from a block of fp16, the usual window; from others by way of values, so that fewer kernels are compiled.
+        // Directly from a block of fp16, the usual window; from other types through float values, so that fewer kernels are compiled.
         if constexpr (kernels::range_scheme<Scheme> && std::same_as<Window, float16>)
             if (kernels::block_quantizer<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
         if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme>) {
@@ -119,7 +119,7 @@ struct simd {
         if constexpr (full_precision<Scheme>) {
             if (kernels::read_tokens<lanes, typename Scheme::value_type>(shape, block, out, stride)) return;
         } else if constexpr (std::same_as<T, bfloat16>) {
-            // By way of floats, so that fewer kernels are compiled.
+            // Through floats, so that fewer kernels are compiled.
             dequantize(scheme, shape, id, block, values, shape.dim, values);
             kernels::round_tokens<lanes>(shape, values, out, stride);
             return;
@@ -144,7 +144,7 @@ struct simd {
         if constexpr (kernels::transformed_scheme<Scheme>) {
             return describe<typename Scheme::inner_scheme>(scheme, shape);
         } else {
-            // The kernels are asked: each is run on a block of zeros.
+            // Each kernel is run on a block of zeros and reports whether it takes such blocks.
             kernels::zeroed_memory from(full<float16>{}.block_bytes(shape)), block(scheme.block_bytes(shape)),
                 values(shape.values() * sizeof(float));
             auto* const floats = reinterpret_cast<float*>(values.data);
@@ -173,7 +173,7 @@ struct simd {
     }
 
 private:
-    /// Was the block quantized? False: no kernel takes it, and what the block holds is to be written again.
+    /// Was the block quantized? False: no kernel takes it, and the contents of the block are undefined.
     template <kv_scheme Scheme>
     static bool quantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                      float* values, std::byte* block) {
@@ -184,7 +184,7 @@ private:
         else
             return false;
     }
-    /// Were all tokens written? False: no kernel takes the block, nothing was written.
+    /// Were all tokens written? False: no kernel takes the block, and nothing was written.
     template <kv_scheme Scheme>
     static bool dequantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
                                        const std::byte* block, const kernels::token_rows<lanes>& out) {
@@ -202,12 +202,12 @@ template <class Scheme>
 [[nodiscard]] format make_format() {
     return make_format<Scheme, simd<>>();
 }
-/// Of a scheme with state, which the format keeps.
+/// A format of a scheme with state; the format keeps the state.
 template <kv_scheme Scheme>
 [[nodiscard]] format make_format(Scheme scheme) {
     return make_format<simd<>>(std::move(scheme));
 }
-/// Of a pair such as kivi<4> or a preset; of one scheme for both.
+/// Formats of a pair such as kivi<4> or a preset; or of one scheme for both tensors.
 template <class Pair>
 [[nodiscard]] format_pair make_formats() {
     return make_formats<Pair, simd<>>();

@@ -1,9 +1,9 @@
-// One step of many sequences: what each of them asks for.
+// One step of many sequences: the requests of a batch.
 //
 //   cache.attend(layer, attention requests, ...)     sequences of any length, any number of queries each
 //   cache.prefill(layer, prefill requests, ...)      chunks of prompts beside sequences that decode one token
 //
-// Contract: outputs and pages are those that every sequence gets alone, bit for bit.
+// Contract: every sequence gets the same outputs and pages as alone, bit for bit.
 #pragma once
 
 #include "../attention/attend.hpp"
@@ -12,14 +12,14 @@ namespace kvq::inline KVQ_TAGGED {
 
 class sequence;
 
-/// One sequence's part of a batch: attention for its last q.tokens tokens, as sequence::attend says.
+/// One sequence's part of a batch: attention for its last q.tokens tokens, as in sequence::attend.
 struct attention_request {
     const kvq::sequence* sequence;
     query_view q;
     output_view out;
 };
 
-/// One sequence's part of a step: as the arguments of sequence::prefill. K and V have one type.
+/// One sequence's part of a step: the arguments of sequence::prefill. K and V have one type.
 struct prefill_request {
     kvq::sequence* sequence;
     input_view k, v;

@@ -4,7 +4,7 @@
 //                    {.keys = kvq::make_format<keys>(), .values = kvq::make_format<values>(), .sinks = 4, .recent = 128});
 //   auto sequence = cache.new_sequence();
 //
-// Formats are values: caches of all formats have this one type, and a cache takes further formats while it is in use.
+// Formats are values. Caches of all formats have this one type, and a cache takes further formats while it is in use.
 // Thread safety: every const member and new_sequence() may be called from any thread. A cache outlives its sequences.
 #pragma once
 
@@ -24,7 +24,7 @@ class sequence;
 
 class cache {
 public:
-    /// Raises kvq::error when a size is impossible, a format is missing or cannot hold such blocks.
+    /// Raises kvq::error when a size is impossible, or when a format is missing or cannot hold such blocks.
     explicit cache(const cache_shape& shape, const cache_options& options)
         : shape_(shape),
           options_(checked(shape, options)),
@@ -57,9 +57,9 @@ public:
         return role == tensor::key ? keys_ : values_;
     }
     const format& window() const noexcept { return keys_.window(); }
-    /// Takes one more format. Returns its number among the listed ones, as layer_format, requantize_request and tiers want it; that of
-    /// one that is there already, if it is a copy of it. No other call on the cache or its sequences at the same time. Raises kvq::error
-    /// for a format that cannot hold such blocks.
+    /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request and tiers take. A copy of a
+    /// listed format adds nothing and returns the index of that format. No other call on the cache or its sequences may run at the
+    /// same time. Raises kvq::error for a format that cannot hold such blocks.
     int add_format(tensor role, const format& f) {
         detail::format_table& list = role == tensor::key ? keys_ : values_;
         check(role, f, list.listed());
@@ -80,7 +80,7 @@ public:
         return table(role).index_of(role == tensor::key ? f.key : f.value);
     }
 
-    /// Bytes of data of a page of `tokens` tokens in the format of an index.
+    /// Bytes of data of a page of `tokens` tokens in format `index`.
     [[nodiscard]] std::size_t page_bytes(tensor role, int index, int tokens) const {
         return table(role).block_bytes(index, {role, tokens, shape_.dim(role)}) *
                static_cast<std::size_t>(shape_.kv_heads);
@@ -90,28 +90,28 @@ public:
     [[nodiscard]] std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1,
                                                   int threads = 1) const;
 
-    /// Attention of one layer for many sequences at once, whatever their lengths and numbers of queries: one list of tasks for all
-    /// threads instead of a start and an end per sequence. Outputs are those of sequence::attend, bit for bit. Takes its scratch
+    /// Attention of one layer for many sequences at once, of any length and any number of queries. All threads share one list of tasks,
+    /// which saves a start and an end per sequence. Outputs are those of sequence::attend, bit for bit. Takes its scratch
     /// from `space`. Raises kvq::error before anything is written.
     void attend(int layer, std::span<const attention_request> batch, const variant_view& variant,
                 executor_view executor, workspace& space) const;
 
-    /// sequence::prefill of one layer for many sequences at once: prompts in chunks of any length beside sequences that decode one
-    /// token, as continuous batching has them. Pages and outputs are those that every sequence gets alone, bit for bit, on any
-    /// number of threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are as
-    /// they were then.
+    /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of any length beside
+    /// sequences that decode one token. Every sequence gets the same pages and outputs as alone, bit for bit, on any number of
+    /// threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are then
+    /// unchanged.
     void prefill(int layer, std::span<const prefill_request> batch, const variant_view& variant,
                  executor_view executor, workspace& space);
 
-    /// Dry run of requantize() on `threads` threads: what it will do with the whole request. Nothing changes. O(pages).
+    /// Dry run of requantize() on `threads` threads: reports what the whole request will do. Nothing changes. O(pages).
     [[nodiscard]] requantize_report plan_requantize(const sequence& s, const requantize_request& request,
                                                     int threads = 1) const;
     [[nodiscard]] requantize_report plan_requantize(std::span<const sequence* const> sequences,
                                                     const requantize_request& request, int threads = 1) const;
 
-    /// Changes the format of pages (cache/requantize.hpp). Several sequences at once keep sharing the pages that they share.
-    /// Raises kvq::error for an impossible request before anything changes; kvq::out_of_memory when the byte budget has
-    /// no room for one more page per thread: pages converted until then stay converted, the others as they were.
+    /// Changes the format of pages (cache/requantize.hpp). Pages that the given sequences share stay shared.
+    /// Raises kvq::error for an impossible request before anything changes. Raises kvq::out_of_memory when the byte budget has
+    /// no room for one more page per thread: pages converted until then stay converted, the other pages are unchanged.
     requantize_report requantize(sequence& s, const requantize_request& request,
                                  const requantize_limit& limit = {});
     requantize_report requantize(std::span<sequence* const> sequences, const requantize_request& request,

@@ -1,13 +1,13 @@
-// New tokens of one layer on their way into a sequence: from room to 16-bit pages to committed ones.
+// New tokens of one layer on their way into a sequence: reserve memory, write 16-bit pages, commit pages.
 //
 //   chunk c(cache, track, layer, n, chunk_pages::...);
 //   c.stage();          takes all memory; the layer holds n tokens more, not written yet
-//   c.write(k, v, ...); 16-bit values of the tokens
-//                       prefill attends here: nothing of the chunk is quantized yet
-//   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: pages that fall behind the recent window
-//   c.commit();         puts them into their places; cannot fail
+//   c.write(k, v, ...); writes the 16-bit values of the tokens
+//                       prefill attends here: no token of the chunk is quantized yet
+//   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: quantizes pages that lie behind the recent window
+//   c.commit();         puts the quantized pages into their places; cannot fail
 //
-// Contract: until commit() has run, the destructor puts the layer back into the state that it had. One layer, one writer.
+// Contract: without a commit(), the destructor restores the previous state of the layer. One layer, one writer.
 #pragma once
 
 #include <cstring>
@@ -23,7 +23,7 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 /// When the pages of a chunk are quantized.
 enum class chunk_pages : bool {
-    at_once,       ///< append: long inputs are quantized as they are read, and hold one 16-bit page besides
+    at_once,       ///< append: long inputs are quantized while they are read, and need one more 16-bit page
     after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
 };
 
@@ -71,13 +71,13 @@ public:
         for (int i = track.committed; i < track.size() && track.is_due(i, after_, g); ++i) stage_commit(i);
     }
 
-    /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch as of quantize(); prefill needs none.
+    /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize(); null for chunk_pages::after_attend.
     void write(const input_view& k, const input_view& v, float* scratch) {
         write(tensor::key, k, scratch);
         write(tensor::value, v, scratch);
     }
 
-    /// Pages that quantize() is to be called for.
+    /// Number of jobs of quantize().
     int jobs() const noexcept { return jobs_; }
     /// scratch: page_tokens * max(head_dim, value_dim) floats.
     void quantize(int job, float* scratch) {
@@ -184,7 +184,7 @@ private:
         return quantized_[2 * static_cast<std::size_t>(i - track_->committed) + role];
     }
 
-    /// The last span takes more tokens: in its own pages, or in larger ones, or in copies of shared ones.
+    /// Gives the last span more tokens: in its own pages, in larger pages, or in copies of shared pages.
     void stage_open_span() {
         page_span& s = track_->spans.back();
         const int tokens = s.tokens + smaller(after_ - before_, s.room - s.tokens);
@@ -204,7 +204,7 @@ private:
         track_->tokens = s.end();
     }
 
-    /// A span of its own for tokens from position `at` on.
+    /// Adds a span for tokens from position `at` on.
     void stage_span(int at) {
         layer_track& track = *track_;
         const page_geometry g = cache_->geometry();
@@ -241,8 +241,8 @@ private:
     int layer_, before_, after_;
     chunk_pages when_;
     int spans_before_, first_written_ = 0;
-    page_span last_before_;                 // the open span as it was, if it takes tokens
-    page_ref temporary_[2];                 // a 16-bit page for those that are quantized as they are read
+    page_span last_before_;                 // the open span before stage(), if it takes tokens
+    page_ref temporary_[2];                 // a 16-bit page for tokens that are quantized while they are read
     std::pmr::vector<page_ref> quantized_;  // [span to commit][K, V]; null where the page stays 16 bit
     int jobs_ = 0;
 };

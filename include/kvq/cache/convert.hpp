@@ -1,20 +1,20 @@
-// A whole page in another format: coded from window values, back to window values, or from one scheme to another.
+// A whole page in another format: window values to codes, codes to window values, or one scheme to another.
 //
-//   window -> coded   the backend's encoder on the 16/32-bit values
-//   coded  -> window  x^ rounded once to the window format
-//   coded  -> coded   requantize() of the target scheme on x^ in float, quantize() where it has none; transforms are undone and
-//                     applied on the way
+//   window    -> quantized  quantize() of the target format on the 16/32-bit values
+//   quantized -> window     x^ rounded once to the window format
+//   quantized -> quantized  requantize() of the target scheme on x^ in float, or quantize() for a scheme without requantize(); transforms
+//                           are undone and applied on the way
 //
-// Error, with e the error that the source page already has:
-//   min-max fits      |x - x''| <= e + scale''/2, so a chain is off by at most the sum of its half steps. A proof.
-//   presets           A channel that lies on a grid of the target's width keeps the grid, tokens keep their factors, and parameters
+// Error, with e the error of the source page:
+//   min-max fits      |x - x''| <= e + scale''/2. The error of a chain is at most the sum of its half steps. This is proven.
+//   presets           A channel on a grid of the target's width keeps the grid, tokens keep their token scales, and parameters
 //                     settle on values that are stored again without a change (quant/grid_keeper.hpp). A chain of ten among presets
-//                     loses at most 1.5 times the sum of what its formats, each counted once, lose alone (root of the squares of a
-//                     page); one that goes back and forth between a preset of 4 bits or less and 8 bits at most 1.25 times.
+//                     loses at most 1.5 times the sum of the errors of its formats, each counted once (root of the squares of a
+//                     page). A chain that alternates between a preset of 4 bits or less and 8 bits loses at most 1.25 times that sum.
 //   any formats       at most 2 times the sum over all links. Two formats without a common grid, such as values per channel
-//                     and values per token at equal width, do add something every time.
-// The last two are measured, on pages of 16 tokens and channels or more (tests/properties/requantize_chains.cpp). Values that were
-// 16 bit in between are fitted as new ones.
+//                     and values per token at equal width, add error at every conversion.
+// The last two bounds are measured, on pages of 16 tokens and channels or more (tests/properties/requantize_chains.cpp). A 16-bit
+// page between two formats breaks the chain: its values are fitted as new values.
 #pragma once
 
 #include <cstring>
@@ -27,7 +27,7 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// Fills `to` (its format says how) with the values of `from`. scratch: shape.values() floats of one block.
+/// Fills `to`, in the format of `to`, with the values of `from`. scratch: shape.values() floats of one block.
 inline void convert_page(const format_table& table, const cache_shape& shape, int layer, const page& from,
                          page& to, float* scratch) {
     const block_shape block{table.role(), from.tokens, shape.dim(table.role())};
@@ -36,7 +36,7 @@ inline void convert_page(const format_table& table, const cache_shape& shape, in
     const std::size_t from_bytes = source_format.block_bytes(block),
                       to_bytes = target_format.block_bytes(block);
     to.not_finite = from.not_finite;
-    // Odd rows and columns leave gaps in a block of 16-bit values, which are zero.
+    // Odd rows and columns leave gaps in a block of 16-bit values. Gaps are zero.
     if (to.format == 0) std::memset(to.data(), 0, to.bytes);
     const default_arithmetic arithmetic;
     for (int h = 0; h < shape.kv_heads; ++h) {

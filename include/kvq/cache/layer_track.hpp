@@ -2,9 +2,9 @@
 //
 //   spans   [sinks][page][page] ... [page]     the first `committed` of them are past the recent window
 //
-// Committed means: quantized, or left in 16 bit if that is the format that the tensor's pages take. A span that is not committed
-// can be only the last ones: they hold 16-bit pages, and the very last may take more tokens.
-// Contract: K and V share the spans. The vector takes its room before anything changes, so that what comes then cannot fail.
+// Committed means: quantized, or left in 16 bit if that is the target format of the tensor. Spans that are not committed
+// are the last ones: they hold 16-bit pages, and the very last one may take more tokens.
+// Contract: K and V share the spans. The vector reserves its memory before anything changes, so that later steps cannot fail.
 #pragma once
 
 #include <cstring>
@@ -18,10 +18,9 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 struct layer_track {
     int tokens = 0;
-    int committed =
-        0;  ///< leading spans that are past the window; the sinks count as soon as they are complete
+    int committed = 0;   ///< leading spans that are past the window; the sinks count once they are complete
     int first_copy = 0;  ///< spans before it have no 16-bit copies
-    int targets[2];      ///< formats to which K and V pages are committed; 0: they stay as they are
+    int targets[2];      ///< formats to which K and V pages are committed; 0: pages stay 16 bit
     std::pmr::vector<page_span> spans;
 
     layer_track(std::pmr::memory_resource* memory, int key_target, int value_target)
@@ -40,7 +39,7 @@ struct layer_track {
     const page_span& operator[](int i) const noexcept { return spans[static_cast<std::size_t>(i)]; }
     int size() const noexcept { return static_cast<int>(spans.size()); }
 
-    /// Is span i the one of the sinks? Those are never quantized.
+    /// Does span i hold the sinks? Sinks are never quantized.
     bool is_sinks(int i, const page_geometry& g) const noexcept { return g.sinks > 0 && i == 0; }
 
     /// Number of tokens at which a whole span is committed.
@@ -52,13 +51,13 @@ struct layer_track {
         const page_span& s = spans[static_cast<std::size_t>(i)];
         return s.full() && (is_sinks(i, g) || commit_at(s, g) <= n);
     }
-    /// Are 16-bit copies of span i of use to a layer of n tokens? Not if no trim by up to `rollback` tokens goes back to them.
+    /// Does a layer of n tokens need the 16-bit copies of span i? Yes, if a trim by up to `rollback` tokens can restore them.
     static bool keeps_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
         return commit_at(s, g) > n - rollback;
     }
     /// The last span, if it may take more tokens.
     bool has_open_span() const noexcept { return size() > committed && !spans.back().full(); }
-    /// Spans once `added` more tokens are there.
+    /// Number of spans after `added` more tokens.
     int size_after(int added, const page_geometry& g) const noexcept {
         int spans_after = size();
         if (has_open_span()) added -= smaller(added, spans.back().room - spans.back().tokens);
@@ -69,7 +68,7 @@ struct layer_track {
         return spans_after + ceil_div(added, g.page_tokens);
     }
 
-    /// Forgets copies that are out of reach.
+    /// Drops copies that no trim within `rollback` can restore any more.
     void drop_copies(const page_geometry& g, int rollback) noexcept {
         for (; first_copy < committed; ++first_copy) {
             page_span& s = spans[static_cast<std::size_t>(first_copy)];
@@ -77,8 +76,8 @@ struct layer_track {
             for (page_ref& copy : s.copies) copy = page_ref{};
         }
     }
-    /// Forgets every token from position n on. Spans that are not due any more become 16 bit again where that is exact; what is
-    /// left of another quantized page keeps its codes.
+    /// Removes every token from position n on. Spans that are not due any more become 16 bit again where an exact copy exists;
+    /// the remaining tokens of other quantized pages keep their codes.
     void cut(int n, const page_geometry& g) noexcept {
         if (n >= tokens) return;
         while (size() > 0 && spans.back().first_token >= n) spans.pop_back();
@@ -94,12 +93,12 @@ struct layer_track {
                 if (s.copies[role]) s.pages[role] = std::move(s.copies[role]);
             --committed;
         }
-        // A copy of a page that shows a part of its tokens could only bring the others back.
+        // A page that shows a part of its tokens needs no copy: restoring it would bring back the hidden tokens.
         if (committed > 0 && !spans[static_cast<std::size_t>(committed - 1)].full())
             for (page_ref& copy : spans[static_cast<std::size_t>(committed - 1)].copies) copy = page_ref{};
         first_copy = smaller(first_copy, committed);
     }
-    /// Copies that came from elsewhere beside a page with the same bytes are that page.
+    /// After a restore: a copy with the same bytes as its page becomes a reference to that page.
     void join_copies() noexcept {
         for (page_span& s : spans)
             for (int role = 0; role < 2; ++role) {

@@ -1,7 +1,7 @@
-// What a cache is told at construction, and what it tells about itself.
+// The options of a cache, and the report of its memory.
 //
-// Of n tokens the first `sinks` and at least the last `recent` stay as they were appended; whole pages between them are coded.
-// Contract: cache() checks every option and names the one that is out of range; usage() counts all that a sequence allocates.
+// Of n tokens the first `sinks` and at least the last `recent` stay in the window format; whole pages between them are quantized.
+// Contract: cache() checks every option and names the one that is out of range; usage() counts every allocation of a sequence.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Which listed format a layer's pages are quantized to, 0-based in cache_options::keys and values.
+/// Indices of the listed formats to which a layer's pages are quantized, 0-based in cache_options::keys and values.
 struct layer_format {
     int key = 0;
     int value = 0;
@@ -21,12 +21,12 @@ struct layer_format {
 
 struct cache_options {
     format_list keys = {};    ///< formats of K pages; at least one
-    format_list values = {};  ///< formats of V pages; empty: those of the keys
-    format window = {};       ///< fp32, fp16 or bf16, of sinks and recent tokens; empty: fp16
-    int sinks = 0;            ///< first tokens, kept in the window format for ever
+    format_list values = {};  ///< formats of V pages; empty: the same as keys
+    format window = {};       ///< fp32, fp16 or bf16, for sinks and recent tokens; empty: fp16
+    int sinks = 0;            ///< first tokens, always kept in the window format
     int recent = 0;           ///< at least this many newest tokens are kept in the window format
-    int page_tokens = 64;     ///< tokens per page; multiples of 32 waste nothing
-    int rollback = 16;  ///< a trim by up to this many tokens is exact even where pages were coded meanwhile
+    int page_tokens = 64;     ///< tokens per page; multiples of 32 waste no bytes
+    int rollback = 16;        ///< a trim by up to this many tokens is exact even if their pages are quantized
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
     std::vector<layer_format> layers = {};           ///< empty: the first listed format everywhere
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
@@ -35,19 +35,19 @@ struct cache_options {
 /// Bytes held by a sequence. Shared pages count in every sequence that holds them (the pool counts them once).
 struct usage_report {
     std::size_t quantized = 0;    ///< data of quantized pages
-    std::size_t window = 0;       ///< data of 16/32-bit pages: sinks, recent, and pages not yet coded
-    std::size_t slack = 0;        ///< part of `window` that no token uses yet
+    std::size_t window = 0;       ///< data of 16/32-bit pages: sinks, recent, and pages not yet quantized
+    std::size_t slack = 0;        ///< part of `window` that holds no token yet
     std::size_t rollback = 0;     ///< 16-bit copies kept so that a short trim is exact
     std::size_t bookkeeping = 0;  ///< page headers and tables
-    std::size_t workspace = 0;    ///< scratch for coding
-    std::size_t bytes = 0;        ///< everything above but `slack`
-    std::size_t not_finite = 0;   ///< NaN and infinities coded so far
+    std::size_t workspace = 0;    ///< scratch for quantizing
+    std::size_t bytes = 0;        ///< sum of all of the above except `slack`
+    std::size_t not_finite = 0;   ///< NaN and infinities quantized so far
     int tokens = 0;               ///< of the longest layer
 };
 
 namespace detail {
 
-/// Spans that a layer has room for when it must hold n.
+/// Number of spans that a layer reserves memory for when it must hold n.
 constexpr std::size_t table_capacity(std::size_t n) noexcept {
     std::size_t capacity = 16;
     while (capacity < n) capacity *= 2;

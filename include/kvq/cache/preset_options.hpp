@@ -1,8 +1,8 @@
-// What a cache of a preset should be told: window, page size, and which layers deserve more bits.
+// Cache options for presets: window, page size, and the layers that get more bits.
 //
 //   cache cache(shape, preset_options(make_formats<std4>()));
 //
-//   options = protect_layers(shape.layers, 2);      first and last layers in the second format of both lists, the others in the first
+//   options = protect_layers(shape.layers, 2);      first and last layers: second format of both lists; other layers: first format
 #pragma once
 
 #include "options.hpp"
@@ -10,7 +10,7 @@
 namespace kvq::inline KVQ_TAGGED {
 
 /// 4 sinks, at least `recent` tokens in 16 bit, pages of 128 tokens (values of presets share parameters over a page).
-/// Less than 32 recent tokens cost more error than they save bytes.
+/// With less than 32 recent tokens the error grows more than the bytes shrink.
 inline cache_options preset_options(int recent = 32) {
     detail::expect(recent >= 0, "recent must not be negative, got ", recent);
     cache_options options;
@@ -27,7 +27,7 @@ inline cache_options preset_options(const format_pair& formats, int recent = 32)
     return options;
 }
 
-/// Options whose first and last `protect` layers use the second formats of the lists, for K and V. protect may reach to the middle.
+/// Options whose first and last `protect` layers use the second formats of the lists, for K and V. From half of the layers on: all layers.
 inline cache_options protect_layers(int layers, int protect, cache_options options = preset_options()) {
     detail::expect(layers >= 1, "a cache needs at least 1 layer, got ", layers);
     detail::expect(protect >= 0, "a negative number of layers cannot be protected: ", protect);

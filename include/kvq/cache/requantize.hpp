@@ -2,16 +2,16 @@
 //
 //   requantize_request to_4_bit{.key = 1, .value = 1};         // positions in formats<...>
 //   cache.plan_requantize(sequence, to_4_bit);                 // dry run: bytes before, after, peak, freed
-//   cache.requantize(sequence, to_4_bit, {.pages = 64});       // some of it now, the rest between later decode steps
+//   cache.requantize(sequence, to_4_bit, {.pages = 64});       // 64 pages now, the others between later decode steps
 //
-// Only pages that lie behind the recent window change; sinks, recent tokens and the page being filled stay 16 bit. There is no
-// state besides the pages themselves: a page that already has the wanted format needs no work, so the same request can be
+// Only pages that lie behind the recent window change; sinks, recent tokens and the page being filled stay 16 bit. The pages are
+// the only state: a page that already has the wanted format needs no work, so the same request can be
 // made again until `pages_left` is 0. A page that several of the given sequences share is converted once and stays shared.
-// Peak: the old pages and one new page per thread, and the new ones of pages that stay (as 16-bit copies, or because somebody else
-// holds them). The dry run counts what the run then does, byte for byte, as long as nobody else takes or drops references to
-// these pages meanwhile.
-// A page of which a trim has hidden tokens is converted whole, and shows as many tokens as before.
-// Error: cache/convert.hpp. 16-bit copies kept for exact rollback stay what they are.
+// Peak: the old pages, one new page per thread, and the new versions of pages whose old versions stay (as 16-bit copies, or because
+// another sequence holds them). The dry run predicts the run byte for byte, as long as no other sequence takes or drops references
+// to these pages in between.
+// A page with tokens hidden by a trim is converted whole, and shows as many tokens as before.
+// Error: cache/convert.hpp. 16-bit copies for exact rollback do not change.
 #pragma once
 
 #include <algorithm>
@@ -32,17 +32,17 @@ void expect_distinct(std::span<Sequence* const> sequences) {
             expect(sequences[i] != sequences[j], "sequence ", i, " of the request is sequence ", j, " again");
 }
 
-/// What a dry run needs of an executor.
+/// The executor of a dry run: it only has a number of threads.
 struct planned_threads {
     int threads;
     int concurrency() const noexcept { return threads; }
 };
 
-/// What stepping down asks for besides a request.
+/// Limits of stepping down that a request does not have.
 struct requantize_extent {
-    /// One per sequence instead of the request's: pages behind it change only where another sequence that holds them says so.
+    /// One per sequence, replaces the request's: a page behind it changes only if another holder of the page has a later last token.
     std::span<const int> last_tokens{};
-    /// Leave pages that would not be freed: somebody else holds them, or they would be kept as 16-bit copies.
+    /// Skip pages that would not be freed: another sequence holds them, or they would be kept as 16-bit copies.
     bool only_freed = false;
     /// Only spans [first_span, last_span) of a layer.
     int first_span = 0, last_span = (std::numeric_limits<int>::max)();
@@ -88,7 +88,7 @@ public:
     template <class Executor>
     requantize_report run(const requantize_limit& limit, Executor& ex, workspace& space) {
         const auto start = std::chrono::steady_clock::now();
-        // No more threads than there are pages.
+        // At most one thread per page.
         std::size_t pages = 1;
         for (Sequence* s : sequences_)
             for (const layer_track& track : sequence_access::tracks(*s))
@@ -138,9 +138,9 @@ private:
     struct row {
         const page_span* spans;
         int committed;
-        int first, last;  // between them, the sequence says that pages change
+        int first, last;  // the range of pages to change, by the last token of the sequence
     };
-    /// A sequence that holds a page which has to change, and the first that does.
+    /// A sequence that holds a page to change, and the first holder of this page.
     struct holder {
         const page* held;
         std::size_t first, index;  // of sequences
@@ -150,7 +150,7 @@ private:
         return sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
     }
     int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
-    /// Index in the table of formats, or -1 to leave pages as they are.
+    /// Index in the table of formats, or -1: pages do not change.
     int wanted(tensor role) const {
         const int listed = role == tensor::key ? request_.key : request_.value;
         return listed < 0 ? -1 : cache_->table(role).index_of(listed);
@@ -165,8 +165,8 @@ private:
         return false;
     }
 
-    /// A 16-bit page that a trim within `rollback` would bring back into the window is kept as a copy. (One that a deep trim has
-    /// left in 16 bit, since the other tensor's page was quantized, never comes back.)
+    /// True for a 16-bit page that a trim within `rollback` would bring back into the window: it is kept as a copy. (False for a page
+    /// that a deep trim has left in 16 bit because the other tensor's page was quantized: it never returns to the window.)
     bool becomes_copy(const layer_track& track, tensor role, int i, int format) const {
         const page_geometry g = cache_->geometry();
         return format == 0 && track.is_due(i, track.tokens, g) && !track[i].copies[static_cast<int>(role)] &&
@@ -183,7 +183,7 @@ private:
                                 track_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
     }
 
-    /// Calls f for every page that has to change, once for all sequences that hold it there, oldest pages of a layer first.
+    /// Calls f for every page to change, once for all sequences that hold it at that index, oldest pages of a layer first.
     template <class F>
     void for_each_job(F&& f) {
         for (int layer = request_.first_layer; layer < last_layer(); ++layer)
@@ -208,7 +208,7 @@ private:
             }
     }
 
-    /// Looks at one layer. Returns the spans among which some sequence wants to change pages.
+    /// Fills the rows of one layer. Returns the range of spans in which any sequence has pages to change.
     std::pair<int, int> find_rows(int layer) {
         const page_geometry g = cache_->geometry();
         int begin = (std::numeric_limits<int>::max)(), end = 0;
@@ -231,7 +231,7 @@ private:
         return {begin, end};
     }
 
-    /// Fills found_ with those who hold page i and have it in another format, holders of the same page side by side, in
+    /// Fills found_ with the sequences that hold page i in another format, holders of the same page side by side, in
     /// the order of the sequences.
     bool find_holders(int i, tensor role, int format, std::size_t bytes) {
         constexpr int ahead = 8;
@@ -242,7 +242,7 @@ private:
         bool one_page = true;
         for (std::size_t s = 0; s < rows_.size(); ++s) {
             if (i >= rows_[s].committed) continue;
-            // Where nothing is to do, all of the time goes into waiting for pages.
+            // When no page has to change, all of the time is spent waiting for pages from memory.
             if (i + ahead < rows_[s].committed) prefetch(page_of(rows_[s], i + ahead));
             const page* const p = page_of(rows_[s], i);
             if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
@@ -257,14 +257,14 @@ private:
         for (std::size_t k = 0; k < found_.size(); ++k)
             found_[k].first =
                 k > 0 && found_[k].held == found_[k - 1].held ? found_[k - 1].first : found_[k].index;
-        // Addresses decide nothing.
+        // The order must not depend on addresses.
         std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
             return a.first != b.first ? a.first < b.first : a.index < b.index;
         });
         return true;
     }
 
-    /// Is the page of a job, as it was found, gone once all of its holders have the new one?
+    /// Is the page of a job freed once all of its known holders have the new page?
     bool frees(const job& j) const {
         const page& p = *found_[j.first_holder].held;
         if (p.references.load(std::memory_order_acquire) > j.holders) return false;

@@ -1,4 +1,4 @@
-// What a requantize is asked for, and what it reports. How it works: cache/requantize.hpp.
+// The request to requantize, and its report. How it works: cache/requantize.hpp.
 #pragma once
 
 #include <chrono>
@@ -9,17 +9,17 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Which pages, and what they become.
+/// Pages to change, and their new formats.
 struct requantize_request {
     static constexpr int keep = -1;
     static constexpr int all = (std::numeric_limits<int>::max)();
 
-    int key = keep;    ///< format for keys, 0-based in cache_options::keys; `keep` leaves them as they are
+    int key = keep;    ///< format for keys, 0-based in cache_options::keys; `keep`: unchanged
     int value = keep;  ///< format for values
     int first_layer = 0, last_layer = all;  ///< layers [first_layer, last_layer)
     int first_token = 0, last_token = all;  ///< pages that lie wholly in tokens [first_token, last_token)
     bool only_smaller = false;              ///< skip pages that would not shrink
-    bool new_pages = false;                 ///< pages coded from now on take these formats, too
+    bool new_pages = false;                 ///< pages committed from now on take these formats, too
 };
 
 /// How much of a request to do in one call. The first page is always done.
@@ -28,14 +28,14 @@ struct requantize_limit {
     std::chrono::nanoseconds time = (std::chrono::nanoseconds::max)();
 };
 
-/// What a run did, or would do. Bytes are those of pages, headers included, as page_pool counts them.
+/// The result of a run, or of a dry run. Bytes are those of pages, headers included, as page_pool counts them.
 struct requantize_report {
-    std::size_t pages = 0;         ///< converted, shared ones once
-    std::size_t pages_left = 0;    ///< of the request, not converted yet
+    std::size_t pages = 0;         ///< converted pages; a shared page counts once
+    std::size_t pages_left = 0;    ///< pages of the request that are not converted yet
     std::size_t bytes_before = 0;  ///< in the pool
     std::size_t bytes_after = 0;   ///< in the pool
     std::size_t bytes_peak = 0;    ///< largest in between
-    std::size_t bytes_freed = 0;   ///< of old pages; those that somebody else still holds are not freed
+    std::size_t bytes_freed = 0;   ///< of old pages; pages that another sequence still holds are not freed
     std::size_t workspace = 0;     ///< scratch for the duration of the call, not in the pool
 };
 

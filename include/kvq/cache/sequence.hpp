@@ -1,14 +1,14 @@
 // A sequence: the K and V of one token stream, layer by layer.
 //
-//   prefill  a chunk of new tokens with their queries: attention in which the whole chunk is 16 bit, then commit
-//   append   new tokens whose queries are not asked, or one token before attend
-//   attend   fused attention over the pages that there are
-//   trim     forget every token from a position on
+//   prefill  a chunk of new tokens with their queries: attention over the chunk in 16 bit, then commit
+//   append   new tokens without queries, or one token before attend
+//   attend   fused attention over the present pages
+//   trim     remove every token from a position on
 //   fork     a second sequence that shares all pages; a shared page is copied before it is written
 //
 // New tokens go to 16-bit pages; a page that falls behind the recent window is quantized (committed). The pages depend only on
-// the tokens, not on the sizes of the chunks, as long as trims reach back no further than cache_options::rollback: those go back
-// to 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the others keep their codes for ever.
+// the tokens, not on the sizes of the chunks, as long as trims reach back at most cache_options::rollback tokens: such trims
+// restore 16-bit copies. A deeper trim into a quantized page hides the tokens that it cuts; the other tokens keep their codes from then on.
 // Guarantees: arguments are checked and memory is allocated before anything changes (strong exception guarantee).
 // Thread safety: const members may run together; one writer per sequence; different sequences are independent.
 #pragma once
@@ -31,20 +31,20 @@ class sequence {
 public:
     sequence(sequence&&) noexcept = default;
     sequence& operator=(sequence&& other) noexcept {
-        // Not member by member: vectors would keep the memory resource of the cache that they leave.
+        // Assignment member by member would keep the memory resource of the former cache.
         if (this != &other) {
             std::destroy_at(this);
             std::construct_at(this, std::move(other));
         }
         return *this;
     }
-    sequence(const sequence&) = delete;  // fork() says what it does
+    sequence(const sequence&) = delete;  // use fork()
 
-    /// One call for each layer of a prompt's chunk, or of a decode step: appends k.tokens tokens and gives
-    /// out = softmax(q K^T) V for the last q.tokens of them. The chunk, and everything that was 16 bit before it, is seen in 16 bit;
-    /// pages that fall behind the recent window are committed afterwards. The pages are then those of any other way to cut the
-    /// tokens into chunks. Shapes and types as append() and attend() have them; q.tokens may be less than k.tokens.
-    /// Memory: for a moment one layer's chunk in 16 bit (prefill_bytes()), and the workspace.
+    /// One call for each layer of a prompt's chunk, or of a decode step: appends k.tokens tokens and computes
+    /// out = softmax(q K^T) V for the last q.tokens of them. Attention reads the chunk, and all tokens that were 16 bit before it, in
+    /// 16 bit; pages that fall behind the recent window are committed afterwards. Any other way to cut the tokens into chunks gives
+    /// the same pages. Shapes and types: as for append() and attend(); q.tokens may be less than k.tokens.
+    /// Memory: during the call, one layer's chunk in 16 bit (prefill_bytes()), and the workspace.
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out) {
         workspace space(memory());
@@ -58,8 +58,8 @@ public:
     }
 
     /// Appends k.tokens tokens to one layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; n may be 0.
-    /// For tokens without queries: an import, or a draft. Queries of several appended tokens would see the quantized pages of
-    /// their own chunk in attend(); prefill() does not let that happen. O(n), plus the quantizing of pages that fall behind the
+    /// For tokens without queries: an import, or a draft. After an append of several tokens, attend() reads pages of that chunk that
+    /// are already quantized; prefill() reads them in 16 bit. O(n), plus the quantizing of pages that fall behind the
     /// recent window.
     void append(int layer, const input_view& k, const input_view& v) {
         check_chunk(layer, k, v);
@@ -71,7 +71,7 @@ public:
         added.commit();
     }
 
-    /// out = softmax(q K^T) V for the last q.tokens tokens of the layer, each seeing itself and what came before.
+    /// out = softmax(q K^T) V for the last q.tokens tokens of the layer; each token attends to itself and all tokens before it.
     /// q: [n][q_heads][head_dim], out: [n][q_heads][value_dim], each float, float16 or bfloat16; q_heads is a multiple of kv_heads.
     /// Takes a workspace for the duration of the call; pass one to avoid the allocation.
     void attend(int layer, const query_view& q, const output_view& out) const {
@@ -88,22 +88,22 @@ public:
         cache_->attend(layer, std::span(&one, 1), variant, executor, space);
     }
 
-    /// Forgets every token from position n on, in all layers (layers shorter than n stay as they are). Within `rollback` tokens
-    /// the sequence is then what it was before them. Where a deeper trim cuts a quantized page, the tokens that stay keep their
-    /// codes, and the page its bytes; the next tokens begin a page of their own. Takes no memory. O(pages that go).
+    /// Removes every token from position n on, in all layers (layers shorter than n are unchanged). A trim of at most `rollback`
+    /// tokens restores the sequence as it was before those tokens. Where a deeper trim cuts a quantized page, the remaining tokens
+    /// keep their codes and the page keeps its bytes; the next tokens begin a new page. Takes no memory. O(removed pages).
     void trim(int n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
                        tokens());
         for (detail::layer_track& track : tracks_) track.cut(n, geometry());
     }
 
-    /// Bytes that append() of n tokens to every layer takes from the pool at most: while so many are left of `byte_budget`, it
-    /// cannot run out of it. (It frees pages as well, of which only those that it took itself are counted.) O(layers), and the
-    /// pages that are added.
+    /// Upper bound of the bytes that append() of n tokens to every layer takes from the pool: with so many bytes left of
+    /// `byte_budget`, append() cannot exceed the budget. (append() frees pages as well; the bound counts only freed pages that the
+    /// same append() took.) O(layers + added pages).
     [[nodiscard]] std::size_t append_bytes(int n) const {
         return added_bytes(n, detail::chunk_pages::at_once);
     }
-    /// The same for prefill() of a chunk of n tokens in every layer, one layer after the other: one layer's chunk in 16 bit more.
+    /// The same for prefill() of a chunk of n tokens in every layer, one layer after the other. Includes one layer's chunk in 16 bit.
     [[nodiscard]] std::size_t prefill_bytes(int n) const {
         return added_bytes(n, detail::chunk_pages::after_attend);
     }
@@ -137,7 +137,7 @@ public:
         const int dim = shape().dim(role);
         const auto longest = static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks));
         std::pmr::vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
-        // Pages that are wanted in part are dequantized here first.
+        // Pages of which only a part is wanted are dequantized here first.
         std::pmr::vector<std::byte> some(memory());
         const std::size_t row = static_cast<std::size_t>(dim) * size_of(out.type);
         const detail::default_arithmetic arithmetic;
@@ -301,7 +301,7 @@ attention_items items_of(std::span<const Request> batch, int layer) {
             }};
 }
 
-/// The inside of a sequence, for the operations that live in headers of their own: requantizing, saving, restoring.
+/// Access to the members of a sequence, for the operations of other headers: requantizing, saving, restoring.
 struct sequence_access {
     /// Sequence: const or not.
     template <class Sequence>

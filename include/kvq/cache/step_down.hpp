@@ -6,35 +6,35 @@
 //                           .byte_budget = std::size_t{1} << 30};
 //   step_down(cache, sequence, policy);                                     // between decode steps
 //
-// By age: a page takes the format of the last tier whose age all its tokens have reached, in any sequence that holds it.
-// By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one tier down; a
-// page that would not be freed stays as it is, because somebody outside of the given sequences holds it too or because it
-// would be kept as a 16-bit copy.
-// Pages only ever shrink; sinks, recent tokens and the page being filled are never touched. The result depends on the
-// pages, on who holds them and on the number of tokens, not on time or threads. It is a call and not a part of append():
-// call it after drafted tokens were accepted or trimmed, and speculation leaves no trace.
-// What it does is requantizing (cache/requantize.hpp), tier by tier: same peak, same error.
+// By age: a page takes the format of the last tier whose age all tokens of the page have reached, in any sequence that holds the page.
+// By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one tier down. A
+// page that would not be freed stays unchanged: a page that a sequence outside of the given ones holds too, or a page of which
+// the sequence would keep a 16-bit copy.
+// Pages only shrink; sinks, recent tokens and the page being filled never change. The result depends on the
+// pages, on the holders of the pages and on the number of tokens, not on time or threads. step_down is a call of its own, not a part
+// of append(): call it after drafted tokens were accepted or trimmed, so that speculation does not change the pages.
+// step_down requantizes (cache/requantize.hpp), tier by tier: same peak, same error.
 #pragma once
 
 #include "requantize.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// One rung of the ladder.
+/// One format of the ladder, and the age from which it applies.
 struct tier {
-    int age = 0;            ///< tokens that lie behind a page's newest token, at least
+    int age = 0;            ///< least number of tokens behind the newest token of a page
     layer_format format{};  ///< 0-based in cache_options::keys and values
 };
 
 struct step_down_policy {
     std::vector<tier>
-        tiers;  ///< ages ascending, formats from wide to narrow (a page that would not shrink stays as it is)
+        tiers;  ///< ages ascending, formats from wide to narrow (a page that would not shrink does not change)
     std::size_t byte_budget = page_pool::no_budget;  ///< for the whole pool
     /// First and last layers that no tier touches (they are the most sensitive ones in most models).
     int first_layers_kept = 0, last_layers_kept = 0;
 };
 
-/// One step that was done, for all sequences: pages that cover tokens [first_token, last_token) went to tier `tier`.
+/// One step, for all sequences: pages that cover tokens [first_token, last_token) went to tier `tier`.
 struct step_down_step {
     int tier = 0;
     int first_token = 0, last_token = 0;
@@ -51,7 +51,7 @@ struct step_down_report {
 
 namespace detail {
 
-/// Raises kvq::error for a policy that the cache cannot follow.
+/// Raises kvq::error for a policy that does not fit the cache.
 inline void check_policy(const cache& of, const step_down_policy& policy) {
     const int layers = of.shape().layers, key_formats = of.table(tensor::key).listed(),
               value_formats = of.table(tensor::value).listed();
@@ -115,7 +115,7 @@ private:
             report_.steps.push_back({static_cast<int>(index), first, last, r.pages, r.bytes_after});
     }
 
-    /// Narrowest first, so that no page is coded twice.
+    /// Narrowest first, so that no page is quantized twice.
     void by_age(executor_view ex) {
         std::vector<int> last(sequences_.size());
         for (std::size_t index = policy_.tiers.size(); index-- > 0;) {
@@ -128,7 +128,7 @@ private:
         }
     }
 
-    /// Pages that would not be freed are left alone: the pool would only grow.
+    /// Pages that would not be freed stay unchanged: a second version of them would only grow the pool.
     void by_budget(executor_view ex) {
         if (report_.bytes_after <= policy_.byte_budget) return;
         struct extent_of_span {
@@ -162,8 +162,8 @@ private:
 }  // namespace detail
 
 /// Applies the policy to sequences of one cache; pages that they share stay shared. O(pages) of all sequences and tiers, plus
-/// the coding. Raises kvq::error for an impossible policy before anything changes, kvq::out_of_memory when the pool has no
-/// room for one more page per thread (keep the policy's budget that far below the pool's); steps done until then stay.
+/// the quantizing. Raises kvq::error for an impossible policy before anything changes. Raises kvq::out_of_memory when the pool has no
+/// room for one more page per thread (keep the policy's budget that far below the pool's); the steps until then stay done.
 inline step_down_report step_down(cache& of, std::span<sequence* const> sequences,
                                   const step_down_policy& policy,
                                   executor_view executor = serial_executor{}) {

@@ -1,4 +1,4 @@
-// Where the bytes of a sequence are: by layer, tensor and format, codes and parameters apart.
+// Bytes of a sequence: by layer, tensor and format, with codes and parameters apart.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Pages of one layer and tensor that are in one format. Format 0 is the window: sinks, recent tokens, pages not yet coded.
+/// Pages of one layer and tensor that are in one format. Format 0 is the window: sinks, recent tokens, pages not yet quantized.
 struct usage_row {
     int layer = 0;
     tensor role = tensor::key;
@@ -18,13 +18,13 @@ struct usage_row {
     int tokens = 0;
     std::size_t codes = 0;  ///< bytes of codes or of 16/32-bit values
     std::size_t parameters =
-        0;  ///< bytes of scales, biases and padding; all of the block where codes stand nowhere apart
-    std::size_t slack = 0;        ///< part of `codes` that no token uses yet
+        0;  ///< bytes of scales, biases and padding; all bytes of a block whose codes do not lie apart from the parameters
+    std::size_t slack = 0;        ///< part of `codes` that holds no token yet
     std::size_t bookkeeping = 0;  ///< page headers
 };
 
-/// One row per layer, tensor and format that occurs, in this order. Their codes and parameters add up to
-/// usage_report::coded + window. O(pages).
+/// One row per layer, tensor and format in use, in this order. Codes and parameters of all rows add up to
+/// usage_report::quantized + window. O(pages).
 [[nodiscard]] inline std::vector<usage_row> usage_rows(const sequence& s) {
     const cache& of = detail::sequence_access::cache(s);
     const cache_shape& shape = of.shape();

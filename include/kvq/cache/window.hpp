@@ -1,7 +1,7 @@
 // Reading and writing tokens in window pages (16 or 32 bit).
 //
 // A window page is a block of full<Window> per kv head (pack/value_layout.hpp). Contract: a token is rounded to Window once, when
-// it is written; copies are exact. Nothing here looks at reference counts: who writes holds the page's only reference.
+// it is written; copies are exact. These functions do not check reference counts: the writer holds the page's only reference.
 #pragma once
 
 #include <cstring>
@@ -25,7 +25,7 @@ inline void write_tokens(const format& window, page& p, tensor role, int dim, co
                                         source.type, source.at(from, h), source.token_stride(), count, at);
 }
 
-/// Copies the first `count` tokens of a window page to a fresh (zeroed) one, which may have memory for more or fewer.
+/// Copies the first `count` tokens of a window page to a new (zeroed) page, which may have memory for more or fewer tokens.
 template <class Window>
 void copy_values(const page& from, page& to, tensor role, int dim, int heads, int count) {
     const block_shape from_shape{role, from.tokens, dim}, to_shape{role, to.tokens, dim};
@@ -40,14 +40,14 @@ void copy_values(const page& from, page& to, tensor role, int dim, int heads, in
         const auto copy_words = [&](int row, int vector, std::size_t words) {
             std::memcpy(copy + 4 * target.word(row, vector), block + 4 * source.word(row, vector), 4 * words);
         };
-        if (role == tensor::key) {  // a vector holds one word of each token of a tile
+        if (role == tensor::key) {  // a vector of a tile holds one word of each token
             for (int t = 0; t < count; t += tile_layout::tile_rows)
                 for (int vector = 0; vector < source.words_per_row; ++vector)
                     copy_words(t, vector,
                                static_cast<std::size_t>(smaller(tile_layout::tile_rows, count - t)));
             continue;
         }
-        // Vectors of tokens follow each other.
+        // V: a vector of a tile holds `per_word` tokens of its channels; vectors follow each other.
         const int whole = count / per_word;
         for (int c = 0; c < dim; c += tile_layout::tile_rows) {
             const int height = smaller(tile_layout::tile_rows, source.rows.padded_size() - c);

@@ -32,7 +32,7 @@ KVQ_HD constexpr T larger(T a, T b) noexcept {
     return a < b ? b : a;
 }
 
-/// FNV-1a over 64-bit words: fingerprints of what dequantizing needs besides the pages.
+/// FNV-1a over 64-bit words: fingerprints of the state, besides the pages, that dequantizing needs.
 struct fingerprint_hash {
     std::uint64_t value = 0xcbf29ce484222325u;
     constexpr void add(std::uint64_t x) noexcept { value = (value ^ x) * 0x100000001b3u; }
@@ -50,12 +50,12 @@ KVQ_HD KVQ_INLINE void store_as(void* to, T value) noexcept {
     std::memcpy(to, &value, sizeof(T));
 }
 
-/// Asks for the cache line at p, into the second cache: a stream would take all the misses that the first one can wait for.
+/// Prefetches the cache line at p into L2: a stream into L1 would use all of its outstanding misses.
 /// Any address is allowed.
 KVQ_INLINE void prefetch([[maybe_unused]] const void* p) noexcept {
 #if defined(__CUDACC__)
 #elif defined(__x86_64__) && defined(__GNUC__)
-    // g++ takes its own builtin for a read of any memory, and writes all accumulators back before it.
+    // g++ treats its own builtin as a read of any memory, and stores all accumulators before it.
     __asm__ volatile("prefetcht1 (%0)" : : "r"(p));
 #elif defined(__GNUC__)
     __builtin_prefetch(p, 0, 2);

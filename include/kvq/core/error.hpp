@@ -1,4 +1,4 @@
-// Errors: one exception type, one place that raises it.
+// Errors: one exception type, raised in one place.
 //
 // Bad shapes, sizes and arguments raise kvq::error with the offending numbers in the message, before anything
 // is changed. Running out of memory or of a byte budget raises kvq::out_of_memory (a std::bad_alloc).

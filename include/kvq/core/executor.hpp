@@ -1,8 +1,8 @@
-// Who runs the tasks of an attention call. An executor is anything with
+// Executors run the tasks of an attention call. An executor is any type with
 //
-//   int concurrency() const                 how many tasks may run at once (at least 1)
+//   int concurrency() const                 number of tasks that may run at once (at least 1)
 //   void parallel_for(int n, F f)           calls f(0) ... f(n-1), in any order, and returns when all are done. f may throw (a scheme
-//                                           that runs out of memory): one of the errors must reach the caller, when none runs any more
+//                                           that runs out of memory): after the last task ends, the caller must get one of the errors
 //
 // Results never depend on the executor: tasks are cut by shape, and partial results are merged in a fixed order.
 // serial_executor: everything on the calling thread. thread_executor, openmp_executor: core/thread_executor.hpp.
@@ -31,10 +31,10 @@ struct serial_executor {
     }
 };
 
-/// An executor of a type that is known at run time only; what it refers to must outlive it.
+/// An executor of a type that is known only at run time. The view must not outlive the executor.
 class executor_view {
 public:
-    /// An executor is used by one call at a time and may change meanwhile, also one that is given as const: a temporary, say.
+    /// One call at a time uses the executor. The call may change it, even a const one (a temporary, for example).
     template <class E>
     requires executor<E> &&(!std::same_as<E, executor_view>)executor_view(const E& e) noexcept
         : executor_(const_cast<E*>(&e)),

@@ -1,8 +1,8 @@
-// While one of these lives, its thread rounds to nearest and keeps subnormal numbers, whatever the program has set.
+// Scope guard: its thread rounds to nearest and keeps subnormal values, for any setting of the program.
 //
-// Programs that link crtfastmath.o or call torch.set_flush_denormal have subnormal floats read as zero, which the kernels
-// that code 16-bit values use on the way. Contract: the bytes of pages do not depend on such settings. Nothing to do: a few
-// cycles. x86 (MXCSR) and AArch64 (FPCR); elsewhere it does nothing.
+// Programs that link crtfastmath.o or call torch.set_flush_denormal read subnormal floats as zero. The kernels that
+// quantize 16-bit values compute with subnormal floats. Contract: the bytes of pages do not depend on such settings. If there is
+// nothing to change, it costs a few cycles. x86 (MXCSR) and AArch64 (FPCR); elsewhere it does nothing.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ private:
     static void set(control c) noexcept { asm volatile("ldmxcsr %0" : : "m"(c) : "memory"); }
 #elif defined(__aarch64__)
     using control = std::uint64_t;
-    static constexpr control changed = 0x1c80000;  // flush to zero (of 16-bit numbers too), rounding
+    static constexpr control changed = 0x1c80000;  // flush to zero (of 16-bit values too), rounding
     static control get() noexcept {
         control c;
         asm volatile("mrs %0, fpcr" : "=r"(c));

@@ -1,4 +1,4 @@
-// 16-bit floating point formats as storage types, with every conversion spelled out in integer arithmetic.
+// 16-bit floating point formats as storage types, with every conversion written in integer arithmetic.
 //
 // | type     | exponent | mantissa | largest  | smallest normal | unit roundoff |
 // |----------|----------|----------|----------|-----------------|---------------|
@@ -7,7 +7,7 @@
 //
 // Contract: conversion from float rounds to nearest, ties to even; overflow gives infinity; NaN stays NaN
 // (quiet, upper payload bits kept): bit for bit what IEEE 754 hardware (F16C, NEON, CUDA) does. Conversion to
-// float is exact. `round_down` / `round_up` give the neighbouring value that is not above / not below.
+// float is exact. `round_down` gives the largest value that is at most x, `round_up` the smallest one that is at least x.
 #pragma once
 
 #include <concepts>
@@ -97,7 +97,7 @@ struct bfloat16 {
     }
 };
 
-/// float, float16 or bfloat16: what K and V tensors may come in.
+/// float, float16 or bfloat16: the types of K and V tensors.
 template <class T>
 concept float_format = std::same_as<T, float> || std::same_as<T, float16> || std::same_as<T, bfloat16>;
 
@@ -117,7 +117,7 @@ KVQ_HD constexpr bool is_nan(float x) noexcept {
     return (bit_cast<std::uint32_t>(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/// Largest magnitude that `T` holds as a finite number.
+/// Largest finite value of `T`.
 template <class T>
 inline constexpr float max_finite = [] {
     if constexpr (std::same_as<T, float>)
@@ -138,7 +138,7 @@ KVQ_HD constexpr T next(T value, bool up) noexcept {
     return T::from_bits(b);
 }
 
-/// Largest value of T that is not above x (finite x beyond the range: the largest finite number of its sign).
+/// Largest value of T that is at most x (finite x beyond the range: the largest finite value of its sign).
 /// Parameter types other than float, float16 and bfloat16 round to nearest.
 template <class T>
 KVQ_HD constexpr T round_down(float x) noexcept {
@@ -154,7 +154,7 @@ KVQ_HD constexpr T round_down(float x) noexcept {
     }
 }
 
-/// Smallest value of T that is not below x; same limits as round_down.
+/// Smallest value of T that is at least x; same limits as round_down.
 template <class T>
 KVQ_HD constexpr T round_up_to(float x) noexcept {
     const float limit = max_finite<T>;

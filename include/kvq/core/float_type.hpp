@@ -1,4 +1,4 @@
-// The float types of tensors as a value: for functions that are compiled once and told at run time what they read or write.
+// The float types of tensors as a value, for functions that are compiled once and get the type at run time.
 //
 //   float_type_of<float16> == float_type::fp16
 //   visit_float_type(type, f)     f(T{}) with the type itself
@@ -24,7 +24,7 @@ constexpr std::size_t size_of(float_type type) noexcept { return type == float_t
 
 namespace detail {
 
-/// Returns f(T{}) with the type that `type` names.
+/// Returns f(T{}) with the type T of `type`.
 template <class F>
 constexpr decltype(auto) visit_float_type(float_type type, F&& f) {
     if (type == float_type::fp32) return f(float{});

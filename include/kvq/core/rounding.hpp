@@ -1,11 +1,11 @@
-// Rounding of scaled numbers to codes: the one place that decides it.
+// Rounding of scaled values to codes: the only place with this formula.
 //
 //   code = clamp(round_half_even((x - bias) * inverse), 0, top)
 //
 // Contract: the subtraction, the product and the rounding each happen once, in float, and are never fused, so that
-// every backend and every compiler gives the same code. (Compilers contract a*b+c into one fused operation where the
-// instruction set has it; about one 4-bit code in ten million changes. The expression above leaves nothing to fuse.)
-// NaN codes as the value nearest zero; infinities saturate.
+// every backend and every compiler gives the same code. (Compilers contract a*b+c into one fused operation if the
+// instruction set has it; about one 4-bit code in ten million changes. The expression above has nothing to fuse.)
+// NaN is quantized as the value nearest zero; infinities saturate.
 #pragma once
 
 #include <concepts>
@@ -14,7 +14,7 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// a*b rounded on its own: never fused with what follows. (Two floats multiplied in double: exact, nothing to round.)
+/// a*b rounded on its own: never fused with a following sum. (Two floats multiplied in double: exact, nothing to round.)
 template <std::floating_point T>
 KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #if defined(__CUDA_ARCH__)
@@ -41,8 +41,8 @@ KVQ_HD KVQ_INLINE constexpr T rounded_product(T a, T b) noexcept {
 #endif
 }
 
-/// The same for loops that compilers turn into vectors: between a product and what follows stands a zero that they cannot know.
-/// (Through double will not do: GCC sees that a product of floats is the same and fuses that.)
+/// The same for loops that compilers vectorise: a zero that is opaque to the compiler follows each product.
+/// (Products in double do not help: GCC recognizes a product of floats and fuses it.)
 class rounded_products {
 public:
     KVQ_HD KVQ_INLINE rounded_products() noexcept {
@@ -62,7 +62,7 @@ private:
     std::uint32_t zero_ = 0;
 };
 
-/// a / b rounded to nearest, also where a compiler of CUDA was told to divide fast (--use_fast_math).
+/// a / b rounded to nearest, also with fast division in CUDA (--use_fast_math).
 KVQ_HD KVQ_INLINE constexpr float rounded_quotient(float a, float b) noexcept {
 #if defined(__CUDA_ARCH__)
     return __fdiv_rn(a, b);
@@ -100,7 +100,7 @@ KVQ_HD KVQ_INLINE constexpr float affine_value(int code, float scale, float bias
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// For schemes of your own: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest. No compiler fuses it with
+/// For your own schemes: rounded_product(a, b) is the product of two floats or doubles, rounded to nearest. No compiler fuses it with
 /// a sum that follows, so the scheme gives the same bits on every platform.
 using detail::rounded_product;
 

@@ -1,6 +1,6 @@
-// Shapes: of the whole cache, of one quantized block, and where a block sits.
+// Shapes: of the whole cache, of one quantized block, and the position of a block.
 //
-// A block is the part of a page that belongs to one kv head: a matrix that attention multiplies with a vector.
+// A block is the part of a page that belongs to one kv head: a matrix that attention multiplies with a query or with weights.
 //
 //   tensor  | rows (remaining axis) | columns (summed axis) | product
 //   key     | tokens                | channels              | scores = K q
@@ -13,7 +13,7 @@
 
 namespace kvq::inline v0_1 {
 
-/// Which of the two tensors.
+/// One of the two tensors.
 enum class tensor : unsigned char { key, value };
 
 /// Static sizes of a cache. value_dim = 0 means "as head_dim".
@@ -28,7 +28,7 @@ struct cache_shape {
     }
 };
 
-/// One head's share of a page.
+/// Shape of one head's part of a page.
 struct block_shape {
     tensor role = tensor::key;
     int tokens = 0;
@@ -41,7 +41,7 @@ struct block_shape {
     }
 };
 
-/// Where a block sits: schemes with per-head state (rotations, channel widths) look it up by this.
+/// Position of a block: schemes use it to find per-head state (rotations, channel widths).
 struct block_id {
     int layer = 0;
     int head = 0;
@@ -51,7 +51,7 @@ struct block_id {
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-// The bytes of a page of 65536 tokens can still be counted.
+// With these limits the bytes of a page of 65536 tokens do not overflow.
 inline constexpr int most_heads = 1 << 16, most_head_dim = 1 << 20;
 
 inline void check_shape(const cache_shape& s) {

@@ -1,6 +1,6 @@
 // Short text in a buffer of its own: names of schemes and messages of errors.
 //
-// Contract: what does not fit is left out, nothing is allocated. Kernels use it instead of std::string, whose inline functions every
+// Contract: text that does not fit is cut off, nothing is allocated. Kernels use it instead of std::string, whose inline functions every
 // object would compile for its own instruction set and share with all others.
 #pragma once
 
@@ -21,7 +21,7 @@ public:
     constexpr short_text() = default;
     KVQ_NOINLINE constexpr short_text(const char* s) { *this += s; }
     KVQ_INLINE short_text(const std::string& s) { add(s.data(), s.size()); }
-    /// A number in decimals.
+    /// Appends a number in decimal.
     template <class Number>
     requires std::is_arithmetic_v<Number> KVQ_NOINLINE static short_text of(Number number) {
         char digits[32];

@@ -1,6 +1,6 @@
-// Executors (core/executor.hpp) on plain threads and on OpenMP's. Engines with a pool of their own pass that.
+// Executors (core/executor.hpp) on plain threads and on OpenMP's. Engines with their own thread pool pass an executor for it.
 //
-// Contract: of the errors that tasks raise, the first one reaches the caller, when none runs any more.
+// Contract: the caller gets the first error of the tasks, after the last task ends.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Takes errors of tasks on other threads, of which the first is raised again on the caller's.
+/// Catches errors of tasks on other threads; raise() rethrows the first one on the caller's thread.
 class task_errors {
 public:
     template <class F>
@@ -33,7 +33,7 @@ public:
         f(i);
 #endif
     }
-    /// When all tasks have ended.
+    /// Call after all tasks have ended.
     void raise() const {
 #if KVQ_EXCEPTIONS
         if (first_) std::rethrow_exception(first_);
@@ -47,7 +47,7 @@ private:
 
 }  // namespace detail
 
-/// Plain threads, started for every call: simple, no dependency. Engines with a pool pass their own executor.
+/// Plain threads, started for every call: simple, no dependency.
 class thread_executor {
 public:
     explicit thread_executor(int threads) : threads_(threads) {

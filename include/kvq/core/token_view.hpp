@@ -1,4 +1,4 @@
-// A strided view of tokens x heads x channels in somebody else's memory. Channels are contiguous.
+// A strided view of tokens x heads x channels in memory of the caller. Channels are contiguous.
 //
 // NHD tensors ([tokens][heads][dim]) are the dense default; HND ([heads][tokens][dim]) is
 // token_view(data, tokens, heads, dim, dim, tokens * dim). Strides count elements, not bytes.
@@ -35,7 +35,7 @@ struct token_view {
           token_stride(per_token),
           head_stride(per_head) {}
 
-    /// A view of const elements, as functions that only read take it.
+    /// Converts to a view of const elements, for functions that only read.
     template <class U>
     requires std::is_same_v<T, const U> KVQ_HD constexpr token_view(const token_view<U>& v) noexcept
         : token_view(v.data, v.tokens, v.heads, v.dim, v.token_stride, v.head_stride) {}

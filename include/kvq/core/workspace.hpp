@@ -1,7 +1,7 @@
-// Scratch memory of attention, owned by the caller: nothing is allocated while attending once it is large enough.
+// Scratch memory of attention, owned by the caller: once it is large enough, attention allocates nothing.
 //
-// How large: cache::attention_workspace(tokens, q_heads, q_tokens, threads). Contract: reserve() takes what it is asked for in one
-// piece from the memory resource, or throws and holds nothing; size() is what is held. One thread at a time.
+// Size: cache::attention_workspace(tokens, q_heads, q_tokens, threads). Contract: reserve() allocates one piece from the memory
+// resource, or throws and holds nothing; size() is the held size. One thread at a time.
 #pragma once
 
 #include <cstddef>

@@ -3,14 +3,14 @@
 //   bytes per token = layers * kv_heads * (block bytes of K + of V) / page_tokens
 //   bits per value  = 8 * block bytes / (tokens * dim)
 //
-// Contract: exactly what quantized pages hold, parameters and padding included; constexpr where block_bytes is.
+// Contract: exactly the bytes of quantized pages, parameters and padding included; constexpr if block_bytes is.
 #pragma once
 
 #include "../schemes/full.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Bytes of coded K and V per token over all layers and kv heads: what a long context costs per token.
+/// Bytes of quantized K and V per token over all layers and kv heads: the cost of a long context per token.
 /// (Page headers, 16-bit window and unfinished pages: estimate/footprint.hpp.)
 template <key_scheme Keys, value_scheme Values>
 [[nodiscard]] constexpr double bytes_per_token(const cache_shape& shape, int page_tokens,
@@ -21,7 +21,7 @@ template <key_scheme Keys, value_scheme Values>
     return static_cast<double>(block) * shape.kv_heads * shape.layers / page_tokens;
 }
 
-/// Bits per number of one tensor, parameters included; of a block with at least one token and channel.
+/// Bits per value of one tensor, parameters included; of a block with at least one token and channel.
 template <kv_scheme Scheme>
 [[nodiscard]] constexpr double bits_per_value(const block_shape& shape, const Scheme& scheme = {}) {
     detail::expect(shape.tokens >= 1 && shape.dim >= 1, "a block of ", shape.tokens, " tokens x ", shape.dim,

@@ -1,12 +1,12 @@
-// Footprint: the bytes that a cache will hold, before it exists, and the longest context that fits; also where older pages step
+// Footprint: the bytes of a cache, before it exists, and the longest context that fits; also for older pages that step
 // down by age (cache/step_down.hpp).
 //
 //   total = sequences * (pages + rollback + bookkeeping + workspace) + attention workspace
 //
-// Contract: equal to what the cache allocates, byte for byte, after tokens were appended, whole prompts or one by one
+// Contract: equal to the allocations of the cache, byte for byte, after tokens were appended, in whole prompts or one by one
 // (tests/unit/footprint.cpp counts with a memory resource). Cuts add to it: a trim into a quantized page leaves a page that shows
 // fewer tokens than it holds, at most one for every cut that is still in the sequence, until a deeper trim removes it.
-// `transient` bounds what a call holds on top for a moment: while append() quantizes pages, or while prefill() has a chunk of one
+// `transient` is an upper bound of temporary bytes of a call: while append() quantizes pages, or while prefill() has a chunk of one
 // layer in 16 bit.
 #pragma once
 
@@ -14,29 +14,29 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// What attends to the cache; for the attention workspace, and what prefill() holds for a moment.
+/// Calls on the cache: for the attention workspace, and for the temporary bytes of prefill().
 struct attention_use {
     int q_heads = 0;  ///< 0: leave the attention workspace out
     int q_tokens = 1;
     int threads = 1;
-    int chunk = 0;  ///< tokens of one prefill() call at most; 0: append() only
+    int chunk = 0;  ///< most tokens of one prefill() call; 0: append() only
 };
 
 struct footprint_report {
     std::size_t quantized = 0;    ///< data of quantized pages
     std::size_t window = 0;       ///< data of 16/32-bit pages
-    std::size_t rollback = 0;     ///< 16-bit copies of pages quantized a moment ago
+    std::size_t rollback = 0;     ///< 16-bit copies of committed pages
     std::size_t bookkeeping = 0;  ///< page headers and tables
-    std::size_t workspace = 0;    ///< scratch for coding
+    std::size_t workspace = 0;    ///< scratch for quantizing
     std::size_t attention = 0;    ///< workspace of one attention call
     std::size_t total = 0;        ///< the sum of the above
-    /// Upper bound of what a call adds for a moment to what is held before or after it.
+    /// Upper bound of the bytes that a call adds temporarily, to those held before or after it.
     std::size_t transient = 0;
 };
 
 namespace detail {
 
-/// Pages that lie so far behind the end of n tokens, of those that are coded.
+/// Number of committed pages whose age in a layer of n tokens is at least `age`.
 inline int pages_of_age(const page_geometry& g, int age, int n) noexcept {
     return smaller(g.committed(n), larger(0, n - age - g.sinks) / g.page_tokens);
 }
@@ -48,8 +48,8 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     const int pages = g.pages(tokens), committed = g.committed(tokens);
     const auto bytes = [&](int format, int page_tokens) { return of.page_bytes(role, format, page_tokens); };
     const std::size_t window_page = bytes(0, g.page_tokens);
-    // Youngest pages first: `format` is what the tiers so far have made of a page, which only ever shrinks. Pages from `in_reach`
-    // on have 16-bit copies, if they were ever quantized: a trim within `rollback` may reach them.
+    // Youngest pages first: `format` is the format of a page after the tiers so far; a page only ever shrinks. Pages from `in_reach`
+    // on have 16-bit copies, if they were ever quantized: a trim within `rollback` may restore them.
     const int in_reach = g.committed(tokens - of.options().rollback);
     std::size_t copies = 0;
     int format = target, left = committed;
@@ -77,9 +77,9 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         f.window += bytes(0, g.window_tokens(0, smaller(tokens, g.sinks), g.sinks));
     f.rollback += copies * window_page;
     f.bookkeeping += (static_cast<std::size_t>(g.spans(tokens)) + copies) * sizeof(page);
-    // Window pages that a call frees only after it has all its new pages: recent ones that it quantizes, copies that go out of
-    // reach, one that was begun, and one that serves as scratch or, in a chunk of prefill(), all of the chunk.
-    // Without pages to quantize, only the one that was begun, if it was shared or is made larger.
+    // Window pages that a call frees only after it has all its new pages: recent pages that it quantizes, copies that `rollback` no
+    // longer covers, one page that was begun, and one that serves as scratch or, in a chunk of prefill(), the pages of the chunk.
+    // Without pages to quantize: only the page that was begun, if it was shared or is enlarged.
     const int reach = of.options().rollback == 0 ? 0 : ceil_div(of.options().rollback, g.page_tokens);
     const int chunk_pages = ceil_div(larger(0, chunk), g.page_tokens) + 1;
     const auto held = static_cast<std::size_t>(
@@ -92,7 +92,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
 }  // namespace detail
 
 /// Bytes for `sequences` sequences of `tokens` tokens each. O(layers * tiers). With a policy: after step_down() by age at that length
-/// (its byte budget is not looked at).
+/// (the byte budget of the policy is ignored).
 [[nodiscard]] inline footprint_report footprint(const cache& of, int tokens, int sequences = 1,
                                                 const attention_use& use = {},
                                                 const step_down_policy& policy = {}) {
@@ -108,7 +108,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         detail::add_layer(of, tensor::key, layer, tokens, use.chunk, policy, f);
         detail::add_layer(of, tensor::value, layer, tokens, use.chunk, policy, f);
     }
-    // A table of spans that grows, and the lists of a chunk.
+    // The capacity of the table of spans, and the lists of a chunk.
     const auto spans = static_cast<std::size_t>(of.geometry().spans(tokens));
     const std::size_t table = detail::table_capacity(spans) * sizeof(page_span);
     f.transient = 2 * f.transient + table / 2 + 2 * spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
@@ -117,10 +117,10 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
                   static_cast<std::size_t>(detail::larger(shape.dim(tensor::key), shape.dim(tensor::value))) *
                   sizeof(float);
     for (std::size_t* part : {&f.quantized, &f.window, &f.rollback, &f.bookkeeping, &f.workspace}) {
-        // Far above what any address space holds, and their sum does not overflow.
+        // Far above any address space, and the sum of all parts does not overflow.
         detail::expect(
             sequences == 0 || *part <= (std::size_t{1} << 60) / static_cast<std::size_t>(sequences),
-            "a footprint of ", sequences, " sequences with ", *part, " bytes each is no number of bytes");
+            "a footprint of ", sequences, " sequences with ", *part, " bytes each is too large");
         *part *= static_cast<std::size_t>(sequences);
     }
     if (use.q_heads > 0) f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
@@ -128,16 +128,16 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     return f;
 }
 
-/// Longest context such that every length up to it fits `budget` bytes, the moment of coding included; -1 if not even an
-/// empty cache does. As `transient` is an upper bound, decoding token by token may come some pages further.
-/// With a policy: where step_down() follows every append. O(log(result)) footprints.
+/// Longest context for which every length up to it fits `budget` bytes, temporary bytes included; -1 if even an
+/// empty cache does not fit. `transient` is an upper bound, so decode token by token may reach some pages more.
+/// With a policy: for step_down() after every append. O(log(result)) footprints.
 [[nodiscard]] inline int longest_context(const cache& of, std::size_t budget, int sequences = 1,
                                          const attention_use& use = {}, const step_down_policy& policy = {}) {
     const page_geometry g = of.geometry();
     const int rollback = of.options().rollback;
     const auto fits = [&](int n) {
-        // Bytes fall when a page is coded or steps down and when its original goes, so the lengths before that decide, over the last
-        // page's worth.
+        // Bytes fall when a page is quantized or steps down and when its 16-bit copy is freed. So the lengths just before such a fall
+        // have the peaks; the lengths of the last page are enough.
         const auto falls = [&](int m) {
             bool steps = g.committed(m + 1) > g.committed(m) ||
                          g.committed(m + 1 - rollback) > g.committed(m - rollback);

@@ -44,7 +44,7 @@ void add_builtin_values(builtin_list& list) {
     list.push_back(builtin_entry<Backend, int8>("int8", true, true));
 }
 
-/// Bits bits per channel or per token: names are those of groups of 32, 64 and 128.
+/// `Bits` bits per channel or per token. Names: for groups of 32, 64 and 128.
 template <class Backend, int Bits>
 void add_builtin_affine(builtin_list& list, const char* const (&names)[3],
                         const char* const (&kivi_names)[3]) {
@@ -66,7 +66,7 @@ void add_builtin_preset(builtin_list& list) {
 
 inline constexpr int builtin_parts = 11;
 
-/// Part 0 to 10: values as they are and int8; widths 1 to 8; presets with one width; presets with several.
+/// Part 0 to 10: full precision and int8; widths 1 to 8; presets with one width; presets with several widths.
 template <class Backend, int Part>
 void add_builtin_part(builtin_list& list) {
 #define KVQ_BUILTIN_AFFINE(B)                                                                              \

@@ -5,7 +5,7 @@
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics (quant/calibration.hpp)
 //
-// Contract: an unknown name raises kvq::error, whose message lists the names that are most like it. The program needs kvq::library,
+// Contract: an unknown name raises kvq::error, whose message lists the most similar names. The program needs kvq::library,
 // or one file that includes format/define_builtin_formats.hpp.
 #pragma once
 
@@ -23,7 +23,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Letters to insert, remove or change to get from one name to the other (Levenshtein). O(letters^2)
+/// Number of letters to insert, remove or change to get from one name to the other (Levenshtein). O(letters^2)
 inline int letters_apart(std::string_view a, std::string_view b) {
     std::vector<int> row(b.size() + 1);
     for (std::size_t j = 0; j <= b.size(); ++j) row[j] = static_cast<int>(j);
@@ -39,7 +39,7 @@ inline int letters_apart(std::string_view a, std::string_view b) {
     return row[b.size()];
 }
 
-/// The names most like `name`, of formats for this tensor.
+/// The names of formats for this tensor that are most similar to `name`.
 inline std::string names_like(std::string_view name, tensor role) {
     std::size_t count = 0;
     const builtin_format* const formats = builtin_formats(&count);
@@ -62,7 +62,7 @@ struct found_format {
 inline found_format find_builtin(std::string_view name, tensor role) {
     std::size_t count = 0;
     const builtin_format* const formats = builtin_formats(&count);
-    // "affine-4-g48": what stands before the group size, and the group size.
+    // "affine-4-g48": the part before the group size, and the group size.
     const std::size_t end = name.rfind("-g");
     int group = 0;
     if (end != std::string_view::npos) {
@@ -96,7 +96,7 @@ void for_each_format(F&& f) {
     const auto [entry, group] = detail::find_builtin(name, role);
     return entry->make(group, nullptr, 0);
 }
-/// Made from statistics, if the format can be; else as without them.
+/// The format made from statistics, if it takes them; else the same as without them.
 [[nodiscard]] inline format find_format(std::string_view name, tensor role, const calibration& statistics) {
     const auto [entry, group] = detail::find_builtin(name, role);
     if (!entry->takes_statistics) return entry->make(group, nullptr, 0);
@@ -104,7 +104,7 @@ void for_each_format(F&& f) {
     return entry->make(group, saved.data(), saved.size());
 }
 
-/// K and V in the formats of one name, with the window and the page size that presets want.
+/// K and V in the formats of one name, with the window and the page size of presets.
 [[nodiscard]] inline cache_options preset(std::string_view name, int recent = 32) {
     return preset_options({find_format(name, tensor::key), find_format(name, tensor::value)}, recent);
 }

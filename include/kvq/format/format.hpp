@@ -1,13 +1,13 @@
-// A format: a scheme and a backend, ready to run, as a value. Everything above a block is written against it.
+// A format: a scheme and a backend, ready to run, as a value. All layers above a block use formats, not schemes.
 //
 //   format f = make_format<affine<4, per_channel<64>>, simd<>>();     format/make_format.hpp
 //   format f = find_format("kivi-4-g64", tensor::key);                format/find_format.hpp
 //
-// It is a table of plain functions (format_functions) and the state of one scheme. Copies share the state, so that a copy costs an
+// A format is a table of plain functions (format_functions) and the state of one scheme. Copies share the state, so that a copy costs an
 // atomic increment. A call through the table covers one block: thousands of multiply-adds.
 // Contract: const functions may be called from any thread. The bytes of a block are the same for every backend.
-// A format may be made in one object and used in another that was compiled for other instructions: nothing here is compiled into
-// a function of its own.
+// A format may be made in one object and used in another one that was compiled for other instructions: all functions of this header
+// are forced inline.
 #pragma once
 
 #include <atomic>
@@ -23,28 +23,28 @@ namespace kvq::inline v0_1 {
 
 class format;
 
-/// What attention needs of a backend besides the products of blocks.
+/// Functions of a backend that attention needs besides the products of blocks.
 struct backend_functions {
     static constexpr std::size_t tile_state_bytes = 128;
 
     const char* name;
     int query_rows;  ///< per task, at most
 
-    /// Scores [0, n) of `rows` rows, `stride` apart, become weights (kernels/softmax.hpp).
+    /// Turns scores [0, n) of `rows` rows, `stride` apart, into weights (kernels/softmax.hpp).
     void (*softmax)(float* scores, std::ptrdiff_t stride, int rows, int n, float* max, float* sum,
                     float* factor);
-    /// Around the products of `rows` rows, where the architecture keeps a state for them; else null. `state`: tile_state_bytes.
+    /// Called before and after the products of `rows` rows on architectures with a tile state; else null. `state`: tile_state_bytes.
     void (*open_tiles)(int rows, void* state);
     void (*close_tiles)(void* state);
     /// 16-bit values on this backend, the usual window.
     const format& (*fp16)();
 };
 
-/// Which functions of a format run in vectors for blocks of some shape; the others are portable loops, 10 to 50 times slower.
+/// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, 10 to 50 times slower.
 struct format_description {
     bool quantize = false;    ///< from a block of fp16
     bool dequantize = false;  ///< to fp16 and fp32
-    bool attend = false;      ///< products on the block as it is, or on a copy that is dequantized in vectors
+    bool attend = false;      ///< products on the block itself, or on a copy that is dequantized in vectors
 
     KVQ_INLINE bool all() const noexcept { return quantize && dequantize && attend; }
 };
@@ -54,34 +54,34 @@ struct format_functions {
     const backend_functions* backend;
     bool keys, values;       ///< tensors that it can hold
     bool dequantizes_first;  ///< attention multiplies a dequantized copy, because codes cannot be folded
-    bool transforms;         ///< transform_query and restore_output are there
+    bool transforms;         ///< transform_query and restore_output are not null
     bool begins_once[2];     ///< K, V: begin() serves every block of a layer and head
     bool holds_values;       ///< full precision
-    float_type value_type;   ///< of full precision
+    float_type value_type;   ///< type of the values, if holds_values
     std::size_t plan_bytes;
 
-    /// Raises kvq::error where state belongs to another shape.
+    /// Raises kvq::error when the state belongs to another shape.
     void (*check)(const void* scheme, const cache_shape&, tensor);
     std::size_t (*block_bytes)(const void* scheme, const block_shape&);
-    /// Bytes of codes in a block, or of values; 0 where they do not stand apart from parameters.
+    /// Bytes of codes in a block, or of values; 0 when codes do not lie apart from parameters.
     std::size_t (*code_bytes)(const void* scheme, const block_shape&);
 
-    /// From a block of 16- or 32-bit values. scratch: shape.values() floats. Returns how many values were not finite.
+    /// Quantizes a block of 16- or 32-bit values. scratch: shape.values() floats. Returns how many values were not finite.
     std::uint32_t (*quantize)(const void* scheme, const block_shape&, block_id, float_type,
                               const std::byte* from, std::byte* block, float* scratch);
-    /// From values [tokens][dim], which may be overwritten.
+    /// Quantizes values [tokens][dim], which may be overwritten.
     std::uint32_t (*quantize_values)(const void* scheme, const block_shape&, block_id, float* values,
                                      std::byte* block);
-    /// The same for values that were quantized before; token_scales: those of their block then, or null.
+    /// The same for values that were quantized before; token_scales: the token scales of their last block, or null.
     std::uint32_t (*requantize_values)(const void* scheme, const block_shape&, block_id, float* values,
                                        float* token_scales, std::byte* block);
-    /// The scales of tokens of a block; null where a scheme has none.
+    /// Token scales of a block; null for schemes without token scales.
     void (*read_token_scales)(const void* scheme, const block_shape&, const std::byte* block, float* scales);
-    /// Token t to out + t * stride, rounded once. scratch: shape.values() floats.
+    /// Writes token t to out + t * stride, rounded once. scratch: shape.values() floats.
     void (*dequantize)(const void* scheme, const block_shape&, block_id, const std::byte* block, float_type,
                        void* out, std::ptrdiff_t stride, float* scratch);
 
-    /// Full precision only, else null: `count` tokens, `stride` values apart, become tokens [at, at + count) of a block.
+    /// Full precision only, else null: writes `count` tokens, `stride` values apart, to tokens [at, at + count) of a block.
     void (*write_tokens)(const block_shape&, std::byte* block, float_type, const void* tokens,
                          std::ptrdiff_t stride, int count, int at);
 
@@ -115,7 +115,7 @@ struct format_record {
 
 class format {
 public:
-    /// No format; only to be assigned to.
+    /// An empty format; it can only be assigned to.
     KVQ_INLINE format() = default;
     KVQ_INLINE explicit format(format_record* owned) noexcept : record_(owned) {}
     KVQ_INLINE format(const format& other) noexcept : record_(other.record_) {
@@ -138,14 +138,14 @@ public:
     }
     KVQ_INLINE explicit operator bool() const noexcept { return record_ != nullptr; }
 
-    /// As the scheme says it, such as "affine4-g64-per-token-fp16".
+    /// The name of the scheme, such as "affine4-g64-per-token-fp16".
     KVQ_INLINE const char* name() const noexcept { return record_->name; }
-    /// Of the backend: "scalar", "avx2", ...
+    /// The name of the backend: "scalar", "avx2", ...
     KVQ_INLINE const char* backend() const noexcept { return record_->functions->backend->name; }
     KVQ_INLINE bool supports(tensor role) const noexcept {
         return role == tensor::key ? record_->functions->keys : record_->functions->values;
     }
-    /// fp32, fp16 or bf16: values as they are, which a window may hold.
+    /// True for fp32, fp16 and bf16, the formats of a window.
     KVQ_INLINE bool holds_values() const noexcept { return record_->functions->holds_values; }
     /// Bytes of one head's block, a multiple of 16.
     KVQ_INLINE std::size_t block_bytes(const block_shape& shape) const {
@@ -156,15 +156,15 @@ public:
         return 8.0 * static_cast<double>(block_bytes(shape)) / static_cast<double>(shape.values());
     }
 
-    /// What is fast for blocks of this shape: the kernels are asked, on a block of zeros.
+    /// Which functions are fast for blocks of this shape: describe() runs the kernels on a block of zeros.
     KVQ_INLINE format_description describe(const block_shape& shape) const {
         return record_->functions->describe(record_->scheme, shape);
     }
 
-    /// Are both copies of one format?
+    /// Are both formats copies of one format?
     KVQ_INLINE bool is(const format& other) const noexcept { return record_ == other.record_; }
 
-    /// The table and the state, for whoever walks over blocks.
+    /// The table and the state, for loops over blocks.
     KVQ_INLINE const format_functions& functions() const noexcept { return *record_->functions; }
     KVQ_INLINE const void* scheme() const noexcept { return record_->scheme; }
     KVQ_INLINE const format_record& record() const noexcept { return *record_; }
@@ -177,12 +177,12 @@ private:
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// What a scheme that is a pair, such as kivi<4> or a preset, has for K and for V.
+/// K and V of a scheme that is a pair, such as kivi<4> or a preset.
 struct format_pair {
     format keys, values;
 };
 
-/// The formats of one tensor; one format is a list as well.
+/// The formats of one tensor. One format converts to a list.
 class format_list {
 public:
     format_list() = default;

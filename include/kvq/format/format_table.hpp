@@ -1,9 +1,9 @@
-// What the pages of a cache may hold, for keys or for values: the window format and the listed ones. A page carries an index.
+// The formats of the pages of a cache, for keys or for values: the window format and the listed formats. A page stores an index.
 //
 //   index 0       the window (fp32, fp16 or bf16): sinks, recent tokens, pages not quantized yet
 //   index i + 1   listed format i
 //
-// A listed format that is the window's own needs no quantizing: its pages have index 0.
+// A listed format that equals the window format needs no quantizing: its pages have index 0.
 #pragma once
 
 #include "format.hpp"
@@ -25,7 +25,7 @@ public:
     const format& window() const noexcept { return formats_.front(); }
     float_type window_type() const noexcept { return window().functions().value_type; }
 
-    /// Index of what pages are quantized to when the user says listed format `i`.
+    /// Index of the format of pages that are quantized to listed format `i`.
     int index_of(int i) const {
         const format& f = (*this)[i + 1];
         return f.holds_values() && f.functions().value_type == window_type() ? 0 : i + 1;
@@ -48,7 +48,7 @@ private:
     std::vector<format> formats_;
 };
 
-/// Raises kvq::error where blocks of the format cannot be used for this tensor of such a cache. what: "key format 2".
+/// Raises kvq::error for a format whose blocks do not fit this tensor of such a cache. what: "key format 2".
 inline void check_format(const format& f, const cache_shape& shape, tensor role, int page_tokens,
                          const std::string& what) {
     expect(static_cast<bool>(f), what, " is empty");
@@ -59,7 +59,7 @@ inline void check_format(const format& f, const cache_shape& shape, tensor role,
     expect(bytes % 16 == 0, "blocks of ", what, " have ", bytes, " bytes, which is no multiple of 16");
 }
 
-/// Raises kvq::error where the formats of a cache, and `added`, are of two backends that multiply tiles: a thread has one state of them.
+/// Raises kvq::error when the formats of a cache, and `added`, have two backends that multiply tiles: a thread has one tile state.
 inline void check_backends(const format_table& keys, const format_table& values, const format& added = {}) {
     const backend_functions* tiles = nullptr;
     const auto look = [&](const format& f) {

@@ -1,10 +1,10 @@
 // From a scheme to a format: the functions of one scheme on one backend, compiled once.
 //
 //   make_format<affine<4, per_channel<64>>, simd<>>()       a scheme without state
-//   make_format<simd<>>(rotated(...))                       one with state, which the format keeps
+//   make_format<simd<>>(rotated(...))                       a scheme with state; the format keeps the state
 //
-// This is where templates end. A program pays the compile time of a scheme once, wherever it calls make_format for it. Schemes that
-// differ in the group size alone are one scheme here: the group size becomes a value (quant/granularity.hpp).
+// Templates end here. A program pays the compile time of a scheme once, for any number of calls of make_format. Schemes that
+// differ only in the group size are one scheme here: the group size becomes a value (quant/granularity.hpp).
 // backends/simd.hpp adds make_format<Scheme>() for the best backend of the build.
 #pragma once
 
@@ -22,7 +22,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Query rows per task, at most. More of them where all rows of a task share what is made of a block (word_product.hpp).
+/// Most query rows per task. The number is larger when all rows of a task share the unpacked block (word_product.hpp).
 template <class Backend>
 inline constexpr int query_rows =
     kernels::has_word_dots<typename Backend::lanes> && !kernels::has_tiles<typename Backend::lanes> ? 128
@@ -209,7 +209,7 @@ template <class Backend, kv_scheme Scheme>
     else
         return {};
 }
-/// Of a scheme that holds no state.
+/// A format of a scheme without state.
 template <class Scheme, class Backend>
 [[nodiscard]] format make_format() {
     if constexpr (!kv_scheme<Scheme>) {
@@ -224,7 +224,7 @@ template <class Scheme, class Backend>
     }
 }
 
-/// Of a pair such as kivi<4> or a preset; of one scheme for both.
+/// Formats of a pair such as kivi<4> or a preset; or of one scheme for both tensors.
 template <class Pair, class Backend>
 [[nodiscard]] format_pair make_formats() {
     if constexpr (requires {
@@ -240,7 +240,7 @@ namespace detail {
 
 template <class Backend>
 const format& fp16_format() {
-    // Lives as long as the program, so that nothing has to be done at its end.
+    // Never destroyed, so that nothing runs at the end of the program.
     static const format* const f = new format(make_format<Backend>(full<float16>{}));
     return *f;
 }

@@ -1,9 +1,9 @@
-// Where bytes go to and come from: any callable, so that files, sockets and memory need no class of kvq.
+// Sinks and sources of bytes: any callable, so that files, sockets and memory need no class of kvq.
 //
-//   sink      write(const void* data, std::size_t bytes)                    takes all of it, or throws
-//   source    read(void* to, std::size_t bytes) -> std::size_t              how many it gave; 0 at the end
+//   sink      write(const void* data, std::size_t bytes)                    takes all bytes, or throws
+//   source    read(void* to, std::size_t bytes) -> std::size_t              returns how many bytes it gave; 0 at the end
 //
-// Numbers are little-endian; so are the pages themselves (docs/format.md), and therefore the machine.
+// Integers are little-endian, like the pages themselves (docs/format.md). So the machine must be little-endian.
 #pragma once
 
 #include <bit>
@@ -31,13 +31,13 @@ namespace detail {
 static_assert(std::endian::native == std::endian::little,
               "kvq: saved sequences and pages on the wire are little-endian, and copied as they are");
 
-/// Reads exactly what is asked for and keeps a checksum of it.
+/// Reads exactly the wanted bytes and keeps a checksum of them.
 template <class Source>
 class exact_source {
 public:
     explicit exact_source(Source& read) : read_(read) {}
 
-    /// `what` stands in the message when the source ends too early.
+    /// `what`: name of the data, for the message when the source ends too early.
     void read(void* to, std::size_t bytes, const char* what) {
         auto* const at = static_cast<std::byte*>(to);
         for (std::size_t done = 0; done < bytes;) {

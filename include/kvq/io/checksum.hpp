@@ -3,7 +3,7 @@
 //   c(x) = x^32 * m(x) mod g(x),  g = 0x1edc6f41 (reflected 0x82f63b78), all ones before, inverted after
 //
 // Finds every error burst of up to 32 bits, so every flipped bit and every damaged byte. Not a signature: it protects against
-// accidents, not against somebody who means it.
+// accidents, not against intent.
 // Source: polynomial of Castagnoli, Brauer and Herrmann 1993; parameters and test vectors of RFC 3720, section 12.1 and
 // appendix B.4; eight bytes at a time after Kounavis and Berry 2005 ("slicing by 8").
 #pragma once
@@ -18,7 +18,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Row k holds the remainders of every byte that is followed by k zero bytes.
+/// Row k holds the remainder of every byte that is followed by k zero bytes.
 constexpr std::array<std::array<std::uint32_t, 256>, 8> crc32c_tables() noexcept {
     std::array<std::array<std::uint32_t, 256>, 8> tables{};
     for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -36,7 +36,7 @@ constexpr std::array<std::array<std::uint32_t, 256>, 8> crc32c_tables() noexcept
 
 }  // namespace detail
 
-/// A checksum that grows with what is given to it.
+/// A checksum of all bytes added so far.
 class crc32c {
 public:
     void add(const void* data, std::size_t bytes) noexcept {

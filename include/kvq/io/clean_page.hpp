@@ -1,7 +1,7 @@
-// A page as it leaves its sequence: without what trimmed tokens left in it, in as many bytes as a new page would have.
+// A page as it is saved or sent: without the values of trimmed tokens, in as many bytes as a new page would have.
 //
-//   span that is not committed    a 16-bit page for page_geometry::window_tokens(), tokens that are not shown are zero
-//   committed span                the page as it is: tokens that a deep trim has hidden share parameters with the others
+//   span that is not committed    a 16-bit page for page_geometry::window_tokens(); hidden tokens are zero
+//   committed span                the page itself: tokens hidden by a deep trim share parameters with the others
 //
 // So two sequences in the same state give the same bytes.
 #pragma once

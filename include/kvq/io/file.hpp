@@ -1,7 +1,7 @@
 // save(sequence, path) and restore(cache, path).
 //
-// The file is written beside its place and renamed when it is complete, so that whoever looks finds the old file or the new
-// one, never half of one. Restoring refuses a file that has data after its last tensor.
+// The file is written beside its place and renamed when it is complete, so that a reader finds the old file or the new
+// one, never half of one. Restoring raises kvq::error for a file that has data after its last tensor.
 #pragma once
 
 #include <cerrno>
@@ -15,7 +15,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Raises kvq::error with the reason that the C library gives, unless `done`.
+/// Raises kvq::error with the C library's reason, unless `done`.
 template <class... Parts>
 void expect_io(bool done, const Parts&... parts) {
     if (!done) expect(false, parts..., ": ", std::string(std::strerror(errno)));
@@ -41,7 +41,7 @@ private:
     std::FILE* file_;
 };
 
-/// Removes a file that nobody asked for.
+/// Removes the unfinished file when saving fails.
 struct unfinished_file {
     std::string path;
     bool finished;
@@ -52,7 +52,7 @@ struct unfinished_file {
 
 }  // namespace detail
 
-/// Writes the sequence to `path`; through `path`.tmp, which must not be anybody else's.
+/// Writes the sequence to `path`, through `path`.tmp. No other process may use `path`.tmp.
 inline void save(const sequence& s, const std::string& path, const save_options& options = {}) {
     const std::string unfinished = path + ".tmp";
     detail::unfinished_file guard{unfinished, true};

@@ -1,4 +1,4 @@
-// What a page is to its sequence, for those who see it outside.
+// The kind of a page outside of its sequence.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace kvq::inline KVQ_TAGGED {
 
 enum class page_kind : std::uint8_t {
-    copy,  ///< 16-bit page from which a quantized page was made; kept for exact rollback
+    copy,  ///< 16-bit copy of a quantized page, kept for exact rollback
     page   ///< of a span: sinks, quantized pages, recent tokens
 };
 

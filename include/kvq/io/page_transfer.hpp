@@ -1,12 +1,12 @@
 // A sequence page by page from one process to another: prefill here, decode there.
 //
-//   send_pages(sequence, layer, sink)         every page of one layer as messages, as soon as the layer is read
-//   page_receiver receiver(cache);            elsewhere
-//   receiver.accept(dequantize_page(bytes));      in any order
-//   auto sequence = receiver.finish(tokens);  when all have come
+//   send_pages(sequence, layer, sink)         every page of one layer as messages, as soon as the layer is prefilled
+//   page_receiver receiver(cache);            in the other process
+//   receiver.accept(parse_page(bytes));      in any order
+//   auto sequence = receiver.finish(tokens);  after all messages
 //
-// The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of its pages, in any
-// order; later pages are coded to its own formats. If both caches are alike, the two sequences have the same future.
+// The receiving cache has the sender's shape, window, sinks, recent and page_tokens, and lists the schemes of the pages, in any
+// order; later pages are quantized to its own formats. If both caches are alike, the two sequences stay alike in the future.
 #pragma once
 
 #include <algorithm>
@@ -60,11 +60,11 @@ public:
     explicit page_receiver(cache& of)
         : cache_(of), received_(2 * static_cast<std::size_t>(of.shape().layers)) {}
 
-    /// Copies a page into the cache. Raises kvq::error if it does not belong there; nothing has changed then.
+    /// Copies a page into the cache. Raises kvq::error if it does not fit the cache; nothing changes then.
     void accept(const page_message& m) { accept_as(m, m.role); }
 
-    /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is empty then.
-    /// Only so is the loss of all pages of a layer noticed.
+    /// The sequence, if its pages are complete and every layer has this many tokens (kvq::error otherwise). The receiver is then empty.
+    /// Only this check detects that all pages of a layer are lost.
     [[nodiscard]] sequence finish(int tokens) {
         for (std::size_t layer = 0; 2 * layer < received_.size(); ++layer) {
             const int came = check(layer, 0, received_[2 * layer]).tokens;
@@ -73,7 +73,7 @@ public:
         }
         return finish();
     }
-    /// The same for layers of whatever length their messages say.
+    /// The same; the messages give the length of each layer.
     [[nodiscard]] sequence finish() {
         sequence s = cache_.new_sequence();
         auto& tracks = detail::sequence_access::tracks(s);
@@ -107,14 +107,14 @@ private:
         bool committed;
         page_ref page, copy;
     };
-    /// By the position of the first token.
+    /// The key is the position of the first token.
     using received_pages = std::map<int, received>;
     struct extent {
         int tokens = 0;
         int committed = 0;
     };
 
-    /// Tokens that the pages of a span are made for.
+    /// Capacity, in tokens, of the pages of a span.
     int room_at(int first_token) const noexcept {
         const page_geometry g = cache_.geometry();
         return first_token < g.sinks ? g.sinks : g.page_tokens;
@@ -144,7 +144,7 @@ private:
         detail::expect(copy ? format == 0 && m.committed && m.used == m.tokens && !sinks
                             : format == 0 || (m.committed && !sinks),
                        detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
-                       " is quantized before its time");
+                       " is quantized or copied, but not committed");
         const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
         detail::expect(bytes == m.data.size(), detail::layer_text(layer, tensor_of), ": a page of ",
                        m.scheme.name, " has ", m.data.size(), " bytes, here it would have ", bytes);
@@ -168,7 +168,7 @@ private:
         (copy ? r.copy : r.page) = std::move(p);
     }
 
-    /// Checks that the pages are a sequence without holes.
+    /// Checks that the pages form a sequence without gaps.
     extent check(std::size_t layer, std::size_t role, const received_pages& list) const {
         const page_geometry g = cache_.geometry();
         const std::string me = detail::layer_text(layer, static_cast<tensor>(role));
@@ -197,7 +197,7 @@ private:
         return found;
     }
 
-    /// lists: of K and V, which have the same spans.
+    /// lists: those of K and V, which have the same spans.
     void fill(detail::layer_track& track, received_pages* lists) const {
         track.spans.reserve(detail::table_capacity(lists[0].size()));
         for (auto k = lists[0].begin(), v = lists[1].begin(); k != lists[0].end(); ++k, ++v)

@@ -1,4 +1,4 @@
-// One page as a message: for sending pages to another process as they are coded (docs/save.md).
+// One page as a message: sends pages to another process in quantized form (docs/save.md).
 //
 //   offset                                      offset
 //    0  "kvqpage" and a zero                     36  tokens that the page has memory for
@@ -6,16 +6,16 @@
 //   12  bytes of this header, H                  44  kv heads
 //   16  bytes of data, D (64 bits)               48  channels of a head
 //   24  0: keys, 1: values (8 bits)              52  values that were not finite
+//   24  0: keys, 1: values (8 bits)              52  values that were not finite
 //   25  0: 16-bit copy, 1: page (8 bits)         56  fingerprint of the scheme (64 bits), 0 if it has none
 //   26  flags (16 bits): 1 committed,            64  bytes of the scheme's name
 //       2 the scheme has a fingerprint           68  CRC32C of the data
-//   28  layer                                    72  tokens that the layer held, 0: not said
-//   32  first token                              76  CRC32C of the header without these four bytes
+//   28  layer                                    72  tokens of the layer, 0: unknown
 //   80  name of the scheme, filled up with zeros to a multiple of 16
 //    H  data: kv_heads blocks (docs/format.md)
 //
-// Little-endian, 32 bits where nothing else is said. Every flipped bit and every truncation is found. A reader refuses other
-// versions; a change of the page bytes is a new version.
+// Little-endian, 32 bits unless another width is given. Every flipped bit and every truncation is found. A reader raises kvq::error
+// for other versions; a change of the page bytes is a new version.
 #pragma once
 
 #include <cstring>
@@ -30,18 +30,18 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// What a message says about its page.
+/// A page and its header.
 struct page_message {
     tensor role = tensor::key;
     page_kind kind = page_kind::page;
     bool committed = false;  ///< past the recent window
     int layer = 0;
     int first_token = 0;
-    int tokens = 0;  ///< that the page has memory for
-    int used = 0;    ///< that it shows: the first ones
+    int tokens = 0;  ///< capacity of the page
+    int used = 0;    ///< shown tokens: the first ones
     int kv_heads = 0;
     int dim = 0;
-    int layer_tokens = 0;  ///< that the layer held when the page was sent; 0: not known yet
+    int layer_tokens = 0;  ///< tokens of the layer when the page was sent; 0: not known yet
     std::uint32_t not_finite = 0;
     scheme_identity scheme;
     std::span<const std::byte> data;
@@ -80,7 +80,7 @@ inline std::uint32_t page_header_checksum(const page_wire_header& h, const char*
     return c.value();
 }
 
-/// The part that says how long the rest is; not yet covered by a checksum.
+/// The part of the header that gives the length of the rest; not yet covered by a checksum.
 inline page_wire_header check_page_prefix(const std::byte* bytes) {
     const auto h = load_as<page_wire_header>(bytes);
     expect(std::memcmp(h.magic, page_wire_magic, sizeof(h.magic)) == 0,
@@ -93,7 +93,7 @@ inline page_wire_header check_page_prefix(const std::byte* bytes) {
     return h;
 }
 
-/// `rest`: what lies between the prefix and the data.
+/// `rest`: the bytes between the prefix and the data.
 inline page_message check_page_header(const page_wire_header& h, const char* rest) {
     const std::uint32_t checksum = page_header_checksum(h, rest, h.header_bytes - sizeof(h));
     expect(checksum == h.header_checksum, "the page is damaged: its header has checksum ", checksum, ", not ",
@@ -161,8 +161,8 @@ void quantize_page(Sink&& write, const page_message& m) {
     write(static_cast<const void*>(m.data.data()), m.data.size());
 }
 
-/// Takes a message apart; the data stay where they are. Raises kvq::error if it is not exactly one whole, undamaged message.
-inline page_message dequantize_page(std::span<const std::byte> message) {
+/// Parses a message; the data stay in place. Raises kvq::error if it is not exactly one whole, undamaged message.
+inline page_message parse_page(std::span<const std::byte> message) {
     const std::size_t prefix = sizeof(detail::page_wire_header);
     detail::expect(message.size() >= prefix, "truncated: a page of ", message.size(),
                    " bytes has no room for its header of ", prefix);
@@ -177,7 +177,7 @@ inline page_message dequantize_page(std::span<const std::byte> message) {
     return m;
 }
 
-/// Reads one message from a source of many, such as a socket. `storage` holds the data that the result points to.
+/// Reads one message from a source of many, such as a socket. `storage` holds the data of the result.
 template <byte_source Source>
 page_message read_page(Source&& read, std::vector<std::byte>& storage) {
     detail::exact_source source(read);
@@ -187,7 +187,7 @@ page_message read_page(Source&& read, std::vector<std::byte>& storage) {
     std::string rest(h.header_bytes - sizeof(prefix), '\0');
     source.read(rest.data(), rest.size(), "the header of a page");
     page_message m = detail::check_page_header(h, rest.data());
-    // In pieces, so that a size that is not true does not take memory.
+    // In parts, so that a false size does not allocate memory.
     storage.clear();
     while (storage.size() < h.data_bytes) {
         const std::size_t had = storage.size();

@@ -1,13 +1,12 @@
 // Restores a saved sequence into a cache: restore(cache, source).
 //
-// Everything that can be known before the first page is checked before the first page: form, checksum of header and index,
-// model, shape, options, schemes. Pages are checked as they come, each by its own checksum, before anything looks inside. The
-// sequence is new, so on any error the cache is as it was.
+// Checked before the first page: form, checksum of header and index, model, shape, options, schemes. Each page is checked by its own
+// checksum as it is read, before its contents are used. The sequence is new, so an error leaves the cache unchanged.
 //
-// A cache with the same options and a list of formats that has all of the file's (in any order) gets the sequence back as it
-// was: the same bytes, the same future. Any other needs restore_options::convert:
-//   other formats for a layer           quantized pages become the cache's, page by page (error: cache/convert.hpp); from their
-//                                       16-bit copies where the file has them
+// A cache with the same options and a list of formats that has all of the file's (in any order) gets the same sequence
+// back: the same bytes, now and after later calls. Any other cache needs restore_options::convert:
+//   other formats for a layer           quantized pages are converted to the cache's, page by page (error: cache/convert.hpp); from
+//                                       their 16-bit copies if the file has them
 //   other sinks, recent, page_tokens    tokens are dequantized and appended again; holds one layer of the file at a time
 //   or window
 #pragma once
@@ -19,9 +18,9 @@
 namespace kvq::inline KVQ_TAGGED {
 
 struct restore_options {
-    std::string model = {};  ///< what save_options::model must have been; empty: anything
+    std::string model = {};  ///< required save_options::model; empty: any
     bool convert =
-        false;  ///< pages may change: coded to the cache's own formats, laid out by its own options
+        false;  ///< pages may change: quantized to the cache's own formats, laid out by its own options
 };
 
 namespace detail {
@@ -67,7 +66,7 @@ private:
     const scheme_identity& identity(tensor role, std::size_t format) const {
         return index_.description().schemes[static_cast<std::size_t>(role)][format];
     }
-    /// Index in the cache's table of a format of the file; -1 if it is not there.
+    /// Index, in the cache's table, of a format of the file; -1 if the table does not have it.
     int mapped(tensor role, std::size_t format) const { return formats_[static_cast<int>(role)][format]; }
 
     void check_cache() {
@@ -104,7 +103,7 @@ private:
             formats_[static_cast<int>(role)].push_back(index_of_identity(cache_.table(role), id));
     }
 
-    /// The tensors that hold this table's pages are the next ones of the file, and this cache can use them.
+    /// Checks that the tensors of this table's pages are the next ones of the file, and that this cache can use them.
     void expect_tensors(tensor role, int layer) {
         const saved_table& table = saved(role, layer);
         if (!options_.convert && mapped(role, static_cast<std::size_t>(table.target)) < 0)
@@ -138,7 +137,7 @@ private:
                                 [&]<class T>(T) { return full<T>{}.block_bytes(shape); });
     }
 
-    /// A format of the file that the cache does not have can only be another window.
+    /// Any format of the file that the cache does not have must be another window.
     float_type other_window(tensor role, int layer, std::uint32_t format) const {
         const scheme_identity& id = identity(role, format);
         if (format == 0)
@@ -169,14 +168,14 @@ private:
         return p;
     }
 
-    /// Pages of a cache that lays them out as the file does: as they are, or one by one in another format.
+    /// Pages of a cache with the layout of the file: unchanged, or one by one in another format.
     void place(tensor role, int layer, layer_track& track) {
         const auto at = static_cast<std::size_t>(role);
         const saved_table& from = saved(role, layer);
         const int tokens = cache_.geometry().page_tokens;
         int& target = track.targets[at];
         if (!options_.convert) target = mapped(role, static_cast<std::size_t>(from.target));
-        // Copies that this cache would not keep may still be needed to quantize a page to another format.
+        // Copies that this cache would drop may still be needed to quantize a page to another format.
         for (const saved_page& row : from.copies)
             track.spans[row.span].copies[at] = read_page(role, layer, row, cache_.pool());
         for (const saved_page& row : from.pages) {
@@ -202,9 +201,9 @@ private:
         }
     }
 
-    // ---- a cache that lays pages out in another way ----
+    // ---- a cache with another page layout ----
 
-    /// Pages of a layer's K or V, by span, from their 16-bit copies where there are some.
+    /// Pages of a layer's K or V, by span. A 16-bit copy replaces its quantized page.
     struct loaded {
         std::vector<page_ref> pages;
         std::vector<std::uint32_t> formats;
@@ -275,8 +274,8 @@ private:
 
 }  // namespace detail
 
-/// Reads a saved sequence from a source: a callable read(void*, std::size_t) -> std::size_t, which is asked for exactly the
-/// bytes of the file. Raises kvq::error when it is damaged, cut short, something else, or does not fit this cache.
+/// Reads a saved sequence from a source: a callable read(void*, std::size_t) -> std::size_t, which is called for exactly the
+/// bytes of the file. Raises kvq::error when the file is damaged, truncated, not a saved sequence, or does not fit this cache.
 template <byte_source Source>
 [[nodiscard]] sequence restore(cache& of, Source&& read, const restore_options& options = {}) {
     return detail::sequence_reader<std::remove_reference_t<Source>>(of, read, options).run();

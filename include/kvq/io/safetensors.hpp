@@ -1,11 +1,11 @@
-// The safetensors container: a list of named tensors in one file. The only door to nlohmann-json.
+// The safetensors container: a list of named tensors in one file. The only header that includes nlohmann-json.
 //
 //   8 bytes    length N of the header, little-endian
 //   N bytes    JSON object: "__metadata__": {text: text}, and for every tensor
 //              name: {"dtype": text, "shape": [sizes], "data_offsets": [begin, end]}; may end in spaces
 //   the rest   the tensors, without gaps or overlaps; offsets count from here
 //
-// What does not have exactly this form raises kvq::error. Source: the format's README, github.com/huggingface/safetensors.
+// Any other form raises kvq::error. Source: the format's README, github.com/huggingface/safetensors.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ struct safetensors_header {
 
 namespace detail {
 
-/// Bytes of an element, 0 for a dtype that does not exist.
+/// Bytes of an element, 0 for an unknown dtype.
 inline std::uint64_t safetensors_element_bytes(std::string_view dtype) noexcept {
     for (const auto* name : {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"})
         if (dtype == name) return 1;
@@ -83,7 +83,7 @@ inline void check_safetensors(safetensors_header& header) {
     }
 }
 
-/// Takes the header apart while it is parsed, so that nothing else than the documented form gets in: no other nesting, no
+/// Builds the header during parsing and accepts only the documented form: no other nesting, no
 /// other types, no name twice.
 class safetensors_parser : public nlohmann::json_sax<nlohmann::json> {
 public:
@@ -179,7 +179,7 @@ private:
     std::vector<std::uint64_t>* numbers_ = nullptr;
 };
 
-/// Can JSON hold it?
+/// Is the text UTF-8, as JSON requires?
 inline bool is_utf8(const std::string& text) {
     using json = nlohmann::json;
     const std::string quoted = json(text).dump(-1, ' ', false, json::error_handler_t::ignore);
@@ -188,7 +188,7 @@ inline bool is_utf8(const std::string& text) {
 
 }  // namespace detail
 
-/// Gives the tensors their place, one behind the other, and returns the first bytes of the file: everything but the data.
+/// Gives the tensors their offsets, one after the other, and returns the first bytes of the file: everything before the data.
 inline std::string write_safetensors_header(safetensors_header& header) {
     nlohmann::ordered_json json;
     if (!header.metadata.empty()) {
@@ -216,7 +216,7 @@ inline std::string write_safetensors_header(safetensors_header& header) {
     return bytes + text;
 }
 
-/// Reads length and header; what follows in the source is the data.
+/// Reads length and header; the rest of the source is the data.
 template <class Source>
 safetensors_header read_safetensors_header(detail::exact_source<Source>& source) {
     std::byte length_bytes[8];
@@ -225,7 +225,7 @@ safetensors_header read_safetensors_header(detail::exact_source<Source>& source)
     detail::expect(length >= 2 && length <= safetensors_header::most_bytes,
                    "not a safetensors file: its header would have ", length, " bytes, not 2 to ",
                    safetensors_header::most_bytes);
-    // In pieces, so that a length that is not true does not take memory.
+    // In parts, so that a false length does not allocate memory.
     std::string text;
     while (text.size() < length) {
         const std::size_t had = text.size();

@@ -1,8 +1,8 @@
 // Saves a sequence as a safetensors file that describes itself (docs/save.md): save(sequence, sink).
 //
-// Pages go out as they lie in memory, one after the other; besides the header and one row of numbers per page nothing is held.
-// A sequence in the same state always gives the same bytes: what trimmed tokens left behind in 16-bit pages that are still
-// filled is written as zeros.
+// Pages are written as they lie in memory, one after the other; besides them only the header and one row of integers per page need
+// memory. A sequence in the same state always gives the same bytes: in 16-bit pages that are not full, the values of trimmed tokens
+// are written as zeros.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 namespace kvq::inline KVQ_TAGGED {
 
 struct save_options {
-    std::string model = {};  ///< whose tokens these are: any text by which the engine recognizes its model
+    std::string model = {};  ///< model of these tokens: any text by which the engine recognizes it
 };
 
 namespace detail {
@@ -143,7 +143,7 @@ private:
 
 }  // namespace detail
 
-/// Writes the sequence to a sink: a callable write(const void*, std::size_t) that takes everything or throws.
+/// Writes the sequence to a sink: a callable write(const void*, std::size_t) that takes all bytes or throws.
 template <byte_sink Sink>
 void save(const sequence& s, Sink&& write, const save_options& options = {}) {
     detail::sequence_writer(s, options).write(write);

@@ -1,6 +1,6 @@
-// The checked inside of a saved sequence: everything in the file but the pages, which follow in the source.
+// The checked contents of a saved sequence: everything in the file except the pages, which follow in the source.
 //
-// Nothing here is believed before the seal was right, and nothing after that either: numbers are checked against each other,
+// No value is used before the seal is verified. Afterwards values are still checked: against each other,
 // against the tensors of the file, and by restore.hpp against the cache.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// K or V of one layer, as the file has it.
+/// K or V of one layer in the file.
 struct saved_table {
     int target = 0;
     std::span<const saved_page> copies, pages;
@@ -48,7 +48,7 @@ public:
     const saved_description& description() const noexcept { return description_; }
     const std::vector<saved_layer>& layers() const noexcept { return layers_; }
 
-    /// The next tensor of the file must be this one.
+    /// Raises kvq::error unless the next tensor of the file is this one.
     void expect_tensor(const std::string& name, const char* dtype, const std::vector<std::uint64_t>& shape) {
         expect(next_ < header_.tensors.size(), "the saved sequence has no tensor ", name);
         const safetensors_tensor& t = header_.tensors[next_++];
@@ -74,7 +74,7 @@ private:
         for (const safetensors_tensor& t : header_.tensors)
             if (t.name == "seal") seal = &t;
         expect(seal && seal->end - seal->begin == 4, "the saved sequence has no seal");
-        // In pieces, so that a size that is not true does not take memory.
+        // In parts, so that a false size does not allocate memory.
         while (sealed_.size() < seal->begin) {
             const std::size_t had = sealed_.size();
             sealed_.resize(had +
@@ -136,7 +136,7 @@ private:
                row, " is out of order");
     }
 
-    /// The spans of a layer, by what the rows of its keys say that they show.
+    /// The spans of a layer, from the shown tokens in the rows of its keys.
     void find_spans(int l, saved_layer& layer) const {
         const page_geometry& g = description_.geometry;
         expect(layer.tokens >= 0 && layer.tokens <= (std::numeric_limits<int>::max)() - g.page_tokens,
@@ -181,7 +181,7 @@ private:
         expect(table.pages.size() == layer.spans.size(), who, " of the saved sequence has ",
                table.pages.size(), " pages instead of ", layer.spans.size());
 
-        // In this order whoever is behind its neighbour is nowhere twice.
+        // Strictly ascending order, so that no page appears twice.
         const auto check_page = [&](const saved_page& p, bool in_order, bool possible) {
             expect(in_order && possible, who, " of the saved sequence has a page of span ", p.span,
                    " in format ", p.format, " for ", p.tokens, " tokens, of which it shows ", p.shown,

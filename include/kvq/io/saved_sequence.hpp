@@ -1,4 +1,4 @@
-// What a saved sequence says about itself: the metadata and the index of the file (docs/save.md).
+// The description of a saved sequence: the metadata and the index of the file (docs/save.md).
 //
 //   metadata     format, versions, model, shapes, options, window, schemes with their fingerprints: everything as text
 //   tokens       I32 [layers]       committed     I32 [layers]
@@ -6,7 +6,7 @@
 //   index        U32 [pages, 9]     one row per page of the file, in its order: layer, tensor, kind, span, format, tokens that
 //                                   the span shows, tokens that the page has memory for, values that were not finite, CRC32C
 //                                   of the page's data
-//   seal         U32 [1]            CRC32C of everything in front of it, from the first byte of the file
+//   seal         U32 [1]            CRC32C of all bytes before it, from the first byte of the file
 //   layers.<l>.<key|value>.<copies|pages.<format>|pages.<format>.<tokens>>   U8 [pages, kv_heads, bytes of a block]
 #pragma once
 
@@ -22,7 +22,7 @@
 namespace kvq::inline KVQ_TAGGED::detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
-/// Changes whenever a reader of the version before would misunderstand the file, be it the bytes of pages.
+/// Changes whenever a reader of the version before would misread the file, page bytes included.
 inline constexpr int saved_format_version = 2;
 
 /// One row of the index.
@@ -30,10 +30,10 @@ struct saved_page {
     std::uint32_t layer = 0;
     std::uint32_t role = 0;
     std::uint32_t kind = 0;
-    std::uint32_t span = 0;    ///< of the layer; 0 are the sinks, if there are any
-    std::uint32_t format = 0;  ///< in the file's list of schemes; 0 is the window
-    std::uint32_t shown = 0;   ///< tokens
-    std::uint32_t tokens = 0;  ///< that the page has memory for
+    std::uint32_t span = 0;    ///< index in the layer; 0 are the sinks of a cache with sinks
+    std::uint32_t format = 0;  ///< index in the file's list of schemes; 0 is the window
+    std::uint32_t shown = 0;   ///< tokens that the span shows
+    std::uint32_t tokens = 0;  ///< capacity of the page in tokens
     std::uint32_t not_finite = 0;
     std::uint32_t checksum = 0;
 
@@ -46,14 +46,14 @@ static_assert(sizeof(saved_page) == 4 * saved_page::columns);
 inline std::string tensor_name(int layer, tensor role, const char* what) {
     return "layers." + std::to_string(layer) + (role == tensor::key ? ".key." : ".value.") + what;
 }
-/// tokens: that the pages have memory for; the usual number is not said.
+/// tokens: capacity of the pages; the name omits the usual capacity.
 inline std::string pages_name(int layer, tensor role, std::uint32_t format, std::uint32_t tokens,
                               const page_geometry& g) {
     const std::string name = tensor_name(layer, role, "pages.") + std::to_string(format);
     return tokens == static_cast<std::uint32_t>(g.page_tokens) ? name : name + "." + std::to_string(tokens);
 }
 
-/// The metadata as numbers.
+/// The metadata, parsed.
 struct saved_description {
     std::string model, library, window;
     cache_shape shape;
@@ -126,7 +126,7 @@ public:
         return d;
     }
 
-    /// Sinks are one page; this keeps its size a number.
+    /// Sinks are one page; this keeps its size from overflowing.
     static constexpr int most_sinks = 1 << 20;
 
     static const std::string& text(const std::map<std::string, std::string>& m, const std::string& name) {

@@ -1,11 +1,11 @@
-// By what a page's scheme is recognized outside of the cache that coded it: its name, and a fingerprint of its parameters.
+// The identity of a page's scheme outside of its cache: its name, and a fingerprint of its parameters.
 //
 // A scheme that holds state (a rotation, a permutation, a codebook, a step) must have
 //
 //   std::uint64_t fingerprint() const     equal for two schemes of one name only if they dequantize the same
 //
-// so that pages are never dequantized with somebody else's parameters; without it they cannot be saved or sent. The index in
-// a table of formats says nothing: other caches have other lists.
+// so that pages are never dequantized with the parameters of another scheme; without a fingerprint they cannot be saved or sent. The
+// index in a table of formats is no identity: other caches have other lists.
 #pragma once
 
 #include <cstdint>
@@ -41,30 +41,30 @@ inline std::string fingerprint_text(const std::optional<std::uint64_t>& fingerpr
     return text;
 }
 
-/// What a message is about: "layer 3 (keys)".
+/// The subject of a message: "layer 3 (keys)".
 inline std::string layer_text(std::size_t layer, tensor role) {
     return "layer " + std::to_string(layer) + (role == tensor::key ? " (keys)" : " (values)");
 }
 
-/// Index of the format in a table, or -1. Several of one identity: the first.
+/// Index of the format in a table, or -1. If several have one identity: the first.
 inline int index_of_identity(const format_table& table, const scheme_identity& id) {
     for (int i = 0; i < table.size(); ++i)
         if (identity_of(table[i]) == id) return i;
     return -1;
 }
 
-/// Raises kvq::error: `id`, with which `what` is coded, is not in the table.
+/// Raises kvq::error: `id`, the scheme of `what` ("... is"), is not in the table.
 [[noreturn]] inline void raise_unknown_format(const format_table& table, const scheme_identity& id,
                                               const std::string& what) {
     std::string listed;
     for (int i = 0; i < table.size(); ++i) {
         const scheme_identity mine = identity_of(table[i]);
-        expect(mine.name != id.name, what, " coded with ", id.name,
+        expect(mine.name != id.name, what, " quantized with ", id.name,
                ", whose parameters differ from this cache's: ", "fingerprint ",
                fingerprint_text(id.fingerprint), ", here ", fingerprint_text(mine.fingerprint));
         listed += (listed.empty() ? "" : ", ") + mine.name;
     }
-    fail(what, " coded with ", id.name, ", which is not among the formats of this cache: ", listed);
+    fail(what, " quantized with ", id.name, ", which is not among the formats of this cache: ", listed);
 }
 
 }  // namespace detail

@@ -2,7 +2,7 @@
 //
 //   unpack(pack(codes)) = codes for every width 1..8, every shape and every grouping.
 //
-// The kernels in backends/ write the same bytes a vector at a time.
+// The kernels in backends/ write the same bytes, one vector at a time.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Byte (counted from the start of the block) that holds `plane`'s bits of the code at (row, col).
+/// Byte (counted from the start of the block) of `plane`'s bits of the code at (row, col).
 template <int Bits>
 KVQ_HD constexpr std::size_t code_byte(const code_layout<Bits>& layout, int row, int col,
                                        int plane) noexcept {

@@ -1,9 +1,9 @@
-// Where codes of 1..8 bits lie: four consecutive columns are four bytes of a word, and narrow codes share the byte.
+// Layout of codes of 1..8 bits: four consecutive columns are four bytes of a word, and narrow codes share the byte.
 //
 // A code of B bits is cut into planes of 8, 4, 2 or 1 bits (B = 8: 8; 7: 4+2+1; 6: 4+2; 5: 4+1; 4: 4; 3: 2+1; 2: 2; 1: 1),
 // the widest plane holding the lowest bits. In a plane of width w, one word serves U = 8/w quads of columns:
 // quad q of a row lies in vector q/U, in bits [w*(q%U), w*(q%U)+w) of each byte. Unpacking one quad is therefore one shift
-// and one mask for a whole vector, and the four bytes go into an integer dot product as they are.
+// and one mask for a whole vector, and the four bytes are operands of an integer dot product without further steps.
 //
 //   vectors of a row:  [plane 0: ceil(Q/U0)] [plane 1: ceil(Q/U1)] ...      Q = quads of columns (groups padded to 4)
 #pragma once
@@ -18,7 +18,7 @@ struct code_planes {
     static_assert(Bits >= 1 && Bits <= 8, "kvq: a code has 1 to 8 bits");
 
     static constexpr int count = (Bits & 1) + (Bits >> 1 & 1) + (Bits >> 2 & 1) + (Bits >> 3 & 1);
-    // No loops: what loops over planes in kernels must fold to constants, also where the compiler unrolls them late.
+    // No loops: loops over planes in kernels must fold to constants, even if the compiler unrolls them late.
     /// Bits of a plane: the powers of two in `Bits`, widest first.
     KVQ_HD static constexpr int width(int plane) noexcept {
         constexpr int a = highest(Bits), b = highest(Bits - a), c = highest(Bits - a - b);

@@ -1,13 +1,13 @@
-// How a matrix lies in 32-bit words: the summed axis inside words, the remaining axis across lanes.
+// Layout of a matrix in 32-bit words: the summed axis inside words, the remaining axis across lanes.
 //
-//   matrix rows (remaining axis)   -> tiles of up to 32 neighbouring rows; the last tile of a row group may be lower
+//   matrix rows (remaining axis)   -> tiles of up to 32 neighbouring rows; the last tile of a row group may have fewer
 //   one tile                       -> words_per_row vectors, one after the other
 //   one vector                     -> one 32-bit word of every row of the tile, side by side
 //   one word                       -> consecutive columns (summed axis) of one row
 //
-// So a SIMD lane (or a row of a tensor-core tile) is one row, a product with a vector broadcasts words of that vector,
-// and nothing is ever added across lanes. Heights are multiples of 4 rows (16 bytes). Axes may be cut into groups
-// (numbers that share parameters); a group starts on a multiple of 4, so odd groups cost padding but nothing else.
+// So a SIMD lane (or a row of a tensor-core tile) is one row, a product broadcasts words of the query or weight,
+// and no sum runs across lanes. Heights are multiples of 4 rows (16 bytes). Axes may be cut into groups
+// (values that share parameters); a group starts on a multiple of 4, so odd groups cost padding but nothing else.
 // All offsets are relative: a block can be copied anywhere. docs/format.md draws this.
 #pragma once
 
@@ -18,7 +18,7 @@
 namespace kvq::inline KVQ_TAGGED {
 
 /// An axis of `size` elements cut into groups of `group`; every group is padded to a multiple of 4 slots.
-/// Counts are kept, not divided out again: kernels ask for them once per block.
+/// The counts are stored instead of divided at each call: kernels read them once per block.
 struct grouped_axis {
     int size = 0;
     int group = 0;
@@ -45,7 +45,7 @@ struct grouped_axis {
         if (count == 1) return index;
         return group_begin(index / group) + index % group;
     }
-    /// What lies in a slot; -1: padding.
+    /// Index of the element in a slot; -1: padding.
     KVQ_HD constexpr int index(int slot) const noexcept {
         const int g = count == 1 ? 0 : slot / stride, in_group = slot - g * stride;
         return g < count && in_group < group_size(g) ? g * group + in_group : -1;
@@ -73,7 +73,7 @@ struct tile_layout {
                static_cast<std::size_t>(vector) * static_cast<std::size_t>(height) +
                static_cast<std::size_t>(in_tile);
     }
-    /// Bytes from one vector of the tile of `row` to the next: those of its rows.
+    /// Bytes from one vector of the tile of `row` to the next.
     constexpr std::ptrdiff_t vector_bytes(int row) const noexcept {
         return words_per_row > 1 ? 4 * static_cast<std::ptrdiff_t>(word(row, 1) - word(row, 0)) : 0;
     }

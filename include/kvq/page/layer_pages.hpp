@@ -1,12 +1,12 @@
-// One layer of one sequence, seen as spans of tokens: the only place that says where a page's tokens are.
+// One layer of one sequence as spans of tokens: the only place that stores the positions of a page's tokens.
 //
 //   span      a key page and a value page that hold the same tokens: positions [first_token, first_token + tokens),
 //             which are tokens [0, tokens) of both pages
-//   spans     in the order of their positions, without gaps; entry 0 holds the sinks, if there are any
+//   spans     in the order of their positions, without gaps; entry 0 holds the sinks of a cache with sinks
 //
-// A new span has room for a page of tokens. A cut (trim) into a quantized page leaves a span that shows fewer tokens than its
-// page holds; the next tokens begin a span of their own. So positions come from the spans, not from a fixed grid.
-// Contract: 1 <= tokens <= room; attention, saving, requantizing and everything else that walks pages reads spans.
+// A new span has room for a page of tokens. A trim into a quantized page leaves a span that shows fewer tokens than its
+// page holds; the next tokens begin a new span. So positions come from the spans, not from a fixed grid.
+// Contract: 1 <= tokens <= room; attention, saving, requantizing and all other loops over pages read spans.
 #pragma once
 
 #include <array>
@@ -15,22 +15,22 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// How tokens fall into pages as long as nothing is cut.
+/// Division of tokens into pages in a layer without cuts.
 struct page_geometry {
-    /// 16-bit pages that are not full end at multiples of so many tokens, so that short sequences stay small.
+    /// 16-bit pages that are not full end at multiples of 32 tokens, so that short sequences stay small.
     static constexpr int window_step = 32;
 
     int sinks = 0;
     int recent = 0;
     int page_tokens = 0;
 
-    /// Pages (behind the sinks) that n tokens touch.
+    /// Number of pages (behind the sinks) of n tokens.
     constexpr int pages(int n) const noexcept {
         return n <= sinks ? 0 : detail::ceil_div(n - sinks, page_tokens);
     }
-    /// Spans of n tokens: the pages, and the sinks.
+    /// Number of spans of n tokens: the pages, and the sinks.
     constexpr int spans(int n) const noexcept { return pages(n) + (sinks > 0 && n > 0 ? 1 : 0); }
-    /// Pages that are committed once n tokens are there: whole and behind the recent window.
+    /// Number of committed pages of n tokens: pages that are whole and behind the recent window.
     constexpr int committed(int n) const noexcept {
         return n <= sinks + recent ? 0 : (n - sinks - recent) / page_tokens;
     }
@@ -38,7 +38,7 @@ struct page_geometry {
     constexpr int commit_at(int i) const noexcept { return sinks + (i + 1) * page_tokens + recent; }
     constexpr int first_token(int i) const noexcept { return sinks + i * page_tokens; }
 
-    /// Tokens that a new 16-bit page has memory for, if it begins at position `first`, holds `used` tokens and may come to hold
+    /// Tokens for which a new 16-bit page gets memory, if it begins at position `first`, holds `used` tokens and has room for
     /// `room`.
     constexpr int window_tokens(int first, int used, int room) const noexcept {
         const long long end = static_cast<long long>(first) + used;
@@ -50,22 +50,21 @@ struct page_geometry {
 
 /// A run of tokens and the two pages that hold it.
 struct page_span {
-    int first_token = 0;            ///< position of its first token
-    int tokens = 0;                 ///< that it shows: the first ones of both pages
-    int room = 0;                   ///< that its pages are made for: page_tokens, or the number of sinks
-    std::array<page_ref, 2> pages;  ///< K, V
-    std::array<page_ref, 2>
-        copies;  ///< the 16-bit pages from which they were quantized a moment ago, for an exact trim
+    int first_token = 0;             ///< position of its first token
+    int tokens = 0;                  ///< shown tokens: the first ones of both pages
+    int room = 0;                    ///< capacity of its pages: page_tokens, or the number of sinks
+    std::array<page_ref, 2> pages;   ///< K, V
+    std::array<page_ref, 2> copies;  ///< 16-bit copies of the committed pages, for an exact trim; or null
 
     int end() const noexcept { return first_token + tokens; }
     bool full() const noexcept { return tokens == room; }
-    /// Does it hold the 16-bit values of tensor `role`?
+    /// Does the span hold the 16-bit values of tensor `role`?
     bool has_window_page(std::size_t role) const noexcept { return pages[role]->format == 0 || copies[role]; }
 };
 
-/// What attention walks. Valid until the sequence changes.
+/// The pages of one layer, as attention reads them. Valid until the sequence changes.
 struct layer_pages {
-    /// A span as its readers see it.
+    /// A span for readers.
     struct entry {
         int first_token;
         int tokens;
@@ -76,14 +75,14 @@ struct layer_pages {
     page_geometry geometry;
     int tokens = 0;
     const page_span* spans = nullptr;
-    int count = 0;  ///< of spans
+    int count = 0;  ///< number of spans
 
     int entries() const noexcept { return count; }
     entry at(int index) const noexcept {
         const page_span& s = spans[index];
         return {s.first_token, s.tokens, s.pages[0].get(), s.pages[1].get()};
     }
-    /// The first entry that begins at `token` or behind it. O(log entries)
+    /// The first entry whose first token is at or after `token`. O(log entries)
     int lower_bound(int token) const noexcept {
         int low = 0, high = count;
         while (low < high) {

@@ -1,10 +1,10 @@
-// A page: `page_tokens` tokens of one layer's K or V, all kv heads, in one coded piece of memory; and the pool it lives in.
+// A page: `page_tokens` tokens of one layer's K or V, all kv heads, in one piece of memory; and the pool of pages.
 //
 //   page data = kv_heads blocks, one after the other (docs/format.md); relocatable, no pointers inside
 //
 // Pages are shared by reference counting: forked sequences hold the same pages until one of them writes.
 // Thread safety: the pool and reference counts may be used from any thread; a page's contents are written only by a
-// sequence that holds its only reference. A byte budget is never exceeded, not even for a moment.
+// sequence that holds its only reference. The byte budget is never exceeded, not even temporarily.
 #pragma once
 
 #include <atomic>
@@ -24,10 +24,10 @@ class page_pool;
 /// Header in front of a page's data. 64 bytes, so that the data starts on a cache line.
 struct alignas(64) page {
     std::atomic<std::uint32_t> references{1};
-    std::uint32_t not_finite = 0;  ///< NaN and infinities met while coding
+    std::uint32_t not_finite = 0;  ///< NaN and infinities that were quantized
     std::int32_t format = 0;       ///< index in the cache's list of formats; 0 is the 16-bit window
     std::int32_t tokens = 0;       ///< capacity
-    std::size_t bytes = 0;         ///< of data
+    std::size_t bytes = 0;         ///< bytes of data
     page_pool* pool = nullptr;
 
     std::byte* data() noexcept { return reinterpret_cast<std::byte*>(this + 1); }
@@ -62,7 +62,7 @@ private:
     page* page_ = nullptr;
 };
 
-/// Allocates pages from a memory resource within a byte budget and counts what is in use.
+/// Allocates pages from a memory resource within a byte budget and counts the bytes in use.
 class page_pool {
 public:
     static constexpr std::size_t no_budget = (std::numeric_limits<std::size_t>::max)();
@@ -72,11 +72,11 @@ public:
     page_pool(const page_pool&) = delete;
     page_pool& operator=(const page_pool&) = delete;
 
-    /// Bytes that a page with `bytes` of data takes.
+    /// Bytes of a page with `bytes` of data, header included.
     static constexpr std::size_t allocation(std::size_t bytes) noexcept { return sizeof(page) + bytes; }
 
     /// A page with uninitialised data. Raises out_of_memory when the budget would be exceeded, std::bad_alloc when the
-    /// memory resource fails; nothing changes then.
+    /// memory resource fails; the pool is then unchanged.
     page_ref allocate(std::size_t bytes, int format, int tokens) {
         const std::size_t total = allocation(bytes);
         std::size_t used = in_use_.load(std::memory_order_relaxed);

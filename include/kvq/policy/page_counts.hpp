@@ -1,6 +1,6 @@
-// How many bytes several sequences hold together: each page once, as page_pool counts it.
+// Bytes of the pages that several sequences hold together: each page counts once, as in page_pool.
 //
-// A page leaves the sum with the last of the sequences that hold it, whoever else may still do.
+// A page leaves the sum with the last of these sequences that holds it. Other holders do not matter.
 #pragma once
 
 #include <cstddef>

@@ -1,28 +1,28 @@
-// A store of sequences by their token ids, so that a request does not compute again what an earlier one has computed.
+// A store of sequences by their token ids, so that a request reuses the pages of earlier requests instead of computing them again.
 //
 //   kvq::prefix_cache store(cache, {.byte_limit = std::size_t{8} << 30, .format = kvq::layer_format{.key = 1, .value = 1}});
 //   auto [match, tokens, sequence] = store.fetch(prompt);   // a sequence that holds the first `tokens` of the prompt
 //   ...                                                     // append the rest, decode
 //   store.store(all_tokens, sequence);
 //
-// What a request finds:           exact            the same tokens
-//                                 supersequence    a longer entry that begins with them, trimmed
-//                                 prefix           an entry with which they begin
-//                                 lcp              an entry with which they have most in common, trimmed
-//                                 miss...          nothing, or less than min_prefix_tokens of one of the last two
-// in this order; lcp wins over a prefix where it reuses more tokens.
+// Results of a request:           exact            an entry with the same tokens
+//                                 supersequence    a longer entry that begins with these tokens, trimmed
+//                                 prefix           an entry that is a prefix of these tokens
+//                                 lcp              the entry with the longest common prefix, trimmed
+//                                 miss...          no entry, or less than min_prefix_tokens from one of the last two
+// in this order; lcp comes before prefix if it reuses more tokens.
 //
-// Entries are forks: they share pages with the sequences that they came from and with those that were fetched, and
-// nobody who writes to a sequence can be seen by another. What was fetched, continued and stored again costs its new
-// pages only; so does what was computed again with the same result: pages that equal those of the entry nearest to it
-// are taken from there. Bytes are those of pages (headers included), each counted once however many entries hold it, as
-// page_pool counts them; token ids and tables (about 4 bytes per token, and 60 per page) come on top.
+// Entries are forks: they share pages with the sequences that were stored and with those that were fetched, and
+// a write to one sequence never changes another. A sequence that was fetched, continued and stored again costs only its new
+// pages. The same holds for tokens that were computed again with the same result: pages that equal those of the nearest entry
+// are shared with it. Bytes are those of pages (headers included); a page counts once for any number of entries, as in
+// page_pool. Token ids and tables (about 4 bytes per token, and 60 per page) are not included.
 //
 // Cost, n tokens, p pages of a sequence: lookup O(n + log) (radix_tree.hpp); fetch the same plus a fork, O(p), and one
-// page per layer and tensor where a trim cuts a quantized page; store O(n + p) plus the coding of pages and one comparison
+// page per layer and tensor where a trim cuts a quantized page; store O(n + p) plus the quantizing of pages and one comparison
 // with those of the nearest entry; an eviction O(p).
-// Thread safety: all members may be called from any thread. Forking, trimming, coding and freeing happen outside the
-// lock; only step_down, which changes entries where they are, lets the others wait.
+// Thread safety: all members may be called from any thread. Forking, trimming, quantizing and freeing happen outside the
+// lock. Only step_down blocks other calls, because it changes entries in place.
 #pragma once
 
 #include <array>
@@ -45,12 +45,12 @@ namespace kvq::inline KVQ_TAGGED {
 struct prefix_cache_options {
     std::size_t byte_limit = (std::numeric_limits<std::size_t>::max)();  ///< for the pages that entries hold
     int max_entries = 1000;
-    int min_prefix_tokens = 128;              ///< a shorter prefix or common prefix is not worth a fork
-    int min_quantize_tokens = 256;            ///< shorter entries stay in the format in which they come
-    std::optional<layer_format> format = {};  ///< what entries are requantized to, where that is smaller
+    int min_prefix_tokens = 128;              ///< a shorter prefix or common prefix is a miss
+    int min_quantize_tokens = 256;            ///< shorter entries keep their format
+    std::optional<layer_format> format = {};  ///< entries are requantized to it, where that is smaller
 };
 
-/// How the tokens of a request were found.
+/// The relation between a request and the entry that was found.
 enum class prefix_match : unsigned char {
     exact,
     supersequence,
@@ -69,16 +69,16 @@ constexpr const char* name(prefix_match m) noexcept {
 }
 constexpr bool is_hit(prefix_match m) noexcept { return m < prefix_match::miss; }
 
-/// What became of a sequence that was given to the store.
+/// Result of store().
 enum class store_outcome : unsigned char {
     stored,
-    duplicate,  ///< there was an entry with these tokens: it was used just now
+    duplicate,  ///< an entry with these tokens exists; it is now the most recently used one
     too_large   ///< alone more than the byte limit
 };
 
 struct prefix_cache_statistics {
     std::array<std::size_t, prefix_match_kinds> fetches{};  ///< by prefix_match
-    std::size_t tokens_saved = 0;                           ///< handed out by hits
+    std::size_t tokens_saved = 0;                           ///< tokens returned by hits
     std::size_t stored = 0;
     std::size_t duplicates = 0;
     std::size_t rejections = 0;
@@ -120,7 +120,7 @@ public:
         detail::expect(options.min_quantize_tokens >= 0, "min_quantize_tokens must not be negative, got ",
                        options.min_quantize_tokens);
         if (options.format) {
-            // The check of a request is that of an empty sequence.
+            // The request is checked on an empty sequence.
             const sequence nothing = of.new_sequence();
             (void)of.plan_requantize(nothing, request());
         }
@@ -128,14 +128,14 @@ public:
     prefix_cache(const prefix_cache&) = delete;
     prefix_cache& operator=(const prefix_cache&) = delete;
 
-    /// What fetch would find. Counts nothing and makes no entry younger. Allocates nothing.
+    /// The result that fetch would have. Changes no counter and no order of use. Allocates nothing.
     [[nodiscard]] lookup_result lookup(token_ids tokens) const {
         const std::lock_guard lock(mutex_);
         return find(tokens).result;
     }
 
-    /// A sequence that holds as much of `tokens` as there is: its own from now on. On an exact hit nothing is left to
-    /// compute; who needs the logits of the last token trims by one. What a trim cuts keeps its codes.
+    /// A sequence that holds as many of the first `tokens` as the store has; the caller owns it. After an exact hit nothing is left
+    /// to compute; to get the logits of the last token, trim by one. Tokens that remain after a trim keep their codes.
     fetch_result fetch(token_ids tokens) {
         std::shared_ptr<const sequence> held;
         lookup_result result;
@@ -156,9 +156,9 @@ public:
         return {result.match, result.tokens, std::move(sequence)};
     }
 
-    /// Keeps the first tokens.size() tokens of a sequence. The sequence itself stays the caller's and does not change.
+    /// Stores the first tokens.size() tokens of a sequence. The sequence does not change.
     /// Raises kvq::error when it holds fewer tokens in any layer or belongs to another cache, kvq::out_of_memory when
-    /// coding needs a page for which the pool has no room (release() makes some). The store is as it was then.
+    /// quantizing needs a page for which the pool has no room (release() frees pages). The store is then unchanged.
     store_outcome store(token_ids tokens, const kvq::sequence& sequence) {
         detail::expect(&detail::sequence_access::cache(sequence) == cache_,
                        "a sequence belongs to another cache");
@@ -196,7 +196,7 @@ public:
         }
         held_.reserve(pages.size());
         auto* const node = tree_.insert(tokens).first;
-        // Nothing fails from here on.
+        // No step after this line can fail.
         fresh.front() = {kept, node};
         node->value = fresh.begin();
         entries_.splice(entries_.begin(), fresh);
@@ -212,7 +212,7 @@ public:
         return store_outcome::stored;
     }
 
-    /// Forgets one entry; false if there is none with exactly these tokens.
+    /// Removes one entry; false if there is none with exactly these tokens.
     bool erase(token_ids tokens) {
         std::list<entry> dropped;
         const std::lock_guard lock(mutex_);
@@ -226,8 +226,8 @@ public:
         const std::lock_guard lock(mutex_);
         while (!entries_.empty()) drop(entries_.begin(), dropped);
     }
-    /// Evicts the least recently used entries until the store holds `bytes` less, or nothing. Returns by how much it
-    /// fell: pages that live sequences share are freed when these go.
+    /// Evicts the least recently used entries until the store holds `bytes` less, or is empty. Returns by how much its bytes
+    /// fell. Pages that live sequences share are freed only when these sequences go.
     std::size_t release(std::size_t bytes) {
         std::list<entry> dropped;
         const std::lock_guard lock(mutex_);
@@ -237,8 +237,8 @@ public:
     }
 
     /// kvq::step_down for all entries and the live sequences together: pages that they share stay shared, and under a
-    /// budget those move that nobody else holds. Other members wait meanwhile; live sequences are the caller's, as in any other
-    /// call that changes them. Raises what kvq::step_down raises; steps done until then stay. O(pages) of all of them.
+    /// budget only pages without other holders change. Other members wait during the call; the caller must own the live sequences, as
+    /// for any other call that changes them. Raises the errors of kvq::step_down; the steps until then stay done. O(all their pages).
     step_down_report step_down(std::span<sequence* const> live, const step_down_policy& policy,
                                executor_view executor = serial_executor{}) {
         step_down_report report;
@@ -284,7 +284,7 @@ private:
         std::shared_ptr<kvq::sequence> sequence;
         typename tree::node* node = nullptr;
     };
-    /// Entries that have other pages now are counted anew, also where stepping down came to an end half way.
+    /// Counts entries with changed pages again, also when stepping down fails half way.
     struct recounting {
         prefix_cache& store;
         std::list<entry>& dropped;
@@ -325,13 +325,13 @@ private:
     }
     void quantize(sequence& s) {
         cache_->requantize(s, request());
-        // 16-bit copies of quantized pages make short trims exact while decoding; here they would outlive their use.
+        // 16-bit copies of quantized pages make short trims exact during decode. An entry does not need them.
         for (detail::layer_track& track : detail::sequence_access::tracks(s))
             for (page_span& span : track.spans)
                 for (page_ref& copy : span.copies) copy = page_ref{};
     }
 
-    /// Takes the pages of `from` that hold the same: of the first `common` tokens, in the same format, with the same
+    /// Shares equal pages of `from`: those of the first `common` tokens, in the same format, with the same
     /// bytes.
     void share(sequence& s, const sequence& from, int common) const noexcept {
         const auto take = [](page_ref& mine, const page_ref& theirs) {
@@ -357,7 +357,7 @@ private:
         return s.fork();
     }
 
-    /// An entry for whose count there is no memory is evicted.
+    /// An entry whose count cannot get memory is evicted.
     void recount(std::list<entry>& dropped) noexcept {
         held_.clear();
         for (position e = entries_.begin(); e != entries_.end();) {
@@ -398,8 +398,8 @@ private:
     prefix_cache_options options_;
     mutable std::mutex mutex_;
     mutable std::shared_mutex
-        changing_;              // shared: reads an entry outside of mutex_; alone: changes entries, in mutex_
-    std::list<entry> entries_;  // the one used last comes first
+        changing_;  // shared: reads an entry outside of mutex_; exclusive: changes entries, in mutex_
+    std::list<entry> entries_;  // most recently used first
     tree tree_;
     detail::page_counts held_;
     prefix_cache_statistics statistics_;

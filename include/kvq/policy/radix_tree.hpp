@@ -1,11 +1,11 @@
-// Token sequences as keys: a compressed radix tree that knows prefixes, common prefixes and extensions of a query.
+// Token sequences as keys: a compressed radix tree that finds prefixes, common prefixes and extensions of a query.
 //
 //        (root)--[7 7 1]--*--[4]----*        a node per branch or key; an edge holds all tokens up to the next one
 //                         '--[9 9]--*        * holds a value
 //
-// Cost, with n the tokens of a query that match something stored and b the branches passed: find O(n + b
+// Cost, with n the tokens of a query that match a stored key and b the branches passed: find O(n + b
 // log(children)), plus the branches below the point where the match ends (to reach a key there); insert the same plus
-// one copy of the key and O(children) to make room; erase O(children). find and erase allocate nothing. Edges are
+// one copy of the key and O(children) to insert a child; erase O(children). find and erase allocate nothing. Edges are
 // slices of a key that passes through them, so splitting and joining them copies nothing; up to one key per node may
 // outlive its own erasure. Thread safety: const members may run together.
 #pragma once
@@ -22,7 +22,7 @@
 namespace kvq::inline KVQ_TAGGED {
 
 using token_id = std::int32_t;
-/// Not owned: token ids in the caller's memory.
+/// Token ids in the caller's memory, not owned.
 using token_ids = std::span<const token_id>;
 
 template <class Value>
@@ -64,14 +64,14 @@ public:
         }
     };
 
-    /// What is stored near a query.
+    /// The stored keys near a query.
     struct match {
         std::size_t tokens = 0;       ///< longest common prefix of the query with any key
         const node* exact = nullptr;  ///< the query itself
         const node* prefix =
             nullptr;  ///< longest key that is a proper prefix of the query; never the empty key
         const node* extension =
-            nullptr;  ///< a key that goes on beyond the common prefix (the smallest next token first)
+            nullptr;  ///< a key that continues beyond the common prefix (the smallest next token first)
     };
 
     radix_tree() = default;
@@ -105,7 +105,7 @@ public:
         }
     }
 
-    /// The node of `key`, new or not. Strong exception guarantee.
+    /// The node of `key`, and whether it is new. Strong exception guarantee.
     std::pair<node*, bool> insert(token_ids key) {
         node* at = &root_;
         std::size_t done = 0;
@@ -137,7 +137,7 @@ public:
             at->children_.reserve(at->children_.size() + 1 > at->children_.capacity()
                                       ? 2 * at->children_.size() + 1
                                       : at->children_.capacity());
-        // Nothing fails from here on.
+        // No step after this line can fail.
         nodes_ += (fork ? 1u : 0u) + (leaf ? 1u : 0u);
         if (fork) {
             auto& slot = *at->slot(key[fork->begin_]);
@@ -155,7 +155,7 @@ public:
         return {at, store(*at)};
     }
 
-    /// Forgets a stored key; joins edges that no longer branch.
+    /// Removes a stored key; joins edges that no longer branch.
     void erase(node* n) noexcept {
         n->stored_ = false;
         n->value = Value{};
@@ -176,7 +176,7 @@ public:
     }
 
     void clear() noexcept {
-        // Leaves first, without recursion: keys may be nested as deeply as there are keys.
+        // Leaves first, without recursion: the tree can be as deep as the number of keys.
         node* n = &root_;
         for (;;) {
             if (!n->children_.empty()) {
@@ -193,11 +193,11 @@ public:
         size_ = nodes_ = 0;
     }
 
-    /// Nodes below the root: fewer than two per key.
+    /// Number of nodes below the root: fewer than two per key.
     std::size_t nodes() const noexcept { return nodes_; }
 
 private:
-    /// Tokens that a query has in common with the path to a node, given that it agrees up to the edge above it.
+    /// Number of tokens that a query has in common with the path to a node. The query must match up to the edge above the node.
     static std::size_t common(token_ids query, const node& n) noexcept {
         const std::size_t end = detail::smaller(query.size(), n.end_);
         const auto from = static_cast<std::ptrdiff_t>(n.begin_), to = static_cast<std::ptrdiff_t>(end);

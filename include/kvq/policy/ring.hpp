@@ -1,18 +1,18 @@
-// A ring over a sequence, for layers that see a sliding window of W tokens: what no query can see any more is given
-// back.
+// A ring over a sequence, for layers with a sliding window of W tokens: pages that no query attends to any more are
+// freed.
 //
 //   kvq::ring ring(cache.new_sequence(), {.window = 4096});
 //   ring.append(layer, k, v);     ring.attend(layer, q, out);     ring.trim(n);
 //
-// Whole pages are dropped in front, so no token is ever moved or coded again, and pages may be of any format. Positions
-// count from the first token ever appended, in 64 bits: a ring has no end. Sinks of the cache stay where they are, and
-// the window slides behind them (Xiao et al., arXiv 2309.17453). Attention is that of sink_window{W, sinks} over all
-// tokens (attention/variant.hpp), without sinks that of sliding_window{W}: at decoding time, and for the queries of the
-// tokens appended last. Held: the sinks, at most W + slack tokens before those appended last, and less than a page more.
-// Variants see positions in held(), where nothing lies between sinks and window. What depends on distances, as all of
-// kvq's own do, sees no difference within the window; sinks are nearer than in the text. Keys stay as they were appended,
-// so whatever positions went into them stay, too: rotated sinks do not come nearer.
-// To go on elsewhere: fork(); or save held() and first_token() beside it, of which a ring can be made again.
+// Whole pages are dropped at the front, so no token is ever moved or quantized again, and pages may be of any format. Positions
+// count from the first token ever appended, in 64 bits: a ring has no end. Sinks of the cache stay,
+// and the window slides behind them (Xiao et al., arXiv 2309.17453). Attention is that of sink_window{W, sinks} over all
+// tokens (attention/variant.hpp), without sinks that of sliding_window{W}: in decode, and for the queries of the
+// tokens appended last. A ring holds the sinks, at most W + slack tokens before those appended last, and less than a page more.
+// Masks and score modifiers get positions in held(), which has no gap between sinks and window. Modifiers that depend on distances,
+// as all of kvq's do, give the same result within the window; sinks are nearer than in the text. Keys keep their rotary
+// positions, so rotated sinks do not come nearer.
+// To continue elsewhere: fork(); or save held() and first_token(), from which a ring can be made again.
 // Thread safety: as sequence.
 #pragma once
 
@@ -25,16 +25,16 @@
 namespace kvq::inline KVQ_TAGGED {
 
 struct ring_options {
-    int window = 0;  ///< W: a query sees itself and the W - 1 tokens before it
-    int slack = 16;  ///< trims to this many tokens less than there have ever been are always possible
+    int window = 0;  ///< W: a query attends to itself and the W - 1 tokens before it
+    int slack = 16;  ///< a trim to `slack` tokens less than the most so far is always possible
 };
 
 class ring {
 public:
-    /// s: a sequence with as many tokens in every layer, e.g. none. first_token: how many tokens of the text lie before
-    /// what s holds behind its sinks, which then are the first of the text; 0 if s begins where the text does. For what was
-    /// held() by another ring of as many sinks, that ring's first_token(). Raises kvq::error for options out of range, for
-    /// a position before the end of the sinks, and when the window before the next token is not whole.
+    /// s: a sequence with the same number of tokens in every layer, possibly none. first_token: 0 if s begins at the first token of the
+    /// text. Otherwise the number of tokens of the text before the first token that s holds behind its sinks; the sinks are then the
+    /// first tokens of the text. For held() of another ring with as many sinks: that ring's first_token(). Raises kvq::error for
+    /// options out of range, for a position before the end of the sinks, and when s does not hold the whole window of the next token.
     ring(sequence s, const ring_options& options, std::int64_t first_token = 0)
         : sequence_(std::move(s)), options_(options) {
         detail::expect(options.window >= 1, "a window has at least 1 token, got ", options.window);
@@ -56,18 +56,18 @@ public:
         check_window(tokens(), "begin at");
     }
 
-    /// A ring over a fork of the sequence: it shares every page. As sequence::fork otherwise.
+    /// A ring over a fork of the sequence: it shares every page. Otherwise as sequence::fork.
     [[nodiscard]] ring fork() const { return ring(*this, 0); }
 
-    /// Appends tokens to one layer; drops pages that lie before the window of the first of them, in all layers, as soon
-    /// as every layer has come that far. As sequence::append otherwise.
+    /// Appends tokens to one layer; drops pages that lie before the window of the first of them, in all layers, once
+    /// every layer has these tokens. Otherwise as sequence::append.
     void append(int layer, const input_view& k, const input_view& v) {
         const int tokens = droppable();
         sequence_.append(layer, k, v);
         drop(tokens);
     }
-    /// sequence::prefill of a chunk or of one token over the window; then drops as append() does. Every query of the chunk sees its
-    /// own window, since nothing goes before it was asked.
+    /// sequence::prefill of a chunk or of one token over the window; then drops pages as append() does. Every query of the chunk
+    /// has its whole window, since pages are dropped only after attention.
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out) {
         workspace space(detail::sequence_access::cache(sequence_).pool().memory());
@@ -87,7 +87,7 @@ public:
         drop(tokens);
     }
 
-    /// As sequence::attend, over the window. Raises kvq::error when a query's window was partly dropped: queries of
+    /// As sequence::attend, over the window. Raises kvq::error when part of a query's window was dropped: queries of
     /// tokens that were appended before the last ones.
     void attend(int layer, const query_view& q, const output_view& out) const {
         attend(layer, q, out, causal{});
@@ -107,7 +107,7 @@ public:
         sequence_.attend(layer, q, out, variant{sink_window{options_.window, sinks()}, v}, executor, space);
     }
 
-    /// Forgets every token from position n on. Raises kvq::error when the window before n was overwritten.
+    /// Removes every token from position n on. Raises kvq::error when part of the window before n was dropped.
     void trim(std::int64_t n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: ", tokens(),
                        " were appended");
@@ -115,14 +115,14 @@ public:
         sequence_.trim(static_cast<int>(n - dropped_));
     }
 
-    /// Tokens appended so far, those dropped included.
+    /// Tokens appended so far, including dropped ones.
     [[nodiscard]] std::int64_t tokens(int layer) const { return dropped_ + sequence_.tokens(layer); }
     [[nodiscard]] std::int64_t tokens() const noexcept { return dropped_ + sequence_.tokens(); }
-    /// Position from which on every token is still held. Before it only the sinks are.
+    /// Position from which on every token is still held. Of earlier tokens only the sinks are held.
     [[nodiscard]] std::int64_t first_token() const noexcept { return dropped_ == 0 ? 0 : dropped_ + sinks(); }
-    /// What is held, as a sequence: the sinks, then the tokens from first_token() on. To look at, measure, save; and, if it
-    /// is not const, to requantize and to step down, alone or with other sequences (token numbers of a request count what is
-    /// held). Appending and trimming are the ring's: whoever does so here moves the positions of what comes after.
+    /// The held tokens as a sequence: the sinks, then the tokens from first_token() on. Use it to read, measure and save; and, if it
+    /// is not const, to requantize and to step down, alone or with other sequences (token positions of a request count held
+    /// tokens). Append and trim through the ring only: otherwise the positions of later tokens move.
     [[nodiscard]] const sequence& held() const noexcept { return sequence_; }
     [[nodiscard]] sequence& held() noexcept { return sequence_; }
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V: of sinks, or of tokens from first_token() on.
@@ -145,7 +145,7 @@ private:
     page_geometry geometry() const noexcept { return detail::sequence_access::cache(sequence_).geometry(); }
     int layers() const noexcept { return detail::sequence_access::cache(sequence_).shape().layers; }
 
-    /// Is everything there that a query at position n sees?
+    /// Raises kvq::error unless every token that a query at position n attends to is held.
     void check_window(std::int64_t n, const char* what) const {
         const std::int64_t first = detail::larger(std::int64_t{0}, n - options_.window + 1);
         detail::expect(first_token() <= first, "cannot ", what, " position ", n, ": its window of ",
@@ -153,7 +153,7 @@ private:
                        " were overwritten");
     }
 
-    /// Tokens behind the sinks, in whole pages of every layer, that no query sees, from the next token on or after a trim by `slack`.
+    /// Tokens behind the sinks, in whole pages of every layer, that no query attends to, from the next token on or after a trim by `slack`.
     int droppable() const {
         const auto& tracks = detail::sequence_access::tracks(sequence_);
         int shortest = (std::numeric_limits<int>::max)();

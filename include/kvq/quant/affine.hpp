@@ -5,8 +5,9 @@
 //
 // Contract: rounding bias down and scale up puts the whole group inside the grid of the *stored* parameters, so
 // |x - x^| <= scale/2 (plus float evaluation, about 1e-7 |x|) as long as min and (max - min) / (2^B - 1) are finite in the
-// parameter type (float16: up to 65504; bfloat16 parameters hold whatever bfloat16 values do). Constant groups whose value the parameter type can hold dequantize exactly. NaN and infinities never set
-// parameters; NaN codes as the value nearest zero, infinities saturate.
+// parameter type (float16: up to 65504; bfloat16 parameters hold all bfloat16 values). A constant group dequantizes exactly if
+// the parameter type can hold its value. NaN and infinities never set parameters; NaN is quantized as the value nearest zero,
+// infinities saturate.
 // Source: the min-max grid of KIVI (arXiv 2402.02750, eq. 2) and MLX, with directed rounding of the parameters.
 #pragma once
 
@@ -28,14 +29,14 @@ struct asymmetric {
 
     template <int Bits>
     static constexpr int top = (1 << Bits) - 1;
-    /// Code that stands for bias (symmetric levels: for zero).
+    /// Code that dequantizes to bias (symmetric levels: to zero).
     template <int Bits>
     static constexpr int zero_code = 0;
 
     /// Parameters for finite values in [lo, hi].
     template <int Bits, class P>
     KVQ_HD static constexpr stored_parameters<P> fit(float lo, float hi) noexcept {
-        // Which of -0 and +0 is the minimum depends on the order of comparisons; + 0 makes it +0.
+        // The minimum of -0 and +0 depends on the order of comparisons; + 0 makes it +0.
         const P bias = detail::round_down<P>(lo + 0.0f);
         const float range = hi - static_cast<float>(bias);
         if (!(range > 0.0f)) return {P(0.0f), bias};

@@ -1,13 +1,13 @@
-// Statistics of queries and keys, per layer and kv head, from which channel widths and error feedback are made.
+// Statistics of queries and keys, per layer and kv head: the input of channel widths and error feedback.
 //
 //   query_power(c)     E[q_c^2], over all queries that attend with the kv head
-//   query_product      E[q q^T], if asked for at construction
-//   key_power(c)       E[k_c^2]: what widths take for the power of queries as long as there are none
-//   key_variance(c)    mean over groups of 64 tokens of the variance inside the group: what the grid of a channel must hold
+//   query_product      E[q q^T], optional (a constructor argument)
+//   key_power(c)       E[k_c^2]: replaces the power of queries in width allocation while there are no queries
+//   key_variance(c)    mean over groups of 64 tokens of the variance inside the group: the range that a channel's grid must cover
 //
-// An engine feeds it with what its first tokens produce (a few hundred are enough for widths), or loads saved bytes. Keys alone
-// will do: whoever fills a cache has them, while queries must be fetched from attention. Models make queries large in channels
-// where keys are; docs/quality.md says how much of the gain that keeps.
+// An engine adds the queries and keys of its first tokens (a few hundred are enough for widths), or loads saved bytes. Keys alone
+// are enough for widths: every cache has them, while queries must be fetched from attention. Models have large queries in channels
+// with large keys; docs/quality.md has the part of the gain that keys alone keep.
 // Contract: double sums over exact products, so that the same input gives the same bytes from every compiler.
 // Thread safety: as a container.
 #pragma once
@@ -30,7 +30,7 @@ public:
     static constexpr int group = 64;
 
     calibration() = default;
-    /// products: also gather E[q q^T] (head_dim^2 doubles per layer and kv head).
+    /// products: also sum E[q q^T] (head_dim^2 doubles per layer and kv head).
     explicit calibration(const cache_shape& shape, bool products = false)
         : shape_(shape), products_(products) {
         detail::check_shape(shape);
@@ -41,7 +41,7 @@ public:
         query_tokens_.resize(blocks());
     }
 
-    /// Keys of consecutive tokens, [n][kv_heads][head_dim]; whole groups of 64 count, and a rest of at least 16.
+    /// Adds keys of consecutive tokens, [n][kv_heads][head_dim]; whole groups of 64 tokens count, and a last group of at least 16.
     template <class T>
     void add_keys(int layer, const token_view<T>& k) {
         check(layer, k.heads == shape_.kv_heads && k.dim == shape_.head_dim, k, "k");
@@ -68,7 +68,7 @@ public:
                 key_tokens_[block(layer, h)] += n;
             }
     }
-    /// Queries, [n][q_heads][head_dim]; q_heads is a multiple of kv_heads.
+    /// Adds queries, [n][q_heads][head_dim]; q_heads is a multiple of kv_heads.
     template <class T>
     void add_queries(int layer, const token_view<T>& q) {
         check(layer, q.heads >= 1 && q.heads % shape_.kv_heads == 0 && q.dim == shape_.head_dim, q, "q");
@@ -96,13 +96,13 @@ public:
 
     const cache_shape& shape() const noexcept { return shape_; }
     bool has_products() const noexcept { return products_; }
-    /// Of any layer and head.
+    /// True if any layer and head has queries.
     bool has_queries() const noexcept {
         for (const double n : query_tokens_)
             if (n > 0.0) return true;
         return false;
     }
-    /// The same keys, no queries.
+    /// A copy with the same keys and no queries.
     calibration without_queries() const {
         calibration c = *this;
         std::fill(c.queries_.begin(), c.queries_.end(), 0.0);
@@ -111,7 +111,7 @@ public:
     }
     double queries(int layer, int head) const noexcept { return query_tokens_[block(layer, head)]; }
     double keys(int layer, int head) const noexcept { return key_tokens_[block(layer, head)]; }
-    /// E[q_i q_j]; i = j without products. 1 (or 0 beside the diagonal) as long as there are no queries.
+    /// E[q_i q_j]; without products only for i = j. 1 (0 for i != j) while there are no queries.
     double query_product(int layer, int head, int i, int j) const noexcept {
         const std::size_t b = block(layer, head), n = channels();
         if (query_tokens_[b] == 0) return i == j ? 1.0 : 0.0;
@@ -122,14 +122,14 @@ public:
                query_tokens_[b];
     }
     double query_power(int layer, int head, int c) const noexcept { return query_product(layer, head, c, c); }
-    /// 1 as long as there are no keys.
+    /// 1 while there are no keys.
     double key_variance(int layer, int head, int c) const noexcept { return of_keys(keys_, layer, head, c); }
-    /// 1 as long as there are no keys.
+    /// 1 while there are no keys.
     double key_power(int layer, int head, int c) const noexcept {
         return of_keys(key_squares_, layer, head, c);
     }
 
-    /// Little-endian: "kvqcal02", layers, kv_heads, head_dim, value_dim, products as 32-bit numbers, then the sums as doubles.
+    /// Little-endian: "kvqcal02", layers, kv_heads, head_dim, value_dim, products as 32-bit integers, then the sums as doubles.
     std::vector<std::byte> save() const {
         std::vector<std::byte> bytes(header + 8 * numbers());
         std::memcpy(bytes.data(), magic, 8);
@@ -144,7 +144,7 @@ public:
         }
         return bytes;
     }
-    /// Raises kvq::error where the bytes are not what save() wrote.
+    /// Raises kvq::error when the bytes are not those of save().
     static calibration load(std::span<const std::byte> bytes) {
         detail::expect(bytes.size() >= header && std::memcmp(bytes.data(), magic, 8) == 0, "these ",
                        bytes.size(), " bytes are not a calibration");
@@ -156,7 +156,7 @@ public:
         detail::expect(sizes[4] == 0 || sizes[4] == 1, "a calibration of kind ", sizes[4]);
         const auto n = static_cast<std::uint64_t>(sizes[2]);
         const auto blocks = static_cast<std::uint64_t>(sizes[0]) * static_cast<std::uint64_t>(sizes[1]);
-        // Divided, so that no product overflows.
+        // A division, so that no product overflows.
         const std::uint64_t per_block = 2 * n + (sizes[4] ? n * n : n) + 2;
         detail::expect((bytes.size() - header) % 8 == 0 && (bytes.size() - header) / 8 % per_block == 0 &&
                            (bytes.size() - header) / 8 / per_block == blocks,
@@ -169,7 +169,7 @@ public:
             std::memcpy(v->data(), at, 8 * v->size());
             at += 8 * v->size();
             for (const double x : *v)
-                detail::expect(x - x == 0.0, "a calibration holds a number that is not finite");
+                detail::expect(x - x == 0.0, "a calibration holds a value that is not finite");
         }
         for (std::size_t b = 0; b < c.blocks(); ++b) {
             detail::expect(c.key_tokens_[b] >= 0.0 && c.query_tokens_[b] >= 0.0,

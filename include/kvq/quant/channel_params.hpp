@@ -1,14 +1,14 @@
-// How the scales and biases of channels, and the token scales, are stored in a block.
+// Storage of the scales and biases of channels, and of token scales, in a block.
 //
 //   channel_parameters<params<P>>   [scales][biases], each [group][slot] of type P
 //   channel_parameters<coded>       the same in one byte each (quant/coded.hpp), then 3 bfloat16 per group:
 //                                   scale unit, first bias, bias step
-//   token_scales<coded>            one byte per token: 31/16 for the token with the largest factor, down to 2^-15
+//   token_scales<coded>            one byte per token: 31/16 for the token with the largest token scale, down to 2^-15
 //   token_scales<params<P>>        one P per token
 //
-// Slots: pack/tile_layout.hpp; factors lie by token slot. Functions that store give the stored numbers for the wanted ones; codes
-// are then computed from those. Of a group: `scale_line` or `bias_line` from the range of what is wanted, kept by `store_line`;
-// then one scale or bias after the other.
+// Slots: pack/tile_layout.hpp; token scales are indexed by token slot. Functions that store return the stored parameters for the
+// wanted ones; codes are then computed from the stored ones. Order for a group: `scale_line` or `bias_line` from the range of the
+// wanted parameters, written by `store_line`; then one scale or bias after the other.
 #pragma once
 
 #include <string>
@@ -21,7 +21,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Nearest value of P, at most its largest finite one.
+/// Nearest value of P, clamped to its largest finite value.
 template <class P>
 KVQ_HD P round_nearest(float x) noexcept {
     return P(larger(-max_finite<P>, smaller(x, max_finite<P>)));
@@ -99,7 +99,7 @@ struct channel_parameters<coded> {
         return static_cast<std::size_t>(2 * groups * slot_count) +
                shared_bytes * static_cast<std::size_t>(groups);
     }
-    /// For the largest scale.
+    /// The scale unit of a group, for scales up to `largest`.
     KVQ_HD static bfloat16 scale_line(float largest,
                                       parameter_rounding rounding = parameter_rounding::nearest) noexcept {
         return rounding == parameter_rounding::settled ? detail::scale_float::settled_unit_for(largest)
@@ -152,7 +152,7 @@ struct channel_parameters<coded> {
         for (int i = 0; i < n; ++i)
             biases[i] = store_bias(at, groups, slot_count, group, i, biases[i], line, rounding);
     }
-    /// Numbers that all channels of a group share.
+    /// Bytes of the parameters that all channels of a group share.
     static constexpr std::size_t shared_bytes = 6;
     template <class Byte>
     KVQ_HD static Byte* shared(Byte* at, int groups, int slot_count, int group) noexcept {
@@ -192,18 +192,18 @@ struct channel_parameters<coded> {
     }
 };
 
-/// No factor: parameters of channels alone.
+/// No token scales: parameters of channels alone.
 struct no_token_scales {
     static constexpr bool present = false;
     static short_text name() { return ""; }
     KVQ_HD static constexpr std::size_t bytes(int) noexcept { return 0; }
 };
 
-/// A scale per token, stored as Params say.
+/// A scale per token, stored in the type that Params gives.
 template <class Params>
 struct token_scales;
 
-/// What schemes take as factors: no_token_scales or token_scales<...>.
+/// Token scales of a scheme: no_token_scales or token_scales<...>.
 template <class F>
 concept token_scale_policy = requires {
     { F::present } -> std::convertible_to<bool>;

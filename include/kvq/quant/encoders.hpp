@@ -1,19 +1,19 @@
-// Encoders: how the grid of a channel is fitted to its numbers. Format and decoder do not know which one was used.
+// Encoders: the fit of a channel's grid to its values. The block format and dequantizing do not depend on the encoder.
 //
 //   min_max          the range itself
-//   enclosing        the range itself, with parameters rounded outside it, so that no number is clamped
+//   enclosing        the range itself, with parameters rounded outside it, so that no value is clamped
 //   shrink_search    the range or one of 9 narrower ones around its middle, whichever has the least squared error
-//   least_squares    the same, then up to 4 turns of: codes for the grid, best grid for the codes
+//   least_squares    the same, then up to 4 iterations: codes for the grid, best grid for the codes
 //   mean_corrected<E>  afterwards the bias moves by the mean error of the channel, so that errors of a page average out
 //
-// Contract, y the number and y^ the dequantized one, both before any factor of its token:
+// Contract, y the value and y^ the dequantized one, both before multiplication by the token scale:
 //   enclosing                   |y - y^| <= scale / 2
-//   min_max                     |y - y^| <= scale / 2 + what rounding the stored parameters to nearest cuts off: half a step of
-//                               stored biases and 1/64 of the range if coded, one rounding of each if not
+//   min_max                     |y - y^| <= scale / 2 + the loss from rounding the stored parameters to nearest: half a step of
+//                               stored biases and 1/64 of the range for 8-bit parameters, one rounding of each for other types
 //   mean_corrected<either>      in addition at most scale / 2, the correction, and half a step of stored biases
 //   the others                  may clamp; the channel's sum of squared errors is at most that of its range, before storing
-// All arithmetic is float without anything to fuse, or double over exact products in a fixed order: the same codes from every
-// compiler.
+// All arithmetic is float without operations that a compiler could fuse, or double over exact products in a fixed order: every
+// compiler gives the same codes.
 // Source: search and refits: HQQ- and ggml-like; correction of the mean: bias correction (Nagel et al., arXiv 1906.04721,
 // section 4.2), for a page instead of a layer.
 #pragma once
@@ -33,7 +33,7 @@ struct grid_range {
 
 namespace detail {
 
-/// What schemes take as an encoder; it also has the constants that quant/quantize_channels.hpp reads.
+/// The encoder argument of schemes; it also has the constants that quant/quantize_channels.hpp reads.
 template <class E>
 concept grid_encoder = requires(const E e, const float* x, int n, float* codes) {
     { e.fit(x, n, n, codes) } -> std::same_as<grid_range>;
@@ -56,7 +56,7 @@ inline grid_range mean_of(const float* x, int n) noexcept {
     return {mean, mean};
 }
 
-/// Sums of doubles in eight interleaved parts, added at the end: an order that compilers can turn into vectors, and no other.
+/// Sums of doubles in eight interleaved parts, added at the end: the only order of the sums, which compilers can vectorise.
 struct interleaved_sum {
     static constexpr int parts = 8;
     double part[parts] = {};
@@ -67,7 +67,7 @@ struct interleaved_sum {
     }
 };
 
-/// A grid as numbers are coded on it while it is fitted; codes are floats.
+/// A grid in the form that fitting uses; codes are floats.
 struct grid_steps {
     float first, scale, inverse, last_code;
     rounded_products product;
@@ -84,7 +84,7 @@ struct grid_steps {
 #else
         const float bounded = position > 0.0f ? smaller(position, last_code) : 0.0f;
 #endif
-        // Adding 2^23 leaves no bits behind the point: round half even, in a form that compilers vectorize.
+        // Adding 2^23 drops the fraction: round half even, in a form that compilers vectorise.
         return (bounded + 0x1p23f) - 0x1p23f;
     }
     KVQ_HD KVQ_INLINE float error(float x, float code) const noexcept {
@@ -92,7 +92,7 @@ struct grid_steps {
     }
 };
 
-/// Codes of n numbers on a grid, as floats, and the sum of squared errors.
+/// Codes of n values on a grid, as floats, and the sum of squared errors.
 inline double code_on_grid(const float* x, int n, const grid_range& r, int top, float* codes) noexcept {
     const grid_steps grid(r, top);
     interleaved_sum error;
@@ -115,7 +115,7 @@ struct min_max {
     static constexpr bool corrects_mean = false;
     static short_text name() { return ""; }
 
-    /// Grid for n >= 1 finite numbers; codes: scratch of n floats.
+    /// Grid for n >= 1 finite values; codes: scratch of n floats.
     static grid_range fit(const float* x, int n, int, float*) noexcept { return detail::range_of(x, n); }
 };
 
@@ -130,7 +130,7 @@ struct shrink_search {
     static short_text name() { return "-search"; }
 
     static constexpr int candidates = 10;
-    /// The range (0) or what is left of it when i / 40 of it are cut off at both ends.
+    /// Candidate i: the range, cut by i / 40 of its width at both ends. Candidate 0 is the whole range.
     KVQ_HD static grid_range candidate(const grid_range& whole, int i) noexcept {
         if (i == 0) return whole;
         const float cut = detail::rounded_product(0.025f * static_cast<float>(i), whole.last - whole.first);
@@ -159,7 +159,7 @@ struct least_squares {
     static short_text name() { return "-ls"; }
 
     static constexpr int turns = 4;
-    /// The best grid for codes of n numbers: sums of codes c, numbers y, squares of codes cc and products cy. False: none.
+    /// The best grid for codes of n values: sums of codes c, values y, squares of codes cc and products cy. False: no such grid.
     KVQ_HD static bool refit(int n, double c, double y, double cc, double cy, int top,
                              grid_range& r) noexcept {
         const double spread =
@@ -202,8 +202,8 @@ struct least_squares {
     }
 };
 
-/// Least squares where a channel has at most 2 bits, its range where it has more: clipping outliers of keys costs more than it
-/// gains there (docs/schemes.md).
+/// Least squares for channels of at most 2 bits, the range for channels of more bits: there, clipping outliers of keys costs more
+/// than it gains (docs/schemes.md).
 struct least_squares_below_3_bits {
     static constexpr parameter_rounding rounding = parameter_rounding::nearest;
     static constexpr bool corrects_mean = false;

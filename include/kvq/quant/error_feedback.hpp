@@ -1,13 +1,13 @@
-// Error feedback across channels: the rounding error of one channel is made up for by the next, as queries see them together.
+// Error feedback across channels: the next channels correct the rounding error of one channel, weighted by the queries' correlations.
 //
 //   logit error of a token = q^T e,  E[(q^T e)^2] = e^T H e = |R e|^2,    H = C + damping * mean(diag C) * 1 = R^T R
-//   C_ij = keep * E[q_i q_j],  C_ii = E[q_i^2],  keep = 1 - (what correlations of n / 4 random queries would have) / (what these have)
+//   C_ij = keep * E[q_i q_j],  C_ii = E[q_i^2],  keep = 1 - (correlations of n / 4 random queries) / (measured correlations)
 //   channels from the last place to the first:   code_i = round((x_i + sum_{j>i} R_ij / R_ii e_j - bias_i) / scale_i),
 //   e_j = x_j - x^_j
 //
-// Contract: format and decoder are those of the encoder underneath; only codes change. Without matrices, or for heads without
-// queries, the result is the encoder's own. A channel's error is not bounded by half a step any more, e^T H e is what falls.
-// Few queries teach little: correlations that may be chance are shrunk, down to none (docs/schemes.md). Sums are double over exact
+// Contract: the block format and dequantizing are those of the inner encoder; only codes change. Without matrices, or for heads without
+// queries, the result is the inner encoder's. The error of a channel may exceed half a step; e^T H e falls.
+// With few queries, correlations that may be chance are shrunk, down to zero (docs/schemes.md). Sums are double over exact
 // products, in a fixed order. Cost: head_dim^2 / 2 products per token.
 // Source: GPTQ, arXiv 2210.17323, section 3.2, in the form of successive rounding in a triangular basis (Babai); shrinkage of
 // correlations: Schaefer & Strimmer 2005, target D.
@@ -28,7 +28,7 @@ namespace kvq::inline KVQ_TAGGED {
 class feedback_matrices {
 public:
     /// statistics: with products. plan: orders of channels that the scheme uses, or null for their own order.
-    /// Raises kvq::error without products, or where damping leaves a matrix that is not positive. O(blocks * head_dim^3).
+    /// Raises kvq::error without products, or when damping leaves a matrix that is not positive. O(blocks * head_dim^3).
     explicit feedback_matrices(const calibration& statistics, const width_plan* plan = nullptr,
                                double damping = 0.3)
         : heads_(statistics.shape().kv_heads), dim_(statistics.shape().head_dim) {
@@ -57,7 +57,7 @@ public:
             }
     }
 
-    /// What the error of place i adds to the places before it: R_ji / R_jj for j < i. Null where there is no matrix for the block.
+    /// Weights of the error of place i for the places before it: R_ji / R_jj for j < i. Null if the block has no matrix.
     const float* row(block_id id, int dim, int i) const noexcept {
         if (id.layer < 0 || id.head < 0 || id.head >= heads_ || dim != dim_) return nullptr;
         const auto n = static_cast<std::size_t>(dim_);
@@ -68,7 +68,7 @@ public:
 
     int kv_heads() const noexcept { return heads_; }
 
-    /// Raises kvq::error if the blocks are not those of the shape.
+    /// Raises kvq::error if the matrices belong to another shape.
     void check(const cache_shape& s) const {
         const auto n = static_cast<std::size_t>(dim_);
         detail::expect(s.kv_heads == heads_ && s.head_dim == dim_ &&
@@ -79,10 +79,10 @@ public:
     }
 
 private:
-    /// Queries of neighbouring tokens and of heads that share keys resemble each other: so many count as one.
+    /// Queries of neighbouring tokens and of heads that share keys are alike: this many count as one.
     static constexpr double alike = 4.0;
 
-    /// Which part of the correlations of a head is more than chance. Those r of n independent queries have a variance of
+    /// The part of a head's correlations that is more than chance. The correlations r of n independent queries have a variance of
     /// (1 - r^2)^2 / n.
     double kept_correlation(const calibration& statistics, const block_id& id) const {
         double chance = 0.0, size = 0.0;
@@ -100,7 +100,7 @@ private:
         return size > chance ? 1.0 - chance / size : 0.0;
     }
 
-    /// H of a head, by places; false where all queries are zero.
+    /// H of a head, by places; false if all queries are zero.
     bool fill_damped(const calibration& statistics, const width_plan* plan, const block_id& id,
                      std::size_t block, double damping, std::vector<double>& h) const {
         const double keep = kept_correlation(statistics, id);
@@ -137,7 +137,7 @@ private:
     std::vector<float> coefficients_;
 };
 
-/// Any encoder, with feedback where there are matrices for it. Alone: the encoder to take as long as there are none.
+/// Any encoder, with feedback for blocks that have matrices. Alone: the encoder while there are no matrices.
 template <class Encoder, class Alone = Encoder>
 struct error_feedback : Encoder {
     static_assert(Encoder::rounding == Alone::rounding && Encoder::corrects_mean == Alone::corrects_mean,
@@ -161,7 +161,7 @@ struct error_feedback : Encoder {
             matrices = std::make_shared<const feedback_matrices>(statistics, plan, damping);
     }
 
-    /// What an error in place i adds to places 0 to i - 1; null: no feedback.
+    /// Weights of an error in place i for places 0 to i - 1; null: no feedback.
     const float* feedback_row(block_id id, int dim, int i) const noexcept {
         return matrices ? matrices->row(id, dim, i) : nullptr;
     }
@@ -173,7 +173,7 @@ struct error_feedback : Encoder {
 
 namespace detail {
 
-/// An encoder that uses what the statistics hold, if it can.
+/// An encoder made from the statistics, if it can use them; else a default one.
 template <class Encoder>
 Encoder make_encoder(const calibration& statistics, const width_plan* plan = nullptr) {
     if constexpr (std::constructible_from<Encoder, const calibration&, const width_plan*>)

@@ -2,10 +2,10 @@
 //
 //   per_token<G>    every token has its own parameters, one set per G channels  (per_token<>: one per head)
 //   per_channel<G>  every channel has its own parameters, one set per G tokens  (per_channel<>: one per page)
-//   per_token<any_group>{G}, per_channel<any_group>{G}    the same; G is a value, so that code for all G is compiled once
+//   per_token<any_group>{G}, per_channel<any_group>{G}    the same; G is a value, so that functions for all G are compiled once
 //
-// Seen as the matrix of a block (core/shape.hpp), parameters belong either to its rows (they are applied to the product
-// afterwards) or to its columns (they are multiplied into the vector beforehand); docs/architecture.md.
+// On the matrix of a block (core/shape.hpp), parameters belong either to rows (they are applied to the product
+// afterwards) or to columns (they are multiplied into the query or weight beforehand); docs/architecture.md.
 // Source: per-channel keys and per-token values: KIVI, arXiv 2402.02750, section 3.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// As G of per_token and per_channel: the group size is a value.
+/// The G of per_token and per_channel for a group size that is a value.
 inline constexpr int any_group = -1;
 
 namespace detail {

@@ -1,14 +1,14 @@
-// Requantizing: what values that were quantized before keep, so that a chain of formats does not drift.
+// Requantizing: grids and token scales that quantized values keep, so that a chain of formats does not drift.
 //
-//   grids     A channel whose values lie on a grid of the wanted width already keeps that grid, refitted to them by least squares.
-//             Other channels are fitted as those of 16-bit values are.
-//   factors   Tokens keep the factors that they had. Without any they get those of a fit, and then, as those that were fitted before
-//             lie close by, each the stored factor next to it under which its values lie best on the channels' grids.
+//   grids         A channel whose values already lie on a grid of the wanted width keeps that grid, refitted to the values by least
+//                 squares. Other channels are fitted like 16-bit values.
+//   token scales  Tokens keep their last token scales. Tokens without any get fitted ones; each is then replaced by the near stored
+//                 value for which the token's values lie best on the channels' grids.
 //
-// Together with parameters that are `settled` (quant/coded.hpp), values that come from a page of the format, and went through others
-// of smaller steps since, become the codes again that they were.
+// With parameters that are `settled` (quant/coded.hpp), values from a page of the format that went through other formats of smaller
+// steps get their first codes back.
 // Contract: an encoder that stores its parameters outside of the range does so here as well, and keeps no grids. Sums are double over
-// exact products, in a fixed order: the same bits from every compiler. Cost: grids about 3 passes, factors 6 in each of 4 turns.
+// exact products, in a fixed order: the same bits from every compiler. Cost: grids about 3 passes, token scales 6 in each of 4 turns.
 #pragma once
 
 #include "channel_params.hpp"
@@ -16,16 +16,16 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// How biases are stored once the mean is corrected.
+/// Rounding of the biases after the mean is corrected.
 template <class Encoder>
 inline constexpr parameter_rounding corrected_rounding =
     Encoder::rounding == parameter_rounding::settled ? parameter_rounding::settled
                                                      : parameter_rounding::nearest;
 
-/// Numbers on a grid need not reach both of its ends.
+/// Guesses of the grid of values that need not reach both of its ends.
 struct grid_guess {
     static constexpr int guesses = 3;
-    /// The grid whose code 0 is the first number and whose code top - i is the last; false: no such grid.
+    /// The grid whose code 0 is the first value and whose code top - i is the last; false: no such grid.
     KVQ_HD static bool candidate(const grid_range& whole, int top, int i, grid_range& r) noexcept {
         const int steps = top - i;
         if (2 * steps <= top) return false;
@@ -35,14 +35,14 @@ struct grid_guess {
                                  rounded_quotient(static_cast<float>(top), static_cast<float>(steps)));
         return true;
     }
-    /// Do n numbers with these squared errors lie on the grid? Rounding others would cost a twelfth of a squared step each.
+    /// Do n values with these squared errors lie on the grid? Rounding of arbitrary values costs a twelfth of a squared step each.
     KVQ_HD static bool fits(double errors, int n, const grid_range& r, int top) noexcept {
         const auto step = static_cast<double>(grid_steps(r, top).scale);
         return errors <= rounded_product(step, step) / 64 * n;
     }
 };
 
-/// The grid on which n numbers lie already; false if they do not. codes: scratch.
+/// The grid on which n values already lie; false if there is none. codes: scratch.
 inline bool find_grid(const float* x, int n, int top, float* codes, grid_range& found) noexcept {
     found = range_of(x, n);
     if (!(found.last > found.first)) return true;
@@ -86,7 +86,7 @@ struct grid_keeper {
     { return encoder.feedback_row(id, dim, i); }
 };
 
-/// Grids of up to `most` channels, fitted to tokens that are divided by their factors.
+/// Grids of up to `most` channels, fitted to tokens that are divided by their token scales.
 class factor_grids {
 public:
     static constexpr int most = 1024;
@@ -97,7 +97,7 @@ public:
         for (int c = 0; c < dim; c += chunk)
             fit_chunk(values + c, tokens, dim, smaller(chunk, dim - c), top, factors, c);
     }
-    /// Squared errors of a token under a factor.
+    /// Sum of squared errors of a token with token scale `factor`.
     double error(const float* x, float factor) const noexcept {
         const rounded_products product;
         const float inverse = 1.0f / factor;
@@ -124,7 +124,7 @@ private:
         return ((position > 0.0f ? smaller(position, top) : 0.0f) + 0x1p23f) - 0x1p23f;
     }
 
-    /// The range, refitted once.
+    /// Fits the range and refits it once.
     void fit_chunk(const float* values, int tokens, int dim, int n, int top, const float* factors,
                    int at) noexcept {
         const rounded_products product;
@@ -170,10 +170,10 @@ private:
     float first_[most], scale_[most], inverse_[most];
 };
 
-/// Replaces token scales by stored ones under which values lie on grids of `top` steps, where such are near. Scales that are
-/// stored ones stay: they were settled before. Equal factors take their place if those have less error.
+/// Replaces token scales by near stored ones for which values lie on grids of `top` steps. If all token scales are already
+/// stored values, they do not change: they were settled before. Equal token scales replace them if they have less error.
 /// values: [tokens][dim], at most 1024 tokens and channels. Grids of more than 6 bits are too fine
-/// to tell.
+/// to distinguish token scales: nothing changes.
 inline void settle_token_scales(const float* values, int tokens, int dim, int top, float* factors) noexcept {
     constexpr int turns = 4, widest = 63;
     if (top > widest) return;
@@ -186,7 +186,7 @@ inline void settle_token_scales(const float* values, int tokens, int dim, int to
     }
     if (stored) return;
     factor_grids grids;
-    // A fit may go astray where a channel is left with few values other than zero.
+    // A fit can fail for a channel with few values other than zero.
     float equal[factor_grids::most];
     for (int t = 0; t < tokens; ++t) equal[t] = token_scale_float::largest;
     const auto errors_of = [&](const float* tried) {

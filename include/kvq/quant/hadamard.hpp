@@ -2,7 +2,7 @@
 //
 //   S = diag(+-1), fixed by seed, layer and head;   H = blocks of size 2^k, each the Sylvester matrix divided by sqrt(2^k)
 //
-// It spreads an outlier channel over all channels of its block, so that groups of channels become alike. Channels are cut into
+// The transform spreads an outlier channel over all channels of its block, so that groups of channels become alike. Channels are cut into
 // the largest powers of two that fit (48 = 32 + 16), or into blocks of at most `Largest`.
 //
 // Contract: the butterflies are sums and differences in float, the factor 1/sqrt(n) is applied once at the end: the same
@@ -32,7 +32,7 @@ constexpr float random_sign(std::uint32_t seed, const block_id& id, int channel)
 
 inline float hadamard_norm(int n) noexcept { return 1.0f / std::sqrt(static_cast<float>(n)); }
 
-/// In place, orthonormal; n is a power of two. Its own inverse.
+/// In place, orthonormal; n is a power of two. The transform is its own inverse.
 inline void walsh_hadamard(float* x, int n) noexcept {
     for (int half = 1; half < n; half *= 2)
         for (int i = 0; i < n; i += 2 * half)
@@ -55,7 +55,7 @@ struct hadamard_transform {
 
     short_text name() const { return "hadamard" + (Largest ? short_text::of(Largest) : short_text()); }
 
-    /// Of the signs.
+    /// Fingerprint of the signs.
     static constexpr std::uint64_t fingerprint() noexcept { return Seed; }
 
     static constexpr float sign(const block_id& id, int channel) noexcept {

@@ -1,4 +1,4 @@
-// How many bits a code has and how parameters are stored: the two smallest policies of a scheme.
+// Bits of a code and type of the parameters: the two smallest policies of a scheme.
 #pragma once
 
 #include <concepts>
@@ -17,7 +17,7 @@ struct bits {
     static constexpr int value = Bits;
 };
 
-/// A type that can store a scale or bias: trivially copyable, made from a float and read back as one.
+/// A type that can store a scale or bias: trivially copyable, constructible from float and convertible to float.
 template <class P>
 concept parameter_type = std::is_trivially_copyable_v<P> && std::is_default_constructible_v<P> &&
     std::constructible_from<P, float> && std::convertible_to<P, float>;
@@ -33,7 +33,7 @@ struct params {
 
 namespace detail {
 
-/// How P is called in the names of schemes.
+/// The name of P in the names of schemes.
 template <class P>
 short_text parameter_name() {
     if constexpr (float_format<P>)
@@ -42,7 +42,7 @@ short_text parameter_name() {
         return "p" + short_text::of(8 * sizeof(P));
 }
 
-/// How a backend without vectors loads parameters, and code that has no backend.
+/// Parameter loads for backends without vectors, and for functions that have no backend.
 struct plain_loads {
     template <class P>
     static void load_floats(const std::byte* from, int n, float* out) {
@@ -51,7 +51,7 @@ struct plain_loads {
     }
 };
 
-/// The P of params<P>, for schemes that take nothing else.
+/// The P of params<P>, for schemes that take no other parameters.
 template <class Params>
 struct parameter_of {
     static_assert(std::is_void_v<Params>,

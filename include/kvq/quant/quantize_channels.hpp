@@ -1,10 +1,10 @@
-// Codes the channels of one group of tokens: fits grids, stores their parameters, replaces numbers by codes.
+// Quantizes the channels of one group of tokens: fits grids, stores their parameters, replaces values by codes.
 //
 //   1. fit      a grid per channel, from finite members                       (quant/encoders.hpp)
 //   2. store    biases first, then scales that reach from the stored bias to the grid's end
-//   3. code     round_half_even((y - bias) / scale) from the stored parameters, token by token; with feedback (quant/
-//               error_feedback.hpp), y moves by what the channels behind it owe
-//   4. correct  where the encoder says so: biases again, moved by the mean error of the codes
+//   3. round    code = round_half_even((y - bias) / scale) from the stored parameters, token by token; with feedback (quant/
+//               error_feedback.hpp), y is moved by the weighted errors of later channels
+//   4. correct  for encoders that correct means: biases again, moved by the mean error of the codes
 //
 // Contract: with min_max, step 2 puts every finite member inside its channel's grid (biases down, scales up).
 #pragma once
@@ -16,15 +16,15 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-inline constexpr int most_quantized = 1024;            // tokens, channels: what scratch on the stack holds
+inline constexpr int most_quantized = 1024;            // tokens, channels: the size of scratch on the stack
 inline constexpr int most_slots = 4 * most_quantized;  // groups of one token have four slots
 
-/// Finite numbers are limited to +-2^100, so that no sum or quotient overflows.
+/// Finite values are limited to +-2^100, so that no sum or quotient overflows.
 inline constexpr float most_magnitude = 0x1p100f;
 KVQ_HD constexpr float bound_magnitude(float x) noexcept {
     return larger(-most_magnitude, smaller(x, most_magnitude));
 }
-/// Limits them; returns how many are not finite.
+/// Limits the magnitudes of values; returns how many are not finite.
 inline std::uint32_t bound_magnitudes(float* values, std::size_t n) noexcept {
     std::uint32_t not_finite = 0;
     for (std::size_t i = 0; i < n; ++i)
@@ -35,7 +35,7 @@ inline std::uint32_t bound_magnitudes(float* values, std::size_t n) noexcept {
     return not_finite;
 }
 
-/// y: [tokens][stride], replaced by codes. top(c): largest code of channel c; 0 keeps its mean alone.
+/// y: [tokens][stride], replaced by codes. top(c): largest code of channel c; 0 stores its mean alone.
 template <class Parameters, class Encoder, class Top>
 void quantize_channels(const Encoder& encoder, block_id id, float* y, int tokens, int channels, int stride,
                        Top top, std::byte* parameters, int groups, int slot_count, int group) {

@@ -1,10 +1,10 @@
 // A given orthogonal matrix per layer and head: y = R x, x = R^T y.
 //
 // For rotations that were learned or computed from statistics beforehand (OSCAR: eigenvectors of the query covariance times a
-// Hadamard matrix). Matrices are checked once: |R R^T - 1| <= 1e-4 in every element, or kvq::error says where and how far.
+// Hadamard matrix). Matrices are checked once: |R R^T - 1| <= 1e-4 in every element; kvq::error names the element and the error.
 //
 // Contract: sums run in double over exact products, in channel order, and round once: the same bits everywhere. At most 1024
-// channels. O(dim^2) per vector.
+// channels. O(dim^2) per token.
 // Source: OSCAR, arXiv 2605.17757.
 #pragma once
 
@@ -36,7 +36,7 @@ public:
         const std::size_t wanted =
             static_cast<std::size_t>(layers) * static_cast<std::size_t>(heads) * size();
         detail::expect(matrices.size() == wanted, "a rotation of ", layers, " layers, ", heads, " heads and ",
-                       dim, " channels has ", wanted, " numbers, got ", matrices.size());
+                       dim, " channels has ", wanted, " values, got ", matrices.size());
         for (int layer = 0; layer < layers; ++layer)
             for (int head = 0; head < heads; ++head)
                 check_matrix(matrices.data() + offset({layer, head}), layer, head);
@@ -53,7 +53,7 @@ public:
     short_text name() const { return "rotated"; }
     int dim() const noexcept { return dim_; }
 
-    /// Of all matrices, bit for bit. O(their size).
+    /// Fingerprint of all matrices, bit for bit. O(size of the matrices).
     std::uint64_t fingerprint() const noexcept {
         detail::fingerprint_hash hash;
         hash.add(static_cast<std::uint64_t>(heads_));
@@ -68,7 +68,7 @@ public:
                        s.layers, " layers, ", s.kv_heads, " heads and ", s.dim(role), " channels");
     }
 
-    /// x = R x. Raises kvq::error where there is no matrix for this layer, head or dim.
+    /// x = R x. Raises kvq::error without a matrix for this layer, head or dim.
     void forward(int dim, const block_id& id, float* x) const { apply(*transposed_, dim, id, x); }
     /// x = R^T x.
     void backward(int dim, const block_id& id, float* x) const { apply(*matrices_, dim, id, x); }
@@ -96,9 +96,9 @@ private:
             }
     }
 
-    /// columns: of the matrix that x is multiplied with, one after the other.
+    /// columns: the columns of the matrix of the product, one after the other.
     void apply(const std::vector<float>& columns, int dim, const block_id& id, float* x) const {
-        detail::expect(dim == dim_, "a rotation of ", dim_, " channels met a block of ", dim);
+        detail::expect(dim == dim_, "a rotation of ", dim_, " channels does not fit a block of ", dim);
         detail::expect(id.layer >= 0 && id.layer < layers_ && id.head >= 0 && id.head < heads_, "layer ",
                        id.layer, ", head ", id.head, " has no rotation; there are ", layers_, " layers of ",
                        heads_, " heads");

@@ -1,9 +1,9 @@
-// One scale per token such that tokens, divided by it, look alike: x = r_t y, y of the same size in every token.
+// One scale per token, so that tokens divided by their token scales have equal sizes: x = r_t y, y of the same size in every token.
 //
-//   r_t = rms_c(x_tc / w_c),  w_c = rms_t(x_tc / r_t),      by turns; then scaled so that the largest r_t is 31/16
+//   r_t = rms_c(x_tc / w_c),  w_c = rms_t(x_tc / r_t),      in turns; then scaled so that the largest r_t is 31/16
 //
-// Contract: finite members only; factors are in (0, 31/16], those of tokens without a member other than zero are the
-// smallest. Quotients are products of floats with a rounded inverse; their squares are exact in double and summed in a fixed
+// Contract: finite members only; token scales are in (0, 31/16]; tokens of zeros have the smallest one.
+// Quotients are products of floats with a rounded inverse; their squares are exact in double and summed in a fixed
 // order: the same bits everywhere.
 // Source: the alternating standardisation of KVarN (variance of rows and columns), here without centring.
 #pragma once
@@ -14,11 +14,11 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// 1 / w of a channel, or 0 for one of zeros, from a sum of squares over n tokens.
+/// 1 / w of a channel, or 0 for a channel of zeros, from a sum of squares over n tokens.
 KVQ_HD inline float inverse_size(double squares, int n) noexcept {
     return squares > 0.0 ? static_cast<float>(smaller(std::sqrt(n / squares), 0x1p100)) : 0.0f;
 }
-/// A factor such that the largest one is 31/16, and none is smaller than the smallest that can be stored.
+/// A token scale after scaling: the largest one becomes 31/16, and none is smaller than the smallest stored value.
 KVQ_HD inline float scaled_factor(float factor, float largest) noexcept {
     return largest > 0.0f ? larger(rounded_quotient(factor, largest) * token_scale_float::largest,
                                    token_scale_float::smallest)
@@ -30,7 +30,7 @@ inline void scale_factors(float* factors, int tokens) noexcept {
     for (int t = 0; t < tokens; ++t) factors[t] = scaled_factor(factors[t], largest);
 }
 
-/// values: [tokens][dim], at most 1024 channels; factors: tokens floats.
+/// values: [tokens][dim], at most 1024 channels; factors: output, one token scale per token.
 inline void fit_token_scales(const float* values, int tokens, int dim, float* factors,
                              int iterations = 8) noexcept {
     double sums[1024];

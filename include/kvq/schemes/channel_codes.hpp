@@ -1,11 +1,11 @@
-// Where the codes of a channel grid lie in a block: one width for all channels, or several.
+// Position of the codes of a channel grid in a block: one width for all channels, or several.
 //
 //   one width        the matrix of the block (core/shape.hpp): codes(shape)
 //   several widths   [codes of the widest channels] ... [codes of the narrowest], each a matrix of its own: for_each_segment(shape, id, f)
 //
-// Several widths have a plan: per layer and head, in which order channels lie and how many quads have each width. It is fixed before
-// the first token; every plan of a shape gives blocks of the same size. Without a plan channels keep their order and have the average
-// width, or the two widths around it. The order is a permutation of the query, which attention applies once.
+// Several widths have a plan. For each layer and head, a plan gives the order of the channels and the number of quads of each width. It
+// is fixed before the first token; every plan of a shape gives blocks of the same size. Without a plan channels keep their order and
+// have the average width, or the two widths around it. The order is a permutation of the query, which attention applies once.
 // Source: allocation by E[q^2] var(k): quant/width_allocation.hpp. docs/format.md draws the block.
 #pragma once
 
@@ -27,8 +27,8 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// Bits per code: one width for all channels, {4}, or up to 8 different ones, the widest first, {6, 4, 3, 0}. 0, the last of several: a
-/// channel's mean alone. (An aggregate: nvcc writes values of template arguments out as one.)
+/// Bits per code: one width for all channels, {4}, or up to 8 different ones, the widest first, {6, 4, 3, 0}. A last width of 0 stores
+/// the mean alone. (An aggregate, because nvcc prints template arguments as aggregates.)
 struct code_widths {
     int first = 0, second = -1, third = -1, fourth = -1, fifth = -1, sixth = -1, seventh = -1, eighth = -1;
 
@@ -50,17 +50,17 @@ struct code_widths {
     }
 };
 
-/// How a channel grid is cut: channel_grid<grid{.bits = {4}, .group = 64}>, channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16,
-/// .group = 64}>.
+/// Widths and groups of a channel grid: channel_grid<grid{.bits = {4}, .group = 64}>,
+/// channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>.
 struct grid {
     code_widths bits{};
-    int average_eighths = 0;  ///< where there are several widths: average bits of a channel, in eighths
+    int average_eighths = 0;  ///< for several widths: average bits of a channel, in eighths
     int group = 0;            ///< tokens that share a channel's parameters; 0: the whole page
 };
 
 namespace detail {
 
-/// What one width and several have in common.
+/// Common part of one width and several widths.
 template <grid Options>
 struct grid_geometry {
     static_assert(
@@ -94,7 +94,7 @@ requires(Options.bits.count() == 1) struct channel_codes<Options> : grid_geometr
     explicit channel_codes(const calibration&) {}
     static const width_plan* width_plan_of() noexcept { return nullptr; }
     static void check_shape(const cache_shape&) noexcept {}
-    /// Encoders decide nothing about dequantizing: pages of all of them are the same to a reader (io/scheme_identity.hpp).
+    /// 0: encoders do not change dequantizing, so that pages of all encoders are read in the same way (io/scheme_identity.hpp).
     static constexpr std::uint64_t fingerprint() noexcept { return 0; }
 
     static short_text name() {
@@ -149,7 +149,7 @@ struct listed_widths<Options, std::integer_sequence<int, Width...>> {
     static constexpr int values[count] = {Options.bits[Width]...};
 };
 
-/// Several widths. A place: a channel's position in the order of the plan.
+/// Several widths. Place: the position of a channel in the order of the plan.
 template <grid Options>
 requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry<Options> {
     using width_list = listed_widths<Options, std::make_integer_sequence<int, Options.bits.count()>>;
@@ -168,8 +168,9 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
     explicit channel_codes(const calibration& statistics)
         : channel_codes(std::make_shared<const width_plan>(make_plan(statistics))) {}
 
-    /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the text that is read may differ from that of
-    /// the statistics; 0 trusts them. Few statistics raise it, keys alone make it key_doubt or more, without keys widths are even.
+    /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the quantized text may differ from that of
+    /// the statistics; 0: not at all. Few statistics raise it, statistics without queries raise it to at least key_doubt, and
+    /// statistics without keys give even widths.
     static width_plan make_plan(const calibration& statistics,
                                 double doubt = text_doubt(average_eighths / 8.0)) {
         const cache_shape& s = statistics.shape();
@@ -192,9 +193,9 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
 
     const std::shared_ptr<const width_plan>& plan() const noexcept { return plan_; }
     const width_plan* width_plan_of() const noexcept { return plan_.get(); }
-    /// Of the plan: pages can be read with the plan that they were quantized with, and no other. 0 without a plan.
+    /// Fingerprint of the plan: pages can be read only with the plan that quantized them. 0 without a plan.
     std::uint64_t fingerprint() const noexcept { return fingerprint_; }
-    /// Raises kvq::error if the plan is that of another shape.
+    /// Raises kvq::error if the plan belongs to another shape.
     void check_shape(const cache_shape& s) const {
         if (!plan_) return;
         expect(s.kv_heads == plan_->kv_heads && s.head_dim == plan_->head_dim &&
@@ -220,7 +221,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
         for (int c = 0; c < s.dim; ++c) y[c] = x[a->order[static_cast<std::size_t>(c)]];
         std::memcpy(x, y, sizeof(float) * static_cast<std::size_t>(s.dim));
     }
-    /// Back to the channels' own order.
+    /// Restores the channels' own order.
     void restore_output(const block_shape& s, block_id id, float* y) const {
         const channel_allocation* const a = allocation(s, id);
         if (!a) return;
@@ -229,7 +230,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
         std::memcpy(y, x, sizeof(float) * static_cast<std::size_t>(s.dim));
     }
 
-    // Segments: what attention needs to run on the codes (schemes/concepts.hpp).
+    // Segments: attention on the codes (schemes/concepts.hpp).
 
     /// Calls f.operator()<Bits>(code_segment) for every width in use, from the first place on.
     template <class F>
@@ -250,7 +251,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
                             static_cast<std::size_t>(row_words(s.dim)) * 4,
                         std::size_t{16});
     }
-    /// Words of a row of codes: the average width, but room for the narrower of the two widths around it.
+    /// Words of a row of codes: the average width, but at least enough for the narrower of the two widths around it.
     KVQ_HD static constexpr int row_words(int dim) noexcept {
         const int quads = ceil_div(dim, 4);
         return larger(ceil_div(quads * average_eighths, 64), code_words(narrow_width, quads));
@@ -259,7 +260,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
     struct width_quads {
         int of[width_list::count] = {};
     };
-    /// Without a plan: the average width; if it is none of the widths, the next narrower one and as many quads of the next
+    /// Quads without a plan: the average width; if it is not a width of the list, the next narrower one and as many quads of the next
     /// wider one as fit.
     KVQ_HD static constexpr width_quads even_quads(int dim) noexcept {
         const int all = ceil_div(dim, 4), words = row_words(dim);
@@ -277,7 +278,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
         }
         return quads;
     }
-    /// Where the codes of one width lie; without columns if no channel has it.
+    /// Position of the codes of one width; no columns if no channel has this width.
     template <int Width>
     KVQ_HD static constexpr code_segment segment(const block_shape& s, const width_quads& quads) noexcept {
         code_segment at;
@@ -325,7 +326,7 @@ requires(Options.bits.count() > 1) struct channel_codes<Options> : grid_geometry
                 }
         });
     }
-    /// Code in the widths from `Width` on.
+    /// Quantizes to the widths from `Width` on.
     template <int Width>
     KVQ_HD static int code(const block_shape& s, const width_quads& quads, const std::byte* block, int token,
                            int place) noexcept {
@@ -351,7 +352,7 @@ private:
     }();
     static constexpr int narrow_width = width_list::values[width_below_average];
 
-    /// Variance of the logarithm of an importance by chance: 2 / n each for a mean of n independent squares, twice that
+    /// Variance, by chance, of the logarithm of an importance: 2 / n each for a mean of n independent squares, twice that
     /// for tokens that resemble their neighbours.
     static double chance(const calibration& statistics, int layer, int head) {
         const double queries = statistics.queries(layer, head), keys = statistics.keys(layer, head);
@@ -381,7 +382,7 @@ private:
         if constexpr (Width + 1 < width_list::count) visit_segments<Width + 1>(s, quads, f);
     }
 
-    /// Of all orders and widths.
+    /// Fingerprint of all orders and widths.
     static std::uint64_t fingerprint_of(const width_plan* plan) noexcept {
         if (!plan) return 0;
         fingerprint_hash hash;

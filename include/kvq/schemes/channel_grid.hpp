@@ -6,10 +6,10 @@
 //
 // Contract: codes are rounded to nearest, ties to even, from the stored parameters and y = x / r_t. With min_max, y lies inside
 // its grid: |x - x^| <= r_t * scale_c / 2 (plus float evaluation, about 3e-7 |x|). scale_c is at most the channel's range of y over
-// 2^B - 1, enlarged by what storing costs: coded: one step of biases (the range of the group's minima / 255) over 2^B - 1, then a
-// factor of 33/32, and at least 1/250 of the group's largest scale; fp16: one rounding each. Other encoders: quant/encoders.hpp.
-// NaN and infinities never set parameters or token scales; NaN codes as the value nearest zero, infinities saturate, and so do
-// magnitudes above 2^100. At most 1024 tokens and channels per block.
+// 2^B - 1, enlarged by the rounding of stored parameters. 8-bit parameters (`coded`): one step of biases (the range of the group's
+// minima / 255) over 2^B - 1, then a factor of 33/32, and at least 1/250 of the group's largest scale. fp16: one rounding each.
+// Other encoders: quant/encoders.hpp. NaN and infinities never set parameters or token scales; NaN is quantized as the value
+// nearest zero; infinities and magnitudes above 2^100 saturate. At most 1024 tokens and channels per block.
 // Source: per-channel grids over tokens: KIVI (arXiv 2402.02750); a scale per token: KVarN; both together with 8-bit stored
 // parameters, as measured in docs/schemes.md. Several widths: quant/width_allocation.hpp.
 #pragma once
@@ -31,7 +31,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// The columns of a block with several widths as one matrix: where attention finds their parameters.
+/// The columns of a block with several widths as one matrix: attention reads the position of their parameters here.
 template <grid Options, class Parameters>
 struct grid_columns {
     static constexpr code_layout<8> codes(const block_shape& s) noexcept {
@@ -52,9 +52,9 @@ struct grid_columns {
 
 }  // namespace detail
 
-/// Options: widths and groups, as in channel_grid<grid{.bits = {4}, .group = 64}> or channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group =
-/// 64}>; Encoder: quant/encoders.hpp; Params: coded or params<P>; TokenScales: no_token_scales, or token_scales<coded or params<P>> with
-/// one width. Several widths are for keys.
+/// Options: widths and groups, as in channel_grid<grid{.bits = {4}, .group = 64}> or
+/// channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>; Encoder: quant/encoders.hpp; Params: coded (8 bits) or
+/// params<P>; TokenScales: no_token_scales, or token_scales<coded or params<P>> with one width. Several widths are for keys.
 template <grid Options, class Encoder = min_max, class Params = coded, class TokenScales = no_token_scales>
 struct channel_grid : detail::channel_codes<Options> {
 private:
@@ -84,17 +84,17 @@ public:
 
     channel_grid() = default;
     explicit channel_grid(Encoder e) requires(!codes_type::several_widths) : encoder(std::move(e)) {}
-    /// plan: of every layer and head of the caches that use it; null: the same widths everywhere. Raises kvq::error where a plan's
-    /// orders are no permutations, or its widths do not fit the words of a row.
+    /// plan: for every layer and head of the caches that use it; null: the same widths everywhere. Raises kvq::error when the orders
+    /// of a plan are not permutations, or when its widths do not fit the words of a row.
     explicit channel_grid(std::shared_ptr<const width_plan> plan,
                           Encoder e = {}) requires(codes_type::several_widths)
         : codes_type(std::move(plan)), encoder(std::move(e)) {}
-    /// With what statistics are good for: a plan, where there are several widths, and feedback, if the encoder takes it and they hold
-    /// products of queries.
+    /// Takes what it needs from the statistics: a plan for several widths, and feedback, if the encoder takes it and the statistics
+    /// hold products of queries.
     explicit channel_grid(const calibration& statistics)
         : codes_type(statistics), encoder(detail::make_encoder<Encoder>(statistics, this->width_plan_of())) {}
 
-    /// The format; encoders do not change it.
+    /// Name of the format; encoders do not change it.
     short_text name() const { return codes_type::name() + "-" + parameters::name() + TokenScales::name(); }
 
     /// Raises kvq::error for blocks of more than 1024 tokens or channels.
@@ -109,12 +109,12 @@ public:
     std::uint32_t quantize(const block_shape& s, block_id id, float* values, std::byte* block) const {
         return quantize_by(encoder, s, id, values, nullptr, block);
     }
-    /// Of values that were quantized before. scales_of_tokens: those that they had then (a float per token, overwritten), or null.
+    /// Quantizes values that were quantized before. scales_of_tokens: their last token scales (a float per token, overwritten), or null.
     std::uint32_t requantize(const block_shape& s, block_id id, float* values, float* scales_of_tokens,
                              std::byte* block) const {
         return quantize_by(detail::grid_keeper<Encoder>{encoder}, s, id, values, scales_of_tokens, block);
     }
-    /// What requantize() makes of known or fitted token scales.
+    /// Chooses the stored token scales of requantize(), from known or fitted ones.
     static void settle_token_scales(const block_shape& s, const float* values,
                                     float* scales_of_tokens) requires(!codes_type::several_widths) {
         const grouped_axis tokens = token_axis(s);
@@ -122,7 +122,7 @@ public:
             detail::settle_token_scales(values + g * tokens.group * s.dim, tokens.group_size(g), s.dim,
                                         codes_type::top, scales_of_tokens + g * tokens.group);
     }
-    /// Of every token, for the next scheme's requantize().
+    /// The token scale of every token, for requantize() of the next scheme.
     static void read_token_scales(const block_shape& s, const std::byte* block,
                                   float* out) requires(TokenScales::present) {
         const grouped_axis tokens = token_axis(s);
@@ -152,7 +152,7 @@ public:
             for (int t = 0; t < s.tokens; ++t) this->restore_output(s, id, values + t * s.dim);
     }
 
-    /// One value as dequantize() gives it, for code that reads single ones.
+    /// One value, equal to that of dequantize(), for code that reads single values.
     KVQ_HD static float value(const block_shape& s, const std::byte* block, int token, int channel) noexcept
         requires(!codes_type::several_widths) {
         const float y = value_of(s, codes_type::code(s, block, token, channel), block, token, channel);
@@ -162,14 +162,14 @@ public:
         else
             return y;
     }
-    /// The same with several widths, by its place.
+    /// The same for several widths, by place.
     template <class Quads>
     KVQ_HD static float value(const block_shape& s, const Quads& quads, const std::byte* block, int token,
                               int place) noexcept requires(codes_type::several_widths) {
         return value_of(s, codes_type::template code<0>(s, quads, block, token, place), block, token, place);
     }
 
-    // Folding with one width (schemes/concepts.hpp): channels are rows of V and columns of K, tokens the other way round.
+    // Folding with one width (schemes/concepts.hpp): channels are the rows of V and the columns of K; tokens are the other axis.
 
     KVQ_HD static constexpr fold_use fold(tensor role) noexcept requires(!codes_type::several_widths) {
         return role == tensor::key ? fold_use{TokenScales::present, false, true, true}
@@ -193,7 +193,7 @@ public:
             TokenScales::template load<Backend>(block + token_scale_offset(s), token_axis(s).padded_size(),
                                                 scale);
     }
-    // Segments with several: their parameters.
+    // Parameters of segments, for several widths.
     static constexpr detail::grid_columns<Options, parameters> columns(const block_shape& s) noexcept
         requires(codes_type::several_widths) {
         return {parameter_offset(s), token_axis(s).groups(), channel_slots(s)};
@@ -208,7 +208,7 @@ public:
         parameters::template load_biases<Backend>(at, groups, n, group, 0, n, biases);
     }
 
-    /// Raises kvq::error if statistics are those of another shape; a cache calls it when it is made.
+    /// Raises kvq::error if the statistics belong to another shape; a cache calls it when it is made.
     void check(const cache_shape& shape, tensor) const {
         codes_type::check_shape(shape);
         if constexpr (requires { encoder.check(shape); }) encoder.check(shape);
@@ -243,7 +243,7 @@ private:
         }
         std::uint8_t tops[detail::most_quantized];
         this->set_tops(s, id, tops);
-        // Queries meet keys: their statistics say nothing about values.
+        // Only keys are multiplied with queries: statistics of queries do not apply to values.
         const block_id statistics_of = s.role == tensor::key ? id : block_id{-1, -1};
         for (int g = 0; g < tokens.groups(); ++g)
             detail::quantize_channels<parameters>(

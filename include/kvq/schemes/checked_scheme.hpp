@@ -1,7 +1,8 @@
-// A scheme that lacks a member is told which, in one sentence.
+// Compile-time messages for a scheme that lacks a member: one sentence names the member.
 //
-// checked_scheme<S>::type is S for a scheme; else a static_assert speaks and the type is one that compiles, so that nothing else is said.
-// checked_folding<S>::complete: are the members there by which attention reads the blocks?
+// checked_scheme<S>::type is S for a scheme. Otherwise a static_assert fails with the message, and the type is full<float16>, which
+// compiles, so that no further errors follow.
+// checked_folding<S>::complete: does S have all members that attention on its blocks needs?
 #pragma once
 
 #include <string>
@@ -11,10 +12,10 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// A scheme that lacks something is told what.
+/// A static_assert names the member that the scheme lacks.
 template <class S>
 struct checked_scheme {
-    using type = full<float16>;  // so that nothing else is said
+    using type = full<float16>;  // compiles, so that no further errors follow
     static constexpr bool has_name = requires(const S s) {
         { s.name() } -> std::convertible_to<std::string>;
     };
@@ -50,7 +51,7 @@ struct checked_scheme<S> {
     using type = S;
 };
 
-/// A scheme that says that attention may read its blocks: are the members there that this takes?
+/// For a scheme with `attends_as`: does it have the members that attention on its blocks needs?
 template <class S>
 struct checked_folding {
     static constexpr bool read = read_by_attention<S>;

@@ -1,30 +1,30 @@
-// What a scheme is: how one tensor (K or V) of one head is coded in a block of a page.
+// The scheme concept: how one tensor (K or V) of one head is quantized in a block of a page.
 //
 // Required (pages, cache and attention need no more; a struct with these members is a scheme):
 //
 //   std::string name() const
 //   std::size_t block_bytes(block_shape) const                        multiple of 16; the same for every block of a shape
 //   std::uint32_t quantize(block_shape, block_id, float* values, std::byte* block) const
-//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many were not finite. What it or dequantize
-//       throws reaches the caller of append, trim or dequantize, and the sequence is as it was
+//       values: [tokens][dim], may be overwritten; writes every byte of the block; returns how many values were not finite. An
+//       exception of quantize or dequantize reaches the caller of append, trim or dequantize, and the sequence is unchanged
 //   void dequantize(block_shape, block_id, const std::byte* block, float* values) const
 //
 // Optional, found by `requires`:
-//   using attends_as = the scheme itself          attention may read the blocks without dequantize(), in one of three ways (see below):
+//   using attends_as = the scheme itself          attention may read the blocks without dequantize(), in one of three ways:
 //       foldable         integer codes with parameters on rows and columns
 //       segmented        keys whose columns are cut into ranges, each foldable by itself (widths that differ between channels)
-//       full_precision   16- or 32-bit values as they are
-//   void check(cache_shape, tensor) const         raises kvq::error where state belongs to another shape; caches call it first
+//       full_precision   16- or 32-bit values, not quantized
+//   void check(cache_shape, tensor) const         raises kvq::error when the state belongs to another shape; caches call it first
 //   static constexpr bool supports(tensor)        a scheme for keys only or values only
 //   std::uint64_t fingerprint() const             of state that dequantizing needs; required to save and send (io/scheme_identity.hpp)
-//   std::uint32_t requantize(block_shape, block_id, float* values, float* factors, std::byte* block) const
-//       quantize() for values that were quantized before; factors: those of their tokens then, one each, may be overwritten; or null.
-//       Repeated with other schemes in between it must not drift (quant/grid_keeper.hpp)
-//   void read_token_scales(block_shape, const std::byte* block, float* factors) const
+//   std::uint32_t requantize(block_shape, block_id, float* values, float* token_scales, std::byte* block) const
+//       quantize() for values that were quantized before; token_scales: those of their last block, one each, may be overwritten; or null.
+//       Repeated conversions with other schemes in between must not drift (quant/grid_keeper.hpp)
+//   void read_token_scales(block_shape, const std::byte* block, float* token_scales) const
 //       the token scales in a block, for the requantize() of another scheme
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
-//       a linear transform in front of the codes of a foldable or segmented scheme: dequantize() undoes it, attention applies it to q once,
-//       to the output once
+//       a linear transform before the quantizing of a foldable or segmented scheme: dequantize() undoes it, attention applies it to q
+//       once and to the output once
 #pragma once
 
 #include <concepts>
@@ -63,28 +63,28 @@ template <class S>
 concept value_scheme = kv_scheme<S> && detail::supports<S>(tensor::value);
 
 namespace detail {
-/// A derived type inherits the names by which attention knows its base, while its dequantize() may say something else. So a scheme
-/// names itself, which cannot be inherited, and a derived type is dequantized unless it does so again.
+/// A derived type inherits the members that attention reads from its base, but its dequantize() may differ. So a scheme
+/// names itself in attends_as. A derived type that does not name itself again is dequantized before it is multiplied.
 template <class S>
 concept read_by_attention = kv_scheme<S> && std::same_as<typename S::attends_as, S>;
 }  // namespace detail
 
 namespace detail {
-/// The scheme that a format is made from: where the group size is part of the type, one that has it as a value instead, so that
-/// formats of all group sizes share their code (schemes/scheme.hpp).
+/// The scheme of the format: a scheme with the group size as a value replaces one with the group size in its type, so that
+/// formats of all group sizes share compiled functions (schemes/scheme.hpp).
 template <class S>
 struct with_any_group {
     using type = S;
     static S of(S scheme) { return scheme; }
 };
 
-/// Do two schemes of one type and one name dequantize the same? Others need a fingerprint to be saved.
+/// Do two schemes of one type and one name always dequantize the same? If not, saving needs a fingerprint.
 template <class S>
 inline constexpr bool name_says_all = std::is_empty_v<S>;
 }  // namespace detail
 
 namespace detail {
-/// As with attention: derived types that do not name themselves have quantize() and dequantize() alone.
+/// The same rule as for attends_as: a derived type that does not name itself has only quantize() and dequantize().
 template <class S>
 concept requantizing = read_by_attention<S> &&
     requires(const S s, block_shape shape, block_id id, float* values, std::byte* out) {
@@ -97,7 +97,7 @@ concept with_token_scales = read_by_attention<S> &&
 };
 }  // namespace detail
 
-/// Which parameters a foldable scheme has, seen from the block's matrix:
+/// Parameters of a foldable scheme, on the axes of the block's matrix:
 ///
 ///   x^[r][c] = row_scale[r] * (col_scale[c] * (code[r][c] - zero_code) + col_bias[c]) + row_bias[r] * col_scale[c]
 ///
@@ -111,7 +111,7 @@ struct fold_use {
     constexpr bool columns() const noexcept { return col_scale || col_bias; }
 };
 
-/// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be folded into the vectors of
+/// A scheme whose blocks start with codes (pack/code_layout.hpp) and whose parameters can be multiplied into the operands of
 /// a product. `Backend` gives load_floats(const P*, int, float*), so that parameters of known types load as vectors.
 template <class S>
 concept foldable = detail::read_by_attention<S> && requires(const S s, block_shape shape) {
@@ -123,29 +123,29 @@ concept foldable = detail::read_by_attention<S> && requires(const S s, block_sha
     // template <class Backend> void col_parameters(shape, id, block, row_group, float* scale, float* bias) const
 };
 
-/// A range of columns with codes of one width; they are laid out as a block of their own (segment_layout), at `offset`.
+/// A range of columns with codes of one width, laid out as a block of its own (segment_layout), at `offset`.
 struct code_segment {
     int first = 0;    ///< column; a multiple of 4
-    int columns = 0;  ///< a multiple of 4, but for the last range
+    int columns = 0;  ///< a multiple of 4, except in the last range
     std::size_t offset = 0;
 };
 
-/// A scheme whose columns fall into ranges with codes of different widths, and whose columns carry the parameters:
+/// A scheme whose columns form ranges with codes of different widths, and whose columns carry the parameters:
 ///
 ///   width_list                       its count and values: the widths of codes, 0 for none
 ///   for_each_segment(shape, id, f)   f.operator()<Bits>(code_segment) for every width in use, in the order of columns
-///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, where they
-///                                    begin in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]
+///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, offset of their
+///                                    first one in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]
 ///
-/// Columns are those that transform_query leaves. Row groups are those of columns(shape).codes(shape).
+/// Columns are in the order after transform_query. Row groups are those of columns(shape).codes(shape).
 template <class S>
 concept segmented = detail::read_by_attention<S> && requires(const S s, block_shape shape) {
     { S::width_list::count } -> std::convertible_to<int>;
     s.columns(shape).codes(shape);
 };
 
-/// A scheme with codes that transforms vectors before coding them: its codes are those of T x. (Blocks of other schemes are
-/// dequantized before they are multiplied, and dequantize() has undone the transform already.)
+/// A scheme with codes that transforms tokens before quantizing: its codes are those of T x. (Blocks of other schemes are
+/// dequantized before they are multiplied, and dequantize() has already undone the transform.)
 template <class S>
 concept transforming = (foldable<S> || segmented<S>)&&requires(const S s, block_shape shape, block_id id,
                                                                float* x) {
@@ -153,7 +153,7 @@ concept transforming = (foldable<S> || segmented<S>)&&requires(const S s, block_
     s.restore_output(shape, id, x);
 };
 
-/// 16- or 32-bit values as they are (schemes/full.hpp).
+/// 16- or 32-bit values, not quantized (schemes/full.hpp).
 template <class S>
 concept full_precision = detail::read_by_attention<S> && requires {
     typename S::value_type;

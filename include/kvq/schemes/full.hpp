@@ -1,4 +1,4 @@
-// 16- or 32-bit values, not coded: the baseline, and what sinks and the recent window are kept in.
+// 16- or 32-bit values, not quantized: the baseline, and the format of sinks and the recent window.
 //
 // Contract: x^ = x rounded once to T; infinities and NaN are kept. Bytes per value: sizeof(T).
 #pragma once

@@ -1,6 +1,6 @@
 // KIVI: keys per channel over G tokens, values per token over G channels, recent tokens in 16 bit.
 //
-// Key outliers stay in few channels, so a channel is what should share a scale; value outliers do not.
+// Key outliers stay in few channels, so the values of a channel share a scale; value outliers do not.
 // Paper settings: G = 32, 128 recent tokens (cache_options::recent), 2 or 4 bits. Any width 1..8 works here.
 // Source: KIVI, arXiv 2402.02750, section 4. Contract: quant/affine.hpp.
 #pragma once
@@ -9,7 +9,7 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// A pair of schemes; pass it where a cache takes one scheme for K and V, or use ::keys and ::values.
+/// A pair of schemes; pass it to a cache that takes one scheme for K and V, or use ::keys and ::values.
 template <int Bits, int Group = 32, class Params = params<float16>>
 struct kivi {
     using keys = affine<Bits, per_channel<Group>, Params>;

@@ -1,20 +1,20 @@
-// Presets: the lowest error that kvq knows for a number of bits. Integer codes on affine grids, no rotation anywhere.
+// Presets: the lowest error of kvq's schemes at a number of bits. Integer codes on affine grids, without rotation.
 //
 // | preset | keys                                                   | values                                  | bits D128 / D64 |
 // |--------|--------------------------------------------------------|-----------------------------------------|-----------------|
 // | ref8   | 8 bits per channel over 64 tokens, fp16 parameters     | 8 bits, fp16 scale per token           | 8.44 / 8.50     |
-// | hi6    | 6 bits per channel over the page, coded parameters     | 6 bits, coded scale per token          | 6.16 / 6.19     |
-// | std5   | 5 bits per channel over 64 tokens, coded parameters    | 5 bits, coded scale per token          | 5.22 / 5.25     |
+// | hi6    | 6 bits per channel over the page, 8-bit parameters     | 6 bits, 8-bit scale per token          | 6.16 / 6.19     |
+// | std5   | 5 bits per channel over 64 tokens, 8-bit parameters    | 5 bits, 8-bit scale per token          | 5.22 / 5.25     |
 // | std4   | 4 bits, the same                                       | 4 bits, the same                        | 4.22 / 4.25     |
 // | mix4   | 3, 4 or 6 bits, 4 on average (0 where that is best)    | 4 bits, the same                        | 4.22 / 4.25     |
 // | low3   | 0, 2, 3, 4 or 6 bits, 3 on average                     | 3 bits, the same                        | 3.22 / 3.25     |
 // | low2   | 0, 2 or 4 bits, 2 on average                           | 2 bits, the same                        | 2.22 / 2.25     |
 //
-// Bits per number with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit window. Values are
-// coded per channel over the page, times a scale per token; hi6 to low2 need the window: 4 sinks and 32 or more recent tokens
-// (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of keys and queries (quant/calibration.hpp): a plan
-// of channel widths for mix4, low3 and low2, for which keys alone will do, and error feedback for all of them if the statistics
-// hold products of queries. Without statistics they have even widths and no feedback.
+// Bits per value with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit window. Values are
+// quantized per channel over the page, with a scale per token; hi6 to low2 need the window: 4 sinks and 32 or more recent tokens
+// (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of keys and queries (quant/calibration.hpp). mix4, low3
+// and low2 take a plan of channel widths from them, for which statistics of keys are enough. All of them take error feedback if the
+// statistics hold products of queries. Without statistics they have even widths and no feedback.
 // Measured errors: docs/schemes.md. Use as a pair: cache<std4, std4, simd<>>;
 // cache<low2, low2, simd<>>(shape, options, low2::keys(statistics)).
 #pragma once
@@ -29,10 +29,10 @@ namespace detail {
 /// Keys of mixed widths.
 using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 
-/// Where most channels have 2 bits, feedback has much to make up for, and it cannot make up for clipping (docs/quality.md).
+/// Where most channels have 2 bits, feedback has large errors to correct, and it cannot correct clipping (docs/quality.md).
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
-/// Values of the presets: per channel over the page, one scale per token, least squares and corrected mean.
+/// Values of the presets: per channel over the page, one token scale, least squares and corrected mean.
 template <int Bits, class Params = coded>
 using preset_values =
     channel_grid<grid{.bits = {Bits}}, mean_corrected<least_squares>, Params, token_scales<Params>>;

@@ -3,8 +3,8 @@
 //   block = [codes][scales][biases]          each section padded to 16 bytes; docs/format.md
 //   parameters of rows    are stored [column group][row slot], those of columns [row group][column slot]
 //
-// Encoder: quant/encoders.hpp. min_max is the range of the group with parameters rounded outside it (quant/affine.hpp), the one that
-// is quantized in vectors. Format and dequantizing are the same for all.
+// Encoder: quant/encoders.hpp. min_max, the only encoder that kernels vectorise here, takes the range of the group with parameters
+// rounded outside it (quant/affine.hpp). All encoders have the same block format and the same dequantizing.
 // Example: scheme<bits<3>, asymmetric, per_channel<32>, params<float16>>
 #pragma once
 
@@ -57,7 +57,7 @@ struct scheme {
     [[no_unique_address]] Encoder encoder{};
 
     scheme() = default;
-    /// Of a granularity whose group size is a value.
+    /// For a granularity whose group size is a value.
     explicit scheme(Granularity g, Encoder e = {}) : granularity(g), encoder(std::move(e)) {}
     explicit scheme(Encoder e) requires(!fits_range) : encoder(std::move(e)) {}
     /// With error feedback, if the statistics hold products of queries.
@@ -124,12 +124,12 @@ struct scheme {
             }
     }
 
-    /// Raises kvq::error if the encoder's statistics are those of another shape; a cache calls it when it is made.
+    /// Raises kvq::error if the encoder's statistics belong to another shape; a cache calls it when it is made.
     void check(const cache_shape& shape, tensor) const requires(!fits_range) {
         if constexpr (requires { encoder.check(shape); }) encoder.check(shape);
     }
 
-    // Folding: what attention needs to run on the codes (schemes/concepts.hpp).
+    // Folding: attention on the codes (schemes/concepts.hpp).
 
     KVQ_HD static constexpr fold_use fold(tensor role) noexcept {
         return detail::on_rows<Granularity>(role) ? fold_use{true, Levels::has_bias, false, false}
@@ -148,15 +148,15 @@ struct scheme {
 
     // Groups and sections of the block, for encoders.
 
-    /// Numbers that share parameters: a piece of a row or of a column.
+    /// Values that share parameters: a part of a row or of a column.
     struct value_group {
         bool on_row;
-        int line, first, size;  // row (column), and the piece of it
-        int number, slot;       // where its parameters lie
+        int line, first, size;  // row (column), and the part of it
+        int number, slot;       // position of its parameters
 
         int row(int i) const noexcept { return on_row ? line : first + i; }
         int col(int i) const noexcept { return on_row ? first + i : line; }
-        /// Of member i among the values of the block.
+        /// Index of member i among the values of the block.
         int index(const block_shape& s, int i) const noexcept { return scheme::index(s, row(i), col(i)); }
     };
     /// Calls f(value_group) for every group, line by line.
@@ -195,7 +195,7 @@ struct scheme {
     }
 
 private:
-    /// With an encoder that fits the grid of a group: as quant/quantize_channels.hpp, for any granularity.
+    /// Quantizing with an encoder that fits the grid of a group: as quant/quantize_channels.hpp, for any granularity.
     std::uint32_t quantize_fitted(const block_shape& s, block_id id, const float* values,
                                   std::byte* block) const {
         constexpr int top = Levels::template top<code_bits>;
@@ -239,8 +239,8 @@ private:
                 errors[at] += static_cast<double>(error);
                 ++counts[at];
                 if constexpr (requires { encoder.feedback_row(id, s.dim, c); })
-                    if (s.role ==
-                        tensor::key)  // queries meet keys: their statistics say nothing about values
+                    // Statistics of queries apply to keys, not to values.
+                    if (s.role == tensor::key)
                         if (const float* const row_of = encoder.feedback_row(id, s.dim, c))
                             for (int j = 0; j < c; ++j)
                                 owed[static_cast<std::size_t>(j)] +=
@@ -259,7 +259,7 @@ private:
             });
         return not_finite;
     }
-    /// Within what a parameter holds, so that none becomes infinite.
+    /// Clamps to the range of a parameter type, so that no parameter becomes infinite.
     static float bounded(float x) noexcept {
         constexpr float limit =
             0x1p100f < detail::max_finite<parameter> ? 0x1p100f : detail::max_finite<parameter>;
@@ -306,7 +306,7 @@ struct with_any_group<scheme<Bits, Levels, Granularity, Params, Encoder>> {
     }
 };
 
-// What a group size that is a value changes stands in the name.
+// A group size as a value is part of the name.
 template <class Bits, class Levels, class Granularity, class Params, class Encoder>
 inline constexpr bool name_says_all<scheme<Bits, Levels, Granularity, Params, Encoder>> = true;
 }  // namespace detail

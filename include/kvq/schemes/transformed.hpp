@@ -1,12 +1,12 @@
-// transformed<Transform, Inner>: an orthogonal transform of every token's channels in front of another scheme.
+// transformed<Transform, Inner>: an orthogonal transform of every token's channels before another scheme.
 //
-//   block = what Inner makes of T x;   x^ = T^-1 Inner(T x);   q . k = (T q) . (T k),   sum p v = T^-1 sum p (T v)
+//   block = Inner of T x;   x^ = T^-1 Inner(T x);   q . k = (T q) . (T k),   sum p v = T^-1 sum p (T v)
 //
-// So attention transforms each query once and each output once, and works on Inner's codes in between: what is foldable stays
+// So attention transforms each query once and each output once, and works on Inner's codes in between: foldable schemes stay
 // foldable. Aliases: hadamard<Inner>, rotated<Inner>.
 //
-// Contract: a transform spreads its input over all channels, so what is not finite becomes 0 before it, and is counted. The
-// bound of Inner holds in the transformed basis; the length of the error of a token is the same in both.
+// Contract: a transform spreads its input over all channels, so a value that is not finite becomes 0 before it, and is counted. The
+// bound of Inner holds in the transformed basis; the length of a token's error is the same in both bases.
 #pragma once
 
 #include <type_traits>
@@ -35,7 +35,7 @@ struct transformed : Inner {
 
     short_text name() const { return transform.name() + "-" + Inner::name(); }
 
-    /// Of the transform and of what Inner holds (io/scheme_identity.hpp).
+    /// Fingerprint of the transform and of Inner (io/scheme_identity.hpp).
     std::uint64_t fingerprint() const {
         detail::fingerprint_hash hash;
         hash.add(transform.fingerprint());
@@ -43,7 +43,7 @@ struct transformed : Inner {
         return hash.value;
     }
 
-    /// Raises kvq::error if the transform's or Inner's state is that of another shape; a cache calls it when it is made.
+    /// Raises kvq::error if the state of the transform or of Inner belongs to another shape; a cache calls it when it is made.
     void check(const cache_shape& s, tensor role) const {
         if constexpr (requires { transform.check(s, role); }) transform.check(s, role);
         if constexpr (requires(const Inner& inner) { inner.check(s, role); }) Inner::check(s, role);
@@ -54,7 +54,7 @@ struct transformed : Inner {
         Inner::quantize(s, id, values, block);
         return not_finite;
     }
-    /// What Inner codes: T x for every token, in place; returns how many numbers were not finite.
+    /// The input of Inner: T x for every token, in place; returns how many values were not finite.
     std::uint32_t transform_values(const block_shape& s, const block_id& id, float* values) const {
         std::uint32_t not_finite = 0;
         for (std::size_t i = 0; i < s.values(); ++i)
@@ -77,7 +77,7 @@ struct transformed : Inner {
             transform.backward(s.dim, id, values + static_cast<std::ptrdiff_t>(t) * s.dim);
     }
 
-    // Inner may have a transform of its own (an order of channels): it comes second.
+    // Inner may have a transform of its own (an order of channels): it is applied second.
     void transform_query(const block_shape& s, const block_id& id, float* x) const
         requires(foldable<Inner> || segmented<Inner>) {
         transform.forward(s.dim, id, x);
@@ -90,11 +90,11 @@ struct transformed : Inner {
     }
 };
 
-/// Random signs and Walsh-Hadamard in front of Inner; in blocks of at most `Largest` channels (0: as large as they fit).
+/// Random signs and Walsh-Hadamard before Inner, in blocks of at most `Largest` channels (0: as large as they fit).
 template <kv_scheme Inner, int Largest = 0, std::uint32_t Seed = 1>
 using hadamard = transformed<hadamard_transform<Largest, Seed>, Inner>;
 
-/// A given rotation per layer and head in front of Inner: rotated<affine<2>>(rotation(layers, heads, dim, matrices)).
+/// A given rotation per layer and head before Inner: rotated<affine<2>>(rotation(layers, heads, dim, matrices)).
 template <kv_scheme Inner>
 using rotated = transformed<rotation, Inner>;
 

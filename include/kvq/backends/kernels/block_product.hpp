@@ -1,13 +1,13 @@
-// The product of one block with n vectors, for any scheme: chosen once, at compile time.
+// The product of one block with n operands, queries (K) or rows of weights (V), for any scheme. The kernel is chosen at compile time.
 //
 //   full precision   float products on 16/32-bit values                       (value_product.hpp)
-//                    many vectors: 16-bit values as integers of 14 bits       (word_product.hpp)
+//                    many operands: 16-bit values as integers of 14 bits      (word_product.hpp)
 //   foldable         integer products on codes, parameters folded             (folded.hpp, code_product.hpp)
 //   segmented        the same for one range of columns after the other, added up (segment_product.hpp)
-//   anything else    the block is dequantized to floats in the workspace, then multiplied
+//   other schemes    the block is dequantized to floats in the workspace, then multiplied
 //
-// An object is made once for many blocks of one shape, so that layouts are worked out once. `begin` prepares the vectors (where
-// columns carry no parameters, once for all blocks), `finish` multiplies.
+// One object serves many blocks of one shape, so that layouts are computed once. `begin` prepares the operands (once for all blocks
+// if columns carry no parameters), `finish` multiplies.
 #pragma once
 
 #include <utility>
@@ -18,17 +18,17 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-/// Blocks that are multiplied as they are, or dequantized first.
+/// Blocks that are multiplied directly, or dequantized first.
 struct float_plan {
-    std::size_t values;  ///< of the workspace
+    std::size_t values;  ///< floats of the workspace
 
     std::size_t workspace_bytes() const { return detail::round_up(values * sizeof(float), std::size_t{64}); }
 };
 
-/// Blocks of values that are multiplied as they are, or become words first.
+/// Blocks of 16/32-bit values that are multiplied directly, or converted to words first.
 template <class Lanes, class T>
 struct value_plan {
-    word_space words;  ///< empty: multiplied as they are
+    word_space words;  ///< empty: multiplied directly
 
     value_plan(const block_shape& shape, int n)
         : words(multiplies_words<Lanes, T>(n) ? word_space(shape, n) : word_space()) {}
@@ -48,22 +48,22 @@ auto plan_products(const Scheme& scheme, const block_shape& shape, block_id id, 
         return float_plan{shape.values()};
 }
 
-/// Products of `n` vectors with one head's blocks of `scheme`, which must outlive it. Where the architecture multiplies tiles, a
-/// tile_session for n vectors is open during `finish`.
+/// Products of `n` operands with one head's blocks of `scheme`, which must outlive it. On architectures that multiply tiles, a
+/// tile_session for n operands must be open during `finish`.
 template <class Backend, class Scheme>
 class block_product {
 public:
     using scheme_type = Scheme;
     using lanes = typename Backend::lanes;
 
-    /// shape: of every quantized block. (Blocks of values need not be full: theirs is an argument of the calls.)
+    /// shape: of every quantized block. (Blocks of 16/32-bit values need not be full: calls take their shape as an argument.)
     block_product(const Scheme& scheme, const block_shape& shape, block_id id, int n)
         : scheme_(scheme),
           plan_(plan_products<Backend>(scheme, shape, id, n)),
           n_(n),
           block_bytes_(scheme.block_bytes(shape)) {}
 
-    /// May `begin` be called once and serve every block?
+    /// Does one call of `begin` serve every block?
     static constexpr bool folds_once(tensor role) noexcept {
         if constexpr (foldable<Scheme>)
             return !Scheme::fold(role).columns();
@@ -71,7 +71,7 @@ public:
             return true;
     }
 
-    /// From one head's block to the next.
+    /// Distance from one head's block to the next.
     std::size_t block_bytes(const block_shape& shape) const {
         if constexpr (full_precision<Scheme>)
             return scheme_.block_bytes(shape);
@@ -91,17 +91,17 @@ public:
             if (shape.role == tensor::key) fold_words(x, x_stride, shape.cols(), workspace);
     }
 
-    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a coded
-    /// block is always full). ahead: distance to the block that will be read next, for prefetching; 0 if there is none.
+    /// y[i][r] (+)= sum_c x^[r][c] x[i][c] over the first `rows` rows and `cols` columns (a quantized
+    /// block is always full). ahead: distance to the block that is read next, for prefetching; 0: none.
     void finish(const block_shape& shape, block_id id, const std::byte* block, const float* x,
                 std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                 std::ptrdiff_t ahead, std::byte* workspace) const {
-        // Parameters are needed first and all at once: every block would begin with waiting for them.
+        // Prefetched, because parameters are needed first and all at once: every block would begin with a wait for memory.
         if constexpr (foldable<Scheme> || segmented<Scheme>)
             for (std::size_t at = plan_.parameters; at < block_bytes_; at += 64)
                 detail::prefetch(block + ahead + at);
         if constexpr (full_precision<Scheme>) {
-            // Of values, the columns that count are known only here.
+            // For V the number of used columns is known only here.
             if (shape.role == tensor::value) fold_words(x, x_stride, cols, workspace);
             if (multiply_words(shape, block, rows, cols, y, y_stride, add, ahead, workspace)) return;
             value_product<lanes, typename Scheme::value_type>(shape, block, x, x_stride, n_, rows, cols, y,

@@ -1,7 +1,7 @@
-// Grids of channels, one channel to a lane: what the encoders of quant/encoders.hpp fit, bit for bit.
+// Grids of channels, one channel to a lane: the fits of quant/encoders.hpp, bit for bit.
 //
 // A pass reads all tokens of the channels once, for one grid per channel: errors of its codes, or sums for a better grid.
-// Sums go part by part (interleaved_sum: token t belongs to part t % 8), each part in order of tokens, so lanes change nothing.
+// Sums have parts (interleaved_sum: token t belongs to part t % 8), each part in order of tokens, so lanes do not change the result.
 // Contract: all values are finite and at most 2^100; tokens <= most_tokens. Cost of least squares: 10 to 15 passes.
 #pragma once
 
@@ -18,12 +18,12 @@ public:
     static constexpr int width = Lanes::width;
     static constexpr int most_tokens = 256;
 
-    /// Grids as columns of numbers; channels behind the last one have grids of zeros.
+    /// Grids, one per lane; lanes behind the last channel have grids of zeros.
     struct grids {
         alignas(64) float first[width] = {}, last[width] = {};
     };
 
-    /// values: `channels` <= width numbers of every token, `stride` apart; top: the largest code of each of them.
+    /// values: `channels` <= width values of every token, `stride` apart; top: the largest code of each channel.
     channel_fits(const float* values, std::ptrdiff_t stride, int tokens, int channels, const int* top)
         : tokens_(tokens), channels_(channels) {
         for (int t = 0; t < tokens; ++t)
@@ -33,7 +33,7 @@ public:
         for (int i = 0; i < width; ++i) top_[i] = i < channels ? top[i] : 1;
     }
 
-    /// First and last values of the grids. keep: those of channels that lie on a grid already, as detail::grid_keeper does it.
+    /// First and last values of the grids. keep: channels that already lie on a grid keep it, as in detail::grid_keeper.
     grids fit(const detail::grid_fits& fits, bool keep = false) {
         using detail::grid_fit;
         const grids range = range_of();
@@ -99,7 +99,7 @@ private:
             hi = Lanes::larger(hi, x(t));
         }
         grids r;
-        const floats zero = Lanes::splat_float(0.0f);  // makes -0 +0
+        const floats zero = Lanes::splat_float(0.0f);  // turns -0 into +0
         Lanes::store_floats(r.first, Lanes::add(lo, zero));
         Lanes::store_floats(r.last, Lanes::add(hi, zero));
         return r;
@@ -119,7 +119,7 @@ private:
         return r;
     }
 
-    /// detail::find_grid for every channel; kept: was there one?
+    /// detail::find_grid for every channel; kept: whether it found a grid.
     grids find_grids(const grids& range, bool* kept) const {
         using detail::grid_guess;
         grids best = range;
@@ -169,7 +169,7 @@ private:
         return best;
     }
 
-    /// The range, or the narrower grid with the least error.
+    /// The range, or a narrower grid with less error.
     grids search(const grids& range) {
         grids best = range;
         sums of;
@@ -193,7 +193,7 @@ private:
         return best;
     }
 
-    /// Turns of the best grid for the codes of the last one; least_ has the errors of `best`.
+    /// Iterates: the best grid for the codes of the last grid; least_ has the errors of `best`.
     grids refine(const grids& start) {
         grids best = start;
         bool open[width];
@@ -239,8 +239,8 @@ private:
         }
     }
 
-    /// Codes of all numbers on the channels' grids: their squared errors, and what a better grid needs. Codes and their
-    /// squares are whole numbers, whose sums are exact in any order: of a part, at most 32 * 255^2, also in floats.
+    /// Codes of all values on the channels' grids: their squared errors, and the sums for a better grid. Codes and their
+    /// squares are integers, whose sums are exact in any order, also in floats: one part is at most 32 * 255^2.
     /// Sums only grow: a pass ends early when no channel is below its limit any more.
     template <bool Errors, bool Products>
     void pass(const grids& r, sums& total, const column* limit = nullptr) const {

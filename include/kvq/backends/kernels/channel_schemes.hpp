@@ -1,15 +1,15 @@
-// Which schemes with parameters per channel and encoders the kernels support, and for which blocks.
+// Schemes with parameters per channel, and encoders, that the kernels support, and the supported blocks.
 //
-// Contract: at most most_channels channels and tokens, channels in fours; of V, groups of tokens that are whole steps of codes.
+// Contract: at most most_channels channels and tokens; channels are a multiple of 4; groups of tokens of V are whole steps of codes.
 #pragma once
 
 #include "../../schemes/channel_grid.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-inline constexpr int most_channels = 256;  // and tokens
+inline constexpr int most_channels = 256;  // also of tokens
 
-/// Types derived from these may do something else.
+/// False for types derived from the library's schemes, which may differ.
 template <class S>
 inline constexpr bool is_channel_scheme = false;
 template <grid Options, class Encoder, class Params, class TokenScales>

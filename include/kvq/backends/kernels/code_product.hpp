@@ -1,16 +1,16 @@
-// y = X^ x on the codes of a block: an integer matrix times fixed-point vectors (backends/kernels/folded.hpp).
+// y = X^ x on the codes of a block: an integer matrix times fixed-point operands (backends/kernels/folded.hpp).
 //
 //   y[r] = row_scale[r] * (step * sum_c (code - zero) * byte + bias_dot) + row_bias[r] * sum
 //
-// In registers, up to 4 vectors at a time (code_sums.hpp), or, on architectures that have them, in tiles, up to 16
-// (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits where registers take bytes as well.
+// In registers, up to 4 operands at a time (code_sums.hpp), or, on architectures with tile instructions, in tiles, up to 16
+// (tile_product.hpp). Contract: that of code_sums.hpp; both give the same bits if registers take bytes as well.
 #pragma once
 
 #include "tile_product.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-/// What products of n vectors with blocks of one shape have in common.
+/// Common plan of products of n operands with blocks of one shape.
 template <class Scheme>
 struct code_plan {
     static constexpr int bits = Scheme::code_bits;
@@ -18,10 +18,10 @@ struct code_plan {
     fold_use use;
     code_layout<bits> codes;
     fold_layout<bits> fold;
-    std::size_t parameters;  ///< where they begin in a block
+    std::size_t parameters;  ///< offset of the parameters in a block
     std::ptrdiff_t line;     ///< floats of the row parameters of one column group
     std::size_t
-        parameter_bytes;  ///< of all row parameters: they come first in the workspace, then what fold() makes
+        parameter_bytes;  ///< bytes of all row parameters; in the workspace, the output of fold() follows them
 
     code_plan(const Scheme& scheme, const block_shape& shape, int n, int tile_query_bytes)
         : use(Scheme::fold(shape.role)),
@@ -40,7 +40,7 @@ struct code_plan {
     }
 };
 
-/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n vectors that were folded for this block.
+/// y[i][r] (+)= sum_c x^[r][c] x[i][c] for the n operands that were folded for this block.
 template <class Lanes, class Backend, class Scheme>
 class code_product {
 public:
@@ -68,8 +68,8 @@ public:
                                                             biases_ ? biases_ + g * line_ : nullptr);
     }
 
-    /// ahead: distance in bytes from this block to the one that will be read
-    /// next; 0 if there is none.
+    /// ahead: distance in bytes from this block to the one that is read
+    /// next; 0: none.
     void run(float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead) const {
         if constexpr (has_tiles<Lanes>)
             if (layout_.tile_query_bytes > 0)
@@ -111,7 +111,7 @@ private:
         int first_query, queries, set;
         int slot;    // first row slot of the tile
         int height;  // slots
-        int rows;    // rows from there to the end of the group
+        int rows;    // rows from `row` to the end of the group
         int row;     // first row
     };
 
@@ -138,7 +138,7 @@ private:
                     biases_ ? biases_ + line : nullptr,
                     scalars_ + (at.set * codes_.cols.groups() + g) * layout_.n + at.first_query,
                     add || g > 0};
-                // Rows come in fours: registers of four are never cut.
+                // Slots are a multiple of 4: registers of 4 lanes are always full.
                 if (several)
                     multiply<Lanes::row_vectors, false>(at.queries, what, to);
                 else
@@ -149,7 +149,7 @@ private:
         }
     }
 
-    /// What multiply_in_tiles asks for.
+    /// The functions that multiply_in_tiles calls.
     class in_tiles {
     public:
         in_tiles(const code_product& product, float* y, std::ptrdiff_t y_stride, bool add,
@@ -190,16 +190,16 @@ private:
         bool add_;
         std::ptrdiff_t ahead_;
         const std::byte* planes_[planes::count];  // of the next step
-        int left_ = 0;                            // quads of its group
+        int left_ = 0;                            // quads left in its group
     };
 
-    /// From the group's first step to the end of its last one, or of the row.
+    /// Quads from the group's first step to the end of its last one, or of the row.
     int quads_of(int group) const {
         const int from = layout_.first_step(group);
         return detail::smaller((layout_.last_step(group) - from) * planes::quads_per_step,
                                codes_.quads() - from * planes::quads_per_step);
     }
-    /// Each plane's vector of the group's first step, at a row of the tile.
+    /// Finds each plane's vector of the group's first step, at a row of the tile.
     void find_group(int slot, int height, int part, int group, const std::byte** first) const {
         const std::byte* const begin =
             block_ +
@@ -222,11 +222,11 @@ private:
 
     const code_layout<bits>& codes_;
     const fold_layout<bits>& layout_;
-    bool columns_;  // do they carry parameters?
+    bool columns_;  // whether columns carry parameters
     const std::byte* block_;
     const std::uint32_t* words_;
     const fold_scalars* scalars_;
-    std::byte* memory_;  // what fold() has made, then that of tiles
+    std::byte* memory_;  // the output of fold(), then the memory of tiles
     std::ptrdiff_t line_;
     float* scales_;
     float* biases_;

@@ -1,9 +1,9 @@
-// Integer sums of codes with fixed-point vectors in registers, and what makes floats of them: the inside of code_product.hpp.
+// Integer sums of codes with fixed-point operands in registers, and their conversion to floats: used by code_product.hpp.
 //
-// Numbers of a vector are two bytes or a 16-bit word (16 bits, the default), or one byte (half of the products): form_of.
-// Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are made so that they
-// fit); per column group there is one float rounding of each term. Every word of the block is loaded once per query block of up
-// to 4 vectors.
+// A value of an operand is two bytes or a 16-bit word (16 bits, the default), or one byte (half of the products): form_of.
+// Contract: integer sums are exact (255 * 128 * columns stays below 2^31 up to 65 000 columns; words are scaled so that
+// their sums fit); per column group there is one float rounding of each term. Every word of the block is loaded once per query
+// block of up to 4 operands.
 #pragma once
 
 #include <utility>
@@ -33,8 +33,8 @@ KVQ_INLINE void store_some(T* to, typename Lanes::floats x, int n) {
     }
 }
 
-/// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, right
-/// to the place of its bits.
+/// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, directly
+/// to the position of its bits.
 template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>
 KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
                                            std::ptrdiff_t offset, int n) {
@@ -54,7 +54,7 @@ KVQ_INLINE typename Lanes::ints quad_codes(const std::byte* const* planes, std::
     return w;
 }
 
-/// Integer sums of `Vectors` row vectors with `Queries` vectors.
+/// Integer sums of `Vectors` row vectors with `Queries` operands.
 template <class Lanes, int Vectors, int Queries>
 struct code_sums {
     typename Lanes::ints high[Queries][Vectors];
@@ -118,7 +118,7 @@ KVQ_INLINE void add_quads(code_sums<Lanes, Vectors, Queries>& sums, const std::b
 struct code_part {
     const std::byte* const* planes;  ///< each plane's first vector, at the first of the rows
     std::ptrdiff_t vector_bytes;
-    std::ptrdiff_t ahead;  ///< distance to what should be fetched meanwhile
+    std::ptrdiff_t ahead;  ///< distance to the bytes to prefetch
     int steps;
     int quads;       ///< from the first step to the end of the row: a step that reaches
                      ///< beyond is cut short
@@ -126,8 +126,7 @@ struct code_part {
     const std::uint32_t* x;
 };
 
-/// Prefetches what the next block has where this one has the vectors of a step: into the second cache, since the first one
-/// can wait for few lines at a time.
+/// Prefetches the vectors of the same step of the next block, into L2, because L1 has few outstanding misses.
 template <class Lanes, int Bits, int Vectors, int Plane = 0>
 KVQ_INLINE void fetch_ahead(const std::byte* const* planes, std::ptrdiff_t vector_bytes,
                             std::ptrdiff_t ahead) {
@@ -171,7 +170,7 @@ KVQ_INLINE void sum_codes(const code_part& part, code_sums<Lanes, Vectors, Queri
             sums, planes, part.vector_bytes, part.quads % P::quads_per_step, x, part.slot_count, all{});
 }
 
-/// Where the sums of a part go, and what turns them into floats.
+/// Output of the sums of a part, and the parameters that turn them into floats.
 struct code_target {
     float* y;
     std::ptrdiff_t y_stride;
@@ -179,10 +178,10 @@ struct code_target {
     const float* row_scale;  ///< null: 1
     const float* row_bias;   ///< null: 0
     const fold_scalars* scalars;
-    bool add;  ///< to what y holds
+    bool add;  ///< add to y instead of overwriting it
 };
 
-/// Integer sums as floats, with what parameters add. Whole: all vectors are full, and Scale and Bias are what the target has.
+/// Integer sums as floats, with the parameters applied. Whole: all vectors are full, and Scale and Bias match the target.
 template <vector_form Form, class Lanes, int ZeroCode, bool Whole, bool Scale, bool Bias, int Vectors,
           int Queries>
 KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
@@ -191,7 +190,7 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
     const auto left = [&](int v) {
         return Whole ? Lanes::width : detail::smaller(to.rows - v * Lanes::width, Lanes::width);
     };
-    // Parameters of the rows are the same for all queries: read once.
+    // Parameters of the rows are the same for all queries: they are read once.
     typename Lanes::floats scale[Vectors], bias[Vectors];
     KVQ_UNROLL
     for (int v = 0; v < Vectors; ++v) {
@@ -216,7 +215,7 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
             if constexpr (Form == vector_form::two_bytes)
                 y = Lanes::multiply_add(y, Lanes::splat_float(256.0f), Lanes::to_floats(low));
             y = Lanes::multiply_add(y, Lanes::splat_float(s.step), Lanes::splat_float(s.bias_dot));
-            // Rounded: else compilers choose which of the two products they fuse with the sum, kernel by kernel.
+            // Rounded: otherwise the compiler would choose, kernel by kernel, which of the two products to fuse with the sum.
             if (has_scale) y = Lanes::rounded_product(y, scale[v]);
             if (has_bias) y = Lanes::multiply_add(bias[v], Lanes::splat_float(s.sum), y);
             if (to.add) y = Lanes::add(y, load_rows<Lanes>(out + v * Lanes::width, left(v)));
@@ -228,7 +227,7 @@ KVQ_INLINE void finish_rows(const code_sums<Lanes, Vectors, Queries>& sums, cons
     }
 }
 
-/// finish_rows for what the target has: decided once, since branches for every vector cost 3 % of attention.
+/// finish_rows for the parameters of the target. They are tested once, since branches for every vector cost 3 % of attention.
 template <vector_form Form, class Lanes, int ZeroCode, int Vectors, int Queries>
 KVQ_INLINE void finish_sums(const code_sums<Lanes, Vectors, Queries>& sums, const code_target& to) {
     const bool whole = to.rows >= Vectors * Lanes::width;

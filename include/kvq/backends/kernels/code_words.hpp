@@ -20,7 +20,7 @@ struct code_words {
             Lanes::bit_or(Lanes::template shift_left<16>(c), Lanes::template shift_left<24>(d)));
     }
 
-    /// Calls store(vector of the row, words) for the vectors of a step, of `quads` in a row, cut into planes.
+    /// Calls store(index of the vector in the row, words) for the vectors of a step, of `quads` quads in a row, cut into planes.
     /// Cut: the last step of a row may be short.
     template <bool Cut, int Plane = 0, class F>
     static KVQ_INLINE void put(int quads, int step, const ints* words, F&& store) {

@@ -1,4 +1,4 @@
-// Which schemes the kernels for coding and dequantizing support.
+// Schemes that the kernels for quantizing and dequantizing support.
 #pragma once
 
 #include "../../schemes/scheme.hpp"
@@ -11,15 +11,15 @@ template <class Bits, class Levels, class Granularity, class Params, class Encod
 inline constexpr bool is_composed<scheme<Bits, Levels, Granularity, Params, Encoder>> =
     std::same_as<Levels, asymmetric> || std::same_as<Levels, symmetric>;
 
-/// A scheme composed of the library's own levels, and not a type derived from one, whose quantize() and dequantize() may do more
+/// A scheme composed of the library's own levels. Types derived from one are excluded: their quantize() and dequantize() may do more
 /// (transform, search).
 template <class S>
 concept composed_scheme = is_composed<S>;
-/// One whose parameters are the range of a group, which kernels fit.
+/// A composed scheme whose parameters are the range of a group. The kernels fit such parameters.
 template <class S>
 concept range_scheme = composed_scheme<S> && S::fits_range;
 
-/// Where a block's parameters lie: scheme::parameter_offset and section_bytes, asked once per block.
+/// Offsets of a block's parameters: scheme::parameter_offset and section_bytes, computed once per block.
 struct parameter_sections {
     std::size_t first, bytes;
     int slot_count, size;

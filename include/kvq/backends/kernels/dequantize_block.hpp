@@ -3,9 +3,9 @@
 //   codes of 64 columns -> words of four codes -> x^ = scale * code + bias -> tokens
 //
 //   V   lanes are channels, as in the output
-//   K   rows are tokens: codes are transposed while they are bytes, a quarter of the work of floats
+//   K   rows are tokens: codes are transposed while they are bytes, which is a quarter of the work of floats
 //
-// Contract: bit for bit what scheme::dequantize says (tests/conformance), then rounded once to the type of the output.
+// Contract: the bits of scheme::dequantize (tests/conformance), then rounded once to the type of the output.
 #pragma once
 
 #include <utility>
@@ -22,7 +22,7 @@ public:
     block_dequantizer(const Scheme& scheme, const block_shape& shape, const std::byte* block)
         : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(block) {}
 
-    /// x^ of all tokens. False: not for this kernel, nothing was written.
+    /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
     KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes>& out) const {
         const grouped_axis& cols = codes_.cols;
         if (cols.groups() > 1 && cols.group % Lanes::width != 0) return false;
@@ -45,7 +45,7 @@ private:
     /// Columns that are dequantized at a time: whole steps of every width, a multiple of every vector.
     static constexpr int chunk = 64, chunk_quads = chunk / 4;
 
-    /// Some rows of one tile that fit a vector.
+    /// Rows of one tile that fit a vector.
     struct part {
         int group;       // row group
         int row;         // first row
@@ -80,7 +80,7 @@ private:
         }
     }
 
-    /// x^ of codes that share a scale and a bias: where a vector holds all values that there are, a table.
+    /// x^ of codes that share a scale and a bias; a table, if a vector holds the values of all codes.
     struct values_of {
         static constexpr bool tabled = (1 << bits) <= Lanes::width && requires(floats t, ints i) {
             Lanes::lookup(t, i);
@@ -151,7 +151,7 @@ private:
             Backend::template load_floats<parameter>(at + sections_.bytes, n, bias);
     }
 
-    /// Calls f(part, column, values of its rows) for all columns of all parts; of a part, columns come in order.
+    /// Calls f(part, column, values of its rows) for all columns of all parts; the columns of a part come in order.
     template <class F>
     KVQ_INLINE void each_value(F&& f) const {
         if (on_rows(shape_.role))
@@ -247,7 +247,7 @@ private:
         };
         run(std::make_integer_sequence<int, planes::quads_per_step>{});
     }
-    /// Each plane's vector of the step that quad `first` begins.
+    /// Finds each plane's vector of the step that begins at quad `first`.
     KVQ_INLINE void first_vectors(const part& p, int first, const std::byte** plane) const {
         const int in_tile = p.height - p.slot_count;
         const std::byte* const begin = from_ + 4 * (static_cast<std::size_t>(p.slot - in_tile) *

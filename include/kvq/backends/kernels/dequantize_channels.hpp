@@ -4,8 +4,8 @@
 //   V   a lane is a channel, as in the output
 //   K   a lane is a token: channels are dequantized in the order of the plan, and transposed in their own
 //
-// Contract: bit for bit what scheme::dequantize says, rounded once to the type of the output (tests/conformance). Blocks beyond
-// 256 x 256 and odd groups are left to it: run() returns false and has written nothing.
+// Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance). For blocks beyond
+// 256 x 256 and odd groups run() returns false and has written nothing.
 #pragma once
 
 #include <utility>
@@ -23,7 +23,7 @@ public:
     channel_dequantizer(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block)
         : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.token_axis(shape)), from_(block) {}
 
-    /// x^ of all tokens. False: not for this kernel, nothing was written.
+    /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
     KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes>& out) {
         if (!channels_line_up<Scheme>(shape_, tokens_)) return false;
         if (shape_.role == tensor::key) find_places();

@@ -1,4 +1,4 @@
-// Dequantizing a block to tokens where codes are few and parameters belong to tokens: x^ is looked up, never computed.
+// Dequantizing a block to tokens with tables, for narrow codes and parameters per token: x^ is looked up, never computed.
 //
 //   table of a token and group = x^ of every code, rounded to the type of the output; repeated until it fills a vector
 //   value = table[code]
@@ -8,7 +8,7 @@
 //   V   rows are channels, as in the output; for 16-bit output words of two vectors are split into halves first
 //
 // An index carries bits of its neighbours above its own, which a repeating table ignores: codes need no mask.
-// Contract: bit for bit what scheme::dequantize says, rounded once to the type of the output (tests/conformance). run() returns
+// Contract: the bits of scheme::dequantize, rounded once to the type of the output (tests/conformance). run() returns
 // false, and has written nothing, for shapes that do not fill vectors and lanes without lookup_table.
 #pragma once
 
@@ -70,17 +70,17 @@ private:
                (channels.groups() == 1 || channels.group % channel_step == 0);
     }
 
-    /// Parameters of some tokens, for every group of channels that a span touches.
+    /// Parameters of some tokens, for every group of channels in a span.
     struct parameters {
         alignas(64) float scale[most][width], bias[most][width];
     };
-    /// Some channels, counted in steps (lanes of K, vectors of V), and the groups they belong to.
+    /// A range of channels, counted in steps (lanes of K, vectors of V), and its groups.
     struct span {
         int first, count;        // steps
-        int group, steps, left;  // the first group, steps of a group, and how many of the first one are here
+        int group, steps, left;  // the first group, steps of a group, steps of the first group here
 
         /// Calls f(group, counted from the first; its first step, counted from the span's first; steps).
-        /// Steps: of every group, where that is known; else 0.
+        /// Steps: of every group, if known at compile time; else 0.
         template <int Steps, class F>
         KVQ_INLINE void each_group(F&& f) const {
             if constexpr (Steps > 0)
@@ -90,8 +90,8 @@ private:
                 f(g, begin, detail::smaller(end, count) - begin);
         }
     };
-    /// Calls f<Steps>: of every group, if all have as many and spans begin with one, so that loops over them have constant counts;
-    /// else 0. A group size that is part of the type compiles one of them.
+    /// Calls f<Steps>. Steps: steps of every group, if all groups have as many and spans begin with a group, so that loops over them
+    /// have constant counts; else 0. A group size that is part of the type compiles only one f<Steps>.
     template <int Step, class F>
     void with_steps(F&& f) const {
         using granularity_type = typename Scheme::granularity_type;
@@ -107,7 +107,7 @@ private:
         }
         f.template operator()<0>();
     }
-    /// Calls f(span) for all channels: tokens are written in long runs.
+    /// Calls f(span) for all channels: long spans, so that tokens are written in long runs.
     template <class F>
     KVQ_INLINE void each_span(const grouped_axis& channels, int step, F&& f) const {
         const int all = shape_.dim / step, steps = channels.groups() == 1 ? all : channels.group / step;
@@ -123,7 +123,7 @@ private:
         });
     }
 
-    /// The levels of all codes, code i in lane i; they repeat.
+    /// The levels of all codes, code i in lane i, repeated to fill the vector.
     static KVQ_INLINE floats all_levels() {
         float level[width];
         for (int i = 0; i < width; ++i)
@@ -141,7 +141,7 @@ private:
     template <int Steps>
     void keys() const {
         const floats level = all_levels();
-        // Copies, which what is written cannot change.
+        // Local copies: stores to the output cannot change them.
         const std::ptrdiff_t stride = stride_;
         const int rows = shape_.tokens;
         each_span(codes_.cols, lane_columns, [&, stride, rows](const span at) {
@@ -208,7 +208,7 @@ private:
                 }
                 [&]<int... Column>(std::integer_sequence<int, Column...>) KVQ_INLINE_LAMBDA {
                     const auto one = [&]<int C>(std::integral_constant<int, C>) KVQ_INLINE_LAMBDA {
-                        // A vector of parameters at a time: what a masked store writes is slow to read again.
+                        // A vector of parameters at a time: loads after a masked store are slow.
                         const int i = (t + C) % width;
                         if (C % width == 0 && i == 0)
                             load(p, at, t + C, detail::smaller(width, cols - t - C));

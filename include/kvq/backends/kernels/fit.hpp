@@ -1,8 +1,8 @@
 // Parameters of a vector of groups: quant/affine.hpp and quant/symmetric.hpp, a group per lane.
 //
-// Contract: bit for bit what levels::fit and levels::code give. Stored types other than float, float16 and bfloat16 are
-// fitted lane by lane. Values come as quantize.hpp loads them: a float16 times 2^-112, which every step here undoes exactly.
-// Codes need no clamping unless the range of the group exceeds what the stored type can span: with bias rounded down and
+// Contract: bit for bit the results of levels::fit and levels::code. Stored types other than float, float16 and bfloat16 are
+// fitted lane by lane. Values have the form of quantize_block.hpp: a float16 times 2^-112, which every step here undoes exactly.
+// Codes need no clamping unless the range of the group exceeds that of the stored type: with bias rounded down and
 // scale rounded up, (x - bias) / scale is at most top * (1 + 2^-22), which rounds to top.
 #pragma once
 
@@ -23,7 +23,7 @@ class group_fit {
     static constexpr float limit = detail::max_finite<P>;
     static constexpr int top = Levels::template top<Bits>, zero = Levels::template zero_code<Bits>;
     static constexpr auto steps = static_cast<float>(top - zero);
-    /// Does no group of finite Window values exceed the range of the parameters?
+    /// True if no group of finite Window values can exceed the range of the parameters.
     static constexpr bool always_fits = in_lanes && std::same_as<Window, float16> &&
                                         (Levels::has_bias ? 131008.0f : 65504.0f) / steps <= limit;
 
@@ -37,7 +37,7 @@ public:
         if constexpr (in_lanes) {
             floats range = hi;
             if constexpr (Levels::has_bias) {
-                // + 0 makes -0 +0, as in asymmetric::fit.
+                // + 0 turns -0 into +0, as in asymmetric::fit.
                 lo = Lanes::add(lo, Lanes::splat_float(0.0f));
                 stored_bias_ = rounded<false>(bounded(lo), bias);
                 range = Lanes::subtract(hi, bias);
@@ -71,7 +71,7 @@ public:
     }
 
     KVQ_INLINE bool must_clamp() const { return !always_fits && exceeds(most_); }
-    /// Codes must be clamped if any lane of this is above what the parameters can hold. (Of several fits: of the largest.)
+    /// Codes must be clamped if a lane of this is above the range of the parameters. (For several fits: test the largest.)
     KVQ_INLINE floats most() const { return most_; }
     static KVQ_INLINE bool exceeds(floats most) { return Lanes::largest(most) > limit; }
 
@@ -94,13 +94,13 @@ public:
     static KVQ_INLINE ints code(floats x, floats bias, floats inverse) {
         return code_of(level<Clamp>(x, bias, inverse));
     }
-    /// The integers that codes stand for: codes themselves, or codes less that of zero.
+    /// The levels of the codes: the codes themselves, or the codes minus the zero code.
     template <bool Clamp>
     static KVQ_INLINE ints level(floats x, floats bias, floats inverse) {
         floats v;
         if constexpr (!Levels::has_bias)
             v = real(x);
-        else if constexpr (Scaled)  // the product is exact, so this rounds once, as a subtraction does
+        else if constexpr (Scaled)  // the product is exact, so this rounds once, like a subtraction
             v = Lanes::multiply_add(x, Lanes::splat_float(0x1p112f),
                                     Lanes::subtract(Lanes::splat_float(0.0f), bias));
         else
@@ -136,7 +136,7 @@ private:
     static KVQ_INLINE floats bounded(floats x) {
         return Lanes::smaller(Lanes::larger(x, Lanes::splat_float(-limit)), Lanes::splat_float(limit));
     }
-    /// Rounded down or up to the stored type: its bits, and what they stand for.
+    /// Rounded down or up to the stored type: its bits, and their value.
     template <bool Up>
     static KVQ_INLINE ints rounded(floats x, floats& value) {
         if constexpr (std::same_as<P, float>) {

@@ -1,18 +1,19 @@
-// Folding: turns the vectors of a product into 16-bit fixed point, high and low bytes, once per block, so that the product runs on codes.
+// Folding: converts the operands of a product to 16-bit fixed point, high and low bytes, once per block, so that the product runs on
+// codes. An operand is a query (K) or a row of weights (V).
 //
 //   x'  = col_scale * x                                        (only where columns carry parameters)
 //   x' ~= step * (256 * high + low),  high, low signed bytes,  step = max|x'| / 32512
 //
-// With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 127. The low word of a pair is not used then.
-// Where the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of two
-// pieces: half of the products. The step grows where sums of words might not fit 32 bits (8-bit codes, 260 columns).
+// With one byte (Backend::query_bytes == 1): x' ~= step * high, step = max|x'| / 127. The low word of a pair is then unused.
+// If the instruction set multiplies 16-bit words as fast as bytes (Lanes::word_products; no VNNI), x' ~= step * word instead of high
+// and low bytes: half of the products. The step grows if sums of words might not fit 32 bits (8-bit codes, 260 columns).
 // Contract: |x' - step * (256 high + low)| <= step / 2, that is 2^-16 of the largest |x'|: as fine as fp16 for the
-// largest elements and finer than fp16 sums for the rest. Sums and bias products are taken in float.
-// Layout for a set of vectors (one set per row group if columns carry parameters, else one):
+// largest elements and finer than fp16 sums for the rest. Sums and bias products are computed in float.
+// Layout for a set of operands (one set per row group if columns carry parameters, else one):
 //   [query block][column group][quad][query in block] two 32-bit words: high and low of four signed bytes each, or 16-bit
 //   words of columns 0 and 2 and of columns 1 and 3.
-// For products of tiles (tile_product.hpp), in blocks of as many queries as a tile has room for:
-//   [query block][column group][64 columns][query in block][piece][64 signed bytes]
+// For products of tiles (tile_product.hpp), in blocks of as many queries as fit a tile:
+//   [query block][column group][64 columns][query in block][high, low][64 signed bytes]
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,7 @@ inline constexpr int query_block = 4;
 
 /// Splits n queries into blocks of 4, 2 and 1.
 constexpr int next_query_block(int remaining) noexcept { return remaining >= 4 ? 4 : remaining >= 2 ? 2 : 1; }
-/// f(std::integral_constant<int, queries>{}) for what next_query_block has said.
+/// Calls f(std::integral_constant<int, queries>{}) for each block of next_query_block.
 template <class F>
 KVQ_INLINE void with_queries(int queries, F&& f) {
     if (queries == 4)
@@ -40,7 +41,7 @@ KVQ_INLINE void with_queries(int queries, F&& f) {
         f(std::integral_constant<int, 1>{});
 }
 
-/// How numbers of a folded vector are held: a signed byte, two of them, a signed 16-bit word.
+/// Form of a value of a folded operand: a signed byte, two of them, or a signed 16-bit word.
 enum class vector_form { byte, two_bytes, word };
 
 template <class Backend>
@@ -64,9 +65,9 @@ concept has_tiles = requires {
 };
 
 inline constexpr int tile_columns = 64;  // bytes of a row of a tile
-inline constexpr int tile_lines = 16;    // of a tile: pieces of vectors, or rows of a block across
+inline constexpr int tile_lines = 16;    // rows of a tile: bytes of operands, or rows of a block
 
-/// Rows of a tile that each of n vectors takes, where tiles multiply them (two of them have room for all); else 0. A product of tiles
+/// Rows of a tile for each of n operands, if tiles multiply them (two tiles must have room for all); else 0. A product of tiles
 /// takes as long for one row as for sixteen: up to eight, registers are faster.
 template <class Lanes, class Backend>
 int query_bytes_in_tiles(int n) {
@@ -78,7 +79,7 @@ int query_bytes_in_tiles(int n) {
     return 0;
 }
 
-/// What remains of a vector besides its pieces, per (set, column group, query).
+/// Scalars of an operand besides its bytes, per (set, column group, query).
 struct fold_scalars {
     float step;
     float sum;              // of x'
@@ -87,14 +88,14 @@ struct fold_scalars {
     std::int32_t low_sum;
 };
 
-/// Where the parts of a folded set of `n` vectors lie in memory: [scratch][scalars][words]; see above. Sizes are kept, not worked
-/// out again: kernels ask for them at every block.
+/// Offsets of the parts of a folded set of `n` operands in memory: [scratch][scalars][words]; see above. Sizes are stored, because
+/// kernels read them at every block.
 template <int Bits>
 struct fold_layout {
     static constexpr int step = code_planes<Bits>::quads_per_step;
-    /// Bytes that storing whole vectors of pieces may write beyond the last word.
+    /// Bytes that stores of whole vectors may write beyond the last word.
     static constexpr std::size_t overrun = 256;
-    /// Rows of floats that folding takes: scales, biases, and the vectors of a query block.
+    /// Rows of float scratch of folding: scales, biases, and the operands of a query block.
     static constexpr std::size_t scratch_rows = 2 + query_block;
 
     grouped_axis cols;
@@ -117,7 +118,7 @@ struct fold_layout {
             blocks += tile_blocks(g);
         }
         set_words = tile_query_bytes > 0 ? tile_query_bytes * blocks * tile_columns / 4 : steps * step * 2;
-        // A step has up to 8 quads, and vectors run over the last one.
+        // A step has up to 8 quads, and vectors run beyond the last one.
         scratch_floats = detail::round_up(static_cast<std::size_t>(cols.padded_size()), std::size_t{16}) +
                          32 + (tile_query_bytes > 0 ? tile_columns : 0);
         const std::size_t each = static_cast<std::size_t>(sets) * static_cast<std::size_t>(n);
@@ -134,11 +135,11 @@ struct fold_layout {
         return detail::ceil_div((cols.group_begin(group) + cols.group_slots(group)) / 4, step);
     }
 
-    /// Tiles, one after the other, that hold the columns of the group's steps.
+    /// Number of tiles, one after the other, that hold the columns of the group's steps.
     constexpr int tile_blocks(int group) const noexcept {
         return detail::ceil_div((last_step(group) - first_step(group)) * 4 * step, tile_columns);
     }
-    /// Vectors that share a tile.
+    /// Operands that share a tile.
     constexpr int tile_queries() const noexcept { return tile_lines / tile_query_bytes; }
 
     float* scratch(std::byte* memory) const noexcept { return reinterpret_cast<float*>(memory); }
@@ -166,7 +167,7 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
     return Lanes::load_floats(from, detail::larger(n, 0));
 }
 
-/// One column group of `Queries` vectors, which share what they load of the parameters. Tiles: pieces are written for tiles.
+/// One column group of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the layout of tiles.
 template <vector_form Form, bool Tiles, class Lanes, int Bits, int ZeroCode>
 struct group_fold {
     fold_use use;
@@ -174,18 +175,18 @@ struct group_fold {
     const float* bias;   ///< of the group's columns, where use.col_bias
     float* scratch;      ///< query_block rows, scratch_stride apart
     std::ptrdiff_t scratch_stride;
-    int before, size, after;  ///< columns that belong to others, of the group, up to the end of its last step
-    int stride;  ///< words from one quad of a vector's pieces to the next, or from one 64 columns to the next
+    int before, size, after;  ///< columns of other groups; of the group; to the end of its last step
+    int stride;  ///< words from one quad of an operand's bytes to the next, or from one 64 columns to the next
 
-    /// Words from one vector to the next.
+    /// Words from one operand to the next.
     static constexpr int vector_words = !Tiles                      ? 2
                                         : Form == vector_form::byte ? tile_columns / 4
                                                                     : tile_columns / 2;
 
-    /// x: the group's first columns, vectors x_stride apart. Vector i starts at out + vector_words * i, scalars at s + i.
+    /// x: the group's first columns, operands x_stride apart. Operand i starts at out + vector_words * i, scalars at s + i.
     template <int Queries>
     void run(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out, fold_scalars* s) const {
-        // A copy that no store can reach: else every loop would read its pointers and counts again.
+        // A local copy that no store can alias: otherwise every loop would read its pointers and counts again.
         group_fold(*this).template run_own<Queries>(x, x_stride, out, s);
     }
 
@@ -194,7 +195,7 @@ private:
     KVQ_INLINE void run_own(const float* x, std::ptrdiff_t x_stride, std::uint32_t* out,
                             fold_scalars* s) const {
         float inverse[Queries];
-        // Decided once: branches between the columns would cost a twentieth of attention.
+        // Tested once: branches between the columns would cost 5 % of attention.
         const bool whole = size % Lanes::width == 0;
         if (whole && use.col_scale && use.col_bias && !use.row_bias)
             scale_columns<Queries, true, true, true>(x, x_stride, s, inverse);
@@ -213,8 +214,8 @@ private:
     using floats = typename Lanes::floats;
     using ints = typename Lanes::ints;
 
-    /// x' with zeros around it, and what it takes to bring it to the range of the pieces. Whole: all vectors are full, Scale
-    /// and Bias are what `use` says, and rows have biases, which take the sum of x', only where columns have none.
+    /// x' with zeros around it, and the scale to fixed point. Whole: all vectors are full, Scale
+    /// and Bias equal `use`, and rows have biases, which need the sum of x', only if columns have none.
     template <int Queries, bool Whole, bool Scale, bool Bias>
     KVQ_INLINE void scale_columns(const float* x, std::ptrdiff_t x_stride, fold_scalars* s,
                                   float* inverse) const {
@@ -249,7 +250,7 @@ private:
         float range = Form == vector_form::byte ? 127.0f : 32512.0f;
         if constexpr (Form == vector_form::word)
             range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)));
-        // One kind of operation after the other, without branches: sums of all vectors are on their way at once.
+        // One kind of operation after the other, without branches: the sums of all operands overlap.
         float top[Queries];
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
@@ -260,14 +261,14 @@ private:
         }
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
-            // Vectors this small are zero next to anything float can hold.
+            // Operands this small count as zero.
             const bool some = top[i] > 1e-33f;
             inverse[i] = some ? range / top[i] : 0.0f;
             s[i].step = some ? top[i] / range : 0.0f;
         }
     }
 
-    /// Zeros around x', where a step of codes has columns of other groups.
+    /// Writes zeros around x', for columns of other groups in a step of codes.
     KVQ_INLINE void clear_around(float* row) const {
         for (int c = 0; c < before; ++c) row[c] = 0.0f;
         for (int c = before + size; c < detail::round_up(before + size + after, Lanes::width); ++c)
@@ -318,7 +319,7 @@ private:
         }
     }
 
-    /// Rows of tiles: 64 columns of one vector at a time.
+    /// Rows of tiles: 64 columns of one operand at a time.
     template <int Queries>
     KVQ_INLINE void write_rows(std::uint32_t* out, const float* inverse, fold_scalars* s) const {
         constexpr int vectors = tile_columns / Lanes::width;
@@ -355,7 +356,7 @@ private:
             return fixed;
     }
 
-    /// 64 numbers: their high bytes, then, where there are two bytes, their low ones.
+    /// 64 values: their high bytes, then, for two bytes, their low bytes.
     static KVQ_INLINE void store_row(std::byte* to, const ints* fixed) {
         if constexpr (Form == vector_form::two_bytes &&
                       requires { Lanes::store_high_low_rows(to, to, fixed); }) {
@@ -374,7 +375,7 @@ private:
         }
     }
 
-    /// Are the pieces of so many vectors written together?
+    /// Are the bytes of this many operands stored together?
     template <int Queries>
     static constexpr bool packs = Form != vector_form::word&& Queries ==
                                   query_block&& requires(std::uint32_t* out, const ints* a) {
@@ -382,7 +383,7 @@ private:
     };
 };
 
-/// Folds layout.n vectors x[i] (cols floats each, x_stride apart) for products with `block`.
+/// Folds layout.n operands x[i] (cols floats each, x_stride apart) for products with `block`.
 template <class Lanes, class Backend, vector_form Form, bool Tiles, class Scheme>
 void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout, const block_shape& shape,
              block_id id, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
@@ -407,7 +408,7 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
         for (int first = 0; first < n;) {
             using group_type = group_fold<Form, Tiles, Lanes, Scheme::code_bits, Scheme::zero_code>;
             const int block_n = next_query_block(n - first);
-            // Vectors of a tile lie side by side, also those of the next query block.
+            // Operands of a tile lie side by side, also those of the next query block.
             const int beside =
                 Tiles ? detail::smaller(layout.tile_queries(),
                                         n - first / layout.tile_queries() * layout.tile_queries())

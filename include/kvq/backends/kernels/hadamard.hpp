@@ -1,9 +1,9 @@
 // The Walsh-Hadamard transform with random signs (quant/hadamard.hpp) of all tokens of a block, in lanes.
 //
 //   steps within a vector     `width` vectors are transposed; sums and differences are then of whole vectors
-//   steps between vectors     as they lie
+//   steps between vectors     without a transposition
 //
-// Contract: sums and differences come in the order of quant/hadamard.hpp, so the bits are the same.
+// Contract: sums and differences have the order of quant/hadamard.hpp, so the bits are the same.
 #pragma once
 
 #include "../../core/bits.hpp"
@@ -14,10 +14,10 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 template <class Lanes>
 class hadamard_rows {
 public:
-    /// x: `tokens` rows of `dim` numbers.
+    /// x: `tokens` rows of `dim` values.
     hadamard_rows(float* x, int tokens, int dim) : x_(x), tokens_(tokens), dim_(dim) {}
 
-    /// Every row's channels [first, first + n), n a power of two.
+    /// Transforms every row's channels [first, first + n), n a power of two.
     void transform(int first, int n) const {
         if (n < width) {
             for (int t = 0; t < tokens_; ++t) detail::walsh_hadamard(row(t) + first, n);
@@ -55,7 +55,7 @@ public:
                 Lanes::store_floats(x + i, Lanes::multiply(Lanes::load_floats(x + i), norm));
         }
     }
-    /// Every channel's sign: sign(channel) is 1 or -1.
+    /// Multiplies every channel by its sign: sign(channel) is 1 or -1.
     template <class F>
     void multiply(F&& sign) const {
         for (int c = 0; c < dim_; c += width) {

@@ -1,7 +1,7 @@
-// Lanes without intrinsics: what a set of SIMD lanes must offer, written as loops that compilers vectorize.
+// Lanes without intrinsics: the interface of a set of SIMD lanes, written as loops that compilers vectorise.
 //
 // The kernels in this folder are templates over such a type. `ints` are 32-bit words, `floats` are floats, both `width`
-// wide; `doubles` are half as many. The SIMD versions live in backends/simd/.
+// wide; `doubles` are half as many. The SIMD versions are in backends/simd/.
 #pragma once
 
 #include <cmath>
@@ -79,7 +79,7 @@ struct plain_lanes {
     static KVQ_INLINE ints add(ints a, ints b) {
         return map_ints([&](int i) { return a.v[i] + b.v[i]; });
     }
-    /// 16-bit halves as signed integers: minima and maxima; and what has the order of the 16-bit floats they were (or back).
+    /// 16-bit halves as signed integers: minima and maxima; and conversion to integers with the order of 16-bit floats (and back).
     template <class F>
     static KVQ_INLINE ints map_halves(F f) {
         return map_ints([&](int i) {
@@ -144,7 +144,7 @@ struct plain_lanes {
             return from.v[at] + from.v[at + 1];
         });
     }
-    /// Odd lanes become zero, whatever they held.
+    /// Odd lanes become zero.
     static KVQ_INLINE floats keep_even(floats a) {
         return map_floats([&](int i) { return i & 1 ? 0.0f : a.v[i]; });
     }
@@ -161,7 +161,7 @@ struct plain_lanes {
     static KVQ_INLINE floats rounded_product(floats a, floats b) {
         return map_floats([&](int i) { return detail::rounded_product(a.v[i], b.v[i]); });
     }
-    /// Fused where the CPU can: not left to the compiler, which decides it anew for every kernel.
+    /// Fused if the CPU can: explicit, because the compiler would decide differently in every kernel.
     static KVQ_INLINE floats multiply_add(floats a, floats b, floats c) {
 #if defined(__FP_FAST_FMAF)
         return map_floats([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
@@ -239,7 +239,7 @@ struct plain_lanes {
     static KVQ_INLINE floats to_floats(ints a) {
         return map_floats([&](int i) { return static_cast<float>(a.v[i]); });
     }
-    /// Nearest integers, ties to even; |a| < 2^22. Some integer for anything else: products of huge or NaN queries end here.
+    /// Nearest integers, ties to even; |a| < 2^22. Any integer for other values: products of huge or NaN queries.
     static KVQ_INLINE ints round(floats a) {
         return map_ints([&](int i) {
             const float magnitude = a.v[i] < 0.0f ? -a.v[i] : a.v[i];
@@ -271,7 +271,7 @@ struct plain_lanes {
         }
     }
 
-    /// Rows become columns: afterwards word i of v[j] is what word j of v[i] was.
+    /// Rows become columns: word i of v[j] is afterwards the former word j of v[i].
     static KVQ_INLINE void transpose(ints (&v)[width]) {
         for (int i = 0; i < width; ++i)
             for (int j = 0; j < i; ++j) {
@@ -280,7 +280,7 @@ struct plain_lanes {
                 v[j].v[i] = word;
             }
     }
-    /// The same; what was loaded is not loaded again for a second use.
+    /// Returns a, held in a register, so that a second use does not load it again.
     static KVQ_INLINE ints in_register(ints a) { return a; }
     /// Lane i: the smallest (largest) lane of vector i.
     template <bool Smallest>

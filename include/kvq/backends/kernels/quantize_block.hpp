@@ -1,10 +1,10 @@
 // Quantizing a full block of 16-bit values with a composed scheme, a vector of rows at a time.
 //
 // The window block and the quantized block have the same tiles, so nothing is transposed: a lane stays a row. Minima and maxima
-// of a group come first, then its codes, from values that are still in the first cache; parameters are fitted a vector at
+// of a group come first, then its codes, from values that are still in L1; parameters are fitted a vector at
 // a time (fit.hpp), those of columns after a transposition in registers.
-// Contract: the same bytes as scheme::quantize (tests/conformance). Blocks that hold NaN or infinities, and row groups that
-// do not line up with tiles, are left to it: run() returns false and has written nothing that matters.
+// Contract: the same bytes as scheme::quantize (tests/conformance). For blocks that hold NaN or infinities, and for row groups that
+// do not line up with tiles, run() returns false, and the contents of the block are undefined.
 #pragma once
 
 #include <cstring>
@@ -34,7 +34,7 @@ public:
         const bool lines_up = rows.groups() == 1 || rows.group % tile_layout::tile_rows == 0 ||
                               tile_layout::tile_rows % rows.group == 0;
         if (!lines_up || shape_.rows() < 2) return false;
-        // Padding between sections and of odd groups is zero, as the reference writes it.
+        // Padding between sections and of odd groups is zero, as in the reference.
         const bool whole_steps =
             cols.size % step_columns == 0 && (cols.groups() == 1 || cols.group % step_columns == 0);
         std::memset(to_, 0, scheme_.block_bytes(shape_));
@@ -62,10 +62,10 @@ private:
     static constexpr int bits = Scheme::code_bits;
     static constexpr int per_word = value_layout<float16>::values_per_word;
     static constexpr int step_quads = planes::quads_per_step, step_columns = 4 * step_quads;
-    /// Columns whose parameters are kept at hand when columns carry them.
+    /// Columns whose parameters are held in arrays, if columns carry parameters.
     static constexpr int chunk = 64;
 
-    /// Up to a vector of neighbouring rows of one tile: where their values and codes are.
+    /// Up to a vector of neighbouring rows of one tile: the address of their values and codes.
     template <bool Whole>
     struct strip {
         const std::byte* from;
@@ -110,7 +110,7 @@ private:
         }
     }
 
-    /// One half of each word, as group_fit counts: times 2^-112.
+    /// One half of each word, in the form of group_fit: times 2^-112.
     template <int Half>
     static KVQ_INLINE floats half(ints words) {
         const ints high = Half ? words : Lanes::template shift_left<16>(words);
@@ -119,7 +119,7 @@ private:
     }
 
     /// Minima and maxima of words in every lane; two of each, so that they do not wait for each other. Values are compared as
-    /// the integers that have their order, both halves at once; there infinities and NaN are the extremes.
+    /// integers of the same order, both halves at once; among these, infinities and NaN are the extremes.
     struct extremes {
         ints lo[2], hi[2];
 
@@ -140,7 +140,7 @@ private:
         KVQ_INLINE ints met() const { return Lanes::bit_or(special::marks(least()), special::marks(most())); }
     };
 
-    /// Words with one half in place of both.
+    /// Words with both halves equal to one of them.
     template <int Half>
     static KVQ_INLINE ints twice(ints words) {
         const ints low = Lanes::splat(0xffff), high = Lanes::splat(-0x10000);
@@ -150,7 +150,7 @@ private:
             return Lanes::bit_or(Lanes::template shift_right<16>(words), Lanes::bit_and(words, high));
     }
 
-    /// Of columns [begin, end).
+    /// The extremes of columns [begin, end).
     template <bool Whole>
     KVQ_INLINE extremes range_of(const strip<Whole>& at, int begin, int end) {
         extremes found;
@@ -181,7 +181,7 @@ private:
         return writer::four_codes(a, b, c, d);
     }
 
-    /// The four values of a quad, from its first word on.
+    /// The four values of a quad, from its first word.
     template <bool Whole>
     static KVQ_INLINE void load_quad(const strip<Whole>& at, const std::byte* p, floats (&x)[4]) {
         const ints w0 = at.load(p), w1 = at.load(p + at.from_step);
@@ -209,7 +209,7 @@ private:
             put<false>(at, s, words);
         }
     }
-    /// The same with parameters of their own for every column; bias and inverse start at step `first`.
+    /// The same for parameters per column; bias and inverse start at step `first`.
     template <bool Clamp, bool Whole>
     KVQ_INLINE void code_steps(const strip<Whole>& at, int first, int last, const float* bias,
                                const float* inverse) const {
@@ -289,7 +289,7 @@ private:
         }
     }
 
-    /// Parameters on columns, one row group: some columns at a time, so that values are read from the first cache twice.
+    /// Parameters on columns, one row group: a chunk of columns at a time, so that the second read of the values hits L1.
     void code_columns(int group) {
         const int cols = shape_.cols();
         for (int first = 0; first < cols; first += chunk) {
@@ -319,7 +319,7 @@ private:
         }
     }
 
-    /// Parameters of columns [first, first + size) of a row group. Must codes be clamped?
+    /// Fits the parameters of columns [first, first + size) of a row group. Returns whether codes must be clamped.
     bool fit_columns(int group, int first, int size, float* bias, float* inverse) {
         // The extremes of a word's columns, in every lane.
         ints lo[chunk], hi[chunk];
@@ -352,7 +352,7 @@ private:
         }
         for (int w = detail::ceil_div(size, per_word); w % Lanes::width != 0; ++w)
             lo[w] = hi[w] = Lanes::splat(0);
-        // Of every column, one after the other.
+        // The extremes of every column, one after the other.
         alignas(64) std::byte least[2 * chunk], most[2 * chunk];
         for (int w = 0; w < detail::ceil_div(size, per_word); w += Lanes::width) {
             Lanes::store(least + 4 * w, merged<true>(lo + w));
@@ -373,7 +373,7 @@ private:
         return clamp;
     }
 
-    /// Lane i: the least (most) word of vector i, halves by themselves.
+    /// Lane i: the least (largest) word of vector i, each half by itself.
     template <bool Least>
     static KVQ_INLINE ints merged(const ints* v) {
         ints ordered[Lanes::width];

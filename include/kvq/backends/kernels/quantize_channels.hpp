@@ -1,14 +1,14 @@
-// Coding blocks with parameters per channel that encoders fit (schemes/channel_grid.hpp), in lanes.
+// Quantizing blocks with parameters per channel that encoders fit (schemes/channel_grid.hpp), in lanes.
 //
-//   1. factors     of tokens, and every token divided by its own                          (token_scale_fit.hpp)
+//   1. scales      of tokens; every token is divided by its token scale                   (token_scale_fit.hpp)
 //   2. fit         a lane is a channel                                                    (channel_fit.hpp)
-//   3. store       parameters, by the code of quant/channel_params.hpp
-//   4. code        a lane is a row of the block: a channel of V, with the mean of its errors; a token of K, after a transposition
-//   5. feedback    of K, from the last channel to the first, a few channels at a time: what they owe to errors behind
-//                  them is summed in registers                                            (quant/error_feedback.hpp)
+//   3. store       parameters, by the functions of quant/channel_params.hpp
+//   4. round       a lane is a row of the block: a channel of V, with the mean of its errors; a token of K, after a transposition
+//   5. feedback    of K, from the last channel to the first, a few channels at a time: the weighted errors of later channels
+//                  are summed in registers                                                (quant/error_feedback.hpp)
 //
-// Contract: the same bytes as scheme::quantize (tests/conformance). Values that are not finite or above 2^100, other encoders
-// than the library's own, blocks beyond 256 x 256 and odd groups are left to it: run() returns false and has changed nothing
+// Contract: the same bytes as scheme::quantize (tests/conformance). For values that are not finite or above 2^100, for encoders other
+// than the library's own, for blocks beyond 256 x 256 and for odd groups run() returns false and has changed nothing
 // but the block.
 #pragma once
 
@@ -29,8 +29,8 @@ concept channel_scheme = is_channel_scheme<S> && detail::encoder_traits<typename
 template <class Lanes, channel_scheme Scheme>
 class channel_quantizer {
 public:
-    /// values: [tokens][dim]; run() leaves anything there if it succeeds. again: as Scheme::requantize, for values that were quantized
-    /// before. token_scales: those of their tokens then, or null.
+    /// values: [tokens][dim]; run() overwrites them if it succeeds. again: as Scheme::requantize, for values that were quantized
+    /// before. token_scales: the token scales of their last block, or null.
     channel_quantizer(const Scheme& scheme, const block_shape& shape, block_id id, float* values,
                       std::byte* block, bool again = false, const float* token_scales = nullptr)
         : again_(again),
@@ -45,7 +45,7 @@ public:
 
     KVQ_NOINLINE bool run() {
         if (!channels_line_up<Scheme>(shape_, tokens_) || !ordinary()) return false;
-        // The mean of a channel's errors is not known in lanes of tokens.
+        // In lanes of tokens the mean of a channel's errors would need a sum across lanes.
         if (shape_.role == tensor::key && encoder::corrects_mean) return false;
         std::memset(to_, 0, scheme_.block_bytes(shape_));
         set_tops();
@@ -76,7 +76,7 @@ private:
     static constexpr int most = most_channels;
     static_assert(most <= channel_fits<Lanes>::most_tokens && most <= token_scale_fit<Lanes>::most_channels);
 
-    /// How parameters are stored; how biases are once the mean is corrected.
+    /// Rounding of stored parameters; and of biases after the mean is corrected.
     parameter_rounding rounding() const { return again_ ? keeper::rounding : encoder::rounding; }
     parameter_rounding mean_rounding() const {
         return again_ ? detail::corrected_rounding<keeper> : detail::corrected_rounding<encoder>;
@@ -84,7 +84,7 @@ private:
 
     float* token(int t) const { return values_ + t * shape_.dim; }
 
-    /// Are all numbers finite and small enough to square?
+    /// Are all values finite and small enough to square?
     bool ordinary() const {
         floats most_of = Lanes::splat_float(0.0f);
         const int n = shape_.tokens * shape_.dim;
@@ -160,7 +160,7 @@ private:
         return Lanes::subtract(x, Lanes::add(Lanes::rounded_product(scale, Lanes::to_floats(code)), bias));
     }
 
-    /// Codes and words of a step of four columns each; a step that ends early is filled up with zeros.
+    /// Codes and words of a step of four columns each; a step that ends early is padded with zeros.
     template <int Bits, class Code>
     KVQ_INLINE void put_step(const code_layout<Bits>& layout, std::byte* to, int row, int n, int step,
                              int quads, int first_quad, Code&& code_of) const {
@@ -239,7 +239,7 @@ private:
         const int size = tokens_.group_size(g), first = g * tokens_.group;
         for (int part = 0; part < size;) {
             const int n = rows_of_part<width>(size, part);
-            alignas(64) std::byte columns[most * 4 * width];  // numbers of a channel, then their codes
+            alignas(64) std::byte columns[most * 4 * width];  // values of a channel, then their codes
             transpose(first + part, n, columns);
             if (row)
                 code_with_feedback(row, columns);
@@ -257,7 +257,7 @@ private:
                     Lanes::splat_float(static_cast<float>(top_[c])));
     }
 
-    /// Channels of n tokens, a vector each.
+    /// Transposes n tokens to channels, a vector each.
     void transpose(int first, int n, std::byte* columns) const {
         for (int c = 0; c < shape_.dim; c += width) {
             const int channels = detail::smaller(width, shape_.dim - c);
@@ -292,9 +292,9 @@ private:
             put(scheme_.codes(shape_), 0, shape_.dim, to_);
     }
 
-    /// rows: what errors of a channel add to those before it, [dim][dim].
+    /// rows: weights of the error of a channel for the channels before it, [dim][dim].
     void code_with_feedback(const float* rows, std::byte* columns) const {
-        constexpr int together = 4;  // channels whose debts are in registers; dim is a multiple
+        constexpr int together = 4;  // channels whose error sums are in registers; dim is a multiple
         const int dim = shape_.dim;
         alignas(64) double errors[most * width];
         for (int first = dim - together; first >= 0; first -= together) {

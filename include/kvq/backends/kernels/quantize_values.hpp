@@ -2,12 +2,12 @@
 //
 //   per token      minima and maxima of `width` tokens, merged to one lane each; a token's parameters are broadcast
 //   per channel    minima and maxima lane by lane, over the tokens of a group
-//   K              rows are tokens: codes are packed to bytes first and transposed as words of four, a quarter of the work
+//   K              rows are tokens: codes are packed to bytes first and transposed as words of four, which is a quarter of the work
 //   V              rows are channels: nothing moves between lanes
 //
-// Contract: the bytes of scheme::quantize (tests/conformance). run() returns false, and what it wrote is to be written again,
-// for shapes that do not fill vectors, for lanes without pack_bytes, where codes would need clamping, and where NaN or
-// infinities turn up: a NaN, and nothing else, gives the integer -2^31; infinities are extremes.
+// Contract: the bytes of scheme::quantize (tests/conformance). run() returns false, and the contents of the block are undefined,
+// for shapes that do not fill vectors, for lanes without pack_bytes, for codes that would need clamping, and for NaN or
+// infinities: a NaN, and nothing else, gives the integer -2^31; infinities are extremes.
 #pragma once
 
 #include <array>
@@ -61,15 +61,15 @@ private:
     static constexpr int unit = 4 * width;
     /// Are parameters fitted a vector at a time?
     static constexpr bool fits_lanes = float_format<parameter>;
-    /// Tokens that are coded at a time, for parameters per token: so many that fitting them does not wait for its divisions.
+    /// Tokens that are quantized at a time, for parameters per token: enough to hide the latency of the fit's divisions.
     static constexpr int most_tokens = 32;
 
-    /// Parameters at hand: of tokens (one line for each group of channels that a unit may have), or of channels.
+    /// Parameters in use: of tokens (one line for each group of channels in a unit), or of channels.
     struct parameters {
         alignas(64) float bias[2][64], inverse[2][64];
     };
 
-    /// Channels and tokens that are coded at a time.
+    /// Channels and tokens that are quantized at a time.
     struct area {
         int channel, channels, token, tokens;
     };
@@ -96,7 +96,7 @@ private:
     struct extremes {
         floats lo, hi;
 
-        /// Into a register: a minimum and a maximum that both read memory are slower.
+        /// A load into a register: a minimum and a maximum that both read memory are slower.
         static KVQ_INLINE floats load(const float* p) {
             return Lanes::as_floats(Lanes::in_register(Lanes::load(reinterpret_cast<const std::byte*>(p))));
         }
@@ -119,7 +119,7 @@ private:
         most_ = Lanes::larger(most_, f.most());
     }
 
-    /// Groups of channels [begin, end) of `width` tokens from t on.
+    /// Fits groups of channels [begin, end) of `width` tokens from t on.
     void fit_tokens(int t, int begin, int end, int group, float* bias, float* inverse) {
         ints lo[width], hi[width];
         for (int i = 0; i < width; ++i) {
@@ -133,7 +133,7 @@ private:
                axis(true).slot(t), bias, inverse);
     }
 
-    /// A unit of channels, from c on, over tokens [begin, end).
+    /// Fits a unit of channels, from c on, over tokens [begin, end).
     void fit_channels(int c, int begin, int end, int group, float* bias, float* inverse) {
         const auto start = [&]<int... Load>(std::integer_sequence<int, Load...>) {
             return std::array<extremes, 4>{extremes(token(begin) + c + Load * width)...};
@@ -200,7 +200,7 @@ private:
         const auto [bias, inverse] = of(token_of, vector);
         return fit::template level<false>(Lanes::load_floats(p), bias, inverse);
     }
-    /// Remembers the sign bit that no code has but that of -2^31.
+    /// Collects sign bits: only the integer -2^31, that of NaN, has one.
     static KVQ_INLINE void look_at(ints& seen, ints a, ints b, ints c, ints d) {
         seen = Lanes::bit_or(seen, Lanes::bit_or(Lanes::bit_or(fit::code_of(a), fit::code_of(b)),
                                                  Lanes::bit_or(fit::code_of(c), fit::code_of(d))));

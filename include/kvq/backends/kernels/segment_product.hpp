@@ -1,8 +1,8 @@
-// y = X^ x where ranges of columns have codes of different widths: the product of code_product.hpp, range after range into the
+// y = X^ x for ranges of columns with codes of different widths: the product of code_product.hpp, one range after the other into the
 // same integer sums. Narrow codes are unpacked to the upper bits of the widest width: no float operation per range, and no bits lost.
 //
-// Vectors are folded once for all columns, with scales that are as much smaller. Contract: that of code_product.hpp for a block of
-// one width.
+// Operands are folded once for all columns; the scales of narrow codes are divided by the same power of two. Contract: that of
+// code_product.hpp for a block of one width.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-/// What products of n vectors with one head's blocks of one shape have in common. Workspaces are the same for every head.
+/// Common plan of products of n operands with one head's blocks of one shape. Workspaces are the same for every head.
 template <class Scheme>
 struct segment_plan {
     using list = typename Scheme::width_list;
@@ -20,7 +20,7 @@ struct segment_plan {
     columns_type columns;
     code_layout<8> codes;
     fold_layout<8> fold;
-    std::size_t parameters;  ///< where they begin in a block
+    std::size_t parameters;  ///< offset of the parameters in a block
     code_segment segments[static_cast<std::size_t>(list::count)] = {};
 
     segment_plan(const Scheme& scheme, const block_shape& shape, block_id id, int n, int tile_query_bytes)
@@ -33,7 +33,7 @@ struct segment_plan {
         });
     }
 
-    /// What fold() makes, then tiles, then units.
+    /// Order of the workspace: the output of fold(), tiles, units.
     std::size_t workspace_bytes() const {
         return fold.bytes + tile_space::bytes(fold.tile_query_bytes) +
                detail::round_up(static_cast<std::size_t>(codes.cols.padded_size()) * sizeof(float),
@@ -42,7 +42,7 @@ struct segment_plan {
     float* units(std::byte* workspace) const noexcept {
         return reinterpret_cast<float*>(workspace + fold.bytes + tile_space::bytes(fold.tile_query_bytes));
     }
-    /// For every column 2^-(how much narrower its codes are than the widest); 0 without codes.
+    /// For every column 2^-(widest width - width of its codes); 0 for a column without codes.
     void write_units(std::byte* workspace) const {
         float* const unit = units(workspace);
         std::fill_n(unit, codes.cols.padded_size(), 0.0f);
@@ -61,7 +61,7 @@ private:
     }
 };
 
-/// All columns of a block as if their codes were shifted to the widest width: what folding a vector needs to know.
+/// All columns of a block, with codes as if shifted to the widest width: the interface that folding needs.
 template <class Scheme>
 struct shifted_columns {
     static constexpr int code_bits = 8, zero_code = 0;
@@ -130,7 +130,7 @@ private:
           block_(block),
           ahead_(ahead) {}
 
-    /// What multiply_in_tiles asks for.
+    /// The functions that multiply_in_tiles calls.
     struct in_tiles {
         const segment_product& p;
         const fold_scalars* scalars;
@@ -139,7 +139,7 @@ private:
         bool add;
 
         int column_groups() const { return 1; }
-        /// Columns without codes are last: they are left out.
+        /// Columns without codes are last. They are skipped.
         int column_tiles(int) const {
             int end = 1;
             for (int w = 0; w < list::count; ++w)
@@ -178,7 +178,7 @@ private:
         }
     };
 
-    /// Where a segment's codes of a tile begin.
+    /// Address of a segment's codes of a tile.
     template <int Bits>
     struct codes_at {
         using P = code_planes<Bits>;
@@ -203,10 +203,10 @@ private:
         for (int part = 0; part < height;) {
             const int slot_count = height - part;
             const bool several = slot_count >= Lanes::row_vectors * Lanes::width;
-            // Made anew: a copy of what has just been written in smaller pieces would wait for the memory.
+            // Built from its fields: a wide copy of an object that narrow stores have just written would stall.
             const code_target to{tile.y + part, tile.y_stride, tile.rows - part, nullptr,
                                  nullptr,       tile.scalars,  tile.add};
-            // Rows come in fours: registers of four are never cut.
+            // Slots are a multiple of 4: registers of 4 lanes are always full.
             with_queries(queries, [&](auto n) {
                 constexpr int q = decltype(n)::value;
                 if (several)

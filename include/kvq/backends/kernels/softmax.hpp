@@ -1,4 +1,4 @@
-// One tile of an online softmax, in powers of two: scores become weights, the running maximum and sum move on.
+// One tile of an online softmax, in powers of two: scores become weights, the running maximum and sum are updated.
 //
 //   m' = max(m, max s),  w = 2^(s - m'),  sum' = sum * 2^(m - m') + sum of w,   returns 2^(m - m')
 //
@@ -38,8 +38,8 @@ KVQ_INLINE typename Lanes::floats exp2_negative(typename Lanes::floats x) {
     return Lanes::keep_above(Lanes::multiply(p, power), x, -126.0f);
 }
 
-/// Scores [0, n) of `Rows` rows, `stride` apart, become weights in place; max and sum move on. factor: what earlier weights of a row
-/// are worth now. Rows are done side by side, so that none waits for its own maximum.
+/// Turns scores [0, n) of `Rows` rows, `stride` apart, into weights, in place; updates max and sum. factor: scale of a row's earlier
+/// weights. Rows are processed side by side, so that none waits for its own maximum.
 template <class Lanes, int Rows>
 void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float* sum, float* factor) {
     constexpr float lowest = -std::numeric_limits<float>::infinity();
@@ -58,7 +58,7 @@ void softmax_tile(float* scores, std::ptrdiff_t stride, int n, float* max, float
     for (int r = 0; r < Rows; ++r) {
         top[r] = detail::larger(max[r], Lanes::largest(shift[r]));
         for (int k = i; k < n; ++k) top[r] = detail::larger(top[r], scores[r * stride + k]);
-        // Where everything is hidden so far, -infinity less anything finite is a weight of 0.
+        // While all keys are hidden, the maximum is replaced by 0, so that -infinity minus it gives the weight 0.
         shift[r] = Lanes::splat_float(top[r] == lowest ? 0.0f : top[r]);
         total[r] = Lanes::splat_float(0.0f);
     }

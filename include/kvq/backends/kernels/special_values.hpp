@@ -1,7 +1,7 @@
 // Infinities and NaN in vectors of words, found without branches: adding one to an exponent of ones carries into the sign bit.
 //
-//   marks(words)   sign bits where a value of the word is special; any other bits may be set too
-//   any(marks)     has a word a sign bit? Marks of many words are put together with bit_or first.
+//   marks(words)   sign bits for words with a special value; other bits are undefined
+//   any(marks)     does a word have a sign bit? Combine the marks of many words with bit_or first.
 #pragma once
 
 #include <concepts>

@@ -1,12 +1,12 @@
-// Products of codes with many vectors at once, on architectures that multiply tiles of bytes (AMX): the integer sums of
-// code_product.hpp, up to 16 vectors to an instruction.
+// Products of codes with many operands at once, on architectures that multiply tiles of bytes (AMX): the integer sums of
+// code_product.hpp, up to 16 operands to an instruction.
 //
 //   C[byte of query][row] = sum over columns of byte * code        tiles of 16 query bytes x 64 columns by 64 columns x 16 rows
 //
 // A step takes 64 columns of one tile of the block's layout (32 rows, two halves of 16). Its codes are unpacked to bytes in the
-// workspace while steps before it are multiplied, so that loads of tiles do not wait for stores. (Codes of 8 bits as well: tiles
-// loaded from where those lie wait longer for memory than a copy takes.) Contract: the same integers as in registers, hence the
-// same bits. Every code is unpacked once for all vectors.
+// workspace while steps before it are multiplied, so that loads of tiles do not wait for stores. (Codes of 8 bits are copied as well:
+// tile loads from the block wait longer for memory than a copy takes.) Contract: the same integers as in registers, hence the
+// same bits. Every code is unpacked once for all operands.
 #pragma once
 
 #include <utility>
@@ -15,8 +15,8 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-/// Registers of tiles for n vectors, as long as it lives: attention has one for all products of a task, since shaping them takes as
-/// long as a product of a few tiles.
+/// Configures the tile registers for n operands during its lifetime. Attention has one for all products of a task, since the
+/// configuration takes as long as a product of a few tiles.
 template <class Lanes, class Backend>
 class tile_session {
 public:
@@ -46,13 +46,13 @@ private:
     typename tiles::shapes before_;
 };
 
-/// The workspace of products in tiles, and what they have in common.
+/// The workspace of products in tiles, and its sizes.
 struct tile_space {
     static constexpr int half_rows = 16;
     static constexpr int quad_bytes = 4 * half_rows;              // of a half
     static constexpr int half_bytes = tile_columns * half_rows;   // of a step
     static constexpr int sum_bytes = 4 * half_rows * tile_lines;  // of a half and a query block
-    static constexpr int ahead = 2, steps = 4;  // unpacked before they are needed; in memory
+    static constexpr int ahead = 2, steps = 4;  // steps unpacked in advance; steps in memory
 
     static constexpr std::size_t bytes(int tile_query_bytes) noexcept {
         return tile_query_bytes == 0 ? 0 : static_cast<std::size_t>(steps * 2 * half_bytes + 4 * sum_bytes);
@@ -69,10 +69,10 @@ struct tile_step {
     int slot = 0;         ///< first row slot of the tile
     int height = 0;       ///< slots
     int row = 0;          ///< first row
-    int rows = 0;         ///< from there to the end of the group
+    int rows = 0;         ///< from `row` to the end of the group
     int group = 0;        ///< of columns
-    int part = 0;         ///< of the group's columns
-    int parts = 0;        ///< that the group has
+    int part = 0;         ///< index in the group's columns
+    int parts = 0;        ///< number of parts of the group
     int column_tile = 0;  ///< counted over all groups
 
     /// parts_of(g): steps of column group g.
@@ -146,8 +146,8 @@ KVQ_INLINE void unpack_step(const std::byte* const* planes, std::ptrdiff_t vecto
     }
 }
 
-/// Quads [from, to) of a part's columns, times 2^Raise; quad `from` goes to `out`. Tiles are multiplied whole: what memory holds
-/// beyond the last quad or row meets zeros of the vectors, or sums that nobody reads.
+/// Quads [from, to) of a part's columns, times 2^Raise; quad `from` goes to `out`. Tiles are multiplied whole: bytes
+/// beyond the last quad are multiplied with zeros of the operands, and sums beyond the last row are not read.
 template <class Lanes, int Bits, int Raise>
 void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     using P = code_planes<Bits>;
@@ -184,10 +184,10 @@ void unpack_codes(const code_part& part, int from, int to, std::byte* out) {
     }
 }
 
-/// Where the pieces of vectors lie (fold_layout), and how many rows of tiles they take.
+/// Addresses of the bytes of operands (fold_layout), and the number of their tile rows.
 struct tile_vectors {
     const std::byte* begin;
-    std::ptrdiff_t set_bytes;    ///< from the vectors of one row group to the next; 0: the same for all
+    std::ptrdiff_t set_bytes;    ///< from the operands of one row group to the next; 0: the same for all
     std::ptrdiff_t block_bytes;  ///< from one query block to the next
     int lines;
 
@@ -266,7 +266,7 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
     }
 }
 
-/// The n vectors' integer sums of a row tile, as floats. to: of the tile's first row and the first vector.
+/// The n operands' integer sums of a row tile, as floats. to: of the tile's first row and the first operand.
 template <vector_form Form, class Lanes, int ZeroCode>
 void finish_tile(const std::byte* sums, int height, int n, const code_target& to) {
     constexpr int pieces = Form == vector_form::byte ? 1 : 2, in_block = tile_lines / pieces;

@@ -1,4 +1,4 @@
-// Where dequantized tokens go: rows of 16- or 32-bit floats. Which of them is a value, so that a kernel is compiled once for both.
+// Output of dequantized tokens: rows of 16- or 32-bit floats. The type is a value, so that a kernel is compiled once for both.
 //
 //   row t, channel c   at data + t * stride + c * size,  size = 2 (float16) or 4 (float)
 //
@@ -31,7 +31,7 @@ public:
         return data_ + token * stride_ + channel * size_;
     }
 
-    /// A vector of channels from `to` on; n: the first n of them.
+    /// Writes a vector of channels from `to` on; n: only the first n of them.
     KVQ_INLINE void put(std::byte* to, floats x) const {
         if (halves())
             Lanes::template store_values<float16>(to, x);

@@ -1,7 +1,7 @@
 // Token scales, a vector of channels at a time: quant/token_scales.hpp, bit for bit.
 //
 // Sums over tokens have a channel per lane. Sums over channels have a part per lane (interleaved_sum: channel c belongs to part
-// c % 8): with 8 doubles to a register one register holds all parts, with fewer the halves of vectors take turns.
+// c % 8): with 8 doubles to a register one register holds all parts, with fewer the halves of vectors alternate.
 // Contract: all values are finite and at most 2^100; at most most_channels channels and most_tokens tokens. Channels behind the
 // last one count as zeros, which change no sum.
 #pragma once
@@ -19,7 +19,7 @@ public:
     static constexpr int width = Lanes::width;
     static constexpr int most_channels = 256, most_tokens = 256;
 
-    /// values: [tokens][dim]; factors: `tokens` floats.
+    /// values: [tokens][dim]; factors: output, `tokens` token scales.
     static void run(const float* values, int tokens, int dim, float* factors, int iterations = 8) {
         alignas(64) float weights[most_channels + step], inverse[most_tokens];
         for (int c = dim; c < dim + step; ++c) weights[c] = 0.0f;
@@ -61,7 +61,7 @@ private:
         for (int i = 0; i < n; ++i) weights[i] = detail::inverse_size(sums[i], tokens);
     }
 
-    /// Of the squares of x / w_c.
+    /// Sum of the squares of x / w_c.
     static double sum_channels(const float* x, int dim, const float* weights) {
         doubles sums[registers];
         for (int i = 0; i < registers; ++i) sums[i] = Lanes::splat_double(0.0);
@@ -76,7 +76,7 @@ private:
         for (int i = 0; i < parts; ++i) sum += part[i];
         return sum;
     }
-    /// Vector v of a step; n channels are left.
+    /// Vector v of a step; n channels remain.
     template <bool Whole>
     static KVQ_INLINE void add(int v, const float* x, int n, const float* weights,
                                doubles (&sums)[registers]) {

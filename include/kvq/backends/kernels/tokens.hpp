@@ -3,8 +3,8 @@
 //   V   lanes are channels, as in the tokens: values are rounded and stored, two tokens to a word
 //   K   rows are tokens: words of a square of tokens and columns are transposed in registers
 //
-// Contract: Window(static_cast<float>(x)), NaN payloads included. Values that have the format already are copied as words;
-// only where NaN or infinities turn up are they done again by way of float, which makes NaN quiet.
+// Contract: Window(static_cast<float>(x)), NaN payloads included. Values that already have the format are copied as words.
+// Only words with NaN or infinities are converted again through float, which makes NaN quiet.
 #pragma once
 
 #include "../../core/float_formats.hpp"
@@ -16,7 +16,7 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 template <class Lanes, float_format Window, float_format T>
 class token_writer {
 public:
-    /// tokens: `count` of them, `stride` apart; the first one becomes token `at` of the block.
+    /// tokens: `count` tokens, `stride` apart; the first one becomes token `at` of the block.
     token_writer(const block_shape& shape, std::byte* block, const T* tokens, std::ptrdiff_t stride,
                  int count, int at)
         : shape_(shape), layout_(shape), to_(block), from_(tokens), stride_(stride), count_(count), at_(at) {}
@@ -50,7 +50,7 @@ private:
         else
             return Window(static_cast<float>(x));
     }
-    /// Remembers words whose halves have all bits of the exponent set.
+    /// Collects words whose halves have all bits of the exponent set.
     KVQ_INLINE void look_at(ints words) {
         if constexpr (sizeof(T) == 2) {
             special_ = Lanes::bit_or(special_, special_values<Lanes, T>::marks(words));
@@ -178,11 +178,11 @@ private:
     const T* from_;
     std::ptrdiff_t stride_;
     int count_, at_;
-    bool copies_ = false;  // T is Window, and nothing special was met
+    bool copies_ = false;  // T is Window, and no special value was found
     ints special_ = Lanes::splat(0);
 };
 
-/// All tokens of a block of values to out, token t at out + t * stride. False where columns do not fill vectors.
+/// Writes all tokens of a block of values to out, token t at out + t * stride. False if columns do not fill vectors.
 template <class Lanes, float_format Window, float_format T>
 bool read_tokens(const block_shape& shape, const std::byte* block, T* out, std::ptrdiff_t stride) {
     constexpr int width = Lanes::width, per_word = value_layout<Window>::values_per_word;

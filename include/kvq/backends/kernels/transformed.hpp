@@ -1,7 +1,7 @@
-// Which schemes are coded from tokens as floats: those with parameters per channel, and known ones behind a transform. What they
-// need besides: the transform of a block's tokens, and tokens of any type from floats.
+// Schemes that are quantized from tokens as floats: those with parameters per channel, and supported ones behind a transform. Also
+// the transform of a block's tokens, and the conversion of floats to tokens of any type.
 //
-// Contract: the bits of transformed::transform_values() and restore_values(); round_tokens() writes T(x) for every number.
+// Contract: the bits of transformed::transform_values() and restore_values(); round_tokens() writes T(x) for every value.
 #pragma once
 
 #include "../../schemes/transformed.hpp"
@@ -17,7 +17,7 @@ inline constexpr bool is_transformed = false;
 template <class Transform, class Inner>
 inline constexpr bool is_transformed<transformed<Transform, Inner>> =
     channel_scheme<Inner> || composed_scheme<Inner>;
-/// A scheme that the kernels can code, behind a transform, and not a type derived from that, which may do something else.
+/// A scheme that the kernels can quantize, behind a transform. Derived types are excluded: they may differ.
 template <class S>
 concept transformed_scheme = is_transformed<S>;
 
@@ -29,7 +29,7 @@ inline constexpr bool is_hadamard = false;
 template <int Largest, std::uint32_t Seed>
 inline constexpr bool is_hadamard<hadamard_transform<Largest, Seed>> = true;
 
-/// T x for every token, in place; returns how many numbers were not finite.
+/// T x for every token, in place; returns how many values were not finite.
 template <class Lanes, transformed_scheme Scheme>
 std::uint32_t transform_tokens(const Scheme& scheme, const block_shape& shape, const block_id& id,
                                float* values) {

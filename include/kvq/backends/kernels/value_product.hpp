@@ -1,6 +1,6 @@
-// y = X x on blocks of 16- or 32-bit values: the same walk as code_product.hpp, with float products.
+// y = X x on blocks of 16- or 32-bit values: the same loops as code_product.hpp, with float products.
 //
-// A word holds two 16-bit columns; the vector's pairs are broadcast and even and odd columns summed in neighbouring
+// A word holds two 16-bit columns; pairs of the operand are broadcast and even and odd columns summed in neighbouring
 // lanes, which are added once at the end. Contract: float products and sums, one per column, in column order.
 #pragma once
 
@@ -48,7 +48,7 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
         }
     }
     if (cols % per_word != 0) {
-        // The other half of the last word may hold what a trim left behind.
+        // The other half of the last word may hold the value of a trimmed token.
         KVQ_UNROLL
         for (int i = 0; i < Queries; ++i) {
             const auto b = Lanes::splat_float(x[i * x_stride + cols - 1]);
@@ -89,7 +89,7 @@ void value_product_tile(const std::byte* words, std::ptrdiff_t vector_bytes, int
 }
 
 /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows.
-/// ahead: distance in bytes from this block to the one that will be read next; 0 if there is none.
+/// ahead: distance in bytes from this block to the one that is read next; 0: none.
 template <class Lanes, class T>
 void value_product(const block_shape& shape, const std::byte* block, const float* x, std::ptrdiff_t x_stride,
                    int n, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
@@ -113,8 +113,8 @@ void value_product(const block_shape& shape, const std::byte* block, const float
                     constexpr int V = decltype(v)::value;
                     const int here = detail::smaller(left, V * vector_rows);
                     constexpr int Q = decltype(q)::value;
-                    // Vectors stay inside the tile; what lies beyond `rows` is dropped. Rows come in fours, so vectors
-                    // of up to four are never cut.
+                    // Vectors stay inside the tile; rows beyond `rows` are dropped. Slots are a multiple of 4, so vectors
+                    // of up to 4 are always full.
                     const int values = detail::smaller(height - part, V * vector_rows) * per_word;
                     constexpr auto product = &value_product_tile<Lanes, T, V, Q, (V == 1 && vector_rows > 4)>;
                     if (here == V * vector_rows) {

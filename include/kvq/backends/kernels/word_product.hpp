@@ -1,11 +1,11 @@
-// y = X x on blocks of 16-bit floats for many vectors at once, where one instruction adds up products of 16-bit words.
+// y = X x on blocks of 16-bit floats for many operands at once, for CPUs on which one instruction sums products of 16-bit words.
 //
 //   X[r][c] ~= step[r] * code,  code = round(X[r][c] / step[r]),  step[r] = max_c |X[r][c]| / 8191
-//   x[c]    ~= step * number,   |number| <= 32767,  sum of |number| <= 2^18 - columns / 2
+//   x[c]    ~= step * word,     |word| <= 32767,  sum of |word| <= 2^18 - columns / 2
 //
-// So no sum of products leaves 32 bits, for any data: 8191 * 2^18 < 2^31. Rows of a tile become words in the workspace once
-// for all vectors, which is what takes many of them to pay: twice the products of floats per cycle.
-// Contract: |X - step code| <= step / 2, that is 2^-14 of a row's largest value, and |x - step number| <= step / 2, where the step
+// So sums of products fit 32 bits, for any data: 8191 * 2^18 < 2^31. Rows of a tile are converted to words in the workspace once
+// for all operands, which pays only for many operands: twice the products of floats per cycle.
+// Contract: |X - step code| <= step / 2, that is 2^-14 of a row's largest value, and |x - step word| <= step / 2, where the step
 // is the larger of max |x| / 32767 and about sum |x| / 2^18. On normal data the sum of both is a relative error of 2e-4 (128
 // columns; tests/conformance/words.cpp). A block with a value that is not finite is multiplied in floats (value_product.hpp).
 #pragma once
@@ -17,19 +17,19 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-/// Does a product of n vectors with blocks of T go by words? With fewer, making words takes longer than they save.
+/// Does a product of n operands with blocks of T use words? For fewer operands, the conversion takes longer than words save.
 template <class Lanes, class T>
 constexpr bool multiplies_words(int n) noexcept {
     return has_word_dots<Lanes> && sizeof(T) == 2 && n >= 16;
 }
 
-/// The workspace of products of n vectors with blocks of one shape:
-/// [n] floats: steps of the vectors; [n][stride] words of them; [row slots] floats: steps of the rows; a tile of words.
+/// The workspace of products of n operands with blocks of one shape:
+/// [n] floats: steps of the operands; [n][stride] words of them; [row slots] floats: steps of the rows; a tile of words.
 struct word_space {
     static constexpr int tile_rows = tile_layout::tile_rows;
 
     int n = 0;
-    std::ptrdiff_t stride = 0;  ///< of vectors, in words of two columns
+    std::ptrdiff_t stride = 0;  ///< from one operand to the next, in words of two columns
     std::size_t vectors = 0, steps = 0, tile = 0, bytes = 0;
 
     word_space() = default;
@@ -55,7 +55,7 @@ public:
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
 
-    /// Words of the vectors: `cols` columns of each, zeros up to the end of the last vector of lanes.
+    /// Converts the operands to words: `cols` columns of each, zeros up to the end of the last vector of lanes.
     static void fold(const word_space& s, const float* x, std::ptrdiff_t x_stride, int cols,
                      std::byte* space) {
         float* const steps = s.vector_steps(space);
@@ -81,8 +81,8 @@ public:
         }
     }
 
-    /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows and the vectors that `fold` has
-    /// taken with as many columns. Returns whether it did: not where a value is not finite.
+    /// y[i][r] (+)= sum over the first `cols` columns of X[r][c] x[i][c], for the first `rows` rows and the operands of the last
+    /// `fold`, which must have had as many columns. Returns false, without a product, if a value is not finite.
     static bool run(const word_space& s, const block_shape& shape, const std::byte* block, int rows, int cols,
                     float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead, std::byte* space) {
         const value_layout<T> layout(shape);
@@ -130,7 +130,7 @@ private:
                    : Lanes::load(from + Part * Lanes::width * 4, left < Lanes::width ? left : Lanes::width);
     }
 
-    /// Steps of a tile's rows; those without values get 0. Returns whether all values of the first `rows` rows are finite.
+    /// Finds the steps of a tile's rows; empty rows get 0. Returns whether all values of the first `rows` rows are finite.
     static bool find_steps(const std::byte* from, int height, int rows, int cols, float* steps,
                            std::ptrdiff_t ahead) {
         const ints magnitude = Lanes::splat(0x7fff7fff);
@@ -146,7 +146,7 @@ private:
         };
         const int whole = cols / 2;
         for (int w = 0; w < whole; ++w) visit(w, magnitude);
-        // The other half of the last word may hold what a trim left behind.
+        // The other half of the last word may hold the value of a trimmed token.
         if (cols % 2 != 0) visit(whole, Lanes::splat(0x7fff));
         ints all = Lanes::splat(0);
         KVQ_UNROLL

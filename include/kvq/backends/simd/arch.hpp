@@ -1,7 +1,7 @@
-// Architectures: an instruction set is a type, and everything in this folder is a template over it.
+// Architectures: an instruction set is a type, and everything in this folder is a template over such a type.
 //
-// Types of xsimd are used where it has one; where the oldest supported xsimd (8.1) lacks a type that matters here, this
-// header derives one. `available()` asks the running CPU. `best` is the best one of this build's -march flags.
+// Types of xsimd are used if it has them; for types that the oldest supported xsimd (8.1) lacks, this
+// header derives one. `available()` checks the running CPU. `best` is the best one of this build's -march flags.
 //
 //   sse2, sse4_1, avx2 (with FMA and F16C), avxvnni, avx512bw, avx512vnni, amx (avx512vnni with tiles) | neon64, neon64_dot
 //
@@ -43,7 +43,7 @@ struct avx2 : xsimd::fma3<xsimd::avx2> {
     using registers = xsimd::fma3<xsimd::avx2>;
     static constexpr const char* name() noexcept { return "avx2"; }
     static bool available() noexcept {
-        // Not every compiler knows F16C by name: leaf 1, bit 29 of ecx.
+        // Some compilers lack the name F16C: leaf 1, bit 29 of ecx.
         unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx >> 29 & 1u) != 0;
@@ -52,7 +52,7 @@ struct avx2 : xsimd::fma3<xsimd::avx2> {
 struct avxvnni : avx2 {
     static constexpr const char* name() noexcept { return "avxvnni"; }
     static bool available() noexcept {
-        // Not every compiler knows this one by name: leaf 7, subleaf 1, bit 4 of eax. AVX-512 has the instructions as well.
+        // Some compilers lack this name: leaf 7, subleaf 1, bit 4 of eax. AVX-512 has the instructions as well.
         unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
         const bool own = __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) != 0 && (eax >> 4 & 1u) != 0;
         return avx2::available() &&
@@ -71,7 +71,7 @@ struct avx512vnni : avx512bw {
     static constexpr const char* name() noexcept { return "avx512vnni"; }
     static bool available() noexcept { return avx512bw::available() && __builtin_cpu_supports("avx512vnni"); }
 };
-/// Where the operating system does not allow tiles, kernels are those of avx512vnni.
+/// If the operating system does not allow tiles, kernels are those of avx512vnni.
 struct amx : avx512vnni {
     using tiles = amx_tiles;
     static constexpr const char* name() noexcept { return "amx"; }
@@ -110,13 +110,13 @@ struct neon64 : xsimd::neon64 {
 };
 struct neon64_dot : neon64 {
     static constexpr const char* name() noexcept { return "neon64+dotprod"; }
-    // The same answer whatever -march this is compiled with: the linker keeps one copy.
+    // Returns the same for every -march: the linker keeps one copy.
     static bool available() noexcept {
 #if defined(__linux__)
         constexpr unsigned long dot_product = 1ul << 20;  // HWCAP_ASIMDDP
         return (getauxval(AT_HWCAP) & dot_product) != 0;
 #elif defined(__APPLE__)
-        return true;  // since the A11 and the M1
+        return true;  // every Apple CPU since the A11 and the M1
 #else
         return false;
 #endif
@@ -130,10 +130,10 @@ using best = neon64;
 #endif
 
 #else
-#error "kvq/backends/simd.hpp knows x86-64 and AArch64; use kvq::scalar elsewhere"
+#error "kvq/backends/simd.hpp supports x86-64 and AArch64; use kvq::scalar elsewhere"
 #endif
 
-/// What xsimd does not have, per instruction set; register_ops.hpp lists it.
+/// Operations that xsimd does not have, per instruction set; register_ops.hpp lists them.
 template <class Arch>
 struct register_ops;
 

@@ -1,7 +1,7 @@
 // Lanes on xsimd registers: the interface of backends/kernels/plain_lanes.hpp for one architecture.
 //
-// Arithmetic that xsimd has in every version is written with xsimd::batch; what differs per instruction set (integer dot
-// products, 16-bit floats, partial loads) comes from register_ops<Arch>, one header per instruction set.
+// Arithmetic that xsimd has in every version is written with xsimd::batch. Operations that differ per instruction set (integer dot
+// products, 16-bit floats, partial loads) come from register_ops<Arch>, one header per instruction set.
 #pragma once
 
 #include <concepts>
@@ -93,7 +93,7 @@ struct simd_lanes : arch::register_ops<Arch> {
                 return load(reinterpret_cast<const std::byte*>(to));
             }
         } else {
-            // One more in magnitude where cutting off the low half went the wrong way.
+            // Adds one in magnitude if truncation of the low half rounded in the wrong direction.
             const ints u = ops::as_ints(a);
             const ints wrong = Up ? ops::template shift_signed<31>(~u) : ops::template shift_signed<31>(u);
             return shift_right<16>(u + (wrong & splat(0xffff)));
@@ -109,7 +109,7 @@ struct simd_lanes : arch::register_ops<Arch> {
         else
             ops::store_halfwords(p, ops::template half_bits<T>(a));
     }
-    /// Lane i: all lanes of vector i under `pick`, which may be in any order.
+    /// Lane i: all lanes of vector i reduced by `pick`, in any order.
     template <class F>
     static KVQ_INLINE floats merge_lanes(const ints* v, F pick) {
         if constexpr (requires { ops::merge_lanes(v, pick); }) {

@@ -1,6 +1,6 @@
 // NEON on AArch64, with and without the dot product extension: 4 lanes.
 //
-// What every operation does: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
 #pragma once
 
 #include <arm_neon.h>
@@ -168,7 +168,7 @@ struct register_ops<Arch> {
         return product;
     }
 
-    /// Rounded correctly; xsimd divides floats through an estimate of the reciprocal on ARM.
+    /// Correctly rounded; on ARM xsimd divides floats through an estimate of the reciprocal.
     static KVQ_INLINE floats divide(floats a, floats b) { return vdivq_f32(a, b); }
 
     template <class T>
@@ -203,7 +203,7 @@ struct register_ops<Arch> {
     static KVQ_INLINE float smallest(floats a) { return vminvq_f32(a); }
 
 private:
-    /// g++ takes 16 bits -> float -> 16 bits for nothing at all, but that makes a signalling NaN quiet.
+    /// g++ removes 16 bits -> float -> 16 bits as a no-op, but the conversion makes a signalling NaN quiet.
     static KVQ_INLINE float16x4_t narrow(float32x4_t a) {
         __asm__("" : "+w"(a));
         return vcvt_f16_f32(a);

@@ -16,10 +16,10 @@
 //   transpose, load_bytes, load_halfwords, store_halfwords, half_bits<T>, rounded_product, in_register
 //   load_values<T>(p[, n]), halves<T, H>(w)   16- and 32-bit floats
 //   splat_pair, add_pairs, keep_even, sum, largest, smallest
-//   optional, where xsimd's or the general way will not do: divide, directed_float16, store_float16, merge_lanes
-//   optional, for kernels that other instruction sets do without
-//     store_high_low_of_four(out, a)            folded.hpp: what store_high_low makes of four vectors of numbers 256 high + low
-//     store_high_low_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such numbers, then the low ones, in order
+//   optional, where the xsimd or generic version is too slow or not exact: divide, directed_float16, store_float16, merge_lanes
+//   optional, for kernels that other instruction sets do not have
+//     store_high_low_of_four(out, a)            folded.hpp: store_high_low of four vectors of values 256 high + low
+//     store_high_low_rows(high, low, a)          folded.hpp: the high bytes of four vectors of such values, then the low ones, in order
 //     distance_to_whole, scale_by_power       softmax.hpp: exponent arithmetic in one instruction each
 //     dot_word_pairs(acc, a, x)               word_product.hpp: dot_words in one instruction
 //     store_as_halfwords(p, a, b), repeat_lanes<Half>(a)     word_product.hpp: the lanes of a, then b, as signed 16-bit words that

@@ -1,11 +1,11 @@
-// AMX: products of 8-bit tiles (16 x 64 by 64 x 16) in one instruction, for several vectors at once.
+// AMX: products of 8-bit tiles (16 x 64 by 64 x 16) in one instruction, for several operands at once.
 //
 //   C[i][r] += sum_k A[i][k] B[r][k]     A: rows of signed bytes; B: words of four unsigned bytes, row k / 4 holds those of all r
 //
-// B lies as vectors of codes do (pack/tile_layout.hpp): what is unpacked is stored as it comes; kernels/tile_product.hpp.
-// Contract: sums of 32 bits, exact. Between begin() and end() the thread's registers have the shapes that kernels want, afterwards
-// those that they had; their contents are lost, which every function may do to them. Linux must be asked for tiles once per
-// process, which ready() does. Source: Intel 64 and IA-32 Architectures SDM, volume 1, chapter 18.
+// B has the layout of vectors of codes (pack/tile_layout.hpp), so unpacked codes are stored in their order; kernels/tile_product.hpp.
+// Contract: sums of 32 bits, exact. Between begin() and end() the thread's tile registers have the shapes of the kernels, afterwards
+// their former shapes; their contents are lost, as the calling convention allows. A process must request tiles from Linux once;
+// ready() does it. Source: Intel 64 and IA-32 Architectures SDM, volume 1, chapter 18.
 #pragma once
 
 #include <cstddef>
@@ -20,9 +20,9 @@
 
 namespace kvq::inline KVQ_TAGGED::arch {
 
-// Instructions in words of their own: intrinsics of g++ 12 do not say that they read and write memory.
+// Inline assembly: intrinsics of g++ 12 do not declare that they read and write memory.
 struct amx_tiles {
-    /// May this process use tiles? Asks the operating system, once.
+    /// Can this process use tiles? The first call requests them from the operating system.
     static bool ready() noexcept {
         static const bool granted = [] {
 #if defined(__linux__) && defined(SYS_arch_prctl)
@@ -42,7 +42,7 @@ struct amx_tiles {
     };
 
     /// Tiles 0, 1 and 4 get first_rows rows, tiles 2, 3 and 5 second_rows, tiles 6 and 7 sixteen. 1 to 16 rows of 64 bytes. Returns
-    /// what they had before: other code of the thread may count on it.
+    /// the former shapes, which other code of the thread may need.
     static shapes begin(int first_rows, int second_rows) noexcept {
         shapes before, wanted;
         __asm__ volatile("sttilecfg %0" : "=m"(before));

@@ -1,6 +1,6 @@
 // AVX2 with FMA and F16C, with and without VNNI: 8 lanes.
 //
-// What every operation does: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
 // Without VNNI vpmaddwd multiplies 16-bit words as fast as bytes (word_products), with it vpdpbusd takes bytes.
 #pragma once
 
@@ -78,7 +78,7 @@ struct register_ops<Arch> {
         return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low));
     }
     static KVQ_INLINE floats limited(floats a, floats top) {
-        // The second operand where one is NaN.
+        // max returns the second operand if one is NaN.
         return _mm256_min_ps(_mm256_max_ps(a, _mm256_setzero_ps()), top);
     }
     static KVQ_INLINE floats to_floats(ints a) { return _mm256_cvtepi32_ps(a); }

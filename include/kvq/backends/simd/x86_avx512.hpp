@@ -1,6 +1,6 @@
 // AVX-512 (F, BW, DQ, VL), with and without VNNI: 16 lanes.
 //
-// What every operation does: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
 // Loads and stores of some lanes are masked; lanes that are not loaded are zero.
 #pragma once
 
@@ -69,7 +69,7 @@ struct register_ops<Arch> {
     }
     static KVQ_INLINE ints dot_word_pairs(ints acc, ints a,
                                           ints x) requires(std::derived_from<Arch, avx512vnni>) {
-        // In words of its own for the reason that dot() has.
+        // Inline assembly for the same reason as in dot().
         __m512i sum = acc;
         __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(__m512i(a)), "v"(__m512i(x)));
         return sum;
@@ -101,7 +101,7 @@ struct register_ops<Arch> {
         return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
     }
     static KVQ_INLINE floats limited(floats a, floats top) {
-        // The second operand where one is NaN.
+        // max returns the second operand if one is NaN.
         return _mm512_min_ps(_mm512_max_ps(a, _mm512_setzero_ps()), top);
     }
     static KVQ_INLINE floats to_floats(ints a) { return _mm512_cvtepi32_ps(a); }
@@ -120,9 +120,9 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints add_bytes(ints a, ints b) { return _mm512_add_epi8(a, b); }
     static KVQ_INLINE floats as_floats(ints a) { return _mm512_castsi512_ps(a); }
     static KVQ_INLINE ints as_ints(floats a) { return _mm512_castps_si512(a); }
-    /// a minus the nearest whole number; 0 for infinities.
+    /// a minus the nearest integer; 0 for infinities.
     static KVQ_INLINE floats distance_to_whole(floats a) { return _mm512_reduce_ps(a, 0); }
-    /// a 2^n for whole n.
+    /// a 2^n for integer n.
     static KVQ_INLINE floats scale_by_power(floats a, floats n) { return _mm512_scalef_ps(a, n); }
     template <int S>
     static KVQ_INLINE ints shift_signed(ints a) {
@@ -138,7 +138,7 @@ struct register_ops<Arch> {
     }
 
     static KVQ_INLINE void store_high_low_of_four(std::uint32_t* out, const ints* a) {
-        // Two numbers to a word; plus 128, byte 1 of each is its high byte and byte 0 its low byte plus 128.
+        // Two values to a word; plus 128, byte 1 of each is its high byte and byte 0 its low byte plus 128.
         const auto two = [](__m512i x, __m512i y) {
             const __m512i half = _mm512_set1_epi16(128);
             const __m512i order =
@@ -154,7 +154,7 @@ struct register_ops<Arch> {
     }
 
     static KVQ_INLINE void store_high_low_rows(std::byte* high, std::byte* low, const ints* a) {
-        // Afterwards word i of 128-bit lane l is what vector i has there: back to their order.
+        // Word i of 128-bit lane l now comes from lane l of vector i: restore the order.
         const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         const __m512i ab = _mm512_packs_epi32(a[0], a[1]), cd = _mm512_packs_epi32(a[2], a[3]);
         const auto high_byte = [](__m512i words) {
@@ -194,7 +194,7 @@ struct register_ops<Arch> {
             v[12 + i] = _mm512_shuffle_i32x4(high0, high1, 0xdd);
         }
     }
-    /// Lane i: all lanes of vector i under `pick`. Each level halves the vectors and what is left of each.
+    /// Lane i: all lanes of vector i reduced by `pick`. Each level halves the number of vectors and the rest of each.
     template <class F>
     static KVQ_INLINE floats merge_lanes(const ints* v, F pick) {
         const auto f = [](__m512i a) { return floats(_mm512_castsi512_ps(a)); };
@@ -215,7 +215,7 @@ struct register_ops<Arch> {
         return pick(floats(_mm512_shuffle_f32x4(c[0], c[1], 0x88)),
                     floats(_mm512_shuffle_f32x4(c[0], c[1], 0xdd)));
     }
-    /// 4 x 4 words within 128-bit lanes: afterwards lane l of v[i] holds what word 4l + i of all four was.
+    /// 4 x 4 words within 128-bit lanes: afterwards lane l of v[i] holds the former word 4l + i of all four.
     static KVQ_INLINE void transpose_fours(ints (&v)[4]) {
         const __m512i a = _mm512_unpacklo_epi32(v[0], v[1]), b = _mm512_unpackhi_epi32(v[0], v[1]),
                       c = _mm512_unpacklo_epi32(v[2], v[3]), d = _mm512_unpackhi_epi32(v[2], v[3]);
@@ -236,7 +236,7 @@ struct register_ops<Arch> {
         v[1] = _mm512_permutex2var_epi16(v[0], _mm512_or_si512(index, _mm512_set1_epi16(1)), v[1]);
         v[0] = low;
     }
-    /// 16 values rounded to T, twice where two fit; entry i % (lanes of T) of a table for lane i of an index of T's size.
+    /// 16 values rounded to T, twice if two copies fit; lane i of an index of T's size reads entry i % (lanes of T) of the table.
     template <class T>
     static KVQ_INLINE ints code_table(floats a) {
         if constexpr (std::same_as<T, float>)
@@ -254,7 +254,7 @@ struct register_ops<Arch> {
             return _mm512_permutexvar_epi32(index, table);
     }
     /// 16 bytes hold four words of codes of one row: those of columns [Part * n, (Part + 1) * n), one in each of the n lanes
-    /// of T, above them whatever shares the byte.
+    /// of T; the bits above a code are those of other codes in the byte.
     template <class T, int Bits, int Part>
     static KVQ_INLINE ints spread_codes(const std::byte* p) {
         struct indices {

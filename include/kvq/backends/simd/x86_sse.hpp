@@ -1,6 +1,6 @@
 // SSE2 and SSE4.1: 4 lanes. float16 is widened with integer arithmetic, exactly as core/float_formats.hpp does.
 //
-// What every operation does: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
+// Semantics of the operations: register_ops.hpp. Contract: the bits of plain_lanes.hpp (tests/conformance/lanes.cpp).
 #pragma once
 
 #include <emmintrin.h>
@@ -81,7 +81,7 @@ struct register_ops<Arch> {
         return _mm_movelh_ps(_mm_cvtpd_ps(low), _mm_cvtpd_ps(high));
     }
     static KVQ_INLINE floats limited(floats a, floats top) {
-        // The second operand where one is NaN.
+        // max returns the second operand if one is NaN.
         return _mm_min_ps(_mm_max_ps(a, _mm_setzero_ps()), top);
     }
     static KVQ_INLINE floats to_floats(ints a) { return _mm_cvtepi32_ps(a); }
@@ -194,7 +194,7 @@ private:
             const __m128i magnitude = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x7fff)), 13);
             const __m128i sign = _mm_slli_epi32(_mm_and_si128(h, _mm_set1_epi32(0x8000)), 16);
             const __m128i normal = _mm_add_epi32(magnitude, _mm_set1_epi32(112 << 23));
-            // Subnormals: 2^-14 + m 2^-24, less 2^-14. No operand is a subnormal float, which programs may have flushed to zero.
+            // Subnormals: 2^-14 + m 2^-24, minus 2^-14. No operand is a subnormal float, which a program may flush to zero.
             const __m128i least = _mm_set1_epi32(113 << 23);
             const __m128i subnormal = _mm_castps_si128(
                 _mm_sub_ps(_mm_castsi128_ps(_mm_or_si128(magnitude, least)), _mm_castsi128_ps(least)));
