@@ -136,11 +136,9 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
             }
         message longer = bytes;
         longer.push_back(std::byte{0});
-        CHECK(message_of([&] { kvq::parse_page(longer); }).find("its header says 96") !=
+        CHECK(message_of([&] { kvq::parse_page(longer); }).find("its header says 96") != std::string::npos);
+        CHECK(message_of([&] { kvq::parse_page(message(200, std::byte{'x'})); }).find("not a page of kvq") !=
               std::string::npos);
-        CHECK(message_of([&] {
-                  kvq::parse_page(message(200, std::byte{'x'}));
-              }).find("not a page of kvq") != std::string::npos);
     }
 }
 
