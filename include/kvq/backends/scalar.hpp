@@ -2,7 +2,7 @@
 //
 // A backend is a type with
 //   lanes                              the vector type of the kernels (backends/kernels/plain_lanes.hpp)
-//   pieces                             bytes of a fixed-point query or weight in products with codes (backends/kernels/folded.hpp): 2 or 1
+//   query_bytes                        bytes of a fixed-point query or weight in products with codes (backends/kernels/folded.hpp): 2 or 1
 //   load_floats<P>(bytes, n, out)      n stored parameters as floats
 //   quantize(scheme, shape, id, window, block, values)
 //       quantizes a full block of Window values; `values` is scratch for shape.values() floats

@@ -269,7 +269,7 @@ void multiply_in_tiles(Product product, const grouped_axis& rows, const tile_vec
 /// The n operands' integer sums of a row tile, as floats. to: of the tile's first row and the first operand.
 template <vector_form Form, class Lanes, int ZeroCode>
 void finish_tile(const std::byte* sums, int height, int n, const code_target& to) {
-    constexpr int pieces = Form == vector_form::byte ? 1 : 2, in_block = tile_lines / pieces;
+    constexpr int bytes_each = Form == vector_form::byte ? 1 : 2, in_block = tile_lines / bytes_each;
     for (int part = 0; part < height;) {
         const bool several = height - part >= Lanes::row_vectors * Lanes::width;
         const auto finish = [&](int first, auto vectors, auto queries) {
@@ -277,7 +277,7 @@ void finish_tile(const std::byte* sums, int height, int n, const code_target& to
             code_sums<Lanes, V, Q> s;
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
-                const int block = (first + i) / in_block, piece = (first + i) % in_block * pieces;
+                const int block = (first + i) / in_block, piece = (first + i) % in_block * bytes_each;
                 KVQ_UNROLL
                 for (int v = 0; v < V; ++v) {
                     const int row = part + v * Lanes::width, half = row / tile_space::half_rows;
@@ -285,7 +285,7 @@ void finish_tile(const std::byte* sums, int height, int n, const code_target& to
                         sums + (2 * block + half) * tile_space::sum_bytes +
                         (piece * tile_space::half_rows + row % tile_space::half_rows) * 4;
                     s.high[i][v] = Lanes::load(at);
-                    s.low[i][v] = pieces == 2 ? Lanes::load(at + 4 * tile_space::half_rows) : Lanes::splat(0);
+                    s.low[i][v] = bytes_each == 2 ? Lanes::load(at + 4 * tile_space::half_rows) : Lanes::splat(0);
                 }
             }
             finish_sums<Form, Lanes, ZeroCode>(
