@@ -277,15 +277,16 @@ void finish_tile(const std::byte* sums, int height, int n, const code_target& to
             code_sums<Lanes, V, Q> s;
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
-                const int block = (first + i) / in_block, piece = (first + i) % in_block * bytes_each;
+                const int block = (first + i) / in_block, first_byte = (first + i) % in_block * bytes_each;
                 KVQ_UNROLL
                 for (int v = 0; v < V; ++v) {
                     const int row = part + v * Lanes::width, half = row / tile_space::half_rows;
                     const std::byte* const at =
                         sums + (2 * block + half) * tile_space::sum_bytes +
-                        (piece * tile_space::half_rows + row % tile_space::half_rows) * 4;
+                        (first_byte * tile_space::half_rows + row % tile_space::half_rows) * 4;
                     s.high[i][v] = Lanes::load(at);
-                    s.low[i][v] = bytes_each == 2 ? Lanes::load(at + 4 * tile_space::half_rows) : Lanes::splat(0);
+                    s.low[i][v] =
+                        bytes_each == 2 ? Lanes::load(at + 4 * tile_space::half_rows) : Lanes::splat(0);
                 }
             }
             finish_sums<Form, Lanes, ZeroCode>(
