@@ -8,9 +8,11 @@
 
 #include "support/caches.hpp"
 #include "support/memory.hpp"
+#include "support/messages.hpp"
 
 using test::append;
 using test::contents;
+using test::message_of;
 
 namespace {
 
@@ -41,16 +43,6 @@ std::vector<message> sent(const Cache& cache, const kvq::sequence& sequence) {
                               stream.begin() + static_cast<std::ptrdiff_t>(position));
     }
     return messages;
-}
-
-template <class F>
-std::string message_of(F&& f) {
-    try {
-        f();
-    } catch (const kvq::error& e) {
-        return e.what();
-    }
-    return {};
 }
 
 template <class Cache>

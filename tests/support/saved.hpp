@@ -9,6 +9,7 @@
 #include <kvq/io/save.hpp>
 
 #include "caches.hpp"
+#include "messages.hpp"
 
 namespace test {
 
@@ -48,19 +49,6 @@ kvq::sequence restored(Cache& cache, const file_bytes& bytes, const kvq::restore
 }
 
 /// Message of the kvq::error that f raises; fails if there is none.
-template <class F>
-std::string message_of(F&& f) {
-    try {
-        f();
-    } catch (const kvq::error& e) {
-        return e.what();
-    }
-    FAIL("no kvq::error");
-    return {};
-}
-inline bool contains(const std::string& text, const char* part) {
-    return text.find(part) != std::string::npos;
-}
 
 /// Bytes of 16-bit copies that differ from the page in their place. A page may be its copy again without being the same
 /// object: quantized and, without loss, back to 16 bit. Restored, they are one.

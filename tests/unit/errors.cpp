@@ -10,24 +10,15 @@
 
 #include "support/caches.hpp"
 #include "support/memory.hpp"
+#include "support/messages.hpp"
 
 using kvq::token_view;
 
 namespace {
 
-/// The message of the kvq::error that f raises.
-std::string message_of(const std::function<void()>& f) {
-    try {
-        f();
-    } catch (const kvq::error& e) {
-        return e.what();
-    }
-    return "no error";
-}
-
 /// One sentence that names the library and contains all of the given parts.
 void check_message(const std::function<void()>& f, const std::vector<std::string>& parts) {
-    const std::string message = message_of(f);
+    const std::string message = test::message_of(f);
     INFO(message);
     CHECK(message.starts_with("kvq: "));
     CHECK(message.find('\n') == std::string::npos);

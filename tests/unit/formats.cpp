@@ -9,6 +9,10 @@
 #include <vector>
 
 #include "support/caches.hpp"
+#include "support/messages.hpp"
+
+using test::contains;
+using test::message_of;
 
 namespace {
 
@@ -33,18 +37,6 @@ const std::vector<kvq::builtin_format>& listed() {
         builtin_entry<kvq::scalar, kvq::low2::values>("low2", false, true)};
     return all;
 }
-
-template <class F>
-std::string message_of(F&& f) {
-    try {
-        f();
-    } catch (const kvq::error& e) {
-        return e.what();
-    }
-    FAIL("no kvq::error");
-    return {};
-}
-bool contains(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
 constexpr kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 32};
 
