@@ -143,43 +143,23 @@ inline constexpr bool warps_can = [] {
         return false;
 }();
 
-/// Feeds a warp's ring: key and value units of its chunks in turn, across items. Page numbers are fetched a chunk ahead.
+/// The ring of a warp: key and value units of chunks on their way, and what is known of them.
 template <class Memory, class Format, class T>
-struct unit_feed {
+struct unit_ring {
     using keys = typename Memory::keys;
     using values = typename Memory::values;
     const attention_args<Format, T>& a;
-    warp_notes* notes;     // with where the walk stands: at the step after the current one
-    int stride;            // warps of the team
-    int index, to;         // of that step, relative to its item; where the item's part ends
-    int item_first, real;  // as in item_part
-    const int* table;      // row of the item's sequence
-    int next_page = -1, next_first = 0, next_head;
     int page, first, head = -1;  // of the current chunk
-    // Of chunks of two pages: the second one, which columns of the table may be read, and 2 bits per slot: which pages are there?
-    int next_second = -1, second = -1;
-    int first_column = 0, last_column = 0;
-    unsigned halves = 0;
-    int left = 0;          // chunks of its step that follow it
-    unsigned present = 0;  // bit per slot: does it hold a chunk?
-    unsigned skews = 0;    // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
-    [[no_unique_address]] typename keys::head_type key_head{};
+    int second = -1;             // the other page of a chunk of two pages
+    unsigned halves = 0;         // 2 bits per slot, of chunks of two pages: which are there?
+    unsigned present = 0;        // bit per slot: does it hold a chunk?
+    unsigned skews = 0;          // 4 bits per slot: how many times 16 bytes its chunk begins behind the slot
+    typename keys::head_type key_head{};
 
-    /// first_page: what is known to stand at `entry` of the block table.
-    __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
-                                         const item_walk<Memory::step_tokens>& start, const warp_team& team,
-                                         warp_notes* of_warp, const int* entry, int first_page)
-        : a(args), notes(of_warp), stride(team.warps) {
-        start.park(&notes->feeder);
-        take(start, team.member);
-        index -= stride;
-#pragma unroll 1
-        for (int i = 0; i < 2; ++i) step(entry, first_page);
-        left = Memory::chunks_of_step - 1;
-    }
-    /// Starts the next unit's copy into `slot` of the ring at `ring`.
+    __device__ __forceinline__ explicit unit_ring(const attention_args<Format, T>& args) : a(args) {}
+    /// Starts the copy of the current chunk's keys or values into `slot` of the ring at `ring`.
     template <tensor Role>
-    __device__ __forceinline__ void issue(std::uint32_t ring, int slot, int lane) {
+    __device__ __forceinline__ void copy_unit(std::uint32_t ring, int slot, int lane) {
         const std::uint32_t to_slot = ring + static_cast<std::uint32_t>(slot * Memory::slot_bytes);
         const unsigned bit = 1u << slot;
         if constexpr (keys::joined) {
@@ -212,6 +192,42 @@ struct unit_feed {
             present &= ~bit;
         }
         copy_commit();
+    }
+};
+
+/// Feeds a warp's ring with the units of its chunks, across items. Page numbers are fetched a chunk ahead.
+template <class Memory, class Format, class T>
+struct unit_feed : unit_ring<Memory, Format, T> {
+    static constexpr bool reads_sinks = false;
+    using base = unit_ring<Memory, Format, T>;
+    using base::a, base::page, base::first, base::head, base::second;
+    using typename base::keys;
+    warp_notes* notes;     // with where the walk stands: at the step after the current one
+    int stride;            // warps of the team
+    int index, to;         // of that step, relative to its item; where the item's part ends
+    int item_first, real;  // as in item_part
+    const int* table;      // row of the item's sequence
+    int next_page = -1, next_first = 0, next_head;
+    int next_second = -1;                   // the second page of a chunk of two
+    int first_column = 0, last_column = 0;  // which columns of the table it may be read from
+    int left = 0;                           // chunks of its step that follow it
+
+    /// first_page: what is known to stand at `entry` of the block table.
+    __device__ __forceinline__ unit_feed(const attention_args<Format, T>& args,
+                                         const item_walk<Memory::step_tokens>& start, const warp_team& team,
+                                         warp_notes* of_warp, const int* entry, int first_page)
+        : base(args), notes(of_warp), stride(team.warps) {
+        start.park(&notes->feeder);
+        take(start, team.member);
+        index -= stride;
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) step(entry, first_page);
+        left = Memory::chunks_of_step - 1;
+    }
+    /// Starts the next unit's copy into `slot` of the ring at `ring`.
+    template <tensor Role>
+    __device__ __forceinline__ void issue(std::uint32_t ring, int slot, int lane) {
+        this->template copy_unit<Role>(ring, slot, lane);
         if constexpr (Role == tensor::value) advance();
     }
 
@@ -243,7 +259,7 @@ private:
         page = next_page;
         second = next_second;
         first = next_first;
-        if (keys::mixed && head != next_head) key_head = keys::head_of(a.cache.key_plan(next_head));
+        if (keys::mixed && head != next_head) this->key_head = keys::head_of(a.cache.key_plan(next_head));
         head = next_head;
         seek(entry, first_page);
     }
@@ -278,6 +294,150 @@ private:
         }
     }
 };
+
+/// Where a warp's memory begins: shared addresses.
+struct warp_memory {
+    std::uint32_t ring, weights, scratch;
+    std::uint32_t query;  // of the team's item
+};
+
+/// A warp's chunks of an item: those at index, index + feed.stride, ... before to_chunk, counted from chunk first_chunk of the sequence.
+/// The ring holds the first ones, the next unit is in `slot`. item: in shared memory, where it costs no registers.
+template <class memory, int Rows4, class Format, class T, class Feed>
+__device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a, Feed& feed,
+                                              typename memory::state& state, int& slot, int first_chunk,
+                                              int index, int to_chunk, const item_part* item,
+                                              const warp_memory& at_warp, const lane_id& id) {
+    using keys = typename memory::keys;
+    using values = typename memory::values;
+    constexpr int rows = memory::rows;
+    const std::uint32_t query_at = at_warp.query;
+    // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
+    constexpr bool turns = memory::slot_count % 2 == 1;
+    constexpr std::integral_constant<tensor, turns ? tensor::value : tensor::key> after_keys;
+    constexpr std::integral_constant<tensor, turns ? tensor::key : tensor::value> after_values;
+    const auto next_unit = [&](auto role) {
+        __syncwarp();
+        feed.template issue<decltype(role)::value>(at_warp.ring, slot, id.lane);
+        slot = slot + 1 == memory::slot_count ? 0 : slot + 1;
+    };
+    const auto wait_unit = [&] {
+        copy_wait<memory::slot_count - 1>();
+        __syncwarp();
+        std::uint32_t at = at_warp.ring + static_cast<std::uint32_t>(slot * memory::slot_bytes);
+        if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
+        return at;
+    };
+    const span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
+    const head_keys<keys, Rows4> key_head(at_warp.scratch, a.cache.key_plan(item->kv_head), id);
+    const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
+    folded_row<keys> folded[Rows4];
+    if constexpr (fold_once<keys>) fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
+
+    // The chunk at hand: step of the item, chunk of the step; its keys; its first token, in the sequence and in its page.
+    int in_step = 0;
+    std::uint32_t at;
+    int first, in_page;
+    bool present, masked, plain;
+    int held_begin = 0, held_end = memory::tokens;  // its tokens whose pages are there
+    const auto look = [&] {
+        at = wait_unit();
+        present = ((feed.present >> slot) & 1u) != 0;  // held in this format
+        first = (first_chunk + index) * memory::step_tokens + in_step * memory::tokens;
+        in_page = first % keys::page;
+        if constexpr (keys::joined) {
+            const unsigned there = feed.halves >> 2 * slot & 3u;
+            held_begin = there == 2 ? Format::page_tokens : 0;
+            held_end = there == 1 ? Format::page_tokens : memory::tokens;
+        }
+        if constexpr (Feed::reads_sinks) {
+            held_end = memory::tokens;
+            if (feed.is_of_sinks(index)) [[unlikely]] {
+                first = index * memory::tokens - a.cache.first_token;
+                held_end = smaller(memory::tokens, -first);
+            }
+        }
+        masked = first + memory::tokens > seen_by_all.end || first < seen_by_all.begin ||
+                 held_end - held_begin < memory::tokens;
+        plain = present && !masked && !(a.softcap > 0.0f);
+    };
+    // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
+    // the former into pieces. Windows have few chunks: for them less code counts more.
+    const auto handle = [&](auto kind) {
+        constexpr bool rare = decltype(kind)::value;
+        float scores[keys::tiles][Rows4][4];
+        chunk_factors<values, Rows4> factors;
+        if (!rare || present) {
+            score_chunk(scores, folded, query_at, memory::query_stride, at, in_page,
+                        memory::chunks_of_step == 1 || in_step == 0, key_head, row_query, id);
+            if constexpr (rare) {
+                if (a.softcap > 0.0f) {
+#pragma unroll
+                    for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
+                        float& s = scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4];
+                        s = capped(s, a.softcap);
+                    }
+                }
+                if (masked) {
+                    const seen_tokens<Format, T> seen(a, *item, rows);
+#pragma unroll
+                    for (int n = 0; n < Rows4; ++n) {
+                        const int row = seen.first_row + lane_row<Rows4>(n, id.t);
+                        const span of_row = seen.of(a, row);
+                        const int begin = larger(of_row.begin, first + held_begin),
+                                  end = smaller(of_row.end, first + held_end);
+#pragma unroll
+                        for (int tile = 0; tile < keys::tiles; ++tile)
+#pragma unroll
+                            for (int r = 0; r < 4; ++r) {
+                                const int token = first + tile * keys::tile_height + 4 * id.g + r;
+                                if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
+                            }
+                    }
+                }
+            }
+            soften<keys, values, Rows4>(scores, state, factors, id);
+        }
+        next_unit(after_keys);
+        const std::uint32_t value_at = wait_unit();
+        if (!rare || present) {
+            if (rare && masked) {  // what tokens outside hold may be anything, even NaN
+                const span any = seen_tokens<Format, T>(a, *item, rows).any;
+                const int from = larger(any.begin - first, held_begin),
+                          to = smaller(any.end - first, held_end);
+                if constexpr (values::full)
+                    values::clear_columns(value_at, id, from, to);
+                else if constexpr (values::clears_parameters)
+                    values::clear_parameters(value_at, id, from, to);
+                __syncwarp();
+            }
+            store_weights<keys, values, Rows4>(scores, state, factors, value_at, at_warp.weights, id);
+            __syncwarp();
+            add_values<values, Rows4>(state, factors, value_at, in_page, at_warp.weights, id);
+        }
+    };
+    bool more = index < to_chunk;
+    const auto advance = [&] {
+        next_unit(after_values);
+        if (++in_step == memory::chunks_of_step) {
+            in_step = 0;
+            index += feed.stride;
+        }
+        more = index < to_chunk;
+        if (more) look();
+    };
+    if (more) look();
+    while (more) {
+        while (!Feed::reads_sinks && more && plain) {
+            handle(std::false_type{});
+            advance();
+        }
+        if (more) {
+            handle(std::true_type{});
+            advance();
+        }
+    }
+}
 
 /// Where the block table names the page of a warp's first chunk, or null.
 template <class Memory, class Format, class T>
@@ -319,11 +479,11 @@ template <class Format>
 inline constexpr bool two_sizes = targets().both() && (shared_memory_budget<Format> > small_shared_memory);
 
 /// Is code for this device never asked for kernels of this kind? (Code for 8.0 and 8.6 runs on later devices of either.)
-template <class Format, bool Small>
-__device__ constexpr bool of_other_devices() {
+template <bool Small>
+__device__ constexpr bool of_other_devices([[maybe_unused]] bool has_two_sizes) {
 #ifdef __CUDA_ARCH__
-    return two_sizes<Format> && (Small ? __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-                                       : __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200);
+    return has_two_sizes && (Small ? __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+                                   : __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200);
 #else
     return false;
 #endif
@@ -333,11 +493,8 @@ template <class Format, class T, int Rows4, bool Small>
 __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threads),
                                   attention_memory<Format, Rows4, Small>::blocks)
     attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a) {
-    if constexpr (of_other_devices<Format, Small>()) return;
+    if constexpr (of_other_devices<Small>(two_sizes<Format>)) return;
     using memory = attention_memory<Format, Rows4, Small>;
-    using keys = typename memory::keys;
-    using values = typename memory::values;
-    constexpr int rows = memory::rows;
     extern __shared__ __align__(128) std::byte shared[];
     launch_dependents();
     const lane_id id;
@@ -400,10 +557,6 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
 
     unit_feed<memory, Format, T> feed(a, walk, team, notes, entry, first_page);
     walk.park(&notes->reader);
-    // Into the slot of a used unit of keys goes one of values, or keys again, depending on the number of slots.
-    constexpr bool turns = memory::slot_count % 2 == 1;
-    constexpr std::integral_constant<tensor, turns ? tensor::value : tensor::key> after_keys;
-    constexpr std::integral_constant<tensor, turns ? tensor::key : tensor::value> after_values;
     if (a.early) {  // the warp's first two chunks may hold tokens that are just being written
         const int last = walk.item.from + team.member + team.warps;
         if (last >= walk.item.to || (walk.item.first + last + 1) * memory::step_tokens >
@@ -428,19 +581,6 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
     if (a.early) wait_for_predecessor();
     if (!asked) query_part.fetch(a, walk.item, team);
     int slot = 0;
-    const auto next_unit = [&](auto role) {
-        __syncwarp();
-        feed.template issue<decltype(role)::value>(ring, slot, id.lane);
-        slot = slot + 1 == memory::slot_count ? 0 : slot + 1;
-    };
-    const auto wait_unit = [&] {
-        copy_wait<memory::slot_count - 1>();
-        __syncwarp();
-        std::uint32_t at = ring + static_cast<std::uint32_t>(slot * memory::slot_bytes);
-        if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
-        return at;
-    };
-
     const auto store_query = [&](const warp_team& of_team) {
         const unsigned bad = __reduce_or_sync(
             ~0u, query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head), of_team));
@@ -461,112 +601,11 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
             const share_span span = find_span(notes->plan, item);
             if (id.lane == 0) notes->span = span;
         }
-        const std::uint32_t query_at = shared_address(query);
-        const span seen_by_all = seen_tokens<Format, T>(a, item, rows).common;
         typename memory::state state;
         state.clear();
-        const head_keys<keys, Rows4> key_head(scratch, a.cache.key_plan(item.kv_head), id);
-        const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
-        folded_row<keys> folded[Rows4];
-        if constexpr (fold_once<keys>)
-            fold_rows(folded, query_at, memory::query_stride, 0, 0, 0, row_query, id);
-
-        // The chunk at hand: step of the item, chunk of the step; its keys; its first token, in the sequence and in its page.
-        int index = item.from + notes->team.member, in_step = 0;
-        std::uint32_t at;
-        int first, in_page;
-        bool present, masked, plain;
-        int held_begin = 0, held_end = memory::tokens;  // its tokens whose pages are there
-        const auto look = [&] {
-            at = wait_unit();
-            present = ((feed.present >> slot) & 1u) != 0;  // held in this format
-            first = (item.first + index) * memory::step_tokens + in_step * memory::tokens;
-            in_page = first % keys::page;
-            if constexpr (keys::joined) {
-                const unsigned there = feed.halves >> 2 * slot & 3u;
-                held_begin = there == 2 ? Format::page_tokens : 0;
-                held_end = there == 1 ? Format::page_tokens : memory::tokens;
-            }
-            masked = first + memory::tokens > seen_by_all.end || first < seen_by_all.begin ||
-                     held_end - held_begin < memory::tokens;
-            plain = present && !masked && !(a.softcap > 0.0f);
-        };
-        // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
-        // the former into pieces.
-        const auto handle = [&](auto kind) {
-            constexpr bool rare = decltype(kind)::value;
-            float scores[keys::tiles][Rows4][4];
-            chunk_factors<values, Rows4> factors;
-            if (!rare || present) {
-                score_chunk(scores, folded, query_at, memory::query_stride, at, in_page,
-                            memory::chunks_of_step == 1 || in_step == 0, key_head, row_query, id);
-                if constexpr (rare) {
-                    if (a.softcap > 0.0f) {
-#pragma unroll
-                        for (int i = 0; i < keys::tiles * Rows4 * 4; ++i) {
-                            float& s = scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4];
-                            s = capped(s, a.softcap);
-                        }
-                    }
-                    if (masked) {
-                        const seen_tokens<Format, T> seen(a, notes->reader.item, rows);
-#pragma unroll
-                        for (int n = 0; n < Rows4; ++n) {
-                            const int row = seen.first_row + lane_row<Rows4>(n, id.t);
-                            const span of_row = seen.of(a, row);
-                            const int begin = larger(of_row.begin, first + held_begin),
-                                      end = smaller(of_row.end, first + held_end);
-#pragma unroll
-                            for (int tile = 0; tile < keys::tiles; ++tile)
-#pragma unroll
-                                for (int r = 0; r < 4; ++r) {
-                                    const int token = first + tile * keys::tile_height + 4 * id.g + r;
-                                    if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
-                                }
-                        }
-                    }
-                }
-                soften<keys, values, Rows4>(scores, state, factors, id);
-            }
-            next_unit(after_keys);
-            const std::uint32_t value_at = wait_unit();
-            if (!rare || present) {
-                if (rare && masked) {  // what tokens outside hold may be anything, even NaN
-                    const span any = seen_tokens<Format, T>(a, notes->reader.item, rows).any;
-                    const int from = larger(any.begin - first, held_begin),
-                              to = smaller(any.end - first, held_end);
-                    if constexpr (values::full)
-                        values::clear_columns(value_at, id, from, to);
-                    else if constexpr (values::clears_parameters)
-                        values::clear_parameters(value_at, id, from, to);
-                    __syncwarp();
-                }
-                store_weights<keys, values, Rows4>(scores, state, factors, value_at, weights, id);
-                __syncwarp();
-                add_values<values, Rows4>(state, factors, value_at, in_page, weights, id);
-            }
-        };
-        bool more = index < item.to;
-        const auto advance = [&] {
-            next_unit(after_values);
-            if (++in_step == memory::chunks_of_step) {
-                in_step = 0;
-                index += feed.stride;
-            }
-            more = index < item.to;
-            if (more) look();
-        };
-        if (more) look();
-        while (more) {
-            while (more && plain) {
-                handle(std::false_type{});
-                advance();
-            }
-            if (more) {
-                handle(std::true_type{});
-                advance();
-            }
-        }
+        attend_chunks<memory, Rows4>(a, feed, state, slot, item.first, item.from + notes->team.member,
+                                     item.to, &notes->reader.item,
+                                     {ring, weights, scratch, shared_address(query)}, id);
 
         walk.fetch(&notes->reader);
         const item_part done = walk.item;

@@ -21,7 +21,8 @@ struct attention_options {
     /// Promises that lengths, block tables and all tokens but the newest query_tokens of every sequence were written
     /// before the launches of kvq that directly precede this one in the stream (q, states and the newest tokens may come
     /// from those), not by a kernel that lets its successor start before it has written them. Then this launch fetches its
-    /// first pages while they run out. Compute capability 9.0 and later.
+    /// first pages while they run out. Compute capability 9.0 and later. With a mixed_cache_ref only lengths (and first_page, end_page)
+    /// must be old: it holds behind store_and_commit.
     bool early = false;
 };
 
@@ -69,8 +70,9 @@ struct attention_args {
         const int position = length - work.query_tokens + row_query(row);
         return smaller(position + 1 - cache.first_token, work.capacity);
     }
+    /// And begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the window.
     __device__ __forceinline__ int row_begin(int length, int row) const {
-        if (work.window == 0) return 0;
+        if (work.window == 0) return -most_tokens;
         return length - work.query_tokens + row_query(row) - work.window + 1 - cache.first_token;
     }
 };

@@ -94,8 +94,8 @@ struct half_state {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) output[tile][m][i / 4][i % 4] *= factor[2 * m + i % 2];
     }
-    __device__ __forceinline__ finished_rows<Values, Rows4> finished() const {
-        finished_rows<Values, Rows4> rows;
+    __device__ __forceinline__ finished_rows<Values::tiles, Rows4> finished() const {
+        finished_rows<Values::tiles, Rows4> rows;
         constexpr int tiles_of_set = ceil_div(Values::tiles, sets);
 #pragma unroll
         for (int n = 0; n < Rows4; ++n) {

@@ -64,8 +64,8 @@ struct team_memory {
 };
 
 /// Merges the warps' states into `to`; sums of bad rows are NaN where there is a token to see. All threads of the team.
-template <class Memory, int Rows4, class Values>
-__device__ __forceinline__ void merge_warps(const finished_rows<Values, Rows4>& state, const team_memory& to,
+template <class Memory, int Rows4, int Tiles>
+__device__ __forceinline__ void merge_warps(const finished_rows<Tiles, Rows4>& state, const team_memory& to,
                                             const warp_team& team, const lane_id& id) {
     constexpr int rows = Memory::rows;
     if (id.g == 0)
@@ -111,9 +111,9 @@ __device__ __forceinline__ void merge_warps(const finished_rows<Values, Rows4>& 
 #pragma unroll
             for (int n = 0; n < Rows4; ++n)
 #pragma unroll
-                for (int tile = 0; tile < Values::tiles; ++tile) {
+                for (int tile = 0; tile < Tiles; ++tile) {
                     const int channel = 32 * tile + 4 * id.g;
-                    if (channel < Values::dim) {
+                    if (channel < Memory::values::dim) {
                         float4* const at = reinterpret_cast<float4*>(
                             part + lane_row<Rows4>(n, id.t) * Memory::output_stride + channel);
                         float4 v = turn == turns - 1 ? float4{0.0f, 0.0f, 0.0f, 0.0f} : *at;

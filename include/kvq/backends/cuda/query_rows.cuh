@@ -50,17 +50,24 @@ struct query_rows {
     /// plan: of keys of mixed widths, which want channels in another order; or null.
     __device__ __forceinline__ unsigned store(float* query, float scale, const std::uint16_t* plan,
                                               const warp_team& team) const {
+        return store_for<Memory>(query, scale, plan, team);
+    }
+    /// The query as kernels with the memory `Reads` expect it.
+    template <class Reads>
+    __device__ __forceinline__ unsigned store_for(float* query, float scale, const std::uint16_t* plan,
+                                                  const warp_team& team) const {
         unsigned bad = 0;
         // A rolled loop that moves the next values to the first place would be shorter, but nvcc 13.0 then loses the third load.
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
             const int piece = i * team.threads() + team.thread();
-            if (piece < pieces) bad |= store_piece(values[i], query, piece, scale, plan);
+            if (piece < pieces) bad |= store_piece<Reads>(values[i], query, piece, scale, plan);
         }
         return bad;
     }
 
 private:
+    template <class Reads>
     __device__ __forceinline__ static unsigned store_piece(const T (&from)[per_load], float* query, int piece,
                                                            float scale,
                                                            [[maybe_unused]] const std::uint16_t* plan) {
@@ -70,7 +77,7 @@ private:
         float x[per_load], zero = 0.0f;
 #pragma unroll
         for (int k = 0; k < per_load; ++k) {
-            x[k] = to_float(from[k]) * (Memory::dequantizes ? 1.0f : scale);
+            x[k] = to_float(from[k]) * (Reads::dequantizes ? 1.0f : scale);
             zero = fmaf(x[k], 0.0f, zero);
         }
         const unsigned bad = zero != 0.0f ? 1u << row : 0u;
@@ -78,7 +85,7 @@ private:
 #pragma unroll
             for (int k = 0; k < per_load; ++k)
                 if (!kvq::detail::is_finite(x[k])) x[k] = 0.0f;
-        if constexpr (Memory::keys::mixed)
+        if constexpr (Reads::keys::mixed)
             if (plan != nullptr) {
 #pragma unroll
                 for (int k = 0; k < per_load; ++k) {

@@ -108,11 +108,11 @@ struct walk_state {
     item_part item;
 };
 
-/// Walks the items of a share.
-template <int Tokens>
+/// Walks the items of a share. Work: work_shape, or what knows the chunks of several formats (attend_mixed.cuh).
+template <int Tokens, class Work = work_shape>
 struct item_walk : walk_state {
-    const work_shape& work;
-    __device__ __forceinline__ explicit item_walk(const work_shape& w) : walk_state{}, work(w) {}
+    const Work& work;
+    __device__ __forceinline__ explicit item_walk(const Work& w) : walk_state{}, work(w) {}
     /// Parks the state in shared memory, where it costs no registers, and fetches it again. All lanes of a warp.
     __device__ __forceinline__ void park(walk_state* at) const {
         __syncwarp();
@@ -214,30 +214,33 @@ struct batch_count {
     int most;   // of one of the lane's sequences
     bool same;  // are all alike?
 };
-template <int Tokens>
-__device__ __forceinline__ batch_count count_chunks(const work_shape& work, bool hint) {
+template <int Tokens, class Work>
+__device__ __forceinline__ batch_count count_chunks(const Work& work, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int each = ceil_div(work.sequences, warp_size);
     batch_count n{};
     n.from = smaller(lane * each, work.sequences);
     n.to = smaller(n.from + each, work.sequences);
-    n.first = work.template chunks<Tokens>(0, hint).count;
+    int first = 0;  // of the lane's sequences
     n.same = true;
 #pragma unroll 1
     for (int b = n.from; b < n.to; ++b) {
         const int count = work.template chunks<Tokens>(b, hint).count;
+        if (b == n.from) first = count;
         n.sum += count;
         n.most = larger(n.most, count);
-        n.same = n.same && count == n.first;
+        n.same = n.same && count == first;
     }
+    n.first = __shfl_sync(~0u, first, 0);
+    n.same = n.same && (n.from == n.to || first == n.first);
     n.same = __all_sync(~0u, n.same);
     return n;
 }
 
 /// How many teams a thread block has: 1 << the result. An item that is much longer than a share of a small team would make too many
 /// parts, which the small team with the last one merges.
-template <int Tokens>
-__device__ __forceinline__ int split_block(const item_walk<Tokens>& walk, const item_shares& cut,
+template <int Tokens, class Work>
+__device__ __forceinline__ int split_block(const item_walk<Tokens, Work>& walk, const item_shares& cut,
                                            const batch_count& n) {
     if (n.same || cut.split == 0) [[likely]]
         return cut.split;
@@ -248,10 +251,10 @@ __device__ __forceinline__ int split_block(const item_walk<Tokens>& walk, const 
 
 /// Finds where the share of a team begins. Every warp does it for itself: no barrier. end_counts: for sequences of different lengths,
 /// since shares of short ones would have more ends of items than others.
-template <int Tokens>
-__device__ __forceinline__ share_plan find_share(const work_shape& work, const item_shares& cut,
+template <int Tokens, class Work>
+__device__ __forceinline__ share_plan find_share(const Work& work, const item_shares& cut,
                                                  const warp_team& team, int end_counts, const batch_count& n,
-                                                 item_walk<Tokens>& walk, bool hint) {
+                                                 item_walk<Tokens, Work>& walk, bool hint) {
     const int lane = static_cast<int>(threadIdx.x) % warp_size;
     const int share = team.share;
     item_part& item = walk.item;

@@ -34,12 +34,41 @@ __device__ __forceinline__ float over_tokens(float v, F f) {
     return f(v, __shfl_xor_sync(~0u, v, 16));
 }
 
-/// What a warp leaves of an item: sums over all its tokens.
-template <class Values, int Rows4>
+/// What is left of sums relative to `before` when they become relative to `after`.
+__device__ __forceinline__ float kept(float before, float after) {
+    return before == -INFINITY ? 0.0f : exp2_fast(before - after);
+}
+
+/// What a warp leaves of an item: sums over all its tokens. Tiles: of 32 channels.
+template <int Tiles, int Rows4>
 struct finished_rows {
     float max[Rows4];
     float sum[Rows4];
-    float output[Values::tiles][Rows4][4];  // channel 32 * tile + 4g + i of row n
+    float output[Tiles][Rows4][4];  // channel 32 * tile + 4g + i of row n
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            max[n] = -INFINITY;
+            sum[n] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4 * Tiles; ++i) output[i / 4][n][i % 4] = 0.0f;
+        }
+    }
+    /// Adds the sums of other tokens.
+    __device__ __forceinline__ void add(const finished_rows& other) {
+#pragma unroll
+        for (int n = 0; n < Rows4; ++n) {
+            const float top = fmaxf(max[n], other.max[n]), mine = kept(max[n], top),
+                        theirs = kept(other.max[n], top);
+            max[n] = top;
+            sum[n] = fmaf(sum[n], mine, other.sum[n] * theirs);
+#pragma unroll
+            for (int i = 0; i < 4 * Tiles; ++i)
+                output[i / 4][n][i % 4] =
+                    fmaf(output[i / 4][n][i % 4], mine, other.output[i / 4][n][i % 4] * theirs);
+        }
+    }
 };
 
 /// Softmax state of the rows lane_row(n, t) of a warp; `sum` and `bias` are this lane's part, `max` is the warp's.
@@ -76,8 +105,8 @@ struct warp_state {
                 for (int r = 0; r < 4; ++r) output[tile][n][r] = 0.0f;
         }
     }
-    __device__ __forceinline__ finished_rows<Values, Rows4> finished() const {
-        finished_rows<Values, Rows4> rows;
+    __device__ __forceinline__ finished_rows<Values::tiles, Rows4> finished() const {
+        finished_rows<Values::tiles, Rows4> rows;
         constexpr int sets = weight_words<Values>::bias_sets,
                       tiles_of_set = ceil_div(Values::tiles, larger(1, sets));
 #pragma unroll
@@ -155,10 +184,6 @@ __device__ __forceinline__ float exponentiate(float (&s)[Keys::tiles][Rows4][4],
     for (int tile = 0; tile < Keys::tiles; ++tile)
         sum += (s[tile][n][0] + s[tile][n][1]) + (s[tile][n][2] + s[tile][n][3]);
     return sum;
-}
-/// What is left of sums relative to `before` when they become relative to `after`.
-__device__ __forceinline__ float kept(float before, float after) {
-    return before == -INFINITY ? 0.0f : exp2_fast(before - after);
 }
 /// Does any row of the warp keep less than all? After a few chunks maxima hardly ever rise.
 template <int Rows4>
