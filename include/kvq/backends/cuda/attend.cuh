@@ -10,7 +10,7 @@
 #pragma once
 
 #include "attend_any.cuh"
-#include "attend_warps.cuh"
+#include "attend_mixed.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 
@@ -26,36 +26,34 @@ inline int device_shared_memory() noexcept {
     return most;
 }
 
-template <class Format, class T, int Rows4, bool Small>
-struct warp_launch {
-    using memory = attention_memory<Format, Rows4, Small>;
-    static constexpr auto* kernel = attend_warps_kernel<Format, T, Rows4, Small>;
-
-    /// Does the current device have the shared memory?
-    static bool fits() noexcept {
-        if constexpr (memory::bytes <= budget_on<Format, Small>)
-            return true;
-        else
-            return memory::bytes <= device_shared_memory();
-    }
+/// Launches of a kernel whose thread blocks walk shares. Derived: has the `memory` and the `kernel`.
+template <class Derived>
+struct share_launch {
     /// Thread blocks that the current device holds at a time; 0 if the kernel cannot run there.
     static int grid(cudaError_t& code) noexcept {
+        using memory = typename Derived::memory;
         int device = 0, multiprocessors = 0, blocks = 0;
         code = cudaGetDevice(&device);
         if (code == cudaSuccess)
             code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
         if (code == cudaSuccess)
-            code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
+            code = cudaFuncSetAttribute(Derived::kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        memory::bytes);
         if (code == cudaSuccess)
-            code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, memory::threads,
+            code = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, Derived::kernel, memory::threads,
                                                                  memory::bytes);
         return code == cudaSuccess ? multiprocessors * blocks : 0;
     }
     static std::size_t workspace(int blocks) noexcept {
+        using memory = typename Derived::memory;
         return static_cast<std::size_t>(blocks) * memory::most_teams * 2 * memory::partial_words * 4;
     }
-    static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
-                      cudaStream_t stream) noexcept {
+    /// Launches with `args`, once set(cut, partials) and the lines and row blocks of `work` have made them ready. chunks: of one item
+    /// at most.
+    template <class Work, class Args, class Set>
+    static status go(Work& work, int kv_heads, int rows, int chunks, const Args& args, const Set& set,
+                     std::byte* space, std::size_t bytes, cudaStream_t stream) noexcept {
+        using memory = typename Derived::memory;
         if (reinterpret_cast<std::uintptr_t>(space) % 16 != 0)
             return bad_value("the workspace must start on 16 bytes");
         cudaError_t code = cudaSuccess;
@@ -66,39 +64,112 @@ struct warp_launch {
                           memory::bytes);
             return runtime_error(code != cudaSuccess ? code : cudaErrorInvalidConfiguration, what);
         }
-        a.work.row_blocks = kvq::detail::ceil_div(a.rows, memory::rows);
-        a.work.lines = a.cache.kv_heads * a.work.row_blocks;
-        const long long items = static_cast<long long>(a.work.sequences) * a.work.lines;
-        const int chunks =
-            kvq::detail::larger(1, kvq::detail::ceil_div(a.work.capacity, memory::step_tokens));
-        if (items * (chunks + memory::end_chunks) > 2147483647LL)
-            return bad_value("%lld blocks of query rows x %d chunks of %d tokens are too many for one launch",
-                             items, chunks, memory::step_tokens);
+        work.row_blocks = kvq::detail::ceil_div(rows, memory::rows);
+        work.lines = kv_heads * work.row_blocks;
+        const long long items = static_cast<long long>(work.sequences) * work.lines;
+        chunks = kvq::detail::larger(1, chunks);
+        if (items * (static_cast<long long>(chunks) + memory::end_chunks) > 2147483647LL)
+            return bad_value("%lld blocks of query rows x %d chunks of tokens are too many for one launch",
+                             items, chunks);
         if (bytes < workspace(blocks) || space == nullptr)
             return bad_value("attention needs a workspace of %zu bytes, got %zu", workspace(blocks), bytes);
-        a.cut = item_shares(a.work.sequences * a.work.lines, blocks, memory::most_teams);
-        a.partials = reinterpret_cast<std::uint32_t*>(space);
-        return launch("launching attention", overlap::yes, kernel, dim3(static_cast<unsigned>(blocks)),
-                      memory::threads, memory::bytes, stream, a);
+        set(item_shares(work.sequences * work.lines, blocks, memory::most_teams),
+            reinterpret_cast<std::uint32_t*>(space));
+        return launch("launching attention", overlap::yes, Derived::kernel,
+                      dim3(static_cast<unsigned>(blocks)), memory::threads, memory::bytes, stream, args);
     }
 };
 
-/// Calls f with the launch for so many query rows of a kv head: of the kernel that takes 4, 8 or 16 of them in a thread block,
-/// fewer where those do not fit into the device's shared memory.
-template <class Format, class T, bool Small, class F>
+template <class Format, class T, int Rows4, bool Small>
+struct warp_launch : share_launch<warp_launch<Format, T, Rows4, Small>> {
+    using memory = attention_memory<Format, Rows4, Small>;
+    static constexpr auto* kernel = attend_warps_kernel<Format, T, Rows4, Small>;
+
+    /// Does the current device have the shared memory?
+    static bool fits() noexcept {
+        if constexpr (memory::bytes <= budget_on<Format, Small>)
+            return true;
+        else
+            return memory::bytes <= device_shared_memory();
+    }
+    static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
+                      cudaStream_t stream) noexcept {
+        const auto set = [&](const item_shares& cut, std::uint32_t* partials) {
+            a.cut = cut;
+            a.partials = partials;
+        };
+        return warp_launch::go(a.work, a.cache.kv_heads, a.rows,
+                               kvq::detail::ceil_div(a.work.capacity, memory::step_tokens), a, set, space,
+                               bytes, stream);
+    }
+};
+
+template <class T, int Rows4, bool Small, class... Formats>
+struct mixed_launch : share_launch<mixed_launch<T, Rows4, Small, Formats...>> {
+    using memory = mixed_memory<Rows4, Small, Formats...>;
+    static constexpr auto* kernel = attend_mixed_kernel<Rows4, Small, T, Formats...>;
+
+    static bool fits() noexcept {
+        if constexpr (memory::bytes <= memory::budget)
+            return true;
+        else
+            return memory::bytes <= device_shared_memory();
+    }
+    static status run(mixed_args<T, Formats...> m, std::byte* space, std::size_t bytes,
+                      cudaStream_t stream) noexcept {
+        auto& first = get<0>(m.parts).a;
+        long long units = 0;  // of an item, at most
+        for_each_part(m.parts, [&]<class Format>(const part_args<Format, T>& part) {
+            const long long tokens =
+                static_cast<long long>(part.a.cache.table_columns) * Format::page_tokens + part.sink_tokens;
+            constexpr int step = memory::template of<Format>::step_tokens;
+            units += memory::start_units + ((tokens + step - 1) / step + 1) * memory::template units<Format>;
+        });
+        const auto set = [&](const item_shares& cut, std::uint32_t* partials) {
+            first.cut = cut;
+            first.partials = partials;
+        };
+        return mixed_launch::go(first.work, first.cache.kv_heads, first.rows,
+                                static_cast<int>(kvq::detail::smaller(units, 2147483647LL)), m, set, space,
+                                bytes, stream);
+    }
+};
+
+/// Calls f with the first launch, of kernels that take 16, 8 or 4 query rows of a kv head, that wants so many rows and fits into the
+/// device's shared memory.
+template <class Launch4, class Launch2, class Launch1, class F>
 auto with_rows(int rows, F&& f) {
-    if (rows > 8 && warp_launch<Format, T, 4, Small>::fits()) return f(warp_launch<Format, T, 4, Small>{});
-    if (rows > 4 && warp_launch<Format, T, 2, Small>::fits()) return f(warp_launch<Format, T, 2, Small>{});
-    return f(warp_launch<Format, T, 1, Small>{});
+    if (rows > 8 && Launch4::fits()) return f(Launch4{});
+    if (rows > 4 && Launch2::fits()) return f(Launch2{});
+    return f(Launch1{});
 }
 /// The same with the kernels that were compiled for devices like the current one.
 template <class Format, class T, class F>
 auto with_launch(int rows, F&& f) {
+    const auto go = [&](auto small) {
+        constexpr bool Small = decltype(small)::value;
+        return with_rows<warp_launch<Format, T, 4, Small>, warp_launch<Format, T, 2, Small>,
+                         warp_launch<Format, T, 1, Small>>(rows, f);
+    };
     if constexpr (two_sizes<Format>) {
-        if (device_shared_memory() < shared_memory_budget<Format>) return with_rows<Format, T, true>(rows, f);
-        return with_rows<Format, T, false>(rows, f);
+        if (device_shared_memory() < shared_memory_budget<Format>) return go(std::true_type{});
+        return go(std::false_type{});
     } else {
-        return with_rows<Format, T, targets().small>(rows, f);
+        return go(std::bool_constant<targets().small>{});
+    }
+}
+template <class T, class... Formats, class F>
+auto with_mixed_launch(int rows, F&& f) {
+    const auto go = [&](auto small) {
+        constexpr bool Small = decltype(small)::value;
+        return with_rows<mixed_launch<T, 4, Small, Formats...>, mixed_launch<T, 2, Small, Formats...>,
+                         mixed_launch<T, 1, Small, Formats...>>(rows, f);
+    };
+    if constexpr ((two_sizes<Formats> || ...)) {
+        if (device_shared_memory() < mixed_memory<1, false, Formats...>::budget) return go(std::true_type{});
+        return go(std::false_type{});
+    } else {
+        return go(std::bool_constant<targets().small>{});
     }
 }
 
@@ -143,6 +214,32 @@ requires(Options.bits.count() > 1 && Options.average_eighths >= 8 &&
                 c.sequences, c.table_columns, c.kv_heads,       c.first_token,      nullptr};
     }
 };
+
+template <class Format, class T>
+attention_args<Format, T> make_arguments(const cache_ref<Format>& cache, const token_view<const T>& q,
+                                         const token_view<T>& out, const attention_options& o) noexcept {
+    attention_args<Format, T> a{};
+    a.cache = cache;
+    a.work = {cache.tokens,
+              cache.sequences,
+              0,
+              0,
+              cache.first_token,
+              cache.table_columns * Format::page_tokens,
+              o.query_tokens,
+              kvq::detail::smaller(o.window, most_tokens)};
+    a.q = q;
+    a.out = out;
+    a.scale = o.scale != 0.0f ? o.scale : 1.0f / std::sqrt(static_cast<float>(Format::head_dim));
+    if (o.softcap == 0.0f) a.scale *= log2e;
+    a.softcap = o.softcap;
+    a.lse = o.lse;
+    a.state_in = o.state_in;
+    a.state_out = o.state_out;
+    a.early = o.early;
+    a.set_group(q.heads);
+    return a;
+}
 
 template <class Format, class T>
 status check_attention(const cache_ref<Format>& cache, const token_view<const T>& q, const token_view<T>& out,
@@ -210,32 +307,192 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
                           workspace_bytes, stream);
     if (status s = detail::check_attention(cache, q, out, options); !s) return s;
     if (q.tokens == 0) return {};
-    detail::attention_args<Format, T> a{};
-    a.cache = cache;
-    a.work = {cache.tokens,
-              cache.sequences,
-              0,
-              0,
-              cache.first_token,
-              cache.table_columns * Format::page_tokens,
-              options.query_tokens,
-              kvq::detail::smaller(options.window, detail::most_tokens)};
-    a.q = q;
-    a.out = out;
-    a.scale = options.scale != 0.0f ? options.scale : 1.0f / std::sqrt(static_cast<float>(Format::head_dim));
-    if (options.softcap == 0.0f) a.scale *= detail::log2e;
-    a.softcap = options.softcap;
-    a.lse = options.lse;
-    a.state_in = options.state_in;
-    a.state_out = options.state_out;
-    a.early = options.early;
-    a.set_group(q.heads);
+    const auto a = detail::make_arguments(cache, q, out, options);
     if constexpr (detail::warps_can<Format>)
         return detail::with_launch<Format, T>(a.rows, [&](auto launch) {
             return decltype(launch)::run(a, static_cast<std::byte*>(workspace), workspace_bytes, stream);
         });
     else
         return detail::run_any(a, stream);
+}
+
+namespace detail {
+
+/// Calls f with the parts of a mix as kernels take them: those of mixed widths without a plan become those of even_keys.
+template <class F>
+auto with_even_parts(F&& f) {
+    return f();
+}
+template <class F, class First, class... Rest>
+auto with_even_parts(F&& f, const First& first, const Rest&... rest) {
+    const auto go = [&](const auto& part) {
+        return with_even_parts([&](const auto&... others) { return f(part, others...); }, rest...);
+    };
+    using even = even_keys<typename First::format_type>;
+    if constexpr (even::known)
+        if (first.cache.key_plans == nullptr)
+            return go(cache_part<typename even::format_type>{
+                even::cache(first.cache), first.range, first.first_page, first.end_page, first.capacity});
+    return go(first);
+}
+
+/// Sinks that a window's kernel reads.
+template <class Part, class Format>
+inline constexpr bool are_sinks_of = is_sink_part<Part>&& reads_sinks<Format>&&
+    std::is_same_v<typename Part::format_type, sink_format<Format>>;
+/// Is this part read together with one of those?
+template <class Part, class... Parts>
+inline constexpr bool joins_window = (are_sinks_of<Part, typename Parts::format_type> || ...);
+
+/// Calls f with some of the parts: those of windows, or the others but for sinks that have joined a window.
+template <bool Windows, class... All, class F>
+auto with_some_parts(F&& f) {
+    return f();
+}
+template <bool Windows, class... All, class F, class First, class... Rest>
+auto with_some_parts(F&& f, const First& first, const Rest&... rest) {
+    using format = typename First::format_type;
+    if constexpr (reads_sinks<format> == Windows && !joins_window<First, All...>)
+        return with_some_parts<Windows, All...>(
+            [&](const auto&... others) {
+                return f(static_cast<const cache_part<format>&>(first), others...);
+            },
+            rest...);
+    else
+        return with_some_parts<Windows, All...>(f, rest...);
+}
+/// Calls f with the parts as a kernel takes them: windows first (16 x 2048: 3 to 5 us).
+template <class... All, class F>
+auto with_kernel_parts(F&& f, const All&... all) {
+    return with_some_parts<true, All...>(
+        [&](const auto&... windows) {
+            return with_some_parts<false, All...>(
+                [&](const auto&... others) { return f(windows..., others...); }, all...);
+        },
+        all...);
+}
+
+template <class Format, class T, class Part>
+void take_sinks(part_args<Format, T>& p, const Part& other) noexcept {
+    if constexpr (are_sinks_of<Part, Format>) {
+        p.sink_tokens = other.capacity;
+        p.sinks.cache = other.cache;
+    }
+}
+template <class Format, class T, class... All>
+part_args<Format, T> make_part(const cache_part<Format>& part, int recent, const token_view<const T>& q,
+                               const token_view<T>& out, const attention_options& options,
+                               const All&... all) noexcept {
+    part_args<Format, T> p{make_arguments(part.cache, q, out, options),
+                           part.range,
+                           recent,
+                           part.first_page,
+                           part.end_page,
+                           0,
+                           {}};
+    if (part.range == page_range::window) p.a.work.capacity = most_tokens;  // the table is a ring
+    if (part.capacity >= 0) p.a.work.capacity = kvq::detail::smaller(p.a.work.capacity, part.capacity);
+    (take_sinks(p, all), ...);
+    return p;
+}
+
+/// Launches the kernel for the parts that stay; `all` are those of the mix.
+template <class T, class... Kept, class... All>
+status attend_parts(int recent, const token_view<const T>& q, const token_view<T>& out,
+                    const attention_options& options, void* workspace, std::size_t workspace_bytes,
+                    cudaStream_t stream, const object_list<const All*...>& all,
+                    const cache_part<Kept>&... kept) noexcept {
+    static_assert(
+        (warps_can<Kept> && ...),
+        "kvq::cuda::attend: a mix takes formats of attend_warps.cuh only; others have one launch each");
+    const mixed_args<T, Kept...> m = [&]<int... I>(std::integer_sequence<int, I...>) {
+        return mixed_args<T, Kept...>{{{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
+    }
+    (std::make_integer_sequence<int, sizeof...(All)>{});
+    return with_mixed_launch<T, Kept...>(get<0>(m.parts).a.rows, [&](auto launch) {
+        return decltype(launch)::run(m, static_cast<std::byte*>(workspace), workspace_bytes, stream);
+    });
+}
+
+template <class T, class... Formats>
+std::size_t mixed_workspace_bytes(int rows) noexcept {
+    return with_mixed_launch<T, Formats...>(rows, [](auto launch) {
+        cudaError_t code = cudaSuccess;
+        const int blocks = decltype(launch)::grid(code);
+        if (code != cudaSuccess) (void)cudaGetLastError();
+        return decltype(launch)::workspace(blocks);
+    });
+}
+
+/// Sinks that are read with a window must be what stands before it.
+template <class Sinks, class... Parts>
+status check_sinks(const Sinks& sinks, const mixed_cache_ref<Parts...>& cache) noexcept {
+    status result;
+    for_each_part(cache.parts, [&](const auto& part) {
+        using format = typename std::remove_cvref_t<decltype(part)>::format_type;
+        if (result && are_sinks_of<Sinks, format> &&
+            (part.cache.first_token != sinks.capacity ||
+             sinks.cache.table_columns * Sinks::format_type::page_tokens < sinks.capacity))
+            result = bad_value("%d sinks in %d pages, but the window begins at token %d", sinks.capacity,
+                               sinks.cache.table_columns, part.cache.first_token);
+    });
+    return result;
+}
+
+/// Calls f with objects of the types of a mix's parts.
+template <class... Parts, class F>
+auto with_part_types(const mixed_cache_ref<Parts...>&, F&& f) {
+    return f(Parts{}...);
+}
+
+}  // namespace detail
+
+/// Bytes of workspace that attend() of this mixed_cache_ref needs.
+template <class Mix, class T>
+requires detail::is_mix<Mix> std::size_t attend_workspace_bytes(int group, int query_tokens = 1)
+noexcept {
+    std::size_t bytes = 0;
+    const auto count = [&]<class... Parts>(const Parts&... parts) {
+        detail::with_kernel_parts(
+            [&]<class... Kept>(const cache_part<Kept>&...) {
+                bytes = kvq::detail::larger(bytes,
+                                            detail::mixed_workspace_bytes<T, Kept...>(group * query_tokens));
+            },
+            parts...);
+    };
+    detail::with_part_types(Mix{}, count);
+    detail::with_part_types(Mix{}, [&](const auto&... parts) { detail::with_even_parts(count, parts...); });
+    return bytes;
+}
+
+/// Fused attention over all parts of a mixed cache in one launch; see mixed_cache.cuh. Everything else is as above.
+template <class T, class... Parts>
+status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q, const token_view<T>& out,
+              const attention_options& options, void* workspace, std::size_t workspace_bytes,
+              cudaStream_t stream) noexcept {
+    static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
+    if (status s = detail::check_mix(cache); !s) return s;
+    status checked;
+    detail::for_each_part(cache.parts, [&](const auto& part) {
+        if (checked) checked = detail::check_attention(part.cache, q, out, options);
+        using part_type = std::remove_cvref_t<decltype(part)>;
+        if (checked && detail::joins_window<part_type, Parts...>) checked = detail::check_sinks(part, cache);
+    });
+    if (!checked || q.tokens == 0) return checked;
+    const auto go = [&](const auto&... parts) {
+        return detail::with_kernel_parts(
+            [&](const auto&... kept) {
+                return detail::attend_parts<T>(
+                    cache.recent, q, out, options, workspace, workspace_bytes, stream,
+                    detail::object_list<const std::remove_cvref_t<decltype(parts)>*...>{{{&parts}...}},
+                    kept...);
+            },
+            parts...);
+    };
+    return [&]<int... I>(std::integer_sequence<int, I...>) {
+        return detail::with_even_parts(go, detail::get<I>(cache.parts)...);
+    }
+    (std::make_integer_sequence<int, sizeof...(Parts)>{});
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -3,12 +3,8 @@
 // `format` fixes at compile time what decides the code of a kernel: both schemes, both head sizes and the page size.
 // The pages are byte for byte those of the CPU (docs/format.md): a page is kv_heads key (or value) blocks, one after the
 // other, so every block of one head is contiguous. Token i of a sequence lies in column i / PageTokens of its row of
-// the block table, once `first_token` has been subtracted. A negative entry means "not held in this format": a sequence
-// whose pages have several formats has one cache_ref (and one table) for each, and attention is launched once for each.
-//
-//   sinks            a 16-bit format with PageTokens = sinks, one column, first_token = 0
-//   quantized pages      the coded format, first_token = sinks, -1 where a page is still in the window
-//   recent window    the 16-bit format with the same PageTokens, first_token = sinks, -1 where a page is coded
+// the block table, once `first_token` has been subtracted. A negative entry means "not held in this format". A sequence
+// whose pages have several formats has one cache_ref (and one table) for each; mixed_cache.cuh puts them together.
 #pragma once
 
 #include <cstddef>

@@ -1,0 +1,181 @@
+// A sequence as it is: sinks and recent window in 16 bit, everything else in one or more quantized formats.
+//
+//   auto cache = kvq::cuda::make_mixed(recent, behind_window(quantized), in_window(window), sink_tokens(sinks, 4));
+//
+// One cache_ref per format: pages, strides, a block table. A part says which pages of a sequence it holds, so that nobody has to look
+// through a table for them:
+//
+//   all             those that its table names, up to the end of the sequence or of the table (sinks; pages that were requantized)
+//   behind_window   pages [0, committed)
+//   in_window       pages from `committed` on. The table is a ring: page i stands in column i % table_columns
+//   committed       = (tokens - first_token - recent) / page_tokens pages lie wholly behind the recent window
+//
+// `first_page` and `end_page` cut a part further, per sequence: formats that follow each other (step down) cost nothing for the
+// pages of the others. Negative entries of a table are skipped, as everywhere. Counts come from `tokens`, which kernels read on the
+// device: a captured graph stays valid while sequences grow, and no table changes when a page is committed.
+// Contract: every token is named by one part at most; parts have the same tokens, sequences, kv heads and head sizes.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
+#include "cache_ref.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+/// Which pages of a sequence a part holds.
+enum class page_range { all, behind_window, window };
+
+/// The pages of one format.
+template <class Format>
+struct cache_part {
+    using format_type = Format;
+    using part_type = cache_part;
+    cache_ref<Format> cache;
+    page_range range = page_range::all;
+    const int* first_page =
+        nullptr;  // [sequences], device memory: pages before it are not of this format. Null: 0
+    const int* end_page = nullptr;  // [sequences]: nor are pages from here on. Null: as many as there are
+    int capacity = -1;  // it holds so many tokens of a sequence at most; negative: as many as its table names
+};
+
+/// Columns that the ring of a recent window needs, where launches store new_tokens tokens per sequence and commit the pages that are
+/// then behind the window. For attention alone: new_tokens = 0.
+KVQ_HD constexpr int window_columns(int recent, int page_tokens, int new_tokens = 1) noexcept {
+    return (recent + new_tokens + page_tokens - 2) / page_tokens + 1;
+}
+/// Pages wholly behind the recent window of a sequence that has so many tokens behind its sinks.
+KVQ_HD constexpr int committed_pages(int tokens, int recent, int page_tokens) noexcept {
+    return tokens > recent ? (tokens - recent) / page_tokens : 0;
+}
+
+/// The first tokens of every sequence. In pages of 16 tokens in the window's 16-bit format they cost least: attention reads them with the
+/// window's instructions.
+template <class Format>
+struct sink_part : cache_part<Format> {};
+
+namespace detail {
+
+template <int I, class X>
+struct numbered {
+    X value;
+};
+template <class Numbers, class... Xs>
+struct numbered_list;
+template <int... I, class... Xs>
+struct numbered_list<std::integer_sequence<int, I...>, Xs...> : numbered<I, Xs>... {};
+/// Objects of different types, by number; also in kernels' parameters.
+template <class... Xs>
+struct object_list : numbered_list<std::make_integer_sequence<int, sizeof...(Xs)>, Xs...> {
+    static constexpr int count = sizeof...(Xs);
+};
+template <int I, class X>
+KVQ_HD constexpr X& get(numbered<I, X>& list) noexcept {
+    return list.value;
+}
+template <int I, class X>
+KVQ_HD constexpr const X& get(const numbered<I, X>& list) noexcept {
+    return list.value;
+}
+
+/// Calls f with every object, on the host.
+template <class... Xs, class F>
+void for_each_part(const object_list<Xs...>& list, F&& f) {
+    [&]<int... I>(std::integer_sequence<int, I...>) { (f(get<I>(list)), ...); }
+    (std::make_integer_sequence<int, sizeof...(Xs)>{});
+}
+
+template <class Format>
+cache_part<Format> as_part(const cache_ref<Format>& cache) noexcept {
+    return {cache};
+}
+template <class Part>
+requires requires {
+    typename Part::format_type;
+    typename Part::part_type;
+}
+Part as_part(const Part& part) noexcept { return part; }
+
+template <class Part>
+inline constexpr bool is_sink_part = false;
+template <class Format>
+inline constexpr bool is_sink_part<sink_part<Format>> = true;
+
+}  // namespace detail
+
+/// Parts: cache_part or sink_part, of one format each.
+template <class... Parts>
+struct mixed_cache_ref {
+    detail::object_list<Parts...> parts;
+    int recent = 0;  // tokens at the end of a sequence that stay in 16 bit at least
+};
+
+template <class Format>
+cache_part<Format> behind_window(const cache_ref<Format>& cache) noexcept {
+    return {cache, page_range::behind_window};
+}
+template <class Format>
+cache_part<Format> in_window(const cache_ref<Format>& cache) noexcept {
+    return {cache, page_range::window};
+}
+/// The first `sinks` tokens of every sequence, in pages that may have room for more.
+template <class Format>
+sink_part<Format> sink_tokens(const cache_ref<Format>& cache, int sinks) noexcept {
+    return {{cache, page_range::all, nullptr, nullptr, sinks}};
+}
+/// Parts are made by behind_window(), in_window() and sink_tokens(); a cache_ref stands for all pages that its table names.
+template <class... Parts>
+auto make_mixed(int recent, const Parts&... parts) noexcept {
+    const auto make = [&]<class... Made>(const Made&... made) {
+        return mixed_cache_ref<Made...>{{{{made}...}}, recent};
+    };
+    return make(detail::as_part(parts)...);
+}
+
+namespace detail {
+
+template <class Mix>
+inline constexpr bool is_mix = false;
+template <class... Parts>
+inline constexpr bool is_mix<mixed_cache_ref<Parts...>> = true;
+
+template <class Format, class First>
+status check_part(const cache_part<Format>& part, const cache_ref<First>& first, int recent) noexcept {
+    const cache_ref<Format>& c = part.cache;
+    if (status s = check_ref(c, true); !s) return s;
+    if (c.tokens != first.tokens || c.sequences != first.sequences || c.kv_heads != first.kv_heads)
+        return bad_value("the parts of a mixed cache are of different sequences");
+    const int needed = window_columns(recent, Format::page_tokens, 0);
+    if (part.range == page_range::window && c.sequences > 0 && c.table_columns < needed)
+        return bad_value("a window of %d tokens needs %d pages of %d tokens, its table has %d columns",
+                         recent, needed, Format::page_tokens, c.table_columns);
+    return {};
+}
+
+/// Parts that the recent window divides must have pages of the same size behind the same sinks.
+template <class... Parts>
+status check_mix(const mixed_cache_ref<Parts...>& cache) noexcept {
+    if (cache.recent < 0 || cache.recent > most_tokens)
+        return bad_value("the recent window is %d tokens", cache.recent);
+    status result;
+    int page_tokens = 0, first_token = 0;
+    const auto check = [&]<class Format>(const cache_part<Format>& part) {
+        if (result) result = check_part(part, get<0>(cache.parts).cache, cache.recent);
+        if (!result || part.range == page_range::all) return;
+        if (page_tokens != 0 && (page_tokens != Format::page_tokens || first_token != part.cache.first_token))
+            result = bad_value("window and quantized pages of a mixed cache have other sizes or sinks");
+        page_tokens = Format::page_tokens;
+        first_token = part.cache.first_token;
+    };
+    static_assert((0 + ... + (is_sink_part<Parts> ? 1 : 0)) <= 1,
+                  "kvq::cuda: the sinks of a mixed cache are one part");
+    for_each_part(cache.parts, [&]<class Part>(const Part& part) {
+        if (result && is_sink_part<Part> && (part.cache.first_token != 0 || part.capacity < 0))
+            result = bad_value("%d sinks behind position %d", part.capacity, part.cache.first_token);
+    });
+    for_each_part(cache.parts, check);
+    return result;
+}
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -1,0 +1,66 @@
+// 16-bit chunks of 32 tokens on their way to shared memory in few instructions: window pages, and sinks in pages of 16 tokens.
+//
+//   keys     a line of 128 bytes is two channels of 32 tokens; of two pages of 16 tokens, its halves are 64 bytes of each
+//   values   a line is two tokens of 32 channels; the second page follows the first one
+//
+// What a warp needs of a window is a few chunks a launch: the copies of chunk.cuh and joined_chunk.cuh, unrolled wherever a unit is asked
+// for, would be five times the code of everything else and take longer to fetch than to run. So this is a loop, and a function.
+// Contract: as chunk.cuh, whose places in shared memory these are. Of a page that is null nothing is read.
+#pragma once
+
+#include "joined_chunk.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda::detail {
+
+/// Pages of 16 tokens in the scheme of a 16-bit format: its sinks.
+template <class Format>
+using sink_format =
+    format<typename Format::keys, typename Format::values, Format::head_dim, 16, Format::value_dim>;
+
+template <class Format>
+inline constexpr bool copies_windows = [] {
+    if constexpr (full_precision<typename Format::keys> && full_precision<typename Format::values>) {
+        constexpr bool pages =
+            Format::page_tokens % 32 == 0 && Format::head_dim % 16 == 0 && Format::value_dim % 32 == 0;
+        if constexpr (pages && joins_pages<sink_format<Format>>) {
+            using keys = code_chunk<tensor::key, Format, 32>;
+            using values = code_chunk<tensor::value, Format, 32>;
+            return keys::supported && values::supported && keys::aligned && values::aligned &&
+                   !keys::skewed && !values::skewed && keys::traits::columns_per_unit == 2 &&
+                   values::traits::columns_per_unit == 2;
+        }
+    }
+    return false;
+}();
+
+/// Starts copying the chunk that begins at token `first` of `page`, or two pages of sinks. All lanes of a warp.
+template <tensor Role, class Format>
+__device__ __attribute__((noinline)) void copy_window(std::uint32_t to, const std::byte* page,
+                                                      const std::byte* second, int first, bool sinks) {
+    using unit = code_chunk<Role, Format, 32>;
+    constexpr int lines = unit::lines, of_line = 8, pieces = unit::tiles * lines * of_line;
+    constexpr int of_quarter = unit::lane_lines(0), last = unit::last_quarter(0);
+#pragma unroll 2
+    for (int i = static_cast<int>(threadIdx.x) % warp_size; i < pieces; i += warp_size) {
+        const int piece = i % of_line, line = i / of_line % lines, tile = i / (of_line * lines);
+        const std::byte* block = page;
+        int at;  // in units of 16 bytes
+        if (Role == tensor::key) {
+            at = (first / 32 * lines + line) * of_line + piece;
+            if (sinks) {
+                at = line * (of_line / 2) + piece % (of_line / 2);
+                if (piece >= of_line / 2) block = second;
+            }
+        } else {
+            at = (tile * unit::page_lines + first / 2 + line) * of_line + piece;
+            if (sinks) {
+                at = (tile * (lines / 2) + line % (lines / 2)) * of_line + piece;
+                if (line >= lines / 2) block = second;
+            }
+        }
+        const int turned = (line / of_quarter & last) << 5;
+        if (block != nullptr) copy_async(to + static_cast<std::uint32_t>((i * 16) ^ turned), block + at * 16);
+    }
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -1,0 +1,241 @@
+// Attention over sequences whose pages have several formats, in one launch, against double arithmetic on the dequantized values.
+#include "attention_test.cuh"
+
+using namespace kvq;
+
+namespace {
+
+struct mixed_case {
+    int kv_heads = 2, group = 4, query_tokens = 1, window = 0;
+    float softcap = 0.0f;
+    int sinks = 4, recent = 128;
+    std::vector<int> lengths;  // sinks included
+    bool scattered =
+        false;  // pages of the quantized formats in any order, named by negative entries; otherwise they follow each other
+};
+
+/// The numbers of a token and head, dequantized.
+struct token_numbers {
+    const float *key, *value;
+};
+
+/// A sequence's tokens, each of the format that holds it; null: held by none.
+template <class Format>
+token_numbers numbers_of(const test::quantized_batch<Format>& b, std::size_t sequence, std::size_t head,
+                         int token) {
+    return {&b.key_values[sequence][head][static_cast<std::size_t>(token) * Format::head_dim],
+            &b.value_values[sequence][head][static_cast<std::size_t>(token) * Format::value_dim]};
+}
+
+/// Old and New: quantized formats, the same for caches of one.
+template <class T, class Old, class New, class Window, class Sinks>
+void check_mix(test::rng& r, const mixed_case& c, const char* name, double* worst) {
+    constexpr int dim = New::head_dim, value_dim = New::value_dim, page = New::page_tokens;
+    constexpr bool two = !std::is_same_v<Old, New>;
+    const std::size_t sequences = c.lengths.size();
+    std::vector<int> sinks, behind, committed, middle;
+    for (const int n : c.lengths) {
+        sinks.push_back(std::min(n, c.sinks));
+        behind.push_back(std::max(0, n - c.sinks));
+        committed.push_back(cuda::committed_pages(n - c.sinks, c.recent, page));
+        middle.push_back(two && committed.back() > 0 ? test::uniform(r, 0, committed.back()) : 0);
+    }
+    const test::quantized_batch<Sinks> of_sinks(r, c.kv_heads, sinks);
+    test::quantized_batch<Window> of_window(r, c.kv_heads, behind);
+    std::vector<int> quantized;
+    for (const int n : committed) quantized.push_back(n * page);
+    test::quantized_batch<Old> of_old(r, c.kv_heads, quantized);
+    test::quantized_batch<New> of_new(r, c.kv_heads, quantized);
+    const auto at = [](std::size_t b, int columns, int column) {
+        return b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(column);
+    };
+
+    // The window's table is a ring; what is behind the window is not in it.
+    const int columns = cuda::window_columns(c.recent, page, 0) + test::uniform(r, 0, 1);
+    std::vector<int> ring(sequences * static_cast<std::size_t>(columns), of_window.pages - 1);
+    std::vector<std::vector<int>> owner(sequences);  // of the quantized pages: is it the old format?
+    for (std::size_t b = 0; b < sequences; ++b) {
+        for (int i = committed[b]; i * page < behind[b]; ++i)
+            ring[at(b, columns, i % columns)] = of_window.table[at(b, of_window.columns, i)];
+        for (int i = 0; i < committed[b]; ++i) {
+            const bool old = two && (c.scattered ? test::uniform(r, 0, 1) == 0 : i < middle[b]);
+            owner[b].push_back(old);
+            // Where pages follow each other, whoever looks at an entry of the other format finds no page.
+            const int nobody = c.scattered ? -1 : of_old.pages - 1;
+            if (two && !old) of_old.table[at(b, of_old.columns, i)] = nobody;
+            if (old) of_new.table[at(b, of_new.columns, i)] = c.scattered ? -1 : of_new.pages - 1;
+        }
+    }
+    of_window.table = ring;
+    of_window.columns = columns;
+
+    test::device_batch<Sinks> sinks_device(of_sinks);
+    test::device_batch<Window> window_device(of_window);
+    test::device_batch<Old> old_device(of_old);
+    test::device_batch<New> new_device(of_new);
+    const test::device_buffer<int> lengths(c.lengths), middle_device(middle);
+    window_device.ref.tokens = old_device.ref.tokens = new_device.ref.tokens = sinks_device.ref.tokens =
+        lengths.get();
+    window_device.ref.first_token = old_device.ref.first_token = new_device.ref.first_token = c.sinks;
+
+    const int q_heads = c.kv_heads * c.group, rows = static_cast<int>(sequences) * c.query_tokens;
+    std::vector<T> q(static_cast<std::size_t>(rows * q_heads * dim));
+    for (T& x : q) x = test::as<T>(test::normal(r));
+    const test::device_buffer<T> q_device(q);
+    test::device_buffer<T> out(static_cast<std::size_t>(rows * q_heads * value_dim));
+    test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
+    cuda::attention_options options;
+    options.query_tokens = c.query_tokens;
+    options.window = c.window;
+    options.softcap = c.softcap;
+    options.lse = lse.get();
+    const auto attend = [&](const auto& cache) {
+        using mix = std::remove_cvref_t<decltype(cache)>;
+        const std::size_t bytes = cuda::attend_workspace_bytes<mix, T>(c.group, c.query_tokens);
+        test::device_buffer<std::byte> workspace(bytes);
+        workspace.clear();
+        std::vector<T> first;
+        for (
+            int repeat = 0; repeat < 2;
+            ++repeat) {  // the second call finds the workspace as the first left it; lengths and tables are old
+            out.poison();
+            options.early = repeat == 1;
+            const auto status = cuda::attend<T>(
+                cache, token_view<const T>(q_device.get(), rows, q_heads, dim),
+                token_view<T>(out.get(), rows, q_heads, value_dim), options, workspace.get(), bytes, nullptr);
+            CHECK(status, "%s: %s", name, status.message);
+            CUDA_OK(cudaDeviceSynchronize());
+            const std::vector<T> got = out.download();
+            if (repeat == 0) first = got;
+            CHECK(std::memcmp(first.data(), got.data(), got.size() * sizeof(T)) == 0,
+                  "%s: not the same bits again", name);
+        }
+    };
+    auto part = cuda::behind_window(new_device.ref);
+    if constexpr (two) {
+        auto old_part = cuda::behind_window(old_device.ref);
+        if (!c.scattered) old_part.end_page = part.first_page = middle_device.get();
+        attend(cuda::make_mixed(c.recent, old_part, part, cuda::in_window(window_device.ref),
+                                cuda::sink_tokens(sinks_device.ref, c.sinks)));
+    } else {
+        attend(cuda::make_mixed(c.recent, part, cuda::in_window(window_device.ref),
+                                cuda::sink_tokens(sinks_device.ref, c.sinks)));
+    }
+
+    const std::vector<T> got = out.download();
+    const std::vector<float> got_lse = lse.download();
+    for (std::size_t b = 0; b < sequences; ++b)
+        for (int i = 0; i < c.query_tokens; ++i)
+            for (int h = 0; h < q_heads; ++h) {
+                const std::size_t row =
+                    static_cast<std::size_t>((static_cast<int>(b) * c.query_tokens + i) * q_heads + h);
+                const auto head = static_cast<std::size_t>(h / c.group);
+                const int position = c.lengths[b] - c.query_tokens + i;
+                const int from = c.window > 0 ? std::max(0, position - c.window + 1) : 0;
+                std::vector<double> scores, sums(value_dim, 0.0);
+                std::vector<const float*> values;
+                double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
+                for (int t = from; t <= position; ++t) {
+                    const int n = t - c.sinks;
+                    const token_numbers x = n < 0                      ? numbers_of(of_sinks, b, head, t)
+                                            : n / page >= committed[b] ? numbers_of(of_window, b, head, n)
+                                            : owner[b][static_cast<std::size_t>(n / page)]
+                                                ? numbers_of(of_old, b, head, n)
+                                                : numbers_of(of_new, b, head, n);
+                    double s = 0.0;
+                    for (int d = 0; d < dim; ++d)
+                        s += static_cast<double>(
+                                 static_cast<float>(q[row * dim + static_cast<std::size_t>(d)])) *
+                             x.key[d];
+                    s /= std::sqrt(static_cast<double>(dim));
+                    if (c.softcap > 0.0f) s = c.softcap * std::tanh(s / c.softcap);
+                    scores.push_back(s);
+                    values.push_back(x.value);
+                    top = std::max(top, s);
+                }
+                for (std::size_t t = 0; t < scores.size(); ++t) {
+                    const double p = std::exp(scores[t] - top);
+                    sum += p;
+                    for (int d = 0; d < value_dim; ++d) sums[static_cast<std::size_t>(d)] += p * values[t][d];
+                }
+                for (int d = 0; d < value_dim; ++d) {
+                    const double want = sum > 0.0 ? sums[static_cast<std::size_t>(d)] / sum : 0.0,
+                                 have =
+                                     static_cast<float>(got[row * value_dim + static_cast<std::size_t>(d)]);
+                    error += (have - want) * (have - want);
+                    size += want * want;
+                    if (!(have == have)) error = INFINITY;
+                }
+                const double relative = size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
+                *worst = std::max(*worst, relative);
+                const double limit = 2e-3 + (std::is_same_v<T, bfloat16> ? 0x1p-8 : 0.0);
+                CHECK(relative <= limit,
+                      "%s: error %.3g (sequence %zu of %d tokens, query %d of %d, head %d, group %d, window "
+                      "%d, cap %g, "
+                      "sinks %d, recent %d)",
+                      name, relative, b, c.lengths[b], i, c.query_tokens, h, c.group, c.window,
+                      static_cast<double>(c.softcap), c.sinks, c.recent);
+                const double want_lse = sum > 0.0 ? top + std::log(sum) : -INFINITY, have_lse = got_lse[row];
+                CHECK(
+                    want_lse == have_lse || std::abs(want_lse - have_lse) < 1e-3 * (1.0 + std::abs(want_lse)),
+                    "%s: lse %g, expected %g", name, have_lse, want_lse);
+            }
+}
+
+template <class T, class Old, class New, class Window, class Sinks>
+void check_mixes(const char* name) {
+    constexpr int page = New::page_tokens;
+    test::rng r(static_cast<unsigned>(page * 7 + 3));
+    double worst = 0.0;
+    const auto check = [&](const mixed_case& c) {
+        check_mix<T, Old, New, Window, Sinks>(r, c, name, &worst);
+    };
+    const std::vector<int> ragged = {page + 5, 0, 1, 4, 3 * page + 17, 132, 133, 132 + page, 131 + page, 900};
+    check({.group = 4, .lengths = ragged});
+    check({.kv_heads = 1, .group = 4, .lengths = {3000}});
+    check({.kv_heads = 1, .group = 8, .sinks = 3, .recent = 32, .lengths = ragged});
+    check({.kv_heads = 1, .group = 16, .recent = 0, .lengths = {4, 4 + page, 3 + page, 5 + page, 700}});
+    check({.group = 1, .query_tokens = 3, .recent = page, .lengths = {3, 2 * page + 1, 501, 1000}});
+    check({.kv_heads = 1,
+           .group = 4,
+           .query_tokens = 2,
+           .window = 90,
+           .lengths = {1000, 2 * page + 1, 5, 400}});
+    check({.kv_heads = 1, .group = 2, .window = 300, .softcap = 5.0f, .lengths = {40, 900, page, 300}});
+    check({.sinks = 0, .recent = 200, .lengths = ragged});
+    check({.group = 2, .lengths = {700, 700, 700}});
+    check({.kv_heads = 3, .group = 2, .lengths = std::vector<int>(30, 2 * page + 150)});
+    if (!std::is_same_v<Old, New>) {
+        check({.kv_heads = 1, .group = 4, .lengths = {3000, 1, 640}, .scattered = true});
+        check({.kv_heads = 2, .group = 8, .lengths = ragged, .scattered = true});
+    }
+    std::printf("  %-44s largest error %.2e\n", name, worst);
+}
+
+template <class T, int Dim, int Page>
+using full_pages = cuda::format<full<T>, full<T>, Dim, Page>;
+
+}  // namespace
+
+int main() {
+#if !defined(PART) || PART == 0
+    using kivi4 = cuda::kivi_format<4, 64, 128, 64>;
+    check_mixes<float16, kivi4, kivi4, full_pages<float16, 128, 64>, full_pages<float16, 128, 16>>(
+        "kivi4 g64, fp16 window and sinks");
+#endif
+#if !defined(PART) || PART == 1
+    using packed = cuda::format<int8, affine<4, per_token<>>, 64, 32>;
+    check_mixes<bfloat16, packed, packed, full_pages<bfloat16, 64, 32>, full_pages<bfloat16, 64, 16>>(
+        "int8 keys, 4 bit values, bf16 window, page 32");
+#endif
+#if !defined(PART) || PART == 2
+    check_mixes<float16, cuda::preset_format<low2, 128>, cuda::preset_format<std4, 128>,
+                full_pages<float16, 128, 128>, full_pages<float16, 128, 16>>("low2, then std4, fp16 window");
+#endif
+#if !defined(PART) || PART == 3
+    check_mixes<float, cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 96, 16>,
+                cuda::kivi_format<2, 32, 96, 16>, full_pages<float16, 96, 16>, full_pages<bfloat16, 96, 32>>(
+        "4 bit token, then kivi2, pages of 16");
+#endif
+    return test::report("mixed");
+}
