@@ -1,8 +1,10 @@
 // The door to the CUDA backend: everything below takes device pointers and a stream, allocates nothing and never waits.
 //
 //   format, cache_ref    what pages hold and where they are                              cuda/cache_ref.cuh
+//   mixed_cache_ref      sequences whose pages have several formats                      cuda/mixed_cache.cuh
 //   store                new tokens into pages                                           cuda/store.cuh
-//   commit_full_pages, requantize_pages, dequantize_tokens                                   cuda/pages.cuh
+//   store_and_commit     new tokens into the window, full pages behind it quantized      cuda/store_and_commit.cuh
+//   commit_full_pages, requantize_pages, dequantize_tokens                               cuda/pages.cuh
 //   attend               fused attention over packed pages                               cuda/attend.cuh
 //
 // Needs the CUDA toolkit, C++20 (nvcc -std=c++20) and compute capability 8.0. Pages are byte for byte those of the CPU, so
@@ -12,3 +14,4 @@
 #include "cuda/attend.cuh"
 #include "cuda/pages.cuh"
 #include "cuda/store.cuh"
+#include "cuda/store_and_commit.cuh"
