@@ -273,8 +273,23 @@ def gpu(path):
     by_tokens("store", "Store: microseconds, share of a copy", lambda r: f"{r['us']:.1f}, {100 * r['ceiling_share']:.0f} %")
     by_tokens("pages", "Whole pages: microseconds (numbers per ns)", lambda r: f"{r['us']:.1f} ({r['numbers_per_ns']:.1f})")
     by_tokens("commit", "Tokens of full pages among 128 sequences: microseconds", lambda r: f"{r['us']:.1f}")
+    print("\nReal steps: attend; step; mean over the steps of a page: microseconds (times fp16)\n")
+    real = [r for r in rows if r["op"] == "step" and "sinks" in r]
+    print_table(
+        ("format", "batch x tokens", "attend", "step", "mean"),
+        [
+            [
+                r["scheme"],
+                f"{r['batch']} x {r['tokens']}",
+                f"{r['us_attend']:.1f} ({r['us_attend_fp16'] / r['us_attend']:.2f})",
+                f"{r['us_early']:.1f} ({r['us_fp16'] / r['us_early']:.2f})",
+                f"{r['us_mean']:.1f} ({r['us_fp16'] / r['us_mean']:.2f})",
+            ]
+            for r in real
+        ],
+    )
     print("\nstore, then attend; with `early`; attend alone: microseconds\n")
-    steps = [r for r in rows if r["op"] == "step"]
+    steps = [r for r in rows if r["op"] == "step" and "sinks" not in r]
     shapes = dict.fromkeys((r["batch"], r["tokens"]) for r in steps)
     of = {(r["scheme"], r["batch"], r["tokens"]): "{us:.1f}; {us_early:.1f}; {us_attend:.1f}".format(**r) for r in steps}
     schemes = dict.fromkeys(r["scheme"] for r in steps)

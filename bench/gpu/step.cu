@@ -1,9 +1,15 @@
-// A decode step of one layer: `store` of one token per sequence, then `attend` over all of them.
+// A decode step of one layer.
 //
-//   step [--json]
+//   step [--json] [--quick] [--only NAME]
 //
-// Launches follow each other as in an engine that does nothing else; 32 query heads, 8 kv heads. "early": attention_options::early;
-// "attend": without `store`. Every step has the cache of another layer; together they take 0.75 GB or more.
+// With -DPART=0 to 4: the rows of one format, or (4) those of formats alone.
+// Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized; `store_and_commit` of one token
+// per sequence and `attend`, two launches, against `store` and `attend` of 16-bit pages of the same length. Lengths are the largest not
+// above those of the shape with a page half filled behind the window. No page is due then; "mean" adds what the step with
+// one takes more, divided by the steps of a page. The ratios are those of steps with attention_options::early. Every sequence has its page due in the same step, which is the worst case.
+// Then (not with --quick) formats alone: `store` and `attend` of one format; "early": attention_options::early.
+// Launches follow each other as in an engine that does nothing else; 32 query heads, 8 kv heads. "attend": without the other launch.
+// Every step has the cache of another layer; together they take 0.75 GB or more.
 #include <kvq/backends/cuda.cuh>
 
 #include <algorithm>
@@ -26,8 +32,222 @@ float16* random_numbers(std::size_t n) {
     return numbers;
 }
 
+constexpr int sinks = 4, recent = 128;
+
+struct shape {
+    int batch, tokens;
+};
+
+/// Random pages of one format for `layers` layers, in random order.
 template <class Format>
-void run(const char* name, int batch, int tokens, bool json) {
+struct page_pool {
+    int pages;
+    std::size_t key_page = cuda::cache_ref<Format>::dense_key_page(heads),
+                value_page = cuda::cache_ref<Format>::dense_value_page(heads);
+    std::byte* memory = nullptr;
+    int* table = nullptr;
+    cuda::cache_ref<Format> first;  // of layer 0
+
+    page_pool(int sequences, int columns, int layers, const int* tokens, int first_token)
+        : pages(sequences * columns) {
+        const std::size_t bytes = layer_bytes() * static_cast<std::size_t>(layers);
+        BENCH_OK(cudaMalloc(&memory, bytes));
+        std::vector<int> order(static_cast<std::size_t>(pages));
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), std::mt19937(5));
+        table = bench::on_device(order);
+        first.kv_heads = heads;
+        first.key_page_bytes = key_page;
+        first.value_page_bytes = value_page;
+        first.key_pages = memory;
+        first.value_pages = memory + key_page * static_cast<std::size_t>(pages);
+        first.block_table = table;
+        first.tokens = tokens;
+        first.sequences = sequences;
+        first.table_columns = columns;
+        first.first_token = first_token;
+        if constexpr (full_precision<typename Format::keys> && full_precision<typename Format::values>)
+            bench::fill_normal(memory, bytes, static_cast<std::uint32_t>(pages));
+        else
+            quantize(layers);
+    }
+    page_pool(const page_pool&) = delete;
+    page_pool& operator=(const page_pool&) = delete;
+    ~page_pool() {
+        cudaFree(memory);
+        cudaFree(table);
+    }
+    std::size_t layer_bytes() const { return (key_page + value_page) * static_cast<std::size_t>(pages); }
+    cuda::cache_ref<Format> of_layer(int layer) const {
+        auto ref = first;
+        ref.key_pages += static_cast<std::size_t>(layer) * layer_bytes();
+        ref.value_pages += static_cast<std::size_t>(layer) * layer_bytes();
+        return ref;
+    }
+
+private:
+    /// Pages are quantized from random 16-bit ones.
+    void quantize(int layers) {
+        using source_format =
+            cuda::format<full<float16>, full<float16>, Format::head_dim, Format::page_tokens>;
+        constexpr int source_pages = 32;
+        const page_pool<source_format> source(1, source_pages, 1, nullptr, 0);
+        std::vector<int> from(static_cast<std::size_t>(pages)), to(from);
+        for (int i = 0; i < pages; ++i) {
+            from[static_cast<std::size_t>(i)] = i % source_pages;
+            to[static_cast<std::size_t>(i)] = i;
+        }
+        int *const from_device = bench::on_device(from), *const to_device = bench::on_device(to);
+        for (int layer = 0; layer < layers; ++layer)
+            bench::check(cuda::requantize_pages(source.first, of_layer(layer), from_device, to_device, pages,
+                                                nullptr, nullptr));
+        BENCH_OK(cudaDeviceSynchronize());
+        cudaFree(from_device);
+        cudaFree(to_device);
+    }
+};
+
+int layers_for(std::size_t bytes) {
+    return static_cast<int>(std::max<std::size_t>(2, (std::size_t{3} << 28) / bytes + 1));
+}
+
+/// What steps have in common: queries, output, new tokens, lengths.
+struct step_tensors {
+    int batch;
+    float16 *k, *v, *q, *out;
+    int* lengths;
+
+    step_tensors(int sequences, int tokens)
+        : batch(sequences),
+          k(random_numbers(static_cast<std::size_t>(sequences) * heads * dim)),
+          v(random_numbers(static_cast<std::size_t>(sequences) * heads * dim)),
+          q(random_numbers(static_cast<std::size_t>(sequences) * q_heads * dim)),
+          out(random_numbers(static_cast<std::size_t>(sequences) * q_heads * dim)),
+          lengths(bench::on_device(std::vector<int>(static_cast<std::size_t>(sequences), tokens))) {}
+    step_tensors(const step_tensors&) = delete;
+    step_tensors& operator=(const step_tensors&) = delete;
+    ~step_tensors() {
+        for (float16* p : {k, v, q, out}) cudaFree(p);
+        cudaFree(lengths);
+    }
+    void set_lengths(int tokens) {
+        const std::vector<int> all(static_cast<std::size_t>(batch), tokens);
+        BENCH_OK(cudaMemcpy(lengths, all.data(), all.size() * sizeof(int), cudaMemcpyHostToDevice));
+    }
+    token_view<const float16> keys() const { return {k, batch, heads, dim}; }
+    token_view<const float16> values() const { return {v, batch, heads, dim}; }
+    token_view<const float16> query() const { return {q, batch, q_heads, dim}; }
+    token_view<float16> output() const { return {out, batch, q_heads, dim}; }
+};
+
+struct step_times {
+    double step, early, attend, mean;
+};
+
+/// `store` and `attend` of 16-bit pages.
+step_times time_full_pages(const shape& s) {
+    using format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
+    const int columns = (s.tokens + page_tokens - 1) / page_tokens;
+    const int layers = layers_for(
+        static_cast<std::size_t>(s.batch * columns) *
+        (cuda::cache_ref<format>::dense_key_page(heads) + cuda::cache_ref<format>::dense_value_page(heads)));
+    step_tensors x(s.batch, s.tokens);
+    const page_pool<format> pool(s.batch, columns, layers, x.lengths, 0);
+    std::vector<int> table(static_cast<std::size_t>(pool.pages));
+    BENCH_OK(cudaMemcpy(table.data(), pool.table, table.size() * sizeof(int), cudaMemcpyDeviceToHost));
+    std::vector<long long> slots;
+    for (int b = 0; b < s.batch; ++b)
+        slots.push_back(static_cast<long long>(
+                            table[static_cast<std::size_t>(b * columns + (s.tokens - 1) / page_tokens)]) *
+                            page_tokens +
+                        (s.tokens - 1) % page_tokens);
+    long long* const mapping = bench::on_device(slots);
+    const std::size_t space = cuda::attend_workspace_bytes<format, float16>(q_heads / heads);
+    std::byte* workspace = nullptr;
+    BENCH_OK(cudaMalloc(&workspace, space));
+    BENCH_OK(cudaMemset(workspace, 0, space));
+    const auto time = [&](bool stores) {
+        return bench::time_launches(std::max(16, layers), [&](int i, cudaStream_t stream) {
+            const auto cache = pool.of_layer(i % layers);
+            if (stores) bench::check(cuda::store(cache, x.keys(), x.values(), mapping, nullptr, stream));
+            bench::check(cuda::attend(cache, x.query(), x.output(), {}, workspace, space, stream));
+        });
+    };
+    const step_times times{time(true), 0.0, time(false), 0.0};
+    BENCH_OK(cudaFree(workspace));
+    BENCH_OK(cudaFree(mapping));
+    return times;
+}
+
+/// `store_and_commit` and `attend` of sequences as they are.
+template <class Format>
+step_times time_real_step(const shape& s) {
+    constexpr int page = Format::page_tokens;
+    using window_format = cuda::format<full<float16>, full<float16>, dim, page>;
+    using sink_format = cuda::format<full<float16>, full<float16>, dim, 16>;
+    const int columns = (s.tokens - sinks - recent) / page + 1;
+    const int layers = layers_for(
+        static_cast<std::size_t>(s.batch * columns) *
+        (cuda::cache_ref<Format>::dense_key_page(heads) + cuda::cache_ref<Format>::dense_value_page(heads)));
+    step_tensors x(s.batch, s.tokens);
+    const page_pool<Format> quantized(s.batch, columns, layers, x.lengths, sinks);
+    const page_pool<window_format> window(s.batch, cuda::window_columns(recent, page), layers, x.lengths,
+                                          sinks);
+    const page_pool<sink_format> first(s.batch, 1, layers, x.lengths, 0);
+    const auto cache_of = [&](int layer) {
+        return cuda::make_mixed(recent, cuda::behind_window(quantized.of_layer(layer)),
+                                cuda::in_window(window.of_layer(layer)),
+                                cuda::sink_tokens(first.of_layer(layer), sinks));
+    };
+    const std::size_t space = cuda::attend_workspace_bytes<decltype(cache_of(0)), float16>(q_heads / heads);
+    std::byte* workspace = nullptr;
+    BENCH_OK(cudaMalloc(&workspace, space));
+    BENCH_OK(cudaMemset(workspace, 0, space));
+    const auto time = [&](bool stores, bool early) {
+        return bench::time_launches(std::max(16, layers), [&](int i, cudaStream_t stream) {
+            const int layer = i % layers;
+            if (stores)
+                bench::check(cuda::store_and_commit(quantized.of_layer(layer), window.of_layer(layer),
+                                                    first.of_layer(layer), recent, x.keys(), x.values(), 1,
+                                                    nullptr, stream));
+            bench::check(cuda::attend(cache_of(layer), x.query(), x.output(), {.early = early}, workspace,
+                                      space, stream));
+        });
+    };
+    step_times times{time(true, false), time(true, true), time(false, false), 0.0};
+    x.set_lengths(s.tokens - page / 2);  // a page is due
+    times.mean = times.early + (time(true, true) - times.early) / page;
+    BENCH_OK(cudaFree(workspace));
+    return times;
+}
+
+template <class Format>
+[[maybe_unused]] void run_real_step(const char* name, const shape& nominal, bool json) {
+    constexpr int page = Format::page_tokens;
+    const int phase = (nominal.tokens - sinks - recent - page / 2) % page;
+    const shape s{nominal.batch, nominal.tokens - phase};
+    const step_times full = time_full_pages(s), real = time_real_step<Format>(s);
+    if (json)
+        std::printf(
+            "{\"op\": \"step\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
+            "\"kv_heads\": %d, "
+            "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_mean\": %.2f, "
+            "\"us_fp16\": %.2f, "
+            "\"us_attend_fp16\": %.2f, \"sinks\": %d, \"recent\": %d, \"launches\": 2}\n",
+            name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.mean,
+            full.step, full.attend, sinks, recent);
+    else
+        std::printf(
+            "real step  %-10s %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x); step %7.1f us, early %7.1f us "
+            "(fp16 %7.1f, %.2f x); "
+            "mean %7.1f us (%.2f x)\n",
+            name, s.batch, s.tokens, real.attend, full.attend, full.attend / real.attend, real.step,
+            real.early, full.step, full.step / real.early, real.mean, full.step / real.mean);
+    std::fflush(stdout);
+}
+
+template <class Format>
+[[maybe_unused]] void run(const char* name, int batch, int tokens, bool json) {
     const int columns = tokens / page_tokens, pages = batch * columns, most = 8192;  // tokens of a prefill
     const std::size_t key_page = cuda::cache_ref<Format>::dense_key_page(heads),
                       value_page = cuda::cache_ref<Format>::dense_value_page(heads),
@@ -108,14 +328,42 @@ void run(const char* name, int batch, int tokens, bool json) {
 }  // namespace
 
 int main(int argc, char** argv) {
-    bool json = false;
-    for (int i = 1; i < argc; ++i) json = json || std::string(argv[i]) == "--json";
-    const std::pair<int, int> shapes[] = {{16, 2048}, {64, 1024}, {128, 4096}};
-    for (const auto& [batch, tokens] : shapes) {
-        run<cuda::format<full<float16>, full<float16>, dim, page_tokens>>("fp16", batch, tokens, json);
-        run<cuda::format<int8, int8, dim, page_tokens>>("int8", batch, tokens, json);
-        run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, dim, page_tokens>>(
-            "token4-g128", batch, tokens, json);
+    bool json = false, quick = false;
+    std::string only;
+    for (int i = 1; i < argc; ++i) {
+        const std::string argument = argv[i];
+        json = json || argument == "--json";
+        quick = quick || argument == "--quick";
+        if (argument == "--only" && i + 1 < argc) only = argv[++i];
     }
+    [[maybe_unused]] const auto wanted = [&](const char* name) { return only.empty() || only == name; };
+    for (const shape& s :
+         {shape{16, 2048}, shape{64, 1024}, shape{64, 4096}, shape{8, 32768}, shape{1, 131072}}) {
+#if !defined(PART) || PART == 0
+        if (wanted("kivi4-g64"))
+            run_real_step<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi4-g64", s, json);
+#endif
+#if !defined(PART) || PART == 1
+        if (wanted("std4")) run_real_step<cuda::preset_format<std4, dim>>("std4", s, json);
+#endif
+#if !defined(PART) || PART == 2
+        if (wanted("low2")) run_real_step<cuda::preset_format<low2, dim>>("low2", s, json);
+#endif
+#if !defined(PART) || PART == 3
+        if (wanted("int8")) run_real_step<cuda::format<int8, int8, dim, page_tokens>>("int8", s, json);
+#endif
+        (void)s;
+    }
+    if (quick) return 0;
+#if !defined(PART) || PART == 4
+    for (const auto& [batch, tokens] : {shape{16, 2048}, shape{64, 1024}, shape{128, 4096}}) {
+        if (wanted("fp16"))
+            run<cuda::format<full<float16>, full<float16>, dim, page_tokens>>("fp16", batch, tokens, json);
+        if (wanted("int8")) run<cuda::format<int8, int8, dim, page_tokens>>("int8", batch, tokens, json);
+        if (wanted("token4-g128"))
+            run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, dim, page_tokens>>(
+                "token4-g128", batch, tokens, json);
+    }
+#endif
     return 0;
 }
