@@ -3,6 +3,29 @@
 #include <cstdio>
 #include <kvq/backends/cuda.cuh>
 
+void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq::float16* new_q,
+                 kvq::float16* to, int batch, int q_heads, int recent, void* workspace,
+                 std::size_t workspace_bytes, cudaStream_t stream) {
+    using namespace kvq;
+    using quantized_format = cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;
+    using window_format = cuda::format<full<float16>, full<float16>, 128, 64>;
+    using sink_format = cuda::format<full<float16>, full<float16>, 128, 16>;
+    cuda::cache_ref<quantized_format> quantized = {};
+    cuda::cache_ref<window_format> window = {};
+    cuda::cache_ref<sink_format> sinks = {};
+    const token_view<const float16> k(new_k, batch, 8, 128), v(new_v, batch, 8, 128),
+        q(new_q, batch, q_heads, 128);
+    const token_view<float16> out(to, batch, q_heads, 128);
+
+    auto cache = cuda::make_mixed(recent, cuda::behind_window(quantized), cuda::in_window(window),
+                                  cuda::sink_tokens(sinks, 4));
+    auto s = cuda::store_and_commit(quantized, window, sinks, recent, k, v, /*new_tokens*/ 1,
+                                    /*not_finite*/ nullptr, stream);
+    s = cuda::attend<float16>(cache, q, out, {.softcap = 30.f, .query_tokens = 1, .early = true}, workspace,
+                              workspace_bytes, stream);
+    if (!s) std::puts(s.message);
+}
+
 void attend(const kvq::float16* q, kvq::float16* out, float* lse, int batch, int q_heads, void* workspace,
             std::size_t workspace_bytes, cudaStream_t stream) {
     using coded = kvq::cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;

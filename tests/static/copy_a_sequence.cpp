@@ -1,4 +1,4 @@
-// expect: fork() says what it does
+// expect: use fork()
 // SPDX-License-Identifier: MIT
 #include <kvq/kvq.hpp>
 
