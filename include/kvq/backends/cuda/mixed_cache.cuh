@@ -2,8 +2,7 @@
 //
 //   auto cache = kvq::cuda::make_mixed(recent, behind_window(quantized), in_window(window), sink_tokens(sinks, 4));
 //
-// One cache_ref per format: pages, strides, a block table. A part says which pages of a sequence it holds, so that nobody has to look
-// through a table for them:
+// One cache_ref per format: pages, strides, a block table. A part states which pages of a sequence it holds, so no table is searched:
 //
 //   all             those that its table names, up to the end of the sequence or of the table (sinks; pages that were requantized)
 //   behind_window   pages [0, committed)
