@@ -40,7 +40,7 @@ struct backend_functions {
     const format& (*fp16)();
 };
 
-/// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, 10 to 50 times slower.
+/// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, which are slower.
 struct format_description {
     bool quantize = false;    ///< from a block of fp16
     bool dequantize = false;  ///< to fp16 and fp32

@@ -73,7 +73,7 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 }  // namespace detail
 
 /// Schemes that kernels know: full<T>, scheme<bits, levels, granularity, params> with parameters in a float format, and
-/// channel_grid with parameters that are coded or in a float format, whatever their encoder.
+/// channel_grid with parameters that are coded or in a float format, and any encoder.
 template <class S>
 concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
     (detail::is_composed<S>&& float_format<typename S::parameter>);
