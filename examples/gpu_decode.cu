@@ -82,7 +82,9 @@ int main() {
     // The decode step. It allocates nothing and waits for nothing.
     const auto step = [&] {
         const token_view<const float16> keys(k, batch, kv_heads, dim), values(v, batch, kv_heads, dim);
-        check(cuda::store_and_commit(quantized, in_16_bit, first, recent, keys, values, 1, nullptr, stream));
+        check(
+            cuda::commit_due_pages(quantized, in_16_bit, recent, 1, nullptr, stream));  // once for all layers
+        check(cuda::store_new_tokens(in_16_bit, first, keys, values, 1, nullptr, stream));
         check(cuda::attend<float16>(cache, token_view<const float16>(q, batch, q_heads, dim),
                                     token_view<float16>(out, batch, q_heads, dim), {}, workspace, bytes,
                                     stream));

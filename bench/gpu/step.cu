@@ -3,10 +3,12 @@
 //   step [--json] [--quick] [--only NAME]
 //
 // With -DPART=0 to 4: the rows of one format, or (4) those of formats alone.
-// Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized; `store_and_commit` of one token
-// per sequence and `attend`, two launches, against `store` and `attend` of 16-bit pages of the same length. Lengths are the largest not
-// above those of the shape with a page half filled behind the window. No page is due then; "mean" adds what the step with
-// one takes more, divided by the steps of a page. The ratios are those of steps with attention_options::early. Every sequence has its page due in the same step, which is the worst case.
+// Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized; `store_new_tokens` of one token
+// per sequence and `attend`, two launches a layer, and `commit_due_pages` once per step of 32 layers, against `store` and `attend` of 16-bit
+// pages of the same lengths. Times are those of a layer, the 32nd part of a commit included.
+//   equal    lengths are the largest not above those of the shape with a page half filled behind the window: no page is due
+//   ragged   lengths are up to half a page shorter or longer: in most steps some sequence has a page due. Mean of 8 steps
+// "early" is attention_options::early; ratios are those of such steps.
 // Then (not with --quick) formats alone: `store` and `attend` of one format; "early": attention_options::early.
 // Launches follow each other as in an engine that does nothing else; 32 query heads, 8 kv heads. "attend": without the other launch.
 // Every step has the cache of another layer; together they take 0.75 GB or more.
@@ -130,8 +132,7 @@ struct step_tensors {
         for (float16* p : {k, v, q, out}) cudaFree(p);
         cudaFree(lengths);
     }
-    void set_lengths(int tokens) {
-        const std::vector<int> all(static_cast<std::size_t>(batch), tokens);
+    void set_lengths(const std::vector<int>& all) {
         BENCH_OK(cudaMemcpy(lengths, all.data(), all.size() * sizeof(int), cudaMemcpyHostToDevice));
     }
     token_view<const float16> keys() const { return {k, batch, heads, dim}; }
@@ -141,13 +142,24 @@ struct step_tensors {
 };
 
 struct step_times {
-    double step, early, attend, mean;
+    double step, early, attend, ragged;
 };
+constexpr int model_layers = 32;
 
-/// `store` and `attend` of 16-bit pages.
-step_times time_full_pages(const shape& s) {
+/// Lengths of sequences in steps of real batches: uniform between half a page less than `tokens` and half a page more.
+std::vector<int> ragged_lengths(int batch, int tokens, int page, int draw) {
+    std::mt19937 random(static_cast<unsigned>(draw));
+    std::vector<int> lengths;
+    for (int b = 0; b < batch; ++b)
+        lengths.push_back(tokens - page / 2 + static_cast<int>(random() % static_cast<unsigned>(page)));
+    return lengths;
+}
+constexpr int ragged_draws = 8;
+
+/// `store` and `attend` of 16-bit pages. page: what ragged lengths differ by.
+step_times time_full_pages(const shape& s, int page) {
     using format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
-    const int columns = (s.tokens + page_tokens - 1) / page_tokens;
+    const int columns = (s.tokens + page / 2 + page_tokens - 1) / page_tokens;
     const int layers = layers_for(
         static_cast<std::size_t>(s.batch * columns) *
         (cuda::cache_ref<format>::dense_key_page(heads) + cuda::cache_ref<format>::dense_value_page(heads)));
@@ -155,13 +167,19 @@ step_times time_full_pages(const shape& s) {
     const page_pool<format> pool(s.batch, columns, layers, x.lengths, 0);
     std::vector<int> table(static_cast<std::size_t>(pool.pages));
     BENCH_OK(cudaMemcpy(table.data(), pool.table, table.size() * sizeof(int), cudaMemcpyDeviceToHost));
-    std::vector<long long> slots;
-    for (int b = 0; b < s.batch; ++b)
-        slots.push_back(static_cast<long long>(
-                            table[static_cast<std::size_t>(b * columns + (s.tokens - 1) / page_tokens)]) *
-                            page_tokens +
-                        (s.tokens - 1) % page_tokens);
-    long long* const mapping = bench::on_device(slots);
+    long long* const mapping = bench::on_device(std::vector<long long>(static_cast<std::size_t>(s.batch)));
+    const auto set_lengths = [&](const std::vector<int>& lengths) {
+        x.set_lengths(lengths);
+        std::vector<long long> slots;
+        for (int b = 0; b < s.batch; ++b) {
+            const int last = lengths[static_cast<std::size_t>(b)] - 1;
+            slots.push_back(
+                static_cast<long long>(table[static_cast<std::size_t>(b * columns + last / page_tokens)]) *
+                    page_tokens +
+                last % page_tokens);
+        }
+        BENCH_OK(cudaMemcpy(mapping, slots.data(), slots.size() * sizeof(slots[0]), cudaMemcpyHostToDevice));
+    };
     const std::size_t space = cuda::attend_workspace_bytes<format, float16>(q_heads / heads);
     std::byte* workspace = nullptr;
     BENCH_OK(cudaMalloc(&workspace, space));
@@ -173,19 +191,24 @@ step_times time_full_pages(const shape& s) {
             bench::check(cuda::attend(cache, x.query(), x.output(), {}, workspace, space, stream));
         });
     };
-    const step_times times{time(true), 0.0, time(false), 0.0};
+    set_lengths(std::vector<int>(static_cast<std::size_t>(s.batch), s.tokens));
+    step_times times{time(true), 0.0, time(false), 0.0};
+    for (int draw = 0; draw < ragged_draws; ++draw) {
+        set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
+        times.ragged += time(true) / ragged_draws;
+    }
     BENCH_OK(cudaFree(workspace));
     BENCH_OK(cudaFree(mapping));
     return times;
 }
 
-/// `store_and_commit` and `attend` of sequences as they are.
+/// commit_due_pages, store_new_tokens and attend of sequences as they are.
 template <class Format>
 step_times time_real_step(const shape& s) {
     constexpr int page = Format::page_tokens;
     using window_format = cuda::format<full<float16>, full<float16>, dim, page>;
     using sink_format = cuda::format<full<float16>, full<float16>, dim, 16>;
-    const int columns = (s.tokens - sinks - recent) / page + 1;
+    const int columns = (s.tokens + page / 2 - sinks - recent) / page + 1;
     const int layers = layers_for(
         static_cast<std::size_t>(s.batch * columns) *
         (cuda::cache_ref<Format>::dense_key_page(heads) + cuda::cache_ref<Format>::dense_value_page(heads)));
@@ -199,24 +222,38 @@ step_times time_real_step(const shape& s) {
                                 cuda::in_window(window.of_layer(layer)),
                                 cuda::sink_tokens(first.of_layer(layer), sinks));
     };
+    // Where memory holds fewer layers, they stand for several.
+    std::vector<cuda::cache_ref<Format>> quantized_layers;
+    std::vector<cuda::cache_ref<window_format>> window_layers;
+    for (int i = 0; i < model_layers; ++i) {
+        quantized_layers.push_back(quantized.of_layer(i % layers));
+        window_layers.push_back(window.of_layer(i % layers));
+    }
     const std::size_t space = cuda::attend_workspace_bytes<decltype(cache_of(0)), float16>(q_heads / heads);
     std::byte* workspace = nullptr;
     BENCH_OK(cudaMalloc(&workspace, space));
     BENCH_OK(cudaMemset(workspace, 0, space));
     const auto time = [&](bool stores, bool early) {
-        return bench::time_launches(std::max(16, layers), [&](int i, cudaStream_t stream) {
+        const int launches = (std::max(16, layers) + model_layers - 1) / model_layers * model_layers;
+        return bench::time_launches(launches, [&](int i, cudaStream_t stream) {
             const int layer = i % layers;
+            if (stores && i % model_layers == 0)
+                bench::check(
+                    cuda::commit_due_pages(std::span<const cuda::cache_ref<Format>>(quantized_layers),
+                                           std::span<const cuda::cache_ref<window_format>>(window_layers),
+                                           recent, 1, nullptr, stream));
             if (stores)
-                bench::check(cuda::store_and_commit(quantized.of_layer(layer), window.of_layer(layer),
-                                                    first.of_layer(layer), recent, x.keys(), x.values(), 1,
-                                                    nullptr, stream));
+                bench::check(cuda::store_new_tokens(window.of_layer(layer), first.of_layer(layer), x.keys(),
+                                                    x.values(), 1, nullptr, stream, {.early = early}));
             bench::check(cuda::attend(cache_of(layer), x.query(), x.output(), {.early = early}, workspace,
                                       space, stream));
         });
     };
     step_times times{time(true, false), time(true, true), time(false, false), 0.0};
-    x.set_lengths(s.tokens - page / 2);  // a page is due
-    times.mean = times.early + (time(true, true) - times.early) / page;
+    for (int draw = 0; draw < ragged_draws; ++draw) {
+        x.set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
+        times.ragged += time(true, true) / ragged_draws;
+    }
     BENCH_OK(cudaFree(workspace));
     return times;
 }
@@ -226,23 +263,24 @@ template <class Format>
     constexpr int page = Format::page_tokens;
     const int phase = (nominal.tokens - sinks - recent - page / 2) % page;
     const shape s{nominal.batch, nominal.tokens - phase};
-    const step_times full = time_full_pages(s), real = time_real_step<Format>(s);
+    const step_times full = time_full_pages(s, page), real = time_real_step<Format>(s);
     if (json)
         std::printf(
             "{\"op\": \"step\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
             "\"kv_heads\": %d, "
-            "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_mean\": %.2f, "
-            "\"us_fp16\": %.2f, "
-            "\"us_attend_fp16\": %.2f, \"sinks\": %d, \"recent\": %d, \"launches\": 2}\n",
-            name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.mean,
-            full.step, full.attend, sinks, recent);
+            "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_ragged\": %.2f, "
+            "\"us_fp16\": %.2f, \"us_attend_fp16\": %.2f, \"us_ragged_fp16\": %.2f, \"sinks\": %d, "
+            "\"recent\": %d, \"launches\": 2}\n",
+            name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.ragged,
+            full.step, full.attend, full.ragged, sinks, recent);
     else
         std::printf(
             "real step  %-10s %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x); step %7.1f us, early %7.1f us "
             "(fp16 %7.1f, %.2f x); "
-            "mean %7.1f us (%.2f x)\n",
+            "ragged %7.1f us (fp16 %7.1f, %.2f x)\n",
             name, s.batch, s.tokens, real.attend, full.attend, full.attend / real.attend, real.step,
-            real.early, full.step, full.step / real.early, real.mean, full.step / real.mean);
+            real.early, full.step, full.step / real.early, real.ragged, full.ragged,
+            full.ragged / real.ragged);
     std::fflush(stdout);
 }
 

@@ -19,8 +19,9 @@ void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq
 
     auto cache = cuda::make_mixed(recent, cuda::behind_window(quantized), cuda::in_window(window),
                                   cuda::sink_tokens(sinks, 4));
-    auto s = cuda::store_and_commit(quantized, window, sinks, recent, k, v, /*new_tokens*/ 1,
-                                    /*not_finite*/ nullptr, stream);
+    auto s =
+        cuda::commit_due_pages(quantized, window, recent, /*new_tokens*/ 1, /*not_finite*/ nullptr, stream);
+    s = cuda::store_new_tokens(window, sinks, k, v, /*new_tokens*/ 1, /*not_finite*/ nullptr, stream);
     s = cuda::attend<float16>(cache, q, out, {.softcap = 30.f, .query_tokens = 1, .early = true}, workspace,
                               workspace_bytes, stream);
     if (!s) std::puts(s.message);

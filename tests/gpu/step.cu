@@ -1,4 +1,4 @@
-// Decode steps in a graph that is replayed while sequences grow: store_and_commit and one attend over sinks, quantized pages and window.
+// Decode steps in a graph that is replayed while sequences grow: commit_due_pages, store_new_tokens and one attend over sinks, quantized pages and window.
 // Bytes of all pages are those of the CPU, attention is compared with double arithmetic on what pages dequantize to.
 #include <kvq/backends/cuda.cuh>
 
@@ -91,7 +91,7 @@ void check_steps(const step_case& c, const char* name) {
     quantized.keys.clear();  // padding is zero on the CPU
     quantized.values.clear();
 
-    // The graph: one launch that stores and commits, one that attends.
+    // The graph: a launch that commits, one that stores, one that attends.
     const int rows = sequences * n, q_heads = heads * c.group;
     const std::size_t row = static_cast<std::size_t>(heads * dim);
     test::device_buffer<float16> k(static_cast<std::size_t>(rows) * row),
@@ -111,12 +111,12 @@ void check_steps(const step_case& c, const char* name) {
     cudaStream_t stream;
     CUDA_OK(cudaStreamCreate(&stream));
     const auto step = [&] {
-        cuda::status s;
+        cuda::status s = cuda::commit_due_pages(quantized.ref, window.ref, c.recent, n, bad.get(), stream);
+        CHECK(s, "%s: %s", name, s.message);
         if constexpr (Sinks)
-            s = cuda::store_and_commit(quantized.ref, window.ref, sinks.ref, c.recent, kv, vv, n, bad.get(),
-                                       stream);
+            s = cuda::store_new_tokens(window.ref, sinks.ref, kv, vv, n, bad.get(), stream, {.early = true});
         else
-            s = cuda::store_and_commit(quantized.ref, window.ref, c.recent, kv, vv, n, bad.get(), stream);
+            s = cuda::store_new_tokens(window.ref, kv, vv, n, bad.get(), stream);
         CHECK(s, "%s: %s", name, s.message);
         s = cuda::attend<float16>(mix, token_view<const float16>(q.get(), rows, q_heads, dim),
                                   token_view<float16>(out.get(), rows, q_heads, dim), options,
@@ -338,15 +338,18 @@ void check_refusals() {
         CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, part) != nullptr,
               "expected '%s', got '%s'", part, s.message);
     };
-    const auto store = [&](int recent, int new_tokens) {
-        return cuda::store_and_commit(quantized.ref, window.ref, sinks.ref, recent, kv, kv, new_tokens,
-                                      nullptr, nullptr);
+    const auto commit = [&](int recent, int new_tokens) {
+        return cuda::commit_due_pages(quantized.ref, window.ref, recent, new_tokens, nullptr, nullptr);
     };
-    refused(store(0, 1), "new tokens a sequence");
-    refused(store(64, 33), "new tokens a sequence");
-    refused(store(200, 1), "columns");
-    refused(store(64, 2), "new ones each");
-    refused(cuda::store_and_commit(quantized.ref, window.ref, 64, kv, kv, 1, nullptr, nullptr), "sinks");
+    const auto store = [&](int new_tokens) {
+        return cuda::store_new_tokens(window.ref, sinks.ref, kv, kv, new_tokens, nullptr, nullptr);
+    };
+    refused(commit(0, 1), "new tokens a sequence");
+    refused(commit(64, 33), "new tokens a sequence");
+    refused(commit(200, 1), "columns");
+    refused(store(33), "new tokens a sequence");
+    refused(store(2), "new ones each");
+    refused(cuda::store_new_tokens(window.ref, kv, kv, 1, nullptr, nullptr), "sinks");
     const auto attend = [&](int recent, int sink_count) {
         return cuda::attend(
             cuda::make_mixed(recent, cuda::behind_window(quantized.ref), cuda::in_window(window.ref),
@@ -359,10 +362,22 @@ void check_refusals() {
     refused(attend(64, 4), "workspace");
     window.ref.tokens = others.get();
     refused(attend(64, 4), "different sequences");
-    refused(store(64, 1), "different caches");
+    refused(commit(64, 1), "different caches");
     window.ref.tokens = tokens.get();
     window.ref.first_token = 5;
     refused(attend(64, 4), "other sizes or sinks");
+    window.ref.first_token = 4;
+    auto second = quantized.ref;
+    second.kv_heads = 2;
+    const cuda::cache_ref<quantized_format> layers[] = {quantized.ref, second};
+    const cuda::cache_ref<window_format> windows[] = {window.ref, window.ref};
+    using quantized_layers = std::span<const cuda::cache_ref<quantized_format>>;
+    using window_layers = std::span<const cuda::cache_ref<window_format>>;
+    refused(cuda::commit_due_pages(quantized_layers(layers), window_layers(windows), 64, 1, nullptr, nullptr),
+            "strides");
+    refused(
+        cuda::commit_due_pages(quantized_layers(layers, 1), window_layers(windows), 64, 1, nullptr, nullptr),
+        "layers");
 }
 
 }  // namespace

@@ -3,7 +3,8 @@
 //   format, cache_ref    what pages hold and where they are                              cuda/cache_ref.cuh
 //   mixed_cache_ref      sequences whose pages have several formats                      cuda/mixed_cache.cuh
 //   store                new tokens into pages                                           cuda/store.cuh
-//   store_and_commit     new tokens into the window, full pages behind it quantized      cuda/store_and_commit.cuh
+//   store_new_tokens     the newest tokens into sinks and window                         cuda/store_new_tokens.cuh
+//   commit_due_pages     pages that leave the window quantized, all layers at once       cuda/commit_due_pages.cuh
 //   commit_full_pages, requantize_pages, dequantize_tokens                               cuda/pages.cuh
 //   attend               fused attention over packed pages                               cuda/attend.cuh
 //
@@ -12,6 +13,7 @@
 #pragma once
 
 #include "cuda/attend.cuh"
+#include "cuda/commit_due_pages.cuh"
 #include "cuda/pages.cuh"
 #include "cuda/store.cuh"
-#include "cuda/store_and_commit.cuh"
+#include "cuda/store_new_tokens.cuh"

@@ -1,7 +1,7 @@
 // Fused attention over pages of several formats in one launch: sinks, quantized pages and recent window of every sequence.
 //
 //   line     the chunks of an item: those of its first part, then those of the second, ... (mixed_cache.cuh), measured in units of about
-//            8 KB; shares are cut as in schedule.cuh, wherever parts begin. A chunk belongs to who has its first unit
+//            1 KB; shares are cut as in schedule.cuh, wherever parts begin. A chunk belongs to who has its first unit
 //   warp     has a piece of its team's share: mostly chunks of one format, so that warps of a block fetch the instructions of all formats
 //            at the same time. attend_part, one function per format, has a ring of its own in the same shared memory and leaves
 //            finished rows, which are added up: they do not depend on the format
@@ -105,17 +105,22 @@ struct mixed_memory {
     static constexpr int notes_bytes = first::notes_bytes;
     static constexpr int output_stride = first::output_stride, output_part = first::output_part,
                          note_words = first::note_words, partial_words = first::partial_words,
-                         end_chunks = first::end_chunks;
+                         end_chunks = first::end_chunks * 8;
     static constexpr int warp_bytes = ring_bytes + weight_bytes + scratch_bytes + notes_bytes;
-    /// What the start of a part counts: its first chunk is waited for, and its instructions are fetched.
-    static constexpr int start_units = 1;
+    static constexpr int unit_bytes = 1024;
     /// What the chunks of a step count: about their bytes.
     template <class Format>
     static constexpr int units = [] {
         constexpr auto bytes = (Format::key_block_bytes + Format::value_block_bytes) *
                                static_cast<std::size_t>(of<Format>::step_tokens) / Format::page_tokens;
-        return kvq::detail::larger(1, static_cast<int>((bytes + 4096) / 8192));
+        return kvq::detail::larger(1, static_cast<int>((bytes + unit_bytes / 2) / unit_bytes));
     }();
+    /// What the start of a part counts: its first chunk is waited for, and its instructions are fetched. A chunk of sinks takes longer than
+    /// others of its bytes.
+    template <class Format>
+    static KVQ_HD constexpr int start_of(int sinks) {
+        return 8 + (sinks > 0 ? units<Format> / 2 : 0);
+    }
 
     /// Formats read the query in one of three ways: times the scale, as it is (keys that are dequantized), or in the order of a plan,
     /// which is the format's own. Those that are not in the place of the output have memory for themselves.
@@ -177,8 +182,10 @@ __device__ __forceinline__ int count_units(const mixed_args<T, Formats...>& m, i
     static_for<static_cast<int>(sizeof...(Formats))>([&](auto i) {
         const auto& part = get<decltype(i)::value>(m.parts);
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-        const int chunks = part.template chunks<memory::template of<format>::step_tokens>(b, length).count;
-        if (chunks > 0) count += memory::start_units + chunks * memory::template units<format>;
+        const auto chunks = part.template chunks<memory::template of<format>::step_tokens>(b, length);
+        if (chunks.count > 0)
+            count += memory::template start_of<format>(chunks.sinks) +
+                     chunks.count * memory::template units<format>;
     });
     return count;
 }
@@ -334,27 +341,36 @@ __device__ __forceinline__ void attend_part(
     rows.add(state.finished());
 }
 
-/// A warp's piece of its team's part of an item. A cut near the end of a part is moved there, so that a warp mostly has one format only.
+/// A warp's piece of its team's part of an item: units [begin, end) of the item. Where the last format begins within it, warps of the team
+/// have chunks of that format only or none of it, if that makes no piece much longer than equal ones: instructions and the ring's first
+/// chunk would be waited for twice.
 struct warp_piece {
-    int begin, end;  // units of the item
-    int slack;       // how far cuts may move
+    int begin, end;
 
-    __device__ __forceinline__ warp_piece(const item_part& item, const warp_team& team) {
-        const int share = item.to - item.from;
-        begin = item.from + divide(share * team.member, team.warps);
-        end = item.from + divide(share * (team.member + 1), team.warps);
-        slack = share / (2 * team.warps);
-        // The ends of a team's share do not move.
-        at_begin_ = team.member == 0;
-        at_end_ = team.member + 1 == team.warps;
+    __device__ __forceinline__ warp_piece(const item_part& item, const warp_team& team, int last_format) {
+        const int share = item.to - item.from, before = larger(0, last_format - item.from),
+                  behind = item.to - kvq::detail::larger(last_format, item.from);
+        begin = item.from, end = item.to;
+        int member = team.member, warps = team.warps;
+        if (before > 0 && behind > 0 && warps > 1) {
+            const int others =
+                kvq::detail::smaller(larger(1, divide(behind * warps + share / 2, share)), warps - 1);
+            const int longest = larger(divide_up(before, warps - others), divide_up(behind, others));
+            if (4 * longest * warps <= 5 * share) {
+                if (member < warps - others) {
+                    warps -= others;
+                    end = last_format;
+                } else {
+                    member -= warps - others;
+                    warps = others;
+                    begin = last_format;
+                }
+            }
+        }
+        const int first = begin, count = end - begin;
+        begin = first + divide(count * member, warps);
+        end = first + divide(count * (member + 1), warps);
     }
-    __device__ __forceinline__ void snap(int part_end) {
-        if (!at_begin_ && std::abs(begin - part_end) < slack) begin = part_end;
-        if (!at_end_ && std::abs(end - part_end) < slack) end = part_end;
-    }
-
-private:
-    bool at_begin_, at_end_;
 };
 
 /// Calls f(part, its number, chunks of the part, first one of the warp, one behind the last) for the parts of which a warp has chunks.
@@ -364,20 +380,21 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
     using memory = mixed_memory<Rows4, Small, Formats...>;
     constexpr int parts = static_cast<int>(sizeof...(Formats));
     const int length = get<0>(m.parts).a.work.tokens[item.sequence];
-    warp_piece piece(item, team);
     object_list<typename part_args<Formats, T>::chunk_range...> ranges;
     int part_begin[parts];  // where the first chunk begins
     int before = 0;         // units of parts before
+    int last_format = 0;    // where the last part begins
     static_for<parts>([&](auto i) {
         constexpr int I = decltype(i)::value;
         const auto& part = get<I>(m.parts);
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
         auto& chunks = get<I>(ranges);
         chunks = part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length);
-        part_begin[I] = before + memory::start_units;
+        part_begin[I] = before + memory::template start_of<format>(chunks.sinks);
         if (chunks.count > 0) before = part_begin[I] + chunks.count * memory::template units<format>;
-        if (I + 1 < parts) piece.snap(before);
+        if (I + 1 < parts) last_format = before;
     });
+    const warp_piece piece(item, team, last_format);
     static_for<parts>([&](auto i) {
         constexpr int I = decltype(i)::value;
         const auto& part = get<I>(m.parts);

@@ -22,7 +22,7 @@ struct attention_options {
     /// before the launches of kvq that directly precede this one in the stream (q, states and the newest tokens may come
     /// from those), not by a kernel that lets its successor start before it has written them. Then this launch fetches its
     /// first pages while they run out. Compute capability 9.0 and later. With a mixed_cache_ref only lengths (and first_page, end_page)
-    /// must be old: it holds behind store_and_commit.
+    /// must be old: it holds behind store_new_tokens.
     bool early = false;
 };
 

@@ -105,6 +105,7 @@ struct item_part {
 struct walk_state {
     int share_begin, share_end;
     int end_counts;  // the end of an item counts like so many chunks, which follow it in the line
+    int item_size;   // chunks that every item takes in the line; 0: its own and end_counts
     item_part item;
 };
 
@@ -131,7 +132,7 @@ struct item_walk : walk_state {
         const auto span = work.template chunks<Tokens>(item.sequence, hint);
         item.first = span.first;
         item.real = span.real;
-        item.count = span.count + end_counts;
+        item.count = item_size > 0 ? item_size : span.count + end_counts;
     }
     __device__ __forceinline__ void next() {
         item.begin += item.count;
@@ -147,8 +148,8 @@ struct item_walk : walk_state {
     }
 };
 
-/// How the line is cut; the same for all teams. Where all sequences have the same number of chunks, cuts fall on
-/// items: `unit` chunks (an item, or a few whole ones) make `parts` shares. Otherwise the whole line is one unit.
+/// How the line is cut; the same for all teams. Where sequences have about the same number of chunks, each item takes as many as the
+/// longest one, and cuts fall on items: `unit` chunks (an item, or a few whole ones) make `parts` shares. Otherwise the whole line is one unit.
 struct share_plan {
     int shares;  // teams that get some
     int unit, parts;
@@ -166,6 +167,13 @@ struct share_plan {
     __device__ __forceinline__ int begin(int share) const {
         const int whole = divide(share, parts);
         return begin(whole, share - whole * parts);
+    }
+    /// Items are not longer than `most` chunks: is the longest share shorter than those of `even` chunks would be, which begin and end
+    /// within items? An end of an item counts like end_counts chunks, a cut within one like an end.
+    __device__ __forceinline__ bool pays(int most, int end_counts, int even) const {
+        const int items = larger(1, divide(unit, most));  // of a unit
+        if (parts > 1 && items > 1) return false;
+        return size + (longer > 0) + items * end_counts <= even + 2 * end_counts;
     }
     /// The share that holds a chunk.
     __device__ __forceinline__ int holder(int chunk) const {
@@ -211,7 +219,7 @@ struct item_shares {
 struct batch_count {
     int from, to, sum;
     int first;  // of the first sequence
-    int most;   // of one of the lane's sequences
+    int most;   // of the longest sequence
     bool same;  // are all alike?
 };
 template <int Tokens, class Work>
@@ -234,6 +242,7 @@ __device__ __forceinline__ batch_count count_chunks(const Work& work, bool hint)
     n.first = __shfl_sync(~0u, first, 0);
     n.same = n.same && (n.from == n.to || first == n.first);
     n.same = __all_sync(~0u, n.same);
+    n.most = n.same ? n.first : __reduce_max_sync(~0u, n.most);
     return n;
 }
 
@@ -246,7 +255,7 @@ __device__ __forceinline__ int split_block(const item_walk<Tokens, Work>& walk, 
         return cut.split;
     const long long total = 1LL * __reduce_add_sync(~0u, n.sum) * walk.work.lines,
                     shares = 1LL * static_cast<int>(gridDim.x) << cut.split;
-    return __reduce_max_sync(~0u, n.most) * shares <= 4 * total ? cut.split : 0;
+    return n.most * shares <= 4 * total ? cut.split : 0;
 }
 
 /// Finds where the share of a team begins. Every warp does it for itself: no barrier. end_counts: for sequences of different lengths,
@@ -264,9 +273,19 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
         walk.measure(hint);
         walk.clip();
     };
+    const auto skip_empty = [&] {
+        if (item.from < item.chunks()) return;  // otherwise the share before has them
+        walk.next();
+        if (walk.done()) walk.share_begin = walk.share_end;
+    };
     walk.end_counts = 0;
-    if (n.same) {
-        const auto plan = cut.plan(work.sequences * work.lines, n.first, team.teams, team.warps);
+    walk.item_size = 0;
+    const int items = work.sequences * work.lines,
+              all = n.same ? 0 : (__reduce_add_sync(~0u, n.sum) + work.sequences * end_counts) * work.lines;
+    const auto plan_of_items = cut.plan(items, n.most, team.teams, team.warps);
+    if (n.same || plan_of_items.pays(n.most, end_counts, divide_up(all, team.teams))) {
+        const share_plan plan = plan_of_items;
+        walk.item_size = n.most;
         item.begin = 0;
         walk.share_begin = walk.share_end = 0;
         if (share >= plan.shares) return plan;
@@ -274,11 +293,12 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
                   part = share - whole * plan.parts;
         walk.share_begin = plan.begin(whole, part);
         walk.share_end = plan.begin(whole, part + 1);
-        const int index = plan.unit == n.first ? whole : divide(walk.share_begin, n.first);
+        const int index = plan.unit == n.most ? whole : divide(walk.share_begin, n.most);
         item.sequence = divide(index, work.lines);
         item.line = index - item.sequence * work.lines;
-        item.begin = index * n.first;
+        item.begin = index * n.most;
         start();
+        skip_empty();
         return plan;
     }
     walk.end_counts = end_counts;
@@ -318,10 +338,7 @@ __device__ __forceinline__ share_plan find_share(const Work& work, const item_sh
     item.line = __shfl_sync(~0u, line, source);
     item.begin = __shfl_sync(~0u, begin, source);
     start();
-    if (item.from == item.chunks()) {  // the share before has them
-        walk.next();
-        if (walk.done()) walk.share_begin = walk.share_end;
-    }
+    skip_empty();
     return plan;
 }
 
