@@ -330,7 +330,12 @@ struct history {
             deep += kind <= 1;
             return;
         }
-        CHECK(kind == 0, "%s, step %d: a trim from %d to %d is refused: %s", name, step, tokens, n, s.message);
+        // The CPU, too, has lost the 16-bit values of the page, and would keep its codes.
+        const auto& track = kvq::detail::sequence_access::tracks(p.host)[0];
+        bool cuts = false;
+        for (int i = c.o.sinks > 0 ? 1 : 0; i < track.committed; ++i)
+            cuts = cuts || (track[i].first_token < n && n < track[i].end() && !track[i].copies[0]);
+        CHECK(cuts, "%s, step %d: a trim from %d to %d is refused: %s", name, step, tokens, n, s.message);
         CHECK(std::strstr(s.message, "cut the quantized page") != nullptr, "%s", s.message);
         ++refused;
     }

@@ -102,6 +102,7 @@ private:
     struct row {
         sequence_id id;
         std::uint64_t version = 0;
+        int pages = 0;  // that the row names; the sequence may have had more in another row
     };
     /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window, then those of the scratch.
     struct prompt_jobs {

@@ -74,7 +74,7 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_
         s.quantized.push_back({s.target, quantized_[at(s.target)].numbers.take()});
     s.tokens = after;
     s.drop_copies(rules_);
-    const int from = known ? before : 0, end = s.committed();
+    const int from = known ? r.pages : 0, end = s.committed();
     for (int f = 0; f < kinds() && from < end; ++f) {
         for (int i = from; i < end; ++i)
             put(to, table_at(f, false, b) + i, s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
@@ -94,7 +94,7 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_
     for (std::size_t i = 0; i < s.sinks.size(); ++i) put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]);
     put(to, tokens_at(b), after);
     put(to, committed_at(b), end);
-    r = {id, e.version};
+    r = {id, e.version, end};
 }
 
 inline status cache::begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
@@ -198,7 +198,8 @@ inline status cache::append_prompt(int layer, const detail::untyped_view& k, con
         part.tokens = count;
         return part;
     };
-    const auto store = [&](const detail::layer_memory& pages, bool sinks, int first, int end) {
+    const auto store = [&](const detail::layer_memory& pages, bool sinks, int first, int end) -> status {
+        if (first == end) return {};
         return format_.functions->store(l, pages, sinks, slice(k, first, end - first), slice(v, first, end - first),
                                         slots_.as<long long>() + first, stream);
     };
@@ -206,6 +207,7 @@ inline status cache::append_prompt(int layer, const detail::untyped_view& k, con
     const auto quantize = [&](const detail::layer_memory& pages, int count) -> status {
         const int* const words = words_.as<int>();
         const int first = std::exchange(done, done + count);
+        if (count == 0) return {};
         int target = 0;
         while ((step_.targets >> target & 1) == 0) ++target;
         return format_.functions->requantize(l, -1, pages, target, words + list_at(false) + first,
