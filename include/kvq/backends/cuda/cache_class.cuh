@@ -31,7 +31,7 @@ public:
     /// The entry that open() has taken. Formats of the cache are numbered as its kinds.
     const device_format& formats() const noexcept { return format_; }
 
-    /// An empty sequence. It holds no memory yet.
+    /// An empty sequence. It holds no memory yet. None before open().
     [[nodiscard]] sequence_id new_sequence();
     /// Gives back its pages. Launches that were made before may still read them.
     status free(sequence_id id);
@@ -179,7 +179,14 @@ private:
     status requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
                             std::span<const int> last_tokens, int format, cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;
-    void release(detail::sequence_pages& s, int first_page) noexcept;
+    struct page_pools {
+        cache& of;
+        detail::free_pages& quantized(int format) const noexcept {
+            return of.quantized_[static_cast<std::size_t>(format)].numbers;
+        }
+        detail::free_pages& window() const noexcept { return of.window_.numbers; }
+        detail::free_pages& sinks() const noexcept { return of.sinks_.numbers; }
+    };
 
     cache_shape shape_;
     cache_options options_;

@@ -8,6 +8,7 @@
 namespace kvq::inline KVQ_TAGGED::cuda {
 
 inline sequence_id cache::new_sequence() {
+    if (format_.functions == nullptr) return {};
     if (unused_.empty()) {
         entries_.emplace_back();
         unused_.reserve(entries_.capacity());  // so that free() cannot fail
@@ -24,23 +25,10 @@ inline sequence_id cache::new_sequence() {
     return {index, ++e.generation};
 }
 
-/// Gives back quantized pages from `first_page` on.
-inline void cache::release(detail::sequence_pages& s, int first_page) noexcept {
-    while (s.committed() > first_page) {
-        const detail::held_page p = s.quantized.back();
-        quantized_[static_cast<std::size_t>(p.format)].numbers.release(p.number);
-        s.quantized.pop_back();
-    }
-}
-
 inline status cache::free(sequence_id id) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
-    release(e.pages, 0);
-    for (const int number : e.pages.window)
-        if (number >= 0) window_.numbers.release(number);
-    for (const int number : e.pages.sinks) sinks_.numbers.release(number);
-    e.pages = {};
+    e.pages.free(page_pools{*this});
     e.alive = false;
     unused_.push_back(id.index);
     step_.begun = false;
@@ -62,9 +50,7 @@ inline status cache::trim(sequence_id id, int n) {
                                  n, rules_.first_token(page), rules_.first_token(page + 1),
                                  rules_.first_token(page));
     }
-    release(s, committed);
-    s.tokens = n;
-    s.first_copy = kvq::detail::smaller(s.first_copy, committed);
+    s.trim(n, committed, page_pools{*this});
     e.version = ++versions_;
     step_.begun = false;
     return {};

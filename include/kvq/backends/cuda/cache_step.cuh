@@ -66,14 +66,7 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_
     const bool known = r.id == id && r.version == e.version;
     const int before = s.committed(), after = s.tokens + new_tokens;
     const auto at = [](int i) { return static_cast<std::size_t>(i); };
-    s.for_each_written(after, rules_, [&](int column) {
-        if (s.window[at(column)] < 0) s.window[at(column)] = window_.numbers.take();
-    });
-    while (static_cast<int>(s.sinks.size()) < rules_.sink_pages(after)) s.sinks.push_back(sinks_.numbers.take());
-    for (int n = s.committed_at(after, rules_); s.committed() < n;)
-        s.quantized.push_back({s.target, quantized_[at(s.target)].numbers.take()});
-    s.tokens = after;
-    s.drop_copies(rules_);
+    s.grow(after, rules_, page_pools{*this});
     const int from = known ? r.pages : 0, end = s.committed();
     for (int f = 0; f < kinds() && from < end; ++f) {
         for (int i = from; i < end; ++i)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../../core/bits.hpp"
+#include "free_pages.hpp"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
@@ -69,17 +70,44 @@ struct sequence_pages {
                                               end - r.ring);
         for (int page = begin; page < end; ++page) f(page % r.ring);
     }
-    /// After a growth: which pages keep their 16-bit values.
-    void drop_copies(const page_rules& r) noexcept {
-        while (first_copy < committed() &&
-               r.first_token(first_copy + 1) + r.recent <= tokens - r.rollback)
-            ++first_copy;
-    }
     /// Committed pages after a trim to n tokens; -1 - i: the trim would cut page i, which has no 16-bit values any more.
     int committed_after_trim(int n, const page_rules& r) const noexcept {
         int left = kvq::detail::smaller(committed(), r.pages(n));
         while (left > r.due(n) && left > first_copy) --left;
         return left > 0 && r.first_token(left) > n ? -left : left;
+    }
+
+    // Pools: has quantized(format), window() and sinks(), each a free_pages&.
+
+    /// To n tokens. The pools have enough free pages.
+    template <class Pools>
+    void grow(int n, const page_rules& r, const Pools& pools) {
+        for_each_written(n, r, [&](int column) {
+            int& number = window[static_cast<std::size_t>(column)];
+            if (number < 0) number = pools.window().take();
+        });
+        while (static_cast<int>(sinks.size()) < r.sink_pages(n)) sinks.push_back(pools.sinks().take());
+        for (int i = committed_at(n, r); committed() < i;)
+            quantized.push_back({target, pools.quantized(target).take()});
+        tokens = n;
+        while (first_copy < committed() && r.first_token(first_copy + 1) + r.recent <= n - r.rollback) ++first_copy;
+    }
+    /// To n tokens, of which `left` pages stay quantized.
+    template <class Pools>
+    void trim(int n, int left, const Pools& pools) noexcept {
+        for (; committed() > left; quantized.pop_back())
+            pools.quantized(quantized.back().format).release(quantized.back().number);
+        first_copy = kvq::detail::smaller(first_copy, left);
+        tokens = n;
+    }
+    template <class Pools>
+    void free(const Pools& pools) noexcept {
+        trim(0, 0, pools);
+        for (const int number : window)
+            if (number >= 0) pools.window().release(number);
+        for (const int number : sinks) pools.sinks().release(number);
+        window.clear();
+        sinks.clear();
     }
 };
 
