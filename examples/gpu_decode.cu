@@ -35,14 +35,15 @@ int main(int argc, char** argv) {
     cudaStream_t stream;
     check(cudaStreamCreate(&stream));
     cuda::cache cache;
-    check(cache.open({.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
-                     {.formats = {argc > 1 ? argv[1] : "kivi-4-g64"},
-                      .sinks = 4,
-                      .recent = 64,
-                      .max_batch = batch,
-                      .pool_tokens = batch * (prompt + steps + 64),  // up front, so that the graph stays valid
-                      .pool_sequences = batch},
-                     compiled, stream));
+    check(
+        cache.open({.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
+                   {.formats = {argc > 1 ? argv[1] : "kivi-4-g64"},
+                    .sinks = 4,
+                    .recent = 64,
+                    .max_batch = batch,
+                    .pool_tokens = batch * (prompt + steps + 64),  // up front, so that the graph stays valid
+                    .pool_sequences = batch},
+                   compiled, stream));
 
     // What a model would hand over: k, v and q of new tokens. Here they are the same in all layers.
     constexpr int most = prompt;  // tokens
@@ -106,8 +107,9 @@ int main(int argc, char** argv) {
     for (const float16 x : result) finite = finite && static_cast<float>(x) == static_cast<float>(x);
     const cuda::usage_report usage = cache.usage();
     std::printf("%d tokens x %d sequences in %s: %zu KB quantized, %zu KB in 16 bit, out[0] = %g\n",
-                cache.tokens(sequences[0]), batch, cache.options().formats[0].c_str(), usage.quantized[0] / 1024,
-                (usage.window + usage.sinks) / 1024, static_cast<double>(static_cast<float>(result[0])));
+                cache.tokens(sequences[0]), batch, cache.options().formats[0].c_str(),
+                usage.quantized[0] / 1024, (usage.window + usage.sinks) / 1024,
+                static_cast<double>(static_cast<float>(result[0])));
     check(cudaGraphExecDestroy(replay));
     return finite ? 0 : 1;
 }

@@ -37,8 +37,8 @@ void attend(const kvq::float16* q, kvq::float16* out, float* lse, int batch, int
 }
 
 void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_view<const kvq::float16>* v,
-                 const kvq::token_view<const kvq::float16>* q, const kvq::token_view<kvq::float16>* out, int n,
-                 cudaStream_t stream) {
+                 const kvq::token_view<const kvq::float16>* q, const kvq::token_view<kvq::float16>* out,
+                 int n, cudaStream_t stream) {
     using namespace kvq;
     const cuda::device_format compiled[] = {
         cuda::make_device_format<float16, cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>>(),

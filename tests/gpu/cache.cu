@@ -13,13 +13,15 @@ using namespace kvq;
 
 namespace {
 
+constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
+
+#if PART == 0
 #ifdef __CUDACC__
 constexpr int long_run = 4000, graph_steps = 400;
 #else
 constexpr int long_run = 350, graph_steps = 100;
 #endif
-constexpr int dim = 64, page = 32, layers = 2, heads = 2, q_heads = 4;
-
+constexpr int page = 32;
 using kivi4 = cuda::kivi_format<4, 32, dim, page>;
 using wide = cuda::format<int8, int8, dim, page>;
 
@@ -27,6 +29,45 @@ const cuda::device_format& compiled() {
     static const cuda::device_format f = cuda::make_device_format<float16, kivi4, wide>();
     return f;
 }
+/// The same formats on the CPU.
+struct host_formats {
+    format_list keys = {make_format<kivi4::keys, scalar>(), make_format<int8, scalar>()};
+    format_list values = {make_format<kivi4::values, scalar>(), make_format<int8, scalar>()};
+    std::vector<std::string> names = {"kivi-4-g32", "int8"};
+};
+#else
+constexpr int page = 64;
+
+const cuda::device_format& compiled() {
+    static const cuda::device_format f =
+        cuda::make_device_format<float16, cuda::preset_format<low2, dim, page>>();
+    return f;
+}
+/// Keys with a plan of widths and feedback from random statistics.
+const calibration& statistics() {
+    static const calibration all = [] {
+        calibration c({.layers = layers, .kv_heads = heads, .head_dim = dim}, true);
+        test::rng r(3);
+        std::vector<float> x(128 * q_heads * dim);
+        for (int layer = 0; layer < layers; ++layer)
+            for (const int rows : {heads, q_heads}) {
+                for (std::size_t i = 0; i < x.size(); ++i)
+                    x[i] = test::normal(r) * (i % 7 == static_cast<std::size_t>(layer) ? 5.0f : 1.0f);
+                if (rows == heads)
+                    c.add_keys(layer, token_view<const float>(x.data(), 128, rows, dim));
+                else
+                    c.add_queries(layer, token_view<const float>(x.data(), 128, rows, dim));
+            }
+        return c;
+    }();
+    return all;
+}
+struct host_formats {
+    format_list keys = make_format<scalar>(low2::keys(statistics()));
+    format_list values = make_format<low2::values, scalar>();
+    std::vector<std::string> names = {"low2"};
+};
+#endif
 
 /// Device memory with a count of its bytes.
 struct counted_memory {
@@ -66,20 +107,19 @@ struct both_caches {
 
     explicit both_caches(const both_options& options)
         : o(options),
-          cpu({.layers = layers, .kv_heads = heads, .head_dim = dim},
-              {.keys = {make_format<kivi4::keys, scalar>(), make_format<int8, scalar>()},
-               .values = {make_format<kivi4::values, scalar>(), make_format<int8, scalar>()},
-               .sinks = o.sinks,
-               .recent = o.recent,
-               .page_tokens = page,
-               .rollback = o.rollback}),
+          cpu({.layers = layers, .kv_heads = heads, .head_dim = dim}, {.keys = host_formats().keys,
+                                                                       .values = host_formats().values,
+                                                                       .sinks = o.sinks,
+                                                                       .recent = o.recent,
+                                                                       .page_tokens = page,
+                                                                       .rollback = o.rollback}),
           k(layers * room * heads * dim),
           v(k.size()),
           q(room * q_heads * dim),
           out(q.size()) {
         CUDA_OK(cudaStreamCreate(&stream));
         cuda::cache_options g;
-        g.formats = {"kivi-4-g32", "int8"};
+        g.formats = host_formats().names;
         g.page_tokens = page;
         g.sinks = o.sinks;
         g.recent = o.recent;
@@ -155,8 +195,9 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
                &want = kvq::detail::sequence_access::tracks(p.host);
     for (std::size_t layer = 0; layer < layers; ++layer) {
         const auto &a = have[layer], &b = want[layer];
-        const bool same = a.size() == b.size() && a.committed == b.committed && a.first_copy == b.first_copy &&
-                          a.tokens == b.tokens && a.targets[0] == b.targets[0] && a.targets[1] == b.targets[1];
+        const bool same = a.size() == b.size() && a.committed == b.committed &&
+                          a.first_copy == b.first_copy && a.tokens == b.tokens &&
+                          a.targets[0] == b.targets[0] && a.targets[1] == b.targets[1];
         CHECK(same,
               "%s, step %d, layer %zu: %d spans, %d committed, copies from %d, %d tokens, target %d; the CPU "
               "has %d, %d, %d, %d, %d",
@@ -166,19 +207,19 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
         for (int i = 0; i < a.size(); ++i) {
             const page_span &x = a[i], &y = b[i];
             CHECK(x.first_token == y.first_token && x.tokens == y.tokens && x.room == y.room,
-                  "%s, step %d: span %d has tokens %d to %d, the CPU's %d to %d", name, step, i, x.first_token,
-                  x.end(), y.first_token, y.end());
+                  "%s, step %d: span %d has tokens %d to %d, the CPU's %d to %d", name, step, i,
+                  x.first_token, x.end(), y.first_token, y.end());
             for (const tensor role : {tensor::key, tensor::value}) {
                 const auto at = static_cast<std::size_t>(role);
                 const kvq::page &m = *x.pages[at], &n = *y.pages[at];
-                CHECK(m.format == n.format, "%s, step %d, layer %zu: page %d has format %d, the CPU's %d", name,
-                      step, layer, i, m.format, n.format);
+                CHECK(m.format == n.format, "%s, step %d, layer %zu: page %d has format %d, the CPU's %d",
+                      name, step, layer, i, m.format, n.format);
                 if (m.format != n.format) continue;
-                const bool equal = m.format == 0 ? same_values(m, n, role, x.tokens)
-                                                 : m.bytes == n.bytes &&
-                                                       std::memcmp(m.data(), n.data(), m.bytes) == 0;
-                CHECK(equal, "%s, step %d, layer %zu: %s of page %d (tokens %d to %d, format %d) differ", name,
-                      step, layer, at == 0 ? "keys" : "values", i, x.first_token, x.end(), m.format);
+                const bool equal = m.format == 0
+                                       ? same_values(m, n, role, x.tokens)
+                                       : m.bytes == n.bytes && std::memcmp(m.data(), n.data(), m.bytes) == 0;
+                CHECK(equal, "%s, step %d, layer %zu: %s of page %d (tokens %d to %d, format %d) differ",
+                      name, step, layer, at == 0 ? "keys" : "values", i, x.first_token, x.end(), m.format);
                 CHECK(static_cast<bool>(x.copies[at]) == static_cast<bool>(y.copies[at]),
                       "%s, step %d: page %d has %s 16-bit copy", name, step, i, x.copies[at] ? "a" : "no");
                 if (x.copies[at] && y.copies[at])
@@ -213,7 +254,8 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
     for (int t = 0; t < seen; ++t) {
         const double p = std::exp(scores[static_cast<std::size_t>(t)] - top);
         sum += p;
-        for (int d = 0; d < dim; ++d) want[static_cast<std::size_t>(d)] += p * static_cast<double>(x[1][at(t, d)]);
+        for (int d = 0; d < dim; ++d)
+            want[static_cast<std::size_t>(d)] += p * static_cast<double>(x[1][at(t, d)]);
     }
     for (int d = 0; d < dim; ++d) {
         const double a = sum > 0.0 ? want[static_cast<std::size_t>(d)] / sum : 0.0,
@@ -225,6 +267,7 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
     return size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
 }
 
+#if PART == 0
 /// What both caches are asked to do, at random.
 struct history {
     both_caches c;
@@ -281,7 +324,8 @@ struct history {
         const int n = any(1, c.o.step_tokens);
         std::vector<pair*> rows;
         for (pair& p : pairs)
-            if (static_cast<int>(rows.size()) < c.o.max_batch && any(0, 3) > 0 && fits(p, n)) rows.push_back(&p);
+            if (static_cast<int>(rows.size()) < c.o.max_batch && any(0, 3) > 0 && fits(p, n))
+                rows.push_back(&p);
         if (rows.empty()) return;
         std::shuffle(rows.begin(), rows.end(), r);
         if (static_cast<int>(rows.size()) < c.o.max_batch && any(0, 4) == 0)
@@ -322,8 +366,7 @@ struct history {
         int n = std::max(0, tokens - any(0, c.o.rollback));
         const int kind = any(0, 5);
         if (kind == 0) n = any(0, tokens);
-        if (kind == 1 && tokens > c.o.sinks)
-            n = c.o.sinks + any(0, (tokens - c.o.sinks) / page) * page;
+        if (kind == 1 && tokens > c.o.sinks) n = c.o.sinks + any(0, (tokens - c.o.sinks) / page) * page;
         const cuda::status s = c.gpu.trim(p.id, n);
         if (s) {
             p.host.trim(n);
@@ -380,22 +423,24 @@ struct history {
         requantized += static_cast<int>(
             c.cpu.requantize(std::span<kvq::sequence* const>(hosts), h, {}, serial_executor{}, space).pages);
     }
+    /// The CPU goes on with what came from the device: neither side shares these pages with a fork any more.
     void offload() {
         pair& p = one();
+        compare(c, p, name, step);
         const std::size_t bytes = c.gpu.bytes(p.id);
+        CHECK((bytes > 0) == (p.host.tokens() > 0), "%s: %d tokens in %zu bytes", name, p.host.tokens(),
+              bytes);
         kvq::sequence away = c.cpu.new_sequence();
         ok(cuda::offload(c.gpu, p.id, away, c.stream));
         ok(c.gpu.free(p.id));
+        p.host = std::move(away);
         // Half of the time it stays on the CPU for a while.
         if (any(0, 1) == 0 && fits(p, 40)) {
             std::vector<float16> keys, values;
             c.write(r, keys, values);
-            c.appended(away, keys, values, 0, 40);
             c.appended(p.host, keys, values, 0, 40);
-        } else {
-            CHECK(bytes > 0 || p.host.tokens() == 0, "%s: a sequence without bytes", name);
         }
-        ok(cuda::onload(away, c.gpu, p.id, c.stream));
+        ok(cuda::onload(p.host, c.gpu, p.id, c.stream));
         ++moved;
     }
 
@@ -427,8 +472,8 @@ struct history {
                 pairs.pop_back();
             }
             const cuda::usage_report u = c.gpu.usage();
-            CHECK(u.bytes == counted_memory::bytes, "%s, step %d: usage is %zu bytes, allocated are %zu", name, step,
-                  u.bytes, counted_memory::bytes);
+            CHECK(u.bytes == counted_memory::bytes, "%s, step %d: usage is %zu bytes, allocated are %zu",
+                  name, step, u.bytes, counted_memory::bytes);
             if (step % 25 == 24) compare(c, one(), name, step);
         }
         for (const pair& p : pairs) compare(c, p, name, step);
@@ -437,8 +482,9 @@ struct history {
         std::size_t used = u.window + u.sinks;
         for (const std::size_t n : u.quantized) used += n;
         CHECK(used == 0, "%s: %zu bytes are in use by no sequence", name, used);
-        std::printf("  %-28s %d steps, %d deep trims and %d refused, %d pages requantized, %d moves, error %.2e\n", name,
-                    steps, deep, refused, requantized, moved, worst);
+        std::printf(
+            "  %-28s %d steps, %d deep trims and %d refused, %d pages requantized, %d moves, error %.2e\n",
+            name, steps, deep, refused, requantized, moved, worst);
     }
 };
 
@@ -610,9 +656,70 @@ void check_refusals() {
     CHECK(g.gpu.begin_prompt(s, 100, g.stream), "begin");
 }
 
+#else
+
+/// Keys from statistics: the same bytes as the CPU's, there and back.
+void check_statistics() {
+    both_caches c({});
+    test::rng r(9);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "statistics: %s", s.message); };
+    kvq::sequence host = c.cpu.new_sequence();
+    std::vector<float16> keys, values;
+    cuda::sequence_id id = c.gpu.new_sequence();
+    const auto append = [&](int n) {
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    cuda::status s = c.gpu.calibrate("std4", statistics(), c.stream);
+    CHECK(!s && std::strstr(s.message, "std4 is not a format"), "%s", s.message);
+    s = c.gpu.calibrate("low2", calibration({.layers = 1, .kv_heads = heads, .head_dim = dim}), c.stream);
+    CHECK(!s && std::strstr(s.message, "1 layers"), "%s", s.message);
+    kvq::sequence lacks = c.cpu.new_sequence();
+    s = cuda::offload(c.gpu, id, lacks, c.stream);
+    CHECK(!s && std::strstr(s.message, "other statistics"), "%s", s.message);
+    ok(c.gpu.calibrate("low2", statistics(), c.stream));
+    c.write(r, keys, values);
+    ok(c.gpu.begin_prompt(id, 250, c.stream));
+    append(250);
+    s = c.gpu.calibrate("low2", statistics(), c.stream);
+    CHECK(!s && std::strstr(s.message, "are in use"), "%s", s.message);
+    double worst = 0.0;
+    for (int i = 0; i < 70; ++i) {
+        c.write(r, keys, values);
+        const cuda::sequence_id batch[] = {id};
+        ok(c.gpu.begin_step(batch, 1, c.stream));
+        append(1);
+        if (i == 40) {
+            kvq::sequence moved = c.cpu.new_sequence();
+            ok(cuda::offload(c.gpu, id, moved, c.stream));
+            ok(c.gpu.free(id));
+            ok(cuda::onload(moved, c.gpu, id, c.stream));
+        }
+        if (i != 39 && i != 69) continue;
+        std::vector<float16> x(c.q.size());
+        for (float16& y : x) y = float16(test::normal(r));
+        c.q.upload(x);
+        ok(c.gpu.attend(1, token_view<const float16>(c.q.get(), 1, q_heads, dim),
+                        token_view<float16>(c.out.get(), 1, q_heads, dim), {}, c.stream));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const auto y = c.out.download();
+        for (std::size_t head = 0; head < q_heads; ++head)
+            worst = std::max(worst, error_of(host, 1, static_cast<int>(head), host.tokens(), &x[head * dim],
+                                             &y[head * dim]));
+    }
+    CHECK(worst <= 2e-3, "statistics: error %.3g", worst);
+    CHECK(c.gpu.usage().bytes == counted_memory::bytes, "usage");
+    compare(c, {id, std::move(host)}, "statistics", 0);
+    std::printf("  %-28s error %.2e\n", "low2 from statistics", worst);
+}
+#endif
+
 }  // namespace
 
 int main() {
+#if PART == 0
     check_refusals();
     CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
     check_graph();
@@ -620,6 +727,9 @@ int main() {
     history({.sinks = 0, .recent = 3, .rollback = 0}, 2, "no sinks, 3 recent").run(long_run / 2);
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1}, 3, "37 sinks, rollback 100")
         .run(long_run / 2);
+#else
+    check_statistics();
+#endif
     CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
     return test::report("cache");
 }

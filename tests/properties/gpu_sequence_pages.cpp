@@ -72,11 +72,12 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                           random.one_in(3) ? 0 : random.between(1, 40), page, 0};
         // As cache::open() chooses it (window_columns of mixed_cache.cuh).
         r.ring = (std::max(r.recent + r.rollback, r.recent + step) + page - 2) / page + 1;
-        kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim}, {.keys = kvq::make_format<kvq::int8, kvq::scalar>(),
-                                                                         .sinks = r.sinks,
-                                                                         .recent = r.recent,
-                                                                         .page_tokens = page,
-                                                                         .rollback = r.rollback});
+        kvq::cache cache({.layers = 1, .kv_heads = 1, .head_dim = dim},
+                         {.keys = kvq::make_format<kvq::int8, kvq::scalar>(),
+                          .sinks = r.sinks,
+                          .recent = r.recent,
+                          .page_tokens = page,
+                          .rollback = r.rollback});
         pools p;
         std::vector<both> all;
         all.push_back({{}, cache.new_sequence()});
@@ -128,7 +129,8 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
             std::set<int> window;
             for (const both& one : all) {
                 require_same(one, r);
-                for (const gpu::held_page& q : one.pages.quantized) ++holders[static_cast<std::size_t>(q.number)];
+                for (const gpu::held_page& q : one.pages.quantized)
+                    ++holders[static_cast<std::size_t>(q.number)];
                 for (const int number : one.pages.window)
                     if (number >= 0) REQUIRE(window.insert(number).second);
             }

@@ -19,7 +19,8 @@ struct word_runs {
     int count = 0;
     int data[room];
 };
-__global__ void __launch_bounds__(128) write_words_kernel(const __grid_constant__ word_runs runs, int* words) {
+__global__ void __launch_bounds__(128)
+    write_words_kernel(const __grid_constant__ word_runs runs, int* words) {
     for (int at = 0; at < runs.count; at += 2 + runs.data[at + 1])
         for (int i = static_cast<int>(threadIdx.x); i < runs.data[at + 1]; i += static_cast<int>(blockDim.x))
             words[runs.data[at] + i] = runs.data[at + 2 + i];
@@ -48,8 +49,8 @@ public:
     /// Launches what is left. The first error of all launches.
     status flush() noexcept {
         if (runs_.count > 0 && result_)
-            result_ = launch("launching an update of tables", overlap::no, write_words_kernel, dim3(1), 128, 0,
-                             stream_, runs_, words_);
+            result_ = launch("launching an update of tables", overlap::no, write_words_kernel, dim3(1), 128,
+                             0, stream_, runs_, words_);
         runs_.count = 0;
         begin_ = -1;
         return result_;
@@ -88,7 +89,8 @@ struct pool_memory {
     }
     KVQ_HD std::byte* page(tensor role, int of_layer, int number) const noexcept {
         const layer_memory l = layer(of_layer);
-        return (role == tensor::key ? l.keys : l.values) + static_cast<std::size_t>(number) * page_bytes(role);
+        return (role == tensor::key ? l.keys : l.values) +
+               static_cast<std::size_t>(number) * page_bytes(role);
     }
 };
 

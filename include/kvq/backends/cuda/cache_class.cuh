@@ -26,6 +26,10 @@ public:
     status open(const cache_shape& shape, const cache_options& options,
                 std::span<const device_format> compiled, cudaStream_t stream);
 
+    /// Keys of a format, made from statistics (widths of channels, feedback), as find_format(name, tensor::key, statistics) makes the CPU's.
+    /// Before its first page. Raises kvq::error for statistics that the scheme refuses.
+    status calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream);
+
     const cache_shape& shape() const noexcept { return shape_; }
     const cache_options& options() const noexcept { return options_; }
     /// The entry that open() has taken. Formats of the cache are numbered as its kinds.
@@ -45,7 +49,8 @@ public:
     status begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream);
     /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer. T: options().type.
     template <class T>
-    status append(int layer, const token_view<const T>& k, const token_view<const T>& v, cudaStream_t stream) {
+    status append(int layer, const token_view<const T>& k, const token_view<const T>& v,
+                  cudaStream_t stream) {
         if (status s = check_layer(layer, float_type_of<T>); !s) return s;
         if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
         const int tokens = step_.rows * step_.new_tokens;
@@ -55,8 +60,9 @@ public:
         if (step_.prompt) return append_prompt(layer, k, v, stream);
         for (int f = 0; f < kinds(); ++f)
             if ((step_.targets >> f & 1) != 0)
-                if (status s = format_.functions->store_and_commit(
-                        view(layer), f, detail::untyped_view(k), detail::untyped_view(v), step_.new_tokens, stream);
+                if (status s = format_.functions->store_and_commit(view(layer), f, detail::untyped_view(k),
+                                                                   detail::untyped_view(v), step_.new_tokens,
+                                                                   stream);
                     !s)
                     return s;
         return {};
@@ -64,12 +70,12 @@ public:
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
     /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim.
     template <class T>
-    status attend(int layer, const token_view<const T>& q, const token_view<T>& out, attention_options options,
-                  cudaStream_t stream) {
+    status attend(int layer, const token_view<const T>& q, const token_view<T>& out,
+                  attention_options options, cudaStream_t stream) {
         if (status s = check_layer(layer, float_type_of<T>); !s) return s;
         if (step_.prompt) options.early = false;  // pages were requantized right before
-        return format_.functions->attend(view(layer), detail::untyped_view(q), detail::untyped_view(out), options,
-                                         workspace_.as<>(), workspace_.bytes(), stream);
+        return format_.functions->attend(view(layer), detail::untyped_view(q), detail::untyped_view(out),
+                                         options, workspace_.as<>(), workspace_.bytes(), stream);
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
@@ -81,7 +87,8 @@ public:
     /// A second sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
     /// Pages that several of the sequences share stay shared.
-    status requantize(std::span<const sequence_id> ids, const requantize_request& request, cudaStream_t stream);
+    status requantize(std::span<const sequence_id> ids, const requantize_request& request,
+                      cudaStream_t stream);
     /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink.
     status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream);
 
@@ -98,6 +105,11 @@ private:
         bool alive = false;
         unsigned stamp = 0;         // of the last begin that named it
         std::uint64_t version = 0;  // of its table
+    };
+    /// Of keys made from statistics.
+    struct device_keys {
+        detail::device_memory plans, feedback;
+        std::uint64_t fingerprint = 0;
     };
     struct row {
         sequence_id id;
@@ -136,7 +148,9 @@ private:
                entry_of(id).generation == id.generation;
     }
     entry& entry_of(sequence_id id) noexcept { return entries_[static_cast<std::size_t>(id.index)]; }
-    const entry& entry_of(sequence_id id) const noexcept { return entries_[static_cast<std::size_t>(id.index)]; }
+    const entry& entry_of(sequence_id id) const noexcept {
+        return entries_[static_cast<std::size_t>(id.index)];
+    }
     status check_here(sequence_id id) const {
         if (is_here(id)) return {};
         return detail::bad_value("sequence %d is not one of this cache, or was freed", id.index);
@@ -145,10 +159,12 @@ private:
         if (!step_.begun)
             return detail::bad_value("no step has begun since the sequences of the cache were changed");
         if (layer < 0 || layer >= shape_.layers)
-            return detail::bad_value("layer %d is not among the %d layers of the cache", layer, shape_.layers);
+            return detail::bad_value("layer %d is not among the %d layers of the cache", layer,
+                                     shape_.layers);
         if (type != format_.type)
             return detail::bad_value(
-                "the cache takes another type; open it with options.type, and add make_device_format<that type, ...>()");
+                "the cache takes another type; open it with options.type, and add make_device_format<that "
+                "type, ...>()");
         return {};
     }
     status check_batch(std::span<const sequence_id> ids, bool holes);
@@ -174,8 +190,8 @@ private:
                          cudaStream_t stream) {
         return append_prompt(layer, detail::untyped_view(k), detail::untyped_view(v), stream);
     }
-    status prepare_prompt(int before, int committed_before, const detail::sequence_pages& s, cudaStream_t stream,
-                          detail::word_writer& to);
+    status prepare_prompt(int before, int committed_before, const detail::sequence_pages& s,
+                          cudaStream_t stream, detail::word_writer& to);
     status requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
                             std::span<const int> last_tokens, int format, cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;
@@ -194,6 +210,7 @@ private:
     detail::page_rules rules_;
     int columns_ = 0, sink_columns_ = 0;
     std::vector<detail::device_pages> quantized_;  // by format
+    std::vector<device_keys> keys_;
     detail::device_pages window_, sinks_;
     detail::device_memory words_, workspace_, staging_, slots_;
     std::vector<int> mirror_;  // what words_ has, but for lists

@@ -18,14 +18,14 @@ struct cache_options {
     int page_tokens = 64;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out: fp16 or bf16
     int sinks = 0;                       ///< first tokens, always 16 bit
-    int recent = 64;                     ///< at least this many newest tokens are 16 bit; at least step_tokens
-    int rollback = 16;                   ///< a trim by up to this many tokens is exact
-    int max_batch = 1;                   ///< sequences of one step
-    int max_tokens = 4096;               ///< of one sequence
-    int step_tokens = 1;                 ///< new tokens that a step gives to every sequence, at most
-    int pool_tokens = 0;       ///< quantized pages for so many tokens are allocated up front, and
-    int pool_sequences = 0;    ///< 16-bit pages for so many sequences
-    bool growing = true;       ///< pools that are full grow, between steps
+    int recent = 64;         ///< at least this many newest tokens are 16 bit; at least step_tokens
+    int rollback = 16;       ///< a trim by up to this many tokens is exact
+    int max_batch = 1;       ///< sequences of one step
+    int max_tokens = 4096;   ///< of one sequence
+    int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most
+    int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
+    int pool_sequences = 0;  ///< 16-bit pages for so many sequences
+    bool growing = true;     ///< pools that are full grow, between steps
     device_allocator memory = {};
 };
 
@@ -41,7 +41,8 @@ struct usage_report {
     std::vector<std::size_t> quantized;  ///< pages in use, by format
     std::size_t window = 0, sinks = 0;   ///< pages in use
     std::size_t free = 0;                ///< pages that no sequence holds
-    std::size_t tables = 0, workspace = 0;
+    std::size_t tables = 0;              ///< and lengths, plans, matrices of feedback
+    std::size_t workspace = 0;
     std::size_t prompt = 0;  ///< one layer of the longest prompt so far in 16 bit, and its slots
     std::size_t bytes = 0;   ///< sum of all: what the allocator was asked for
 };

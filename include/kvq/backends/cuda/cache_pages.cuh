@@ -45,10 +45,10 @@ inline status cache::trim(sequence_id id, int n) {
     const int committed = s.committed_after_trim(n, rules_);
     if (committed < 0) {
         const int page = -1 - committed;
-        return detail::bad_value("a trim to %d tokens would cut the quantized page of tokens %d to %d: trim to %d and "
-                                 "append the others again",
-                                 n, rules_.first_token(page), rules_.first_token(page + 1),
-                                 rules_.first_token(page));
+        return detail::bad_value(
+            "a trim to %d tokens would cut the quantized page of tokens %d to %d: trim to %d and "
+            "append the others again",
+            n, rules_.first_token(page), rules_.first_token(page + 1), rules_.first_token(page));
     }
     s.trim(n, committed, page_pools{*this});
     e.version = ++versions_;
@@ -61,7 +61,8 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
     int window = 0;
     for (const int number : entry_of(id).pages.window) window += number >= 0;
     if (status s = window_.ensure(window, options_.growing, stream); !s) return s;
-    if (status s = sinks_.ensure(static_cast<int>(entry_of(id).pages.sinks.size()), options_.growing, stream); !s)
+    if (status s = sinks_.ensure(static_cast<int>(entry_of(id).pages.sinks.size()), options_.growing, stream);
+        !s)
         return s;
     const sequence_id made = new_sequence();
     detail::sequence_pages& s = entry_of(made).pages;
@@ -143,12 +144,13 @@ inline status cache::requantize_range(std::span<const sequence_id> ids, const re
         const int count = static_cast<int>(end - first);
         for (int i = 0; i < count; ++i)
             to.put(list_at(false) + i, jobs[first + static_cast<std::size_t>(i)].from.number);
-        for (int i = 0; i < count; ++i) to.put(list_at(true) + i, jobs[first + static_cast<std::size_t>(i)].to);
+        for (int i = 0; i < count; ++i)
+            to.put(list_at(true) + i, jobs[first + static_cast<std::size_t>(i)].to);
         result = to.flush();
         const int* const words = words_.as<int>();
         for (int layer = 0; layer < shape_.layers && result; ++layer) {
             const detail::layer_view l = view(layer);
-            result = format_.functions->requantize(l, from, l.quantized[from].pages, format, words + list_at(false),
+            result = format_.functions->requantize(l, from, l.window, format, words + list_at(false),
                                                    words + list_at(true), count, stream);
         }
     }
@@ -159,8 +161,9 @@ inline status cache::requantize_range(std::span<const sequence_id> ids, const re
     for (const sequence_id id : ids) {
         entry& e = entry_of(id);
         for (detail::held_page& p : e.pages.quantized) {
-            const auto found = std::lower_bound(jobs.begin(), jobs.end(), p,
-                                                [&](const job& j, const detail::held_page& x) { return before(j.from, x); });
+            const auto found =
+                std::lower_bound(jobs.begin(), jobs.end(), p,
+                                 [&](const job& j, const detail::held_page& x) { return before(j.from, x); });
             if (found == jobs.end() || before(p, found->from)) continue;
             pool.numbers.share(found->to);
             quantized_[static_cast<std::size_t>(p.format)].numbers.release(p.number);
@@ -179,20 +182,22 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
     const int format = format_.find(request.format);
     if (format < 0)
-        return detail::bad_value("pages of %.40s and %.40s are not compiled for one sequence: add their format to "
-                                 "this make_device_format<...>()",
-                                 options_.formats.empty() ? "" : options_.formats[0].c_str(),
-                                 std::string(request.format).c_str());
+        return detail::bad_value(
+            "pages of %.40s and %.40s are not compiled for one sequence: add their format to "
+            "this make_device_format<...>()",
+            options_.formats.empty() ? "" : options_.formats[0].c_str(), std::string(request.format).c_str());
     return requantize_range(ids, request, {}, format, stream);
 }
 
-inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream) {
+inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
+                               cudaStream_t stream) {
     if (status s = check_batch(ids, false); !s) return s;
     for (std::size_t i = 0; i < tiers.size(); ++i) {
         if (format_.find(tiers[i].format) < 0)
-            return detail::bad_value("tier %zu: pages of %.60s are not compiled for this cache: add their format to "
-                                     "its make_device_format<...>()",
-                                     i, std::string(tiers[i].format).c_str());
+            return detail::bad_value(
+                "tier %zu: pages of %.60s are not compiled for this cache: add their format to "
+                "its make_device_format<...>()",
+                i, std::string(tiers[i].format).c_str());
         const int before = i == 0 ? 0 : tiers[i - 1].age;
         if (tiers[i].age < before)
             return detail::bad_value("tier %zu starts at age %d, before %d", i, tiers[i].age, before);
@@ -203,7 +208,8 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
         for (std::size_t i = 0; i < ids.size(); ++i) last[i] = tokens(ids[i]) - tiers[t].age;
         requantize_request request;
         request.only_smaller = true;
-        if (status s = requantize_range(ids, request, last, format_.find(tiers[t].format), stream); !s) return s;
+        if (status s = requantize_range(ids, request, last, format_.find(tiers[t].format), stream); !s)
+            return s;
     }
     return {};
 }

@@ -15,7 +15,8 @@ inline status cache::check_batch(std::span<const sequence_id> ids, bool holes) {
     for (const sequence_id id : ids) {
         if (holes && id == sequence_id{}) continue;
         if (status s = check_here(id); !s) return s;
-        if (entry_of(id).stamp == stamp_) return detail::bad_value("sequence %d is in the batch twice", id.index);
+        if (entry_of(id).stamp == stamp_)
+            return detail::bad_value("sequence %d is in the batch twice", id.index);
         entry_of(id).stamp = stamp_;
     }
     return {};
@@ -24,8 +25,8 @@ inline status cache::check_batch(std::span<const sequence_id> ids, bool holes) {
 inline status cache::check_growth(sequence_id id, int new_tokens) const {
     const int held = entry_of(id).pages.tokens;
     if (new_tokens > options_.max_tokens - held)
-        return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d", id.index,
-                                 held, new_tokens, options_.max_tokens);
+        return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d",
+                                 id.index, held, new_tokens, options_.max_tokens);
     return {};
 }
 
@@ -70,7 +71,8 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_
     const int from = known ? r.pages : 0, end = s.committed();
     for (int f = 0; f < kinds() && from < end; ++f) {
         for (int i = from; i < end; ++i)
-            put(to, table_at(f, false, b) + i, s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
+            put(to, table_at(f, false, b) + i,
+                s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
         for (int i = from; i < end; ++i)
             put(to, table_at(f, true, b) + i,
                 i >= before && s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
@@ -93,9 +95,11 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_
 inline status cache::begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
     if (format_.functions == nullptr) return detail::bad_value("the cache is not open");
     if (batch.empty() || static_cast<int>(batch.size()) > options_.max_batch)
-        return detail::bad_value("a step of %zu sequences, but max_batch is %d", batch.size(), options_.max_batch);
+        return detail::bad_value("a step of %zu sequences, but max_batch is %d", batch.size(),
+                                 options_.max_batch);
     if (new_tokens < 0 || new_tokens > options_.step_tokens)
-        return detail::bad_value("a step of %d tokens, but step_tokens is %d", new_tokens, options_.step_tokens);
+        return detail::bad_value("a step of %d tokens, but step_tokens is %d", new_tokens,
+                                 options_.step_tokens);
     if (status s = check_batch(batch, true); !s) return s;
     for (const sequence_id id : batch)
         if (id != sequence_id{})
@@ -136,7 +140,8 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
                       scratch = static_cast<std::size_t>(kept - first_new) * page_bytes,
                       slots = static_cast<std::size_t>(new_tokens) * sizeof(long long);
     if (scratch > staging_.bytes())
-        if (status r = detail::replace_memory(staging_, options_.memory, scratch, "a prompt", stream); !r) return r;
+        if (status r = detail::replace_memory(staging_, options_.memory, scratch, "a prompt", stream); !r)
+            return r;
     if (slots > slots_.bytes())
         if (status r = detail::replace_memory(slots_, options_.memory, slots, "a prompt's slots", stream); !r)
             return r;
@@ -152,7 +157,8 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     const auto clamp = [&](int position) {
         return kvq::detail::smaller(kvq::detail::larger(position - s.tokens, 0), new_tokens);
     };
-    next.ranges = {clamp(rules_.sinks), clamp(kvq::detail::larger(rules_.sinks, rules_.first_token(first_new))),
+    next.ranges = {clamp(rules_.sinks),
+                   clamp(kvq::detail::larger(rules_.sinks, rules_.first_token(first_new))),
                    clamp(rules_.first_token(kept)), new_tokens, first_new};
     const int before = s.tokens, committed = s.committed();
     detail::word_writer to(words_.as<int>(), stream);
@@ -176,8 +182,9 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     }
     return detail::launch("launching the slots of a prompt", detail::overlap::no, detail::prompt_slots_kernel,
                           dim3(static_cast<unsigned>((new_tokens + 255) / 256)), 256, 0, stream, next.ranges,
-                          before, rules_.sinks, rules_.page_tokens, rules_.ring, words_.as<int>() + window_at(0),
-                          words_.as<int>() + sinks_at(0), slots_.as<long long>());
+                          before, rules_.sinks, rules_.page_tokens, rules_.ring,
+                          words_.as<int>() + window_at(0), words_.as<int>() + sinks_at(0),
+                          slots_.as<long long>());
 }
 
 inline status cache::append_prompt(int layer, const detail::untyped_view& k, const detail::untyped_view& v,
@@ -187,14 +194,15 @@ inline status cache::append_prompt(int layer, const detail::untyped_view& k, con
     const std::size_t size = size_of(format_.type);
     const auto slice = [&](const detail::untyped_view& x, int first, int count) {
         detail::untyped_view part = x;
-        part.data = static_cast<const std::byte*>(x.data) + first * x.token_stride * static_cast<std::ptrdiff_t>(size);
+        part.data = static_cast<const std::byte*>(x.data) +
+                    first * x.token_stride * static_cast<std::ptrdiff_t>(size);
         part.tokens = count;
         return part;
     };
     const auto store = [&](const detail::layer_memory& pages, bool sinks, int first, int end) -> status {
         if (first == end) return {};
-        return format_.functions->store(l, pages, sinks, slice(k, first, end - first), slice(v, first, end - first),
-                                        slots_.as<long long>() + first, stream);
+        return format_.functions->store(l, pages, sinks, slice(k, first, end - first),
+                                        slice(v, first, end - first), slots_.as<long long>() + first, stream);
     };
     int done = 0;
     const auto quantize = [&](const detail::layer_memory& pages, int count) -> status {

@@ -30,8 +30,11 @@ inline constexpr int most_formats = 4;
 struct layer_view {
     struct part {
         layer_memory pages;
-        const int *table, *commit_table;   // [sequences][columns]; commit_table: without pages that are quantized already
+        const int *table,
+            *commit_table;  // [sequences][columns]; commit_table: without pages that are quantized already
         const int *first_page, *end_page;  // [sequences]: pages outside of them are not of this format
+        const std::uint16_t* key_plans;    // of the layer, or null
+        const float* key_feedback;
     };
     part quantized[most_formats];
     layer_memory window, sinks;
@@ -60,17 +63,26 @@ struct untyped_view {
     }
 };
 
+/// What keys that were made from statistics need on the device: [layers][kv_heads] plans and matrices, or nothing.
+struct key_state {
+    std::vector<std::uint16_t> plans;
+    std::vector<float> feedback;
+    std::uint64_t fingerprint = 0;  // of the plan
+};
+
 struct device_functions {
     status (*store_and_commit)(const layer_view&, int target, const untyped_view& k, const untyped_view& v,
                                int new_tokens, cudaStream_t);
     status (*store)(const layer_view&, const layer_memory&, bool sinks, const untyped_view& k,
                     const untyped_view& v, const long long* slots, cudaStream_t);
-    /// from: a format of this entry, or -1 for the window's.
-    status (*requantize)(const layer_view&, int from, const layer_memory& source, int to, const int* from_pages,
-                         const int* to_pages, int count, cudaStream_t);
+    /// from: a format of this entry, or -1 for 16-bit pages in window_pages.
+    status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
+                         const int* from_pages, const int* to_pages, int count, cudaStream_t);
     status (*attend)(const layer_view&, const untyped_view& q, const untyped_view& out,
                      const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t);
     std::size_t (*workspace_bytes)(int group, int query_tokens);
+    /// Keys of a format made from statistics; an empty state if the scheme takes none.
+    key_state (*make_keys)(int number, const calibration& statistics);
 };
 
 /// The name by which find_format knows both schemes of a format.
@@ -112,8 +124,8 @@ struct device_table {
     using sinks_format = format<full<T>, full<T>, head_dim, 16, value_dim>;
 
     template <class Format>
-    static cache_ref<Format> ref(const layer_view& l, const layer_memory& pages, const int* table, int columns,
-                                 int first_token) noexcept {
+    static cache_ref<Format> ref(const layer_view& l, const layer_memory& pages, const int* table,
+                                 int columns, int first_token) noexcept {
         cache_ref<Format> c;
         c.key_pages = pages.keys;
         c.value_pages = pages.values;
@@ -134,10 +146,17 @@ struct device_table {
         return ref<sinks_format>(l, l.sinks, l.sink_table, l.sink_columns, 0);
     }
     template <class Format>
+    static cache_ref<Format> quantized(const layer_view& l, int number, const int* table) noexcept {
+        const layer_view::part& p = l.quantized[number];
+        auto c = ref<Format>(l, p.pages, table, l.columns, l.first_token);
+        c.key_plans = p.key_plans;
+        c.key_feedback = p.key_feedback;
+        return c;
+    }
+    template <class Format>
     static cache_part<Format> part(const layer_view& l, int number) noexcept {
         const layer_view::part& p = l.quantized[number];
-        return {ref<Format>(l, p.pages, p.table, l.columns, l.first_token), page_range::all, p.first_page,
-                p.end_page, -1};
+        return {quantized<Format>(l, number, p.table), page_range::all, p.first_page, p.end_page, -1};
     }
     template <int... I>
     static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
@@ -160,10 +179,9 @@ struct device_table {
     static status store_and_commit(const layer_view& l, int target, const untyped_view& k,
                                    const untyped_view& v, int new_tokens, cudaStream_t stream) {
         return with_format(target, [&]<class Format>(std::type_identity<Format>) {
-            const layer_view::part& p = l.quantized[target];
-            return cuda::store_and_commit(
-                ref<Format>(l, p.pages, p.commit_table, l.columns, l.first_token), window(l), sinks(l),
-                l.recent, k.as<const T>(), v.as<const T>(), new_tokens, nullptr, stream);
+            return cuda::store_and_commit(quantized<Format>(l, target, l.quantized[target].commit_table),
+                                          window(l), sinks(l), l.recent, k.as<const T>(), v.as<const T>(),
+                                          new_tokens, nullptr, stream);
         });
     }
     static status store(const layer_view& l, const layer_memory& pages, bool in_sinks, const untyped_view& k,
@@ -174,18 +192,18 @@ struct device_table {
         return cuda::store(ref<window_format>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
                            slots, nullptr, stream);
     }
-    static status requantize(const layer_view& l, int from, const layer_memory& source, int to,
+    static status requantize(const layer_view& l, int from, const layer_memory& window_pages, int to,
                              const int* from_pages, const int* to_pages, int count, cudaStream_t stream) {
         return with_format(to, [&]<class To>(std::type_identity<To>) {
-            const auto target = ref<To>(l, l.quantized[to].pages, nullptr, 0, 0);
+            const auto target = quantized<To>(l, to, nullptr);
             if (from < 0)
-                return requantize_pages(ref<window_format>(l, source, nullptr, 0, 0), target, from_pages,
-                                        to_pages, count, nullptr, stream);
+                return requantize_pages(ref<window_format>(l, window_pages, nullptr, 0, 0), target,
+                                        from_pages, to_pages, count, nullptr, stream);
             return with_format(from, [&]<class From>(std::type_identity<From>) -> status {
                 if constexpr (std::is_same_v<From, To>)
                     return bad_value("pages have format %d already", from);
                 else
-                    return requantize_pages(ref<From>(l, source, nullptr, 0, 0), target, from_pages, to_pages,
+                    return requantize_pages(quantized<From>(l, from, nullptr), target, from_pages, to_pages,
                                             count, nullptr, stream);
             });
         });
@@ -199,8 +217,39 @@ struct device_table {
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T>(group, query_tokens);
     }
-    static constexpr device_functions functions{&store_and_commit, &store, &requantize, &attend,
-                                                &workspace_bytes};
+    static key_state make_keys(int number, const calibration& statistics) {
+        key_state state;
+        const cache_shape& shape = statistics.shape();
+        const auto make = [&]<class Format>() {
+            using K = typename Format::keys;
+            if constexpr (std::is_constructible_v<K, const calibration&>) {
+                const K keys(statistics);
+                const auto blocks = static_cast<std::size_t>(shape.layers * shape.kv_heads);
+                if constexpr (is_mixed<K>) {
+                    state.fingerprint = keys.fingerprint();
+                    state.plans.resize(blocks * key_plan_words<Format>);
+                    for (int layer = 0; layer < shape.layers; ++layer)
+                        write_key_plan<Format>(*keys.plan(), layer,
+                                               &state.plans[static_cast<std::size_t>(layer * shape.kv_heads) *
+                                                            key_plan_words<Format>]);
+                }
+                if constexpr (requires { keys.encoder.matrices; })
+                    if (keys.encoder.matrices) {
+                        constexpr std::size_t matrix = static_cast<std::size_t>(head_dim) * head_dim;
+                        state.feedback.resize(blocks * matrix);
+                        for (int layer = 0; layer < shape.layers; ++layer)
+                            write_key_feedback<Format>(
+                                *keys.encoder.matrices, layer,
+                                &state.feedback[static_cast<std::size_t>(layer * shape.kv_heads) * matrix]);
+                    }
+            }
+        };
+        int i = 0;
+        ((i++ == number ? make.template operator()<Formats>() : void()), ...);
+        return state;
+    }
+    static constexpr device_functions functions{&store_and_commit, &store,           &requantize,
+                                                &attend,           &workspace_bytes, &make_keys};
 };
 
 }  // namespace detail
@@ -208,8 +257,8 @@ struct device_table {
 /// Kernels for caches of one head_dim and page size, whose quantized pages have one or several formats.
 struct device_format {
     struct kind {
-        std::string name;                ///< as find_format knows it
-        std::string keys, values;        ///< names of the schemes: format::name() of the CPU's formats
+        std::string name;                    ///< as find_format knows it
+        std::string keys, values;            ///< names of the schemes: format::name() of the CPU's formats
         std::size_t key_block, value_block;  ///< bytes of one head's block
     };
     int head_dim = 0, value_dim = 0, page_tokens = 0;

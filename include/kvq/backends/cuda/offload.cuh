@@ -26,9 +26,11 @@ struct cache_access {
         const auto& table = cpu.table(role);
         for (int i = 1; i < table.size(); ++i) {
             const format_record& r = table[i].record();
-            // A plan of widths has a fingerprint; the device's cache has none.
+            // Keys of a plan of widths have its fingerprint.
+            const std::uint64_t plan =
+                role == tensor::key ? gpu.keys_[static_cast<std::size_t>(kind)].fingerprint : 0;
             if ((role == tensor::key ? k.keys : k.values) == table[i].name() &&
-                (!r.has_fingerprint || r.fingerprint == 0))
+                (r.has_fingerprint ? r.fingerprint : 0) == plan)
                 return i;
         }
         return -1;
@@ -38,25 +40,28 @@ struct cache_access {
         const kvq::cache_shape &a = cpu.shape(), &b = gpu.shape_;
         if (a.layers != b.layers || a.kv_heads != b.kv_heads || a.head_dim != b.head_dim ||
             a.dim(tensor::value) != b.dim(tensor::value))
-            return bad_value("the CPU's cache has %d layers of %d x %d and %d, the device's %d of %d x %d and %d",
-                             a.layers, a.kv_heads, a.head_dim, a.dim(tensor::value), b.layers, b.kv_heads,
-                             b.head_dim, b.dim(tensor::value));
+            return bad_value(
+                "the CPU's cache has %d layers of %d x %d and %d, the device's %d of %d x %d and %d",
+                a.layers, a.kv_heads, a.head_dim, a.dim(tensor::value), b.layers, b.kv_heads, b.head_dim,
+                b.dim(tensor::value));
         const kvq::cache_options& o = cpu.options();
         const page_rules& r = gpu.rules_;
-        if (o.sinks != r.sinks || o.recent != r.recent || o.rollback != r.rollback || o.page_tokens != r.page_tokens)
-            return bad_value("sinks, recent, rollback and page_tokens are %d, %d, %d, %d on the CPU, but %d, %d, %d, %d "
-                             "on the device",
-                             o.sinks, o.recent, o.rollback, o.page_tokens, r.sinks, r.recent, r.rollback,
-                             r.page_tokens);
+        if (o.sinks != r.sinks || o.recent != r.recent || o.rollback != r.rollback ||
+            o.page_tokens != r.page_tokens)
+            return bad_value(
+                "sinks, recent, rollback and page_tokens are %d, %d, %d, %d on the CPU, but %d, %d, %d, %d "
+                "on the device",
+                o.sinks, o.recent, o.rollback, o.page_tokens, r.sinks, r.recent, r.rollback, r.page_tokens);
         if (cpu.window().functions().value_type != gpu.format_.type)
             return bad_value("the windows of both caches have different types");
         return {};
     }
     static status unknown(const cache& gpu, int kind) {
-        return bad_value("the CPU's cache does not list %.60s (without a plan)",
+        return bad_value("the CPU's cache does not list %.60s, or made it from other statistics",
                          gpu.format_.kinds[static_cast<std::size_t>(kind)].name.c_str());
     }
-    static status copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    static status copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
+                       cudaStream_t stream) {
         const cudaError_t code = cudaMemcpyAsync(to, from, bytes, kind, stream);
         return code == cudaSuccess ? status{} : runtime_error(code, "moving pages");
     }
@@ -70,13 +75,14 @@ struct cache_access {
         return p;
     }
     /// Tokens [from_at, from_at + count) of a 16-bit page to those from to_at on of another.
-    static void copy_values(float_type type, const page& from, int from_at, page& to, int to_at, int count, tensor role,
-                            int dim, int heads) {
+    static void copy_values(float_type type, const page& from, int from_at, page& to, int to_at, int count,
+                            tensor role, int dim, int heads) {
         kvq::detail::visit_float_type(type, [&]<class T>(T) {
             const block_shape source{role, from.tokens, dim}, target{role, to.tokens, dim};
             const value_layout<T> source_layout(source), target_layout(target);
             for (int h = 0; h < heads; ++h) {
-                const std::byte* const a = from.data() + full<T>{}.block_bytes(source) * static_cast<std::size_t>(h);
+                const std::byte* const a =
+                    from.data() + full<T>{}.block_bytes(source) * static_cast<std::size_t>(h);
                 std::byte* const b = to.data() + full<T>{}.block_bytes(target) * static_cast<std::size_t>(h);
                 for (int t = 0; t < count; ++t)
                     for (int c = 0; c < dim; ++c)
@@ -99,13 +105,15 @@ struct cache_access {
         kvq::cache& cpu = kvq::detail::sequence_access::cache(to);
         if (status s = check(cpu, gpu); !s) return s;
         if (status s = gpu.check_here(id); !s) return s;
-        if (to.tokens() != 0) return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
+        if (to.tokens() != 0)
+            return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
         const sequence_pages& s = gpu.entry_of(id).pages;
         const page_rules& rules = gpu.rules_;
         const page_geometry g = cpu.geometry();
         int formats[2][most_formats];
         for (const tensor role : {tensor::key, tensor::value})
-            for (int f = 0; f < gpu.kinds(); ++f) formats[static_cast<int>(role)][f] = cpu_format(cpu, gpu, role, f);
+            for (int f = 0; f < gpu.kinds(); ++f)
+                formats[static_cast<int>(role)][f] = cpu_format(cpu, gpu, role, f);
         const auto listed = [&](int f) { return formats[0][f] >= 0 && formats[1][f] >= 0; };
         if (!listed(s.target)) return unknown(gpu, s.target);
         for (const held_page& p : s.quantized)
@@ -122,8 +130,8 @@ struct cache_access {
             spans.reserve(static_cast<std::size_t>(pages) + 1);
             const auto get = [&](page& p, const device_pages& pool, tensor role, int number) {
                 if (result)
-                    result = copy(p.data(), pool.memory().page(role, layer, number), pool.memory().page_bytes(role),
-                                  cudaMemcpyDeviceToHost, stream);
+                    result = copy(p.data(), pool.memory().page(role, layer, number),
+                                  pool.memory().page_bytes(role), cudaMemcpyDeviceToHost, stream);
             };
             const auto window_page = [&](tensor role, int number, int first, int tokens) {
                 const int room = g.window_tokens(first, tokens, g.page_tokens);
@@ -138,7 +146,8 @@ struct cache_access {
                 return p;
             };
             if (sinks) {
-                const int held = kvq::detail::smaller(s.tokens, g.sinks), room = g.window_tokens(0, held, g.sinks);
+                const int held = kvq::detail::smaller(s.tokens, g.sinks),
+                          room = g.window_tokens(0, held, g.sinks);
                 page_span span{0, held, g.sinks, {}, {}};
                 for (const tensor role : {tensor::key, tensor::value}) {
                     page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, 0, room), room);
@@ -146,15 +155,16 @@ struct cache_access {
                         constexpr int size = page_rules::sink_page_tokens;
                         page_ref part = zeroed(scratch, gpu.sinks_.memory().page_bytes(role), size);
                         get(*part, gpu.sinks_, role, s.sinks[static_cast<std::size_t>(i)]);
-                        conversions.push_back(
-                            {std::move(part), p.get(), i * size, kvq::detail::smaller(size, held - i * size), role});
+                        conversions.push_back({std::move(part), p.get(), i * size,
+                                               kvq::detail::smaller(size, held - i * size), role});
                     }
                     span.pages[static_cast<std::size_t>(role)] = std::move(p);
                 }
                 spans.push_back(std::move(span));
             }
             for (int i = 0; i < pages; ++i) {
-                const int first = rules.first_token(i), tokens = kvq::detail::smaller(g.page_tokens, s.tokens - first);
+                const int first = rules.first_token(i),
+                          tokens = kvq::detail::smaller(g.page_tokens, s.tokens - first);
                 page_span span{first, tokens, g.page_tokens, {}, {}};
                 const auto number = [&] { return s.window[static_cast<std::size_t>(i % rules.ring)]; };
                 for (const tensor role : {tensor::key, tensor::value}) {
@@ -165,8 +175,8 @@ struct cache_access {
                     }
                     const held_page held = s.quantized[static_cast<std::size_t>(i)];
                     const device_pages& pool = gpu.quantized_[static_cast<std::size_t>(held.format)];
-                    span.pages[at] =
-                        cpu.pool().allocate(pool.memory().page_bytes(role), formats[at][held.format], g.page_tokens);
+                    span.pages[at] = cpu.pool().allocate(pool.memory().page_bytes(role),
+                                                         formats[at][held.format], g.page_tokens);
                     get(*span.pages[at], pool, role, held.number);
                     if (i >= s.first_copy) span.copies[at] = window_page(role, number(), first, tokens);
                 }
@@ -176,8 +186,8 @@ struct cache_access {
         if (result) result = wait(stream);
         if (!result) return result;
         for (const conversion& c : conversions)
-            copy_values(gpu.format_.type, *c.other, 0, *c.here, c.at, c.count, c.role, cpu.shape().dim(c.role),
-                        cpu.shape().kv_heads);
+            copy_values(gpu.format_.type, *c.other, 0, *c.here, c.at, c.count, c.role,
+                        cpu.shape().dim(c.role), cpu.shape().kv_heads);
         auto& tracks = kvq::detail::sequence_access::tracks(to);
         for (auto& track : tracks)
             track.spans.reserve(kvq::detail::table_capacity(static_cast<std::size_t>(pages) + 1));
@@ -196,13 +206,16 @@ struct cache_access {
     /// The format of the device's cache that a pair of the CPU's is; -1: none.
     static int gpu_format(const kvq::cache& cpu, const cache& gpu, int keys, int values) {
         for (int f = 0; f < gpu.kinds(); ++f)
-            if (cpu_format(cpu, gpu, tensor::key, f) == keys && cpu_format(cpu, gpu, tensor::value, f) == values) return f;
+            if (cpu_format(cpu, gpu, tensor::key, f) == keys &&
+                cpu_format(cpu, gpu, tensor::value, f) == values)
+                return f;
         return -1;
     }
     static status no_format(const kvq::cache& cpu, int keys, int values) {
-        return bad_value("nothing was compiled for keys in %.50s with values in %.50s: add their format to the "
-                         "make_device_format<...>()",
-                         cpu.table(tensor::key)[keys].name(), cpu.table(tensor::value)[values].name());
+        return bad_value(
+            "nothing was compiled for keys in %.50s with values in %.50s: add their format to the "
+            "make_device_format<...>()",
+            cpu.table(tensor::key)[keys].name(), cpu.table(tensor::value)[values].name());
     }
 
     static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
@@ -214,7 +227,8 @@ struct cache_access {
         const int tokens = first.tokens, sinks = rules.sinks > 0 && tokens > 0 ? 1 : 0,
                   before = sinks != 0 && tokens >= rules.sinks ? 1 : 0, committed = first.committed - before;
         if (tokens > gpu.options_.max_tokens)
-            return bad_value("a sequence of %d tokens, but max_tokens is %d", tokens, gpu.options_.max_tokens);
+            return bad_value("a sequence of %d tokens, but max_tokens is %d", tokens,
+                             gpu.options_.max_tokens);
         sequence_pages s;
         s.tokens = tokens;
         s.target = gpu_format(cpu, gpu, first.targets[0], first.targets[1]);
@@ -222,26 +236,31 @@ struct cache_access {
         s.first_copy = kvq::detail::larger(0, committed);
         for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
             const auto& track = tracks[layer];
-            if (track.tokens != tokens || track.committed != first.committed || track.targets[0] != first.targets[0] ||
-                track.targets[1] != first.targets[1])
-                return bad_value("layer %zu has other tokens or formats than layer 0; the device has one table for all",
-                                 layer);
+            if (track.tokens != tokens || track.committed != first.committed ||
+                track.targets[0] != first.targets[0] || track.targets[1] != first.targets[1])
+                return bad_value(
+                    "layer %zu has other tokens or formats than layer 0; the device has one table for all",
+                    layer);
             for (int i = 0; i + sinks < track.size(); ++i) {
                 const page_span& span = track[i + sinks];
                 if (span.first_token != rules.first_token(i) || (i < committed && !span.full()))
-                    return bad_value("a page of tokens %d to %d was cut by a trim; the device has whole pages only",
-                                     span.first_token, span.end());
+                    return bad_value(
+                        "a page of tokens %d to %d was cut by a trim; the device has whole pages only",
+                        span.first_token, span.end());
                 if (i >= committed) continue;
                 const int format = gpu_format(cpu, gpu, span.pages[0]->format, span.pages[1]->format);
                 if (format < 0) return no_format(cpu, span.pages[0]->format, span.pages[1]->format);
                 if (layer == 0)
                     s.quantized.push_back({format, -1});
                 else if (s.quantized[static_cast<std::size_t>(i)].format != format)
-                    return bad_value("layer %zu has other tokens or formats than layer 0; the device has one table for all",
-                                     layer);
+                    return bad_value(
+                        "layer %zu has other tokens or formats than layer 0; the device has one table for "
+                        "all",
+                        layer);
             }
             int copies = kvq::detail::larger(0, committed);  // from here on
-            while (copies > 0 && track[copies - 1 + sinks].copies[0] && track[copies - 1 + sinks].copies[1]) --copies;
+            while (copies > 0 && track[copies - 1 + sinks].copies[0] && track[copies - 1 + sinks].copies[1])
+                --copies;
             s.first_copy = layer == 0 ? copies : kvq::detail::larger(s.first_copy, copies);
         }
         s.first_copy = kvq::detail::larger(s.first_copy, rules.pages(tokens) - rules.ring);
@@ -257,7 +276,8 @@ struct cache_access {
         if (status r = gpu.sinks_.ensure(rules.sink_pages(tokens), may_grow, stream); !r) return r;
         const sequence_id id = gpu.new_sequence();
         s.window.assign(static_cast<std::size_t>(rules.ring), -1);
-        for (held_page& p : s.quantized) p.number = gpu.quantized_[static_cast<std::size_t>(p.format)].numbers.take();
+        for (held_page& p : s.quantized)
+            p.number = gpu.quantized_[static_cast<std::size_t>(p.format)].numbers.take();
         for (int i = s.first_copy; i < pages; ++i)
             s.window[static_cast<std::size_t>(i % rules.ring)] = gpu.window_.numbers.take();
         for (int i = 0; i < rules.sink_pages(tokens); ++i) s.sinks.push_back(gpu.sinks_.numbers.take());
@@ -272,23 +292,24 @@ struct cache_access {
                 const auto at = static_cast<std::size_t>(role);
                 const auto put = [&](const page& p, const device_pages& pool, int number) {
                     if (result)
-                        result = copy(pool.memory().page(role, layer, number), p.data(), pool.memory().page_bytes(role),
-                                      cudaMemcpyHostToDevice, stream);
+                        result = copy(pool.memory().page(role, layer, number), p.data(),
+                                      pool.memory().page_bytes(role), cudaMemcpyHostToDevice, stream);
                 };
                 // 16-bit tokens [from_at, from_at + count) of a page, in the room of the device's.
-                const auto put_values = [&](const page& p, int from_at, int count, int room, const device_pages& pool,
-                                            int number) {
+                const auto put_values = [&](const page& p, int from_at, int count, int room,
+                                            const device_pages& pool, int number) {
                     if (p.tokens == room && from_at == 0) return put(p, pool, number);
                     held.push_back(zeroed(scratch, pool.memory().page_bytes(role), room));
-                    copy_values(gpu.format_.type, p, from_at, *held.back(), 0, count, role, cpu.shape().dim(role),
-                                cpu.shape().kv_heads);
+                    copy_values(gpu.format_.type, p, from_at, *held.back(), 0, count, role,
+                                cpu.shape().dim(role), cpu.shape().kv_heads);
                     put(*held.back(), pool, number);
                 };
                 for (std::size_t i = 0; i < s.sinks.size(); ++i) {
                     constexpr int size = page_rules::sink_page_tokens;
                     const int from_at = static_cast<int>(i) * size;
                     put_values(*track[0].pages[at], from_at,
-                               kvq::detail::smaller(size, track[0].tokens - from_at), size, gpu.sinks_, s.sinks[i]);
+                               kvq::detail::smaller(size, track[0].tokens - from_at), size, gpu.sinks_,
+                               s.sinks[i]);
                 }
                 for (int i = 0; i < pages; ++i) {
                     const page_span& span = track[i + sinks];
@@ -298,7 +319,8 @@ struct cache_access {
                     }
                     if (i >= s.first_copy)
                         put_values(i < committed ? *span.copies[at] : *span.pages[at], 0, span.tokens,
-                                   rules.page_tokens, gpu.window_, s.window[static_cast<std::size_t>(i % rules.ring)]);
+                                   rules.page_tokens, gpu.window_,
+                                   s.window[static_cast<std::size_t>(i % rules.ring)]);
                 }
             }
         }

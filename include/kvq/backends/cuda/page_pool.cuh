@@ -112,8 +112,9 @@ public:
         if (more <= numbers.available()) return {};
         const int wanted = numbers.used() + more;
         if (!may_grow) {
-            status s = bad_value("%d more pages of %s are needed, but %d of %d are in use and the pool may not grow",
-                                 more, name_.c_str(), numbers.used(), numbers.size());
+            status s =
+                bad_value("%d more pages of %s are needed, but %d of %d are in use and the pool may not grow",
+                          more, name_.c_str(), numbers.used(), numbers.size());
             s.code = cudaErrorMemoryAllocation;
             return s;
         }

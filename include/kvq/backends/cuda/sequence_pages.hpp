@@ -45,11 +45,11 @@ struct held_page {
 
 struct sequence_pages {
     int tokens = 0;
-    int first_copy = 0;               ///< committed pages from here on have their 16-bit values in the ring
-    int target = 0;                   ///< the format of pages that are committed from now on
-    std::vector<held_page> quantized; ///< the committed pages
-    std::vector<int> window;          ///< numbers by column of the ring, -1: none yet
-    std::vector<int> sinks;           ///< numbers of pages of 16 tokens
+    int first_copy = 0;                ///< committed pages from here on have their 16-bit values in the ring
+    int target = 0;                    ///< the format of pages that are committed from now on
+    std::vector<held_page> quantized;  ///< the committed pages
+    std::vector<int> window;           ///< numbers by column of the ring, -1: none yet
+    std::vector<int> sinks;            ///< numbers of pages of 16 tokens
 
     int committed() const noexcept { return static_cast<int>(quantized.size()); }
     /// Committed pages after a growth to n tokens.
@@ -90,7 +90,8 @@ struct sequence_pages {
         for (int i = committed_at(n, r); committed() < i;)
             quantized.push_back({target, pools.quantized(target).take()});
         tokens = n;
-        while (first_copy < committed() && r.first_token(first_copy + 1) + r.recent <= n - r.rollback) ++first_copy;
+        while (first_copy < committed() && r.first_token(first_copy + 1) + r.recent <= n - r.rollback)
+            ++first_copy;
     }
     /// To n tokens, of which `left` pages stay quantized.
     template <class Pools>
