@@ -108,7 +108,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                     ++refused;
                     continue;
                 }
-                b.pages.trim(n, left, pools_of{&p});
+                b.pages.trim(n, left, r, pools_of{&p});
                 b.host.trim(n);
             } else if (all.size() < 4) {
                 // As cache::fork(): quantized pages are shared, others are copied.
@@ -122,7 +122,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
                     }
                 all.push_back(std::move(copy));
             } else {
-                all.back().pages.free(pools_of{&p});
+                all.back().pages.free(r, pools_of{&p});
                 all.pop_back();
             }
             std::vector<int> holders(static_cast<std::size_t>(p.quantized_pages.size()), 0);
@@ -138,7 +138,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
             for (std::size_t q = 0; q < holders.size(); ++q)
                 REQUIRE(holders[q] == p.quantized_pages.holders(static_cast<int>(q)));
         }
-        for (both& b : all) b.pages.free(pools_of{&p});
+        for (both& b : all) b.pages.free(r, pools_of{&p});
         CHECK(p.quantized_pages.used() + p.window_pages.used() + p.sink_pages.used() == 0);
     }
 }

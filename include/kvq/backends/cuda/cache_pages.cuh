@@ -28,7 +28,7 @@ inline sequence_id cache::new_sequence() {
 inline status cache::free(sequence_id id) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
-    e.pages.free(page_pools{*this});
+    e.pages.free(rules_, page_pools{*this});
     e.alive = false;
     unused_.push_back(id.index);
     step_.begun = false;
@@ -50,7 +50,7 @@ inline status cache::trim(sequence_id id, int n) {
             "append the others again",
             n, rules_.first_token(page), rules_.first_token(page + 1), rules_.first_token(page));
     }
-    s.trim(n, committed, page_pools{*this});
+    s.trim(n, committed, rules_, page_pools{*this});
     e.version = ++versions_;
     step_.begun = false;
     return {};

@@ -10,6 +10,7 @@
 // Contract: the same pages are quantized as in a CPU cache that did the same (cache/layer_track.hpp).
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "../../core/bits.hpp"
@@ -93,22 +94,25 @@ struct sequence_pages {
         while (first_copy < committed() && r.first_token(first_copy + 1) + r.recent <= n - r.rollback)
             ++first_copy;
     }
-    /// To n tokens, of which `left` pages stay quantized.
+    /// To n tokens, of which `left` pages stay quantized. Gives back what no token needs.
     template <class Pools>
-    void trim(int n, int left, const Pools& pools) noexcept {
+    void trim(int n, int left, const page_rules& r, const Pools& pools) noexcept {
         for (; committed() > left; quantized.pop_back())
             pools.quantized(quantized.back().format).release(quantized.back().number);
         first_copy = kvq::detail::smaller(first_copy, left);
         tokens = n;
+        for (int column = 0; column < static_cast<int>(window.size()); ++column) {
+            int& number = window[static_cast<std::size_t>(column)];
+            // The newest page of the column.
+            const int page = r.pages(n) - 1 - (r.pages(n) - 1 - column + r.ring) % r.ring;
+            if (number >= 0 && page < first_copy) pools.window().release(std::exchange(number, -1));
+        }
+        for (; static_cast<int>(sinks.size()) > r.sink_pages(n); sinks.pop_back())
+            pools.sinks().release(sinks.back());
     }
     template <class Pools>
-    void free(const Pools& pools) noexcept {
-        trim(0, 0, pools);
-        for (const int number : window)
-            if (number >= 0) pools.window().release(number);
-        for (const int number : sinks) pools.sinks().release(number);
-        window.clear();
-        sinks.clear();
+    void free(const page_rules& r, const Pools& pools) noexcept {
+        trim(0, 0, r, pools);
     }
 };
 
