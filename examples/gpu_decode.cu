@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT
-// Decode steps for a batch on the GPU, two launches each: store the new tokens and commit full pages, then attend.
+// A batch of sequences on the GPU: prompts, then decode steps that are captured in a CUDA graph once and replayed while contexts grow.
 //
-//   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_decode.cu -o gpu_decode && ./gpu_decode
+//   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_decode.cu -o gpu_decode && ./gpu_decode [kivi-4-g64 | int8]
 //
-// KIVI 4 bit behind 4 sinks, with a recent window of 64 tokens in 16 bit. The step is captured in a CUDA graph once and replayed while
-// the sequences grow: only their lengths change.
+// The format is chosen when the program runs, among those that it has compiled. 4 sinks and the 64 newest tokens stay in 16 bit.
 #include <kvq/backends/cuda.cuh>
 
 #include <algorithm>
@@ -13,15 +12,8 @@
 #include <vector>
 
 using namespace kvq;
-using window = cuda::format<full<float16>, full<float16>, 128, 64>;
-using packed = cuda::kivi_format<4, 64, 128, 64>;
 
-using sinks = cuda::format<full<float16>, full<float16>, 128, 16>;
-
-constexpr int batch = 8, kv_heads = 8, q_heads = 32, dim = 128, page = 64;
-constexpr int sink_count = 4, recent = 64, steps = 300;
-constexpr int columns = steps / page + 1;                 // quantized pages of a sequence
-constexpr int ring = cuda::window_columns(recent, page);  // window pages of a sequence, used in turn
+constexpr int batch = 8, layers = 2, kv_heads = 8, q_heads = 32, dim = 128, prompt = 100, steps = 200;
 
 static void check(cudaError_t code, const char* message = "") {
     if (code == cudaSuccess) return;
@@ -30,94 +22,94 @@ static void check(cudaError_t code, const char* message = "") {
 }
 static void check(const cuda::status& s) { check(s.code, s.message); }
 
-template <class T>
-static T* device(std::size_t n, int fill = 0) {
+static float16* device(std::size_t n) {
     void* p = nullptr;
-    check(cudaMalloc(&p, n * sizeof(T)));
-    check(cudaMemset(p, fill, n * sizeof(T)));
-    return static_cast<T*>(p);
+    check(cudaMalloc(&p, n * sizeof(float16)));
+    return static_cast<float16*>(p);
 }
 
-/// Every sequence owns `per_sequence` pages of a format.
-template <class Format>
-static cuda::cache_ref<Format> make_cache(int per_sequence, int first_token, const int* tokens) {
-    using ref = cuda::cache_ref<Format>;
-    const int pages = batch * per_sequence;
-    std::vector<int> numbers(pages);
-    for (int i = 0; i < pages; ++i) numbers[i] = i;
-    int* const table = device<int>(pages);
-    check(cudaMemcpy(table, numbers.data(), numbers.size() * sizeof(int), cudaMemcpyHostToDevice));
-    ref c;
-    c.key_page_bytes = ref::dense_key_page(kv_heads);
-    c.value_page_bytes = ref::dense_value_page(kv_heads);
-    c.key_pages = device<std::byte>(c.key_page_bytes * pages);
-    c.value_pages = device<std::byte>(c.value_page_bytes * pages);
-    c.block_table = table;
-    c.tokens = tokens;
-    c.sequences = batch;
-    c.table_columns = per_sequence;
-    c.kv_heads = kv_heads;
-    c.first_token = first_token;
-    return c;
-}
-
-int main() {
-    int* const tokens = device<int>(batch);
-    const auto quantized = make_cache<packed>(columns, sink_count, tokens);
-    const auto in_16_bit = make_cache<window>(ring, sink_count, tokens);
-    const auto first = make_cache<sinks>(1, 0, tokens);
-    const auto cache = cuda::make_mixed(recent, cuda::behind_window(quantized), cuda::in_window(in_16_bit),
-                                        cuda::sink_tokens(first, sink_count));
-
-    const std::size_t kv = static_cast<std::size_t>(batch) * kv_heads * dim,
-                      qn = static_cast<std::size_t>(batch) * q_heads * dim;
-    float16 *const k = device<float16>(kv), *const v = device<float16>(kv), *const q = device<float16>(qn),
-                   *const out = device<float16>(qn);
-    const std::size_t bytes =
-        cuda::attend_workspace_bytes<std::remove_const_t<decltype(cache)>, float16>(q_heads / kv_heads);
-    std::byte* const workspace = device<std::byte>(bytes);  // zeroed once
+int main(int argc, char** argv) {
+    const cuda::device_format compiled[] = {
+        cuda::make_device_format<float16, cuda::kivi_format<4, 64, dim, 64>>(),
+        cuda::make_device_format<float16, cuda::format<int8, int8, dim, 64>>()};
     cudaStream_t stream;
     check(cudaStreamCreate(&stream));
+    cuda::cache cache;
+    check(
+        cache.open({.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
+                   {.formats = {argc > 1 ? argv[1] : "kivi-4-g64"},
+                    .sinks = 4,
+                    .recent = 64,
+                    .max_batch = batch,
+                    .pool_tokens = batch * (prompt + steps + 64),  // up front, so that the graph stays valid
+                    .pool_sequences = batch},
+                   compiled, stream));
 
-    // The decode step. It allocates nothing and waits for nothing.
-    const auto step = [&] {
-        const token_view<const float16> keys(k, batch, kv_heads, dim), values(v, batch, kv_heads, dim);
-        check(
-            cuda::commit_due_pages(quantized, in_16_bit, recent, 1, nullptr, stream));  // once for all layers
-        check(cuda::store_new_tokens(in_16_bit, first, keys, values, 1, nullptr, stream));
-        check(cuda::attend<float16>(cache, token_view<const float16>(q, batch, q_heads, dim),
-                                    token_view<float16>(out, batch, q_heads, dim), {}, workspace, bytes,
-                                    stream));
-    };
-    step();  // sequences are empty: nothing changes, and kernels are loaded outside the capture
-    check(cudaStreamSynchronize(stream));
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    step();
-    cudaGraph_t graph;
-    check(cudaStreamEndCapture(stream, &graph));
-    cudaGraphExec_t replay;
-    check(cudaGraphInstantiate(&replay, graph, 0));
-
-    std::vector<float16> random(std::max(kv, qn));
-    for (int i = 0; i < steps; ++i) {
-        // What a model would hand over: k, v and q of the new tokens, and how long the sequences are now.
+    // What a model would hand over: k, v and q of new tokens. Here they are the same in all layers.
+    constexpr int most = prompt;  // tokens
+    const std::size_t kv_size = most * kv_heads * dim, q_size = batch * q_heads * dim;
+    float16 *const k = device(kv_size), *const v = device(kv_size), *const q = device(q_size),
+                   *const out = device(q_size);
+    std::vector<float16> random(std::max(kv_size, q_size));
+    const auto next_tokens = [&] {
         for (auto& x : random)
             x = float16(static_cast<float>(std::rand()) / static_cast<float>(RAND_MAX) - 0.5f);
         for (float16* to : {k, v})
-            check(cudaMemcpyAsync(to, random.data(), kv * 2, cudaMemcpyHostToDevice, stream));
-        check(cudaMemcpyAsync(q, random.data(), qn * 2, cudaMemcpyHostToDevice, stream));
-        const std::vector<int> lengths(batch, i + 1);
-        check(cudaMemcpyAsync(tokens, lengths.data(), batch * sizeof(int), cudaMemcpyHostToDevice, stream));
+            check(cudaMemcpyAsync(to, random.data(), kv_size * 2, cudaMemcpyHostToDevice, stream));
+        check(cudaMemcpyAsync(q, random.data(), q_size * 2, cudaMemcpyHostToDevice, stream));
+    };
+
+    std::vector<cuda::sequence_id> sequences;
+    for (int b = 0; b < batch; ++b) {
+        sequences.push_back(cache.new_sequence());
+        next_tokens();
+        check(cache.begin_prompt(sequences.back(), prompt, stream));
+        for (int layer = 0; layer < layers; ++layer)
+            check(cache.append(layer, token_view<const float16>(k, prompt, kv_heads, dim),
+                               token_view<const float16>(v, prompt, kv_heads, dim), stream));
+    }
+
+    // A decode step behind begin_step(): two launches a layer, which find everything else on the device.
+    const auto decode = [&] {
+        for (int layer = 0; layer < layers; ++layer) {
+            check(cache.append(layer, token_view<const float16>(k, batch, kv_heads, dim),
+                               token_view<const float16>(v, batch, kv_heads, dim), stream));
+            check(cache.attend(layer, token_view<const float16>(q, batch, q_heads, dim),
+                               token_view<float16>(out, batch, q_heads, dim), {.early = true}, stream));
+        }
+    };
+    cudaGraphExec_t replay = nullptr;
+    std::uint64_t captured = 0;
+    for (int i = 0; i < steps; ++i) {
+        next_tokens();
+        check(cache.begin_step(sequences, 1, stream));
+        if (i == 0) {
+            decode();  // kernels are loaded outside the capture
+            continue;
+        }
+        if (replay == nullptr || captured != cache.graph_id()) {
+            if (replay != nullptr) check(cudaGraphExecDestroy(replay));
+            check(cudaStreamSynchronize(stream));
+            check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+            decode();
+            cudaGraph_t graph;
+            check(cudaStreamEndCapture(stream, &graph));
+            check(cudaGraphInstantiate(&replay, graph, 0));
+            check(cudaGraphDestroy(graph));
+            captured = cache.graph_id();
+        }
         check(cudaGraphLaunch(replay, stream));
     }
-    std::vector<float16> result(qn);
-    check(cudaMemcpyAsync(result.data(), out, qn * 2, cudaMemcpyDeviceToHost, stream));
+    std::vector<float16> result(q_size);
+    check(cudaMemcpyAsync(result.data(), out, q_size * 2, cudaMemcpyDeviceToHost, stream));
     check(cudaStreamSynchronize(stream));
     bool finite = true;
     for (const float16 x : result) finite = finite && static_cast<float>(x) == static_cast<float>(x);
-    std::printf("%d tokens x %d sequences: %d quantized pages each, out[0] = %g\n", steps, batch,
-                cuda::committed_pages(steps - sink_count, recent, page), static_cast<float>(result[0]));
+    const cuda::usage_report usage = cache.usage();
+    std::printf("%d tokens x %d sequences in %s: %zu KB quantized, %zu KB in 16 bit, out[0] = %g\n",
+                cache.tokens(sequences[0]), batch, cache.options().formats[0].c_str(),
+                usage.quantized[0] / 1024, (usage.window + usage.sinks) / 1024,
+                static_cast<double>(static_cast<float>(result[0])));
     check(cudaGraphExecDestroy(replay));
-    check(cudaGraphDestroy(graph));
     return finite ? 0 : 1;
 }

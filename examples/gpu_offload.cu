@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT
-// Host offload: pages go from the GPU to the CPU by memcpy, are attended there, and come back; nothing is converted.
+// Host offload: a sequence goes from the GPU to the CPU, is attended there, and comes back; nothing is converted.
 //
 //   nvcc -std=c++20 -arch=native -Iinclude examples/gpu_offload.cu -o gpu_offload && ./gpu_offload
 //
 // A GPU page and a CPU page hold the same bytes, so moving a sequence is copying its pages.
 #include <kvq/backends/cuda.cuh>
-#include <kvq/cache/sequence.hpp>
+#include <kvq/backends/cuda/offload.cuh>
 #include <kvq/format/make_format.hpp>
-#include <kvq/io/page_transfer.hpp>
 
 #include <algorithm>
 #include <cmath>
@@ -16,116 +15,87 @@
 #include <vector>
 
 using namespace kvq;
-using keys = affine<4, per_token<>>;
-using values = affine<4, per_token<>>;
-constexpr int kv_heads = 4, q_heads = 16, dim = 128, page_tokens = 64, tokens = 1000;
-constexpr int pages = (tokens + page_tokens - 1) / page_tokens;
-using packed = cuda::format<keys, values, dim, page_tokens>;
-using ref = cuda::cache_ref<packed>;
+using keys = affine<4, per_token<64>>;
+using values = affine<4, per_token<64>>;
+constexpr int kv_heads = 4, q_heads = 16, dim = 128, page_tokens = 64, tokens = 1000, sinks = 4, recent = 64;
 
-static void check(const cuda::status& s) {
-    if (s) return;
-    std::fprintf(stderr, "%s (%s)\n", s.message, cudaGetErrorName(s.code));
+static void check(cudaError_t code, const char* message = "") {
+    if (code == cudaSuccess) return;
+    std::fprintf(stderr, "%s (%s)\n", message, cudaGetErrorName(code));
     std::exit(1);
 }
-template <class T>
-static T* device(std::size_t n) {
+static void check(const cuda::status& s) { check(s.code, s.message); }
+
+static float16* device(const std::vector<float16>& host) {
     void* p = nullptr;
-    if (cudaMalloc(&p, n * sizeof(T)) != cudaSuccess || cudaMemset(p, 0, n * sizeof(T)) != cudaSuccess)
-        std::exit(1);
-    return static_cast<T*>(p);
-}
-template <class T>
-static T* device(const std::vector<T>& host) {
-    T* const p = device<T>(host.size());
-    cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice);
-    return p;
+    check(cudaMalloc(&p, host.size() * sizeof(float16)));
+    check(cudaMemcpy(p, host.data(), host.size() * sizeof(float16), cudaMemcpyHostToDevice));
+    return static_cast<float16*>(p);
 }
 
 int main() {
+    const cuda::device_format compiled[] = {
+        cuda::make_device_format<float16, cuda::format<keys, values, dim, page_tokens>>()};
+    const cache_shape shape{.layers = 1, .kv_heads = kv_heads, .head_dim = dim};
+    cudaStream_t stream;
+    check(cudaStreamCreate(&stream));
+    cuda::cache gpu;
+    check(gpu.open(
+        shape, {.formats = {"affine-4-g64"}, .page_tokens = page_tokens, .sinks = sinks, .recent = recent},
+        compiled, stream));
+    cache cpu(shape, {.keys = make_format<keys, scalar>(),
+                      .values = make_format<values, scalar>(),
+                      .sinks = sinks,
+                      .recent = recent,
+                      .page_tokens = page_tokens});
+
     // A sequence of 1000 tokens on the GPU.
-    ref gpu;
-    gpu.key_page_bytes = ref::dense_key_page(kv_heads);
-    gpu.value_page_bytes = ref::dense_value_page(kv_heads);
-    gpu.key_pages = device<std::byte>(pages * gpu.key_page_bytes);
-    gpu.value_pages = device<std::byte>(pages * gpu.value_page_bytes);
-    std::vector<int> table(pages);
-    std::vector<long long> mapping(tokens);
-    for (int i = 0; i < pages; ++i) table[i] = i;
-    for (int i = 0; i < tokens; ++i) mapping[i] = i;
-    gpu.block_table = device(table);
-    gpu.tokens = device(std::vector<int>{tokens});
-    gpu.sequences = 1;
-    gpu.table_columns = pages;
-    gpu.kv_heads = kv_heads;
     const auto random = [](std::size_t n) {
-        std::vector<float> x(n);
-        for (float& v : x) v = 4.0f * static_cast<float>(std::rand()) / static_cast<float>(RAND_MAX) - 2.0f;
+        std::vector<float16> x(n);
+        for (float16& v : x)
+            v = float16(4.0f * static_cast<float>(std::rand()) / static_cast<float>(RAND_MAX) - 2.0f);
         return x;
     };
-    float* const k = device(random(tokens * kv_heads * dim));
-    float* const v = device(random(tokens * kv_heads * dim));
-    check(cuda::store<packed, float>(gpu, {k, tokens, kv_heads, dim}, {v, tokens, kv_heads, dim},
-                                     device(mapping), nullptr, nullptr));
+    float16* const k = device(random(tokens * kv_heads * dim));
+    float16* const v = device(random(tokens * kv_heads * dim));
+    cuda::sequence_id id = gpu.new_sequence();
+    check(gpu.begin_prompt(id, tokens, stream));
+    check(gpu.append(0, token_view<const float16>(k, tokens, kv_heads, dim),
+                     token_view<const float16>(v, tokens, kv_heads, dim), stream));
 
     // Attention there.
-    const std::vector<float> q = random(q_heads * dim);
-    float* const out = device<float>(q.size());
-    const std::size_t bytes = cuda::attend_workspace_bytes<packed, float>(q_heads / kv_heads);
-    check(cuda::attend<packed, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
-                                      device<std::byte>(bytes), bytes, nullptr));
-    std::vector<float> on_gpu(q.size());
-    cudaMemcpy(on_gpu.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
-
-    // To the CPU: the same bytes in pages of a cache.
-    cache cpu({.layers = 1, .kv_heads = kv_heads, .head_dim = dim}, {.keys = make_format<keys, scalar>(),
-                                                                     .values = make_format<values, scalar>(),
-                                                                     .page_tokens = page_tokens});
-    page_receiver receiver(cpu);
-    const auto receive = [&](tensor role, const std::byte* gpu_pages, std::size_t page_bytes) {
-        std::vector<std::byte> page(page_bytes);
-        for (int i = 0; i < pages; ++i) {
-            cudaMemcpy(page.data(), gpu_pages + i * page_bytes, page_bytes, cudaMemcpyDeviceToHost);
-            page_message m;
-            m.role = role;
-            m.committed = true;
-            m.first_token = i * page_tokens;
-            m.tokens = m.used = page_tokens;
-            m.kv_heads = kv_heads;
-            m.dim = dim;
-            m.scheme = identity_of(cpu.table(role)[1]);
-            m.data = page;
-            receiver.accept(m);
-        }
+    const std::vector<float16> q = random(q_heads * dim);
+    float16 *const q_there = device(q), *const out = device(q);
+    const auto attend_there = [&] {
+        check(gpu.begin_step(std::span(&id, 1), 0, stream));
+        check(gpu.attend(0, token_view<const float16>(q_there, 1, q_heads, dim),
+                         token_view<float16>(out, 1, q_heads, dim), {}, stream));
+        std::vector<float16> result(q.size());
+        check(cudaStreamSynchronize(stream));
+        check(cudaMemcpy(result.data(), out, result.size() * sizeof(float16), cudaMemcpyDeviceToHost));
+        return result;
     };
-    receive(tensor::key, gpu.key_pages, gpu.key_page_bytes);
-    receive(tensor::value, gpu.value_pages, gpu.value_page_bytes);
-    sequence on_host = receiver.finish(pages * page_tokens);
-    on_host.trim(tokens);  // the last page is not full
+    const std::vector<float16> on_gpu = attend_there();
+
+    // To the CPU: its memory on the GPU is free for others.
+    sequence on_host = cpu.new_sequence();
+    check(cuda::offload(gpu, id, on_host, stream));
+    check(gpu.free(id));
     std::vector<float> on_cpu(q.size());
-    on_host.attend(0, {q.data(), 1, q_heads, dim}, {on_cpu.data(), 1, q_heads, dim});
+    on_host.attend(0, token_view<const float16>(q.data(), 1, q_heads, dim),
+                   token_view<float>(on_cpu.data(), 1, q_heads, dim));
     double error = 0.0, size = 0.0;
     for (std::size_t i = 0; i < q.size(); ++i) {
-        error += std::pow(on_gpu[i] - on_cpu[i], 2.0);
+        error += std::pow(static_cast<float>(on_gpu[i]) - on_cpu[i], 2.0);
         size += std::pow(on_cpu[i], 2.0);
     }
     error = std::sqrt(error / size);
 
-    // And back: the GPU's pages are poisoned, refilled from the CPU's, and give the same bits as before.
-    cudaMemset(gpu.key_pages, 0xff, pages * gpu.key_page_bytes);
-    cudaMemset(gpu.value_pages, 0xff, pages * gpu.value_page_bytes);
-    const layer_pages layer = on_host.pages(0);
-    for (int i = 0; i < pages; ++i) {
-        cudaMemcpy(gpu.key_pages + i * gpu.key_page_bytes, layer.at(i).keys->data(), gpu.key_page_bytes,
-                   cudaMemcpyHostToDevice);
-        cudaMemcpy(gpu.value_pages + i * gpu.value_page_bytes, layer.at(i).values->data(),
-                   gpu.value_page_bytes, cudaMemcpyHostToDevice);
-    }
-    check(cuda::attend<packed, float>(gpu, {device(q), 1, q_heads, dim}, {out, 1, q_heads, dim}, {},
-                                      device<std::byte>(bytes), bytes, nullptr));
-    std::vector<float> again(q.size());
-    cudaMemcpy(again.data(), out, q.size() * sizeof(float), cudaMemcpyDeviceToHost);
-    const bool same = std::equal(again.begin(), again.end(), on_gpu.begin());
+    // And back: the same bits as before.
+    check(cuda::onload(on_host, gpu, id, stream));
+    const std::vector<float16> again = attend_there();
+    const bool same = std::equal(again.begin(), again.end(), on_gpu.begin(),
+                                 [](float16 a, float16 b) { return a.bits == b.bits; });
     std::printf("GPU against CPU: %.2e; after the way back: %s\n", error,
                 same ? "the same bits" : "DIFFERENT");
     return error < 2e-3 && same ? 0 : 1;

@@ -36,3 +36,31 @@ void attend(const kvq::float16* q, kvq::float16* out, float* lse, int batch, int
         {.softcap = 30.f, .window = 4096, .query_tokens = 1, .lse = lse}, workspace, workspace_bytes, stream);
     if (!s) std::puts(s.message);
 }
+
+void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_view<const kvq::float16>* v,
+                 const kvq::token_view<const kvq::float16>* q, const kvq::token_view<kvq::float16>* out,
+                 int n, cudaStream_t stream) {
+    using namespace kvq;
+    const cuda::device_format compiled[] = {
+        cuda::make_device_format<float16, cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>>(),
+        cuda::make_device_format<float16, cuda::preset_format<std4, 128, 64>,
+                                 cuda::preset_format<low2, 128, 64>>()};
+    cuda::cache cache;
+    auto s = cache.open(
+        {.layers = 32, .kv_heads = 8, .head_dim = 128},
+        {.formats = {"kivi-4-g64"}, .sinks = 4, .recent = 128, .max_batch = 64, .max_tokens = 32768},
+        compiled, stream);
+    cuda::sequence_id a = cache.new_sequence(), b;
+
+    s = cache.begin_prompt(a, n, stream);
+    for (int layer = 0; layer < 32; ++layer) s = cache.append(layer, k[layer], v[layer], stream);
+    s = cache.fork(a, b, stream);
+
+    const cuda::sequence_id batch[] = {a, b};
+    s = cache.begin_step(batch, /*new_tokens*/ 1, stream);
+    for (int layer = 0; layer < 32; ++layer) {
+        s = cache.append(layer, k[layer], v[layer], stream);
+        s = cache.attend(layer, q[layer], out[layer], {.early = true}, stream);
+    }
+    if (!s) std::puts(s.message);
+}

@@ -32,6 +32,7 @@ ALLOWED = {
     "backends/scalar": KERNELS,
     "backends/simd": KERNELS | {"backends/scalar", "format/make_format"},
     "backends/cuda": KERNELS | {"page"},
+    "backends/cuda/offload": CACHE | {"backends/cuda"},
     "format/make_format": KERNELS | {"backends/scalar"},
     "format/builtin_schemes": KERNELS | {"format/make_format"},
     "format/define_builtin_formats": KERNELS | {"backends/simd", "format/builtin_schemes"},

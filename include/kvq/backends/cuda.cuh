@@ -1,5 +1,7 @@
-// The door to the CUDA backend: everything below takes device pointers and a stream, allocates nothing and never waits.
+// The door to the CUDA backend: all but `cache` takes device pointers and a stream, allocates nothing and never waits.
 //
+//   cache                owns its pages and tables: sequences, steps, trim, fork, requantize     cuda/cache.cuh
+//   offload, onload      a sequence of it to a cache on the CPU and back (a header of its own)   cuda/offload.cuh
 //   format, cache_ref    what pages hold and where they are                              cuda/cache_ref.cuh
 //   mixed_cache_ref      sequences whose pages have several formats                      cuda/mixed_cache.cuh
 //   store                new tokens into pages                                           cuda/store.cuh
@@ -13,6 +15,7 @@
 #pragma once
 
 #include "cuda/attend.cuh"
+#include "cuda/cache.cuh"
 #include "cuda/commit_due_pages.cuh"
 #include "cuda/pages.cuh"
 #include "cuda/store.cuh"

@@ -229,7 +229,10 @@ inline cudaError_t cudaMemset(void* p, int value, std::size_t bytes) {
     std::memset(p, value, bytes);
     return cudaSuccess;
 }
-enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+inline cudaError_t cudaMemsetAsync(void* p, int value, std::size_t bytes, cudaStream_t) {
+    return cudaMemset(p, value, bytes);
+}
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
     if (bytes > 0) std::memcpy(to, from, bytes);
     return cudaSuccess;

@@ -21,7 +21,7 @@ namespace kvq::inline KVQ_TAGGED::cuda {
 namespace detail {
 
 /// What differs from layer to layer.
-struct layer_memory {
+struct committed_layer {
     std::byte *key_pages, *value_pages, *window_keys, *window_values;
     const std::uint16_t* key_plans;
     const float* key_feedback;
@@ -35,7 +35,7 @@ struct commit_args {
     cache_ref<Window> window;
     int layers, recent, new_tokens;
     unsigned* not_finite;
-    layer_memory memory[most_layers];
+    committed_layer memory[most_layers];
 };
 
 /// The page of a sequence that is due, or -1.
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads,
             const int i = static_cast<int>(job % jobs_of_page), sequence = due_sequences[job / jobs_of_page];
             const bool keys = i >= jobs_of_page / 2;
             const int layer = i / heads % a.layers, head = i % heads, page = page_due(a, sequence);
-            const layer_memory& memory = a.memory[layer];
+            const committed_layer& memory = a.memory[layer];
             cache_ref<Quantized> to = a.quantized;
             cache_ref<Window> from = a.window;
             to.key_pages = memory.key_pages;

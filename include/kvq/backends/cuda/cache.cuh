@@ -1,0 +1,18 @@
+// A cache that owns its pages on the device: the verbs of kvq::cache, for batches, formats chosen when the program runs.
+//
+//   cuda::cache cache;
+//   auto s = cache.open(shape, {.formats = {"kivi-4-g64"}, .sinks = 4, .recent = 128}, compiled, stream);
+//   auto a = cache.new_sequence();
+//   s = cache.begin_prompt(a, n, stream);        then for every layer append(layer, k, v) and, if wanted, attend()
+//   s = cache.begin_step(batch, 1, stream);      then for every layer append(layer, k, v) and attend(layer, q, out)
+//
+// begin_*() does what the host must do: lengths, page numbers, memory; it sends the words that changed in a small launch. What follows
+// takes its numbers from device memory. So the appends and attends of a step can be captured in a graph and replayed after every
+// begin_step() while contexts grow, as long as graph_id() stays the same.
+// Pages are those of a CPU cache with the same options that did the same, byte for byte (sequence_pages.hpp).
+// Contract: refused calls change nothing. One thread; one stream at a time. Nothing waits, except where a pool grows.
+#pragma once
+
+#include "cache_open.cuh"
+#include "cache_pages.cuh"
+#include "cache_step.cuh"

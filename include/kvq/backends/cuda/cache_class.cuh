@@ -1,0 +1,224 @@
+// The class of a cache that owns its pages; what it promises: cache.cuh. Its members are in cache_open, cache_step and cache_pages.cuh.
+//
+// Device words: lengths, committed pages, extents of formats, tables, lists of pages to quantize. The host has a copy of all but the lists,
+// and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence stands there.
+#pragma once
+
+#include <span>
+
+#include "cache_options.cuh"
+#include "device_format.cuh"
+#include "sequence_pages.hpp"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+namespace detail {
+struct cache_access;
+}
+
+class cache {
+public:
+    cache() = default;
+    cache(const cache&) = delete;
+    cache& operator=(const cache&) = delete;
+
+    /// Once. compiled: what the program has instantiated; the entry with the formats, head_dim, page size and type is taken.
+    status open(const cache_shape& shape, const cache_options& options,
+                std::span<const device_format> compiled, cudaStream_t stream);
+
+    /// Keys of a format, made from statistics (widths of channels, feedback), as find_format(name, tensor::key, statistics) makes the CPU's.
+    /// Before its first page. Raises kvq::error for statistics that the scheme refuses.
+    status calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream);
+
+    const cache_shape& shape() const noexcept { return shape_; }
+    const cache_options& options() const noexcept { return options_; }
+    /// The entry that open() has taken. Formats of the cache are numbered as its kinds.
+    const device_format& formats() const noexcept { return format_; }
+
+    /// An empty sequence. It holds no memory yet. None before open().
+    [[nodiscard]] sequence_id new_sequence();
+    /// Gives back its pages. Launches that were made before may still read them.
+    status free(sequence_id id);
+    /// Tokens of a sequence; 0 for one that is not there.
+    int tokens(sequence_id id) const noexcept { return is_here(id) ? entry_of(id).pages.tokens : 0; }
+
+    /// Every sequence of the batch gets new_tokens tokens more, in all layers: append() writes them. 0: attend() only. A sequence_id{} is a
+    /// row that is not there: its keys are ignored, its output is 0.
+    status begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
+    /// One sequence gets any number of tokens. Pages that fall behind the window are quantized at once.
+    status begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream);
+    /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer, layer 0 first: it also quantizes the pages that leave
+    /// the windows of all layers. T: options().type.
+    template <class T>
+    status append(int layer, const token_view<const T>& k, const token_view<const T>& v,
+                  cudaStream_t stream) {
+        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+        if (step_.new_tokens == 0) return detail::bad_value("the step has no new tokens");
+        const int tokens = step_.rows * step_.new_tokens;
+        if (k.tokens != tokens || v.tokens != tokens)
+            return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d", k.tokens, v.tokens,
+                                     step_.rows, step_.new_tokens);
+        if (step_.prompt) return append_prompt(layer, k, v, stream);
+        if (status s = commit_step(layer, stream); !s) return s;
+        return format_.functions->store_new(view(layer), detail::untyped_view(k), detail::untyped_view(v),
+                                            step_.new_tokens, stream);
+    }
+    /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
+    /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim.
+    template <class T>
+    status attend(int layer, const token_view<const T>& q, const token_view<T>& out,
+                  attention_options options, cudaStream_t stream) {
+        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+        if (step_.prompt) options.early = false;  // pages were requantized right before
+        return format_.functions->attend(view(layer), detail::untyped_view(q), detail::untyped_view(out),
+                                         options, workspace_.as<>(), workspace_.bytes(), stream);
+    }
+    /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
+    /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
+    std::uint64_t graph_id() const noexcept;
+
+    /// Removes tokens from position n on. Exact within `rollback` tokens. A deeper trim may end where a quantized page ends, but not inside
+    /// it: that is refused with the position to trim to instead. Takes effect with the next begin.
+    status trim(sequence_id id, int n);
+    /// A second sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied.
+    status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
+    /// Pages that several of the sequences share stay shared.
+    status requantize(std::span<const sequence_id> ids, const requantize_request& request,
+                      cudaStream_t stream);
+    /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink.
+    status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream);
+
+    usage_report usage() const;
+    /// Bytes of the pages of one sequence in all layers, shared ones included.
+    std::size_t bytes(sequence_id id) const noexcept;
+
+private:
+    friend struct detail::cache_access;
+
+    struct entry {
+        detail::sequence_pages pages;
+        unsigned generation = 0;
+        bool alive = false;
+        unsigned stamp = 0;         // of the last begin that named it
+        std::uint64_t version = 0;  // of its table
+    };
+    /// Of keys made from statistics.
+    struct device_keys {
+        detail::device_memory plans, feedback;
+        std::uint64_t fingerprint = 0;
+    };
+    struct row {
+        sequence_id id;
+        std::uint64_t version = 0;
+        int pages = 0;  // that the row names; the sequence may have had more in another row
+    };
+    /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window, then those of the scratch.
+    struct prompt_jobs {
+        int before, staged, after;
+    };
+    struct step {
+        bool begun = false, prompt = false, committed = false;
+        int rows = 0, new_tokens = 0;
+        unsigned targets = 0;
+        detail::prompt_ranges ranges;
+        prompt_jobs jobs{};
+        detail::layer_memory staging;
+    };
+
+    // ---- device words: what begin_step() sends ----
+    int kinds() const noexcept { return static_cast<int>(format_.kinds.size()); }
+    int tokens_at(int b) const noexcept { return b; }
+    int committed_at(int b) const noexcept { return options_.max_batch + b; }
+    int first_at(int f, int b) const noexcept { return (2 + 2 * f) * options_.max_batch + b; }
+    int end_at(int f, int b) const noexcept { return (3 + 2 * f) * options_.max_batch + b; }
+    int table_at(int f, bool commit, int b) const noexcept {
+        return (2 + 2 * kinds()) * options_.max_batch +
+               ((2 * f + (commit ? 1 : 0)) * options_.max_batch + b) * columns_;
+    }
+    int window_at(int b) const noexcept { return table_at(kinds(), false, 0) + b * rules_.ring; }
+    int sinks_at(int b) const noexcept { return window_at(options_.max_batch) + b * sink_columns_; }
+    int list_at(bool to) const noexcept { return sinks_at(options_.max_batch) + (to ? columns_ : 0); }
+
+    bool is_here(sequence_id id) const noexcept {
+        return id.index >= 0 && id.index < static_cast<int>(entries_.size()) && entry_of(id).alive &&
+               entry_of(id).generation == id.generation;
+    }
+    entry& entry_of(sequence_id id) noexcept { return entries_[static_cast<std::size_t>(id.index)]; }
+    const entry& entry_of(sequence_id id) const noexcept {
+        return entries_[static_cast<std::size_t>(id.index)];
+    }
+    status check_here(sequence_id id) const {
+        if (is_here(id)) return {};
+        return detail::bad_value("sequence %d is not one of this cache, or was freed", id.index);
+    }
+    status check_layer(int layer, float_type type) const {
+        if (!step_.begun)
+            return detail::bad_value("no step has begun since the sequences of the cache were changed");
+        if (layer < 0 || layer >= shape_.layers)
+            return detail::bad_value("layer %d is not among the %d layers of the cache", layer,
+                                     shape_.layers);
+        if (type != format_.type)
+            return detail::bad_value(
+                "the cache takes another type; open it with options.type, and add make_device_format<that "
+                "type, ...>()");
+        return {};
+    }
+    status check_batch(std::span<const sequence_id> ids, bool holes);
+    status check_growth(sequence_id id, int new_tokens) const;
+    status check_options(const cache_shape& shape, const cache_options& options) const;
+    status choose_format(const cache_shape& shape, const cache_options& options,
+                         std::span<const device_format> compiled);
+    status ensure_pages(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
+    void put(detail::word_writer& to, int index, int value) {
+        int& held = mirror_[static_cast<std::size_t>(index)];
+        if (held == value) return;
+        held = value;
+        to.put(index, value);
+    }
+    /// All words are sent again: what the device has is not known.
+    void forget_rows();
+    void grow_row(int b, sequence_id id, int new_tokens, detail::word_writer& to);
+    void empty_row(int b, detail::word_writer& to);
+    status append_prompt(int layer, const detail::untyped_view& k, const detail::untyped_view& v,
+                         cudaStream_t stream);
+    /// Quantizes what leaves the windows of a step, in all layers, with layer 0.
+    status commit_step(int layer, cudaStream_t stream);
+    template <class T>
+    status append_prompt(int layer, const token_view<const T>& k, const token_view<const T>& v,
+                         cudaStream_t stream) {
+        return append_prompt(layer, detail::untyped_view(k), detail::untyped_view(v), stream);
+    }
+    status prepare_prompt(int before, int committed_before, const detail::sequence_pages& s,
+                          cudaStream_t stream, detail::word_writer& to);
+    status requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
+                            std::span<const int> last_tokens, int format, cudaStream_t stream);
+    detail::layer_view view(int layer) const noexcept;
+    struct page_pools {
+        cache& of;
+        detail::free_pages& quantized(int format) const noexcept {
+            return of.quantized_[static_cast<std::size_t>(format)].numbers;
+        }
+        detail::free_pages& window() const noexcept { return of.window_.numbers; }
+        detail::free_pages& sinks() const noexcept { return of.sinks_.numbers; }
+    };
+
+    cache_shape shape_;
+    cache_options options_;
+    device_format format_;
+    detail::page_rules rules_;
+    int columns_ = 0, sink_columns_ = 0;
+    std::vector<detail::device_pages> quantized_;  // by format
+    std::vector<device_keys> keys_;
+    detail::device_pages window_, sinks_;
+    detail::device_memory words_, workspace_, staging_, slots_;
+    std::vector<int> mirror_;  // what words_ has, but for lists
+    std::vector<row> rows_;    // whose table stands in a row
+    std::vector<entry> entries_;
+    std::vector<int> unused_;  // entries
+    std::uint64_t versions_ = 0;
+    unsigned stamp_ = 0;
+    int target_ = 0;  // format of the first pages of new sequences
+    step step_;
+};
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -1,0 +1,230 @@
+// cache::open(), what it checks, and what a cache says of itself (cache.cuh).
+#pragma once
+
+#include "cache_class.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+inline status cache::check_options(const cache_shape& shape, const cache_options& o) const {
+    if (shape.layers < 1 || shape.layers > 65535 || shape.kv_heads < 1 || shape.head_dim < 1 ||
+        shape.value_dim < 0)
+        return detail::bad_value("a cache of %d layers, %d kv heads, head_dim %d and value_dim %d",
+                                 shape.layers, shape.kv_heads, shape.head_dim, shape.value_dim);
+    if (o.formats.empty()) return detail::bad_value("a cache needs a format, such as kivi-4-g64");
+    if (o.page_tokens < 1) return detail::bad_value("page_tokens is %d", o.page_tokens);
+    if (o.sinks < 0 || o.rollback < 0)
+        return detail::bad_value("sinks is %d and rollback %d; they must not be negative", o.sinks,
+                                 o.rollback);
+    if (o.step_tokens < 1 || o.step_tokens > o.page_tokens || o.step_tokens > o.recent)
+        return detail::bad_value("step_tokens is %d, but must be 1 to page_tokens (%d) and to recent (%d)",
+                                 o.step_tokens, o.page_tokens, o.recent);
+    if (o.max_batch < 1) return detail::bad_value("max_batch is %d", o.max_batch);
+    if (o.max_tokens < 1 || o.max_tokens > detail::most_tokens)
+        return detail::bad_value("max_tokens is %d, but must be 1 to %d", o.max_tokens, detail::most_tokens);
+    for (const int x : {o.sinks, o.recent, o.rollback})
+        if (x > detail::most_tokens)
+            return detail::bad_value("sinks %d, recent %d and rollback %d must not be more than %d", o.sinks,
+                                     o.recent, o.rollback, detail::most_tokens);
+    if (o.pool_tokens < 0 || o.pool_sequences < 0)
+        return detail::bad_value("pool_tokens is %d and pool_sequences %d", o.pool_tokens, o.pool_sequences);
+    return {};
+}
+
+/// The entry with all formats, and with as few others as possible.
+inline status cache::choose_format(const cache_shape& shape, const cache_options& o,
+                                   std::span<const device_format> compiled) {
+    const device_format* best = nullptr;
+    for (const device_format& f : compiled) {
+        bool fits = f.head_dim == shape.head_dim && f.value_dim == shape.dim(tensor::value) &&
+                    f.page_tokens == o.page_tokens && f.type == o.type;
+        for (const std::string& name : o.formats) fits = fits && f.find(name) >= 0;
+        if (fits && (best == nullptr || f.kinds.size() < best->kinds.size())) best = &f;
+    }
+    if (best == nullptr) {
+        std::string names;
+        for (const std::string& name : o.formats) names += (names.empty() ? "" : ", ") + name;
+        return detail::bad_value(
+            "nothing was compiled for %.60s with head_dim %d and pages of %d: add make_device_format<%s, the "
+            "formats of these names>()",
+            names.c_str(), shape.head_dim, o.page_tokens,
+            o.type == float_type::bf16 ? "bfloat16" : "float16");
+    }
+    format_ = *best;
+    return {};
+}
+
+inline status cache::open(const cache_shape& shape, const cache_options& options,
+                          std::span<const device_format> compiled, cudaStream_t stream) {
+    if (format_.functions != nullptr) return detail::bad_value("the cache is open already");
+    if (status s = check_options(shape, options); !s) return s;
+    if (status s = choose_format(shape, options, compiled); !s) return s;
+    const auto undo = [&](const status& s) {
+        format_ = {};
+        quantized_.clear();
+        keys_.clear();
+        words_ = {};
+        workspace_ = {};
+        window_ = {};
+        sinks_ = {};
+        return s;
+    };
+    shape_ = shape;
+    options_ = options;
+    rules_ = {options.sinks, options.recent, options.rollback, options.page_tokens,
+              kvq::detail::larger(window_columns(options.recent + options.rollback, options.page_tokens, 0),
+                                  window_columns(options.recent, options.page_tokens, options.step_tokens))};
+    columns_ = kvq::detail::larger(1, rules_.pages(options.max_tokens));
+    sink_columns_ = kvq::detail::larger(1, rules_.sink_pages(options.sinks));
+    const long long words = static_cast<long long>(options.max_batch) *
+                                (2 + 2 * kinds() + 2LL * kinds() * columns_ + rules_.ring + sink_columns_) +
+                            2LL * columns_;
+    if (words > 1 << 30)
+        return undo(detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
+                                      options.max_tokens));
+    const auto heads = static_cast<std::size_t>(shape.kv_heads);
+    quantized_.resize(format_.kinds.size());
+    keys_.resize(format_.kinds.size());
+    for (std::size_t i = 0; i < quantized_.size(); ++i)
+        quantized_[i].open(options.memory, format_.kinds[i].name, shape.layers,
+                           format_.kinds[i].key_block * heads, format_.kinds[i].value_block * heads);
+    window_.open(options.memory, "the window", shape.layers, format_.window_block[0] * heads,
+                 format_.window_block[1] * heads);
+    sinks_.open(options.memory, "sinks", shape.layers, format_.sink_block[0] * heads,
+                format_.sink_block[1] * heads);
+    if (status s =
+            words_.allocate(options.memory, static_cast<std::size_t>(words) * sizeof(int), "tables", stream);
+        !s)
+        return undo(s);
+    std::size_t workspace = 0;
+    for (const int rows : {4, 8, 16})
+        workspace = kvq::detail::larger(workspace, format_.functions->workspace_bytes(1, rows));
+    if (status s = workspace_.allocate(options.memory, workspace, "the workspace", stream); !s)
+        return undo(s);
+    const auto first = static_cast<std::size_t>(format_.find(options.formats[0]));
+    if (status s =
+            quantized_[first].grow(kvq::detail::ceil_div(options.pool_tokens, options.page_tokens), stream);
+        !s)
+        return undo(s);
+    if (status s = window_.grow(options.pool_sequences * rules_.ring, stream); !s) return undo(s);
+    if (status s = sinks_.grow(options.pool_sequences * rules_.sink_pages(options.sinks), stream); !s)
+        return undo(s);
+    mirror_.resize(static_cast<std::size_t>(list_at(false)));
+    rows_.resize(static_cast<std::size_t>(options.max_batch));
+    step_ = {};
+    target_ = static_cast<int>(first);
+    forget_rows();
+    return {};
+}
+
+inline status cache::calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream) {
+    const int f = format_.find(format);
+    if (f < 0) return detail::bad_value("%.60s is not a format of this cache", std::string(format).c_str());
+    const cache_shape& s = statistics.shape();
+    if (s.layers != shape_.layers || s.kv_heads != shape_.kv_heads || s.head_dim != shape_.head_dim)
+        return detail::bad_value(
+            "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d", s.layers,
+            s.kv_heads, s.head_dim, shape_.layers, shape_.kv_heads, shape_.head_dim);
+    if (quantized_[static_cast<std::size_t>(f)].numbers.used() > 0)
+        return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
+                                 std::string(format).c_str());
+    const detail::key_state made = format_.functions->make_keys(f, statistics);
+    device_keys keys;
+    keys.fingerprint = made.fingerprint;
+    const auto put = [&](detail::device_memory& to, const void* from, std::size_t bytes) -> status {
+        if (status r = to.allocate(options_.memory, bytes, "statistics", stream); !r || bytes == 0) return r;
+        const cudaError_t code = cudaMemcpyAsync(to.as<>(), from, bytes, cudaMemcpyHostToDevice, stream);
+        return code == cudaSuccess ? status{} : detail::runtime_error(code, "copying statistics");
+    };
+    status r = put(keys.plans, made.plans.data(), made.plans.size() * sizeof(std::uint16_t));
+    if (r) r = put(keys.feedback, made.feedback.data(), made.feedback.size() * sizeof(float));
+    if (!r) return r;
+    const cudaError_t code = cudaStreamSynchronize(stream);
+    if (code != cudaSuccess) return detail::runtime_error(code, "copying statistics");
+    keys_[static_cast<std::size_t>(f)] = std::move(keys);
+    step_.begun = false;
+    return {};
+}
+
+inline void cache::forget_rows() {
+    std::fill(mirror_.begin(), mirror_.end(), (std::numeric_limits<int>::min)());
+    std::fill(rows_.begin(), rows_.end(), row{});
+}
+
+inline std::uint64_t cache::graph_id() const noexcept {
+    std::uint64_t moved = window_.generation() + sinks_.generation();
+    for (const detail::device_pages& p : quantized_) moved += p.generation();
+    return moved << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
+           static_cast<std::uint64_t>(step_.new_tokens) << 4 | step_.targets;
+}
+
+inline detail::layer_view cache::view(int layer) const noexcept {
+    const int* const words = words_.as<int>();
+    // Memory that is there stands for that of formats without pages: it is not read.
+    const auto memory = [&](const detail::device_pages& p) {
+        detail::pool_memory m = p.memory();
+        if (m.data == nullptr) m.data = words_.as<>();
+        return m.layer(m.data == words_.as<>() ? 0 : layer);
+    };
+    detail::layer_view v{};
+    for (int f = 0; f < kinds(); ++f) {
+        const device_keys& keys = keys_[static_cast<std::size_t>(f)];
+        const auto of_layer = [&]<class T>(const detail::device_memory& all, const T*) {
+            return all.bytes() == 0 ? nullptr
+                                    : all.as<const T>() + all.bytes() / sizeof(T) /
+                                                              static_cast<std::size_t>(shape_.layers) *
+                                                              static_cast<std::size_t>(layer);
+        };
+        v.quantized[f] = {memory(quantized_[static_cast<std::size_t>(f)]),
+                          words + table_at(f, false, 0),
+                          words + table_at(f, true, 0),
+                          words + first_at(f, 0),
+                          words + end_at(f, 0),
+                          of_layer(keys.plans, static_cast<const std::uint16_t*>(nullptr)),
+                          of_layer(keys.feedback, static_cast<const float*>(nullptr))};
+    }
+    v.window = memory(window_);
+    v.window_table = words + window_at(0);
+    v.sinks = options_.sinks > 0 ? memory(sinks_) : v.window;
+    v.sink_table = words + sinks_at(0);
+    v.tokens = words + tokens_at(0);
+    v.committed = words + committed_at(0);
+    v.sequences = step_.rows;
+    v.columns = columns_;
+    v.ring = rules_.ring;
+    v.sink_columns = sink_columns_;
+    v.kv_heads = shape_.kv_heads;
+    v.first_token = options_.sinks;
+    v.recent = options_.recent;
+    return v;
+}
+
+inline usage_report cache::usage() const {
+    usage_report u;
+    const auto count = [&](const detail::device_pages& p) {
+        const auto used = static_cast<std::size_t>(p.numbers.used()) * p.page_bytes();
+        u.free += p.allocated() - used;
+        u.bytes += p.allocated();
+        return used;
+    };
+    for (const detail::device_pages& p : quantized_) u.quantized.push_back(count(p));
+    u.window = count(window_);
+    u.sinks = count(sinks_);
+    u.tables = words_.bytes();
+    for (const device_keys& k : keys_) u.tables += k.plans.bytes() + k.feedback.bytes();
+    u.workspace = workspace_.bytes();
+    u.prompt = staging_.bytes() + slots_.bytes();
+    u.bytes += u.tables + u.workspace + u.prompt;
+    return u;
+}
+
+inline std::size_t cache::bytes(sequence_id id) const noexcept {
+    if (!is_here(id)) return 0;
+    const detail::sequence_pages& s = entry_of(id).pages;
+    std::size_t sum = s.sinks.size() * sinks_.page_bytes();
+    for (const int number : s.window) sum += number >= 0 ? window_.page_bytes() : 0;
+    for (const detail::held_page& p : s.quantized)
+        sum += quantized_[static_cast<std::size_t>(p.format)].page_bytes();
+    return sum;
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -1,0 +1,66 @@
+// What a cache on the device is told and what it tells: options, handles of sequences, bytes.
+//
+// Contract: cache::open() checks every option and names the one that is out of range; usage() counts every allocation.
+#pragma once
+
+#include <limits>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "../../core/float_type.hpp"
+#include "page_pool.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+struct cache_options {
+    std::vector<std::string> formats = {};  ///< by name; pages are committed to the first one
+    int page_tokens = 64;
+    float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out: fp16 or bf16
+    int sinks = 0;                       ///< first tokens, always 16 bit
+    int recent = 64;         ///< at least this many newest tokens are 16 bit; at least step_tokens
+    int rollback = 16;       ///< a trim by up to this many tokens is exact
+    int max_batch = 1;       ///< sequences of one step
+    int max_tokens = 4096;   ///< of one sequence
+    int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most
+    int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
+    int pool_sequences = 0;  ///< 16-bit pages for so many sequences
+    bool growing = true;     ///< pools that are full grow, between steps
+    device_allocator memory = {};
+};
+
+/// A sequence of a cache. The default is none: a row of a batch that is not there.
+struct sequence_id {
+    int index = -1;
+    unsigned generation = 0;
+    bool operator==(const sequence_id&) const = default;
+};
+
+/// Bytes of device memory.
+struct usage_report {
+    std::vector<std::size_t> quantized;  ///< pages in use, by format
+    std::size_t window = 0, sinks = 0;   ///< pages in use
+    std::size_t free = 0;                ///< pages that no sequence holds
+    std::size_t tables = 0;              ///< and lengths, plans, matrices of feedback
+    std::size_t workspace = 0;
+    std::size_t prompt = 0;  ///< one layer of the longest prompt so far in 16 bit, and its slots
+    std::size_t bytes = 0;   ///< sum of all: what the allocator was asked for
+};
+
+/// Quantized pages that change their format. Sinks, window and 16-bit values for rollback stay as they are.
+struct requantize_request {
+    static constexpr int all = (std::numeric_limits<int>::max)();
+
+    std::string_view format = {};           ///< to this one, K and V
+    int first_token = 0, last_token = all;  ///< pages that lie wholly in tokens [first_token, last_token)
+    bool only_smaller = false;              ///< skip pages that would not shrink
+    bool new_pages = false;                 ///< pages committed from now on take the format, too
+};
+
+/// Pages whose tokens are all `age` tokens or more behind the end of the sequence get this format.
+struct tier {
+    int age = 0;
+    std::string_view format = {};
+};
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda

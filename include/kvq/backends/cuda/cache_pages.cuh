@@ -1,0 +1,217 @@
+// Sequences of a cache between steps (cache.cuh): new, trim, fork, free, requantize, step down.
+#pragma once
+
+#include <algorithm>
+
+#include "cache_class.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+inline sequence_id cache::new_sequence() {
+    if (format_.functions == nullptr) return {};
+    if (unused_.empty()) {
+        entries_.emplace_back();
+        unused_.reserve(entries_.capacity());  // so that free() cannot fail
+        unused_.push_back(static_cast<int>(entries_.size()) - 1);
+    }
+    const int index = unused_.back();
+    entry& e = entries_[static_cast<std::size_t>(index)];
+    e.pages = {};
+    e.pages.window.assign(static_cast<std::size_t>(rules_.ring), -1);
+    e.pages.target = target_;
+    unused_.pop_back();
+    e.alive = true;
+    e.version = ++versions_;
+    return {index, ++e.generation};
+}
+
+inline status cache::free(sequence_id id) {
+    if (status s = check_here(id); !s) return s;
+    entry& e = entry_of(id);
+    e.pages.free(rules_, page_pools{*this});
+    e.alive = false;
+    unused_.push_back(id.index);
+    step_.begun = false;
+    return {};
+}
+
+inline status cache::trim(sequence_id id, int n) {
+    if (status s = check_here(id); !s) return s;
+    entry& e = entry_of(id);
+    detail::sequence_pages& s = e.pages;
+    if (n < 0 || n > s.tokens)
+        return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index, s.tokens);
+    if (n == s.tokens) return {};
+    const int committed = s.committed_after_trim(n, rules_);
+    if (committed < 0) {
+        const int page = -1 - committed;
+        return detail::bad_value(
+            "a trim to %d tokens would cut the quantized page of tokens %d to %d: trim to %d and "
+            "append the others again",
+            n, rules_.first_token(page), rules_.first_token(page + 1), rules_.first_token(page));
+    }
+    s.trim(n, committed, rules_, page_pools{*this});
+    e.version = ++versions_;
+    step_.begun = false;
+    return {};
+}
+
+inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
+    if (status s = check_here(id); !s) return s;
+    int window = 0;
+    for (const int number : entry_of(id).pages.window) window += number >= 0;
+    if (status s = window_.ensure(window, options_.growing, stream); !s) return s;
+    if (status s = sinks_.ensure(static_cast<int>(entry_of(id).pages.sinks.size()), options_.growing, stream);
+        !s)
+        return s;
+    const sequence_id made = new_sequence();
+    detail::sequence_pages& s = entry_of(made).pages;
+    const detail::sequence_pages& from = entry_of(id).pages;
+    s = from;
+    for (const detail::held_page& p : s.quantized)
+        quantized_[static_cast<std::size_t>(p.format)].numbers.share(p.number);
+    status result;
+    const auto copy_all = [&](detail::device_pages& pool, std::vector<int>& numbers) {
+        detail::page_copies copies;
+        const auto launch = [&] {
+            if (result) result = detail::copy_pages(copies, pool.memory(), shape_.layers, stream);
+            copies.count = 0;
+        };
+        for (int& number : numbers) {
+            if (number < 0) continue;
+            copies.from[copies.count] = number;
+            copies.to[copies.count++] = number = pool.numbers.take();
+            if (copies.count == detail::page_copies::room) launch();
+        }
+        launch();
+    };
+    copy_all(window_, s.window);
+    copy_all(sinks_, s.sinks);
+    if (!result) {
+        (void)free(made);
+        return result;
+    }
+    copy = made;
+    return result;
+}
+
+/// last_tokens: of every sequence, instead of the request's.
+inline status cache::requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
+                                      std::span<const int> last_tokens, int format, cudaStream_t stream) {
+    struct job {
+        detail::held_page from;
+        int to;
+    };
+    const auto before = [](const detail::held_page& a, const detail::held_page& b) {
+        return a.format != b.format ? a.format < b.format : a.number < b.number;
+    };
+    detail::device_pages& pool = quantized_[static_cast<std::size_t>(format)];
+    std::vector<job> jobs;
+    const auto shrinks = [&](int from) {
+        const device_format::kind &a = format_.kinds[static_cast<std::size_t>(from)],
+                                  &b = format_.kinds[static_cast<std::size_t>(format)];
+        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
+               b.key_block + b.value_block < a.key_block + a.value_block;
+    };
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const detail::sequence_pages& s = entry_of(ids[i]).pages;
+        const int last = last_tokens.empty() ? request.last_token : last_tokens[i];
+        for (int page = 0; page < s.committed(); ++page) {
+            const detail::held_page p = s.quantized[static_cast<std::size_t>(page)];
+            if (p.format != format && rules_.first_token(page) >= request.first_token &&
+                rules_.first_token(page + 1) <= last && (!request.only_smaller || shrinks(p.format)))
+                jobs.push_back({p, -1});
+        }
+    }
+    // A page that several sequences hold is one job.
+    std::sort(jobs.begin(), jobs.end(), [&](const job& a, const job& b) { return before(a.from, b.from); });
+    jobs.erase(std::unique(jobs.begin(), jobs.end(),
+                           [&](const job& a, const job& b) { return !before(a.from, b.from); }),
+               jobs.end());
+    if (status s = pool.ensure(static_cast<int>(jobs.size()), options_.growing, stream); !s) return s;
+    if (request.new_pages)
+        for (const sequence_id id : ids) entry_of(id).pages.target = format;
+    if (jobs.empty()) return {};
+    step_.begun = false;
+    for (job& j : jobs) j.to = pool.numbers.take();
+    status result;
+    detail::word_writer to(words_.as<int>(), stream);
+    for (std::size_t first = 0, end; first < jobs.size() && result; first = end) {
+        const int from = jobs[first].from.format;
+        for (end = first; end < jobs.size() && end - first < static_cast<std::size_t>(columns_) &&
+                          jobs[end].from.format == from;)
+            ++end;
+        const int count = static_cast<int>(end - first);
+        for (int i = 0; i < count; ++i)
+            to.put(list_at(false) + i, jobs[first + static_cast<std::size_t>(i)].from.number);
+        for (int i = 0; i < count; ++i)
+            to.put(list_at(true) + i, jobs[first + static_cast<std::size_t>(i)].to);
+        result = to.flush();
+        const int* const words = words_.as<int>();
+        for (int layer = 0; layer < shape_.layers && result; ++layer) {
+            const detail::layer_view l = view(layer);
+            result = format_.functions->requantize(l, from, l.window, format, words + list_at(false),
+                                                   words + list_at(true), count, stream);
+        }
+    }
+    if (!result) {
+        for (const job& j : jobs) pool.numbers.release(j.to);
+        return result;
+    }
+    for (const sequence_id id : ids) {
+        entry& e = entry_of(id);
+        for (detail::held_page& p : e.pages.quantized) {
+            const auto found =
+                std::lower_bound(jobs.begin(), jobs.end(), p,
+                                 [&](const job& j, const detail::held_page& x) { return before(j.from, x); });
+            if (found == jobs.end() || before(p, found->from)) continue;
+            pool.numbers.share(found->to);
+            quantized_[static_cast<std::size_t>(p.format)].numbers.release(p.number);
+            p = {format, found->to};
+            e.version = ++versions_;
+        }
+    }
+    for (const job& j : jobs) pool.numbers.release(j.to);  // the holder that take() had counted
+    return {};
+}
+
+inline status cache::requantize(std::span<const sequence_id> ids, const requantize_request& request,
+                                cudaStream_t stream) {
+    if (status s = check_batch(ids, false); !s) return s;
+    if (request.first_token < 0 || request.first_token > request.last_token)
+        return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
+    const int format = format_.find(request.format);
+    if (format < 0)
+        return detail::bad_value(
+            "pages of %.40s and %.40s are not compiled for one sequence: add their format to "
+            "this make_device_format<...>()",
+            options_.formats.empty() ? "" : options_.formats[0].c_str(), std::string(request.format).c_str());
+    return requantize_range(ids, request, {}, format, stream);
+}
+
+inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
+                               cudaStream_t stream) {
+    if (status s = check_batch(ids, false); !s) return s;
+    for (std::size_t i = 0; i < tiers.size(); ++i) {
+        if (format_.find(tiers[i].format) < 0)
+            return detail::bad_value(
+                "tier %zu: pages of %.60s are not compiled for this cache: add their format to "
+                "its make_device_format<...>()",
+                i, std::string(tiers[i].format).c_str());
+        const int before = i == 0 ? 0 : tiers[i - 1].age;
+        if (tiers[i].age < before)
+            return detail::bad_value("tier %zu starts at age %d, before %d", i, tiers[i].age, before);
+    }
+    std::vector<int> last(ids.size());
+    // Narrowest first, so that no page is quantized twice.
+    for (std::size_t t = tiers.size(); t-- > 0;) {
+        for (std::size_t i = 0; i < ids.size(); ++i) last[i] = tokens(ids[i]) - tiers[t].age;
+        requantize_request request;
+        request.only_smaller = true;
+        if (status s = requantize_range(ids, request, last, format_.find(tiers[t].format), stream); !s)
+            return s;
+    }
+    return {};
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda

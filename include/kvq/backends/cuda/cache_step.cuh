@@ -1,0 +1,245 @@
+// Steps and prompts of a cache (cache.cuh): pages are named, tables are sent, tokens of a prompt go to their pages.
+//
+// A step's tokens are found on the device (store_new_tokens.cuh, commit_due_pages.cuh). A prompt's have more pages than the ring: those that fall behind the
+// window go to 16-bit pages of one layer's scratch and are quantized from there, in one launch for all of them.
+#pragma once
+
+#include <algorithm>
+
+#include "cache_class.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+inline status cache::check_batch(std::span<const sequence_id> ids, bool holes) {
+    ++stamp_;
+    for (const sequence_id id : ids) {
+        if (holes && id == sequence_id{}) continue;
+        if (status s = check_here(id); !s) return s;
+        if (entry_of(id).stamp == stamp_)
+            return detail::bad_value("sequence %d is in the batch twice", id.index);
+        entry_of(id).stamp = stamp_;
+    }
+    return {};
+}
+
+inline status cache::check_growth(sequence_id id, int new_tokens) const {
+    const int held = entry_of(id).pages.tokens;
+    if (new_tokens > options_.max_tokens - held)
+        return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d",
+                                 id.index, held, new_tokens, options_.max_tokens);
+    return {};
+}
+
+inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
+    std::vector<int> quantized(format_.kinds.size(), 0);
+    int window = 0, sinks = 0;
+    for (const sequence_id id : batch) {
+        if (id == sequence_id{}) continue;
+        const detail::sequence_pages& s = entry_of(id).pages;
+        const int after = s.tokens + new_tokens;
+        quantized[static_cast<std::size_t>(s.target)] += s.committed_at(after, rules_) - s.committed();
+        window += s.missing_columns(after, rules_);
+        sinks += rules_.sink_pages(after) - static_cast<int>(s.sinks.size());
+    }
+    status result;
+    for (std::size_t f = 0; f < quantized.size() && result; ++f)
+        result = quantized_[f].ensure(quantized[f], options_.growing, stream);
+    if (result) result = window_.ensure(window, options_.growing, stream);
+    if (result) result = sinks_.ensure(sinks, options_.growing, stream);
+    return result;
+}
+
+inline void cache::empty_row(int b, detail::word_writer& to) {
+    rows_[static_cast<std::size_t>(b)] = {};
+    put(to, tokens_at(b), 0);
+    put(to, committed_at(b), 0);
+    for (int f = 0; f < kinds(); ++f) {
+        put(to, first_at(f, b), 0);
+        put(to, end_at(f, b), 0);
+    }
+}
+
+/// The sequence grows; what its row does not say yet is sent. Pages are there (ensure_pages).
+inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_writer& to) {
+    entry& e = entry_of(id);
+    detail::sequence_pages& s = e.pages;
+    row& r = rows_[static_cast<std::size_t>(b)];
+    const bool known = r.id == id && r.version == e.version;
+    const int before = s.committed(), after = s.tokens + new_tokens;
+    const auto at = [](int i) { return static_cast<std::size_t>(i); };
+    s.grow(after, rules_, page_pools{*this});
+    const int from = known ? r.pages : 0, end = s.committed();
+    for (int f = 0; f < kinds() && from < end; ++f) {
+        for (int i = from; i < end; ++i)
+            put(to, table_at(f, false, b) + i,
+                s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
+        for (int i = from; i < end; ++i)
+            put(to, table_at(f, true, b) + i,
+                i >= before && s.quantized[at(i)].format == f ? s.quantized[at(i)].number : -1);
+    }
+    if (!known || from < end)
+        for (int f = 0; f < kinds(); ++f) {
+            int first = 0, last = end;
+            while (last > 0 && s.quantized[at(last - 1)].format != f) --last;
+            while (first < last && s.quantized[at(first)].format != f) ++first;
+            put(to, first_at(f, b), first);
+            put(to, end_at(f, b), last);
+        }
+    for (int i = 0; i < rules_.ring; ++i) put(to, window_at(b) + i, s.window[at(i)]);
+    for (std::size_t i = 0; i < s.sinks.size(); ++i) put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]);
+    put(to, tokens_at(b), after);
+    put(to, committed_at(b), end);
+    r = {id, e.version, end};
+}
+
+inline status cache::begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
+    if (format_.functions == nullptr) return detail::bad_value("the cache is not open");
+    if (batch.empty() || static_cast<int>(batch.size()) > options_.max_batch)
+        return detail::bad_value("a step of %zu sequences, but max_batch is %d", batch.size(),
+                                 options_.max_batch);
+    if (new_tokens < 0 || new_tokens > options_.step_tokens)
+        return detail::bad_value("a step of %d tokens, but step_tokens is %d", new_tokens,
+                                 options_.step_tokens);
+    if (status s = check_batch(batch, true); !s) return s;
+    for (const sequence_id id : batch)
+        if (id != sequence_id{})
+            if (status s = check_growth(id, new_tokens); !s) return s;
+    if (status s = ensure_pages(batch, new_tokens, stream); !s) return s;
+    step next;
+    next.begun = true;
+    next.rows = static_cast<int>(batch.size());
+    next.new_tokens = new_tokens;
+    detail::word_writer to(words_.as<int>(), stream);
+    for (int b = 0; b < next.rows; ++b) {
+        const sequence_id id = batch[static_cast<std::size_t>(b)];
+        if (id == sequence_id{}) {
+            empty_row(b, to);
+            continue;
+        }
+        grow_row(b, id, new_tokens, to);
+        next.targets |= 1u << entry_of(id).pages.target;
+    }
+    if (next.targets == 0) next.targets = 1u << target_;
+    step_ = next;
+    const status sent = to.flush();
+    if (!sent) forget_rows();
+    return sent;
+}
+
+inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream) {
+    if (format_.functions == nullptr) return detail::bad_value("the cache is not open");
+    if (new_tokens < 1) return detail::bad_value("a prompt of %d tokens", new_tokens);
+    if (status s = check_here(id); !s) return s;
+    if (status s = check_growth(id, new_tokens); !s) return s;
+    if (status s = ensure_pages(std::span(&id, 1), new_tokens, stream); !s) return s;
+    // The scratch comes before the sequence changes.
+    const detail::sequence_pages& s = entry_of(id).pages;
+    const int after = s.tokens + new_tokens, first_new = rules_.pages(s.tokens),
+              kept = kvq::detail::larger(first_new, rules_.pages(after) - rules_.ring);
+    const std::size_t page_bytes = window_.memory().key_page_bytes + window_.memory().value_page_bytes,
+                      scratch = static_cast<std::size_t>(kept - first_new) * page_bytes,
+                      slots = static_cast<std::size_t>(new_tokens) * sizeof(long long);
+    if (scratch > staging_.bytes())
+        if (status r = detail::replace_memory(staging_, options_.memory, scratch, "a prompt", stream); !r)
+            return r;
+    if (slots > slots_.bytes())
+        if (status r = detail::replace_memory(slots_, options_.memory, slots, "a prompt's slots", stream); !r)
+            return r;
+    step next;
+    next.begun = next.prompt = true;
+    next.rows = 1;
+    next.new_tokens = new_tokens;
+    next.targets = 1u << s.target;
+    const detail::pool_memory staged{staging_.as<>(), window_.memory().key_page_bytes,
+                                     window_.memory().value_page_bytes, kept - first_new};
+    next.staging = staged.layer(0);
+    // Where tokens go.
+    const auto clamp = [&](int position) {
+        return kvq::detail::smaller(kvq::detail::larger(position - s.tokens, 0), new_tokens);
+    };
+    next.ranges = {clamp(rules_.sinks),
+                   clamp(kvq::detail::larger(rules_.sinks, rules_.first_token(first_new))),
+                   clamp(rules_.first_token(kept)), new_tokens, first_new};
+    const int before = s.tokens, committed = s.committed();
+    detail::word_writer to(words_.as<int>(), stream);
+    grow_row(0, id, new_tokens, to);
+    // What is quantized from where.
+    const int due = s.committed();
+    next.jobs = {kvq::detail::larger(0, kvq::detail::smaller(due, first_new) - committed),
+                 kvq::detail::smaller(due, kept) - kvq::detail::smaller(due, first_new),
+                 due - kvq::detail::larger(committed, kvq::detail::smaller(due, kept))};
+    for (int i = committed; i < due; ++i) {
+        const bool from_scratch = i >= first_new && i < kept;
+        to.put(list_at(false) + i - committed,
+               from_scratch ? i - first_new : s.window[static_cast<std::size_t>(i % rules_.ring)]);
+    }
+    for (int i = committed; i < due; ++i)
+        to.put(list_at(true) + i - committed, s.quantized[static_cast<std::size_t>(i)].number);
+    step_ = next;
+    if (status sent = to.flush(); !sent) {
+        forget_rows();
+        return sent;
+    }
+    return detail::launch("launching the slots of a prompt", detail::overlap::no, detail::prompt_slots_kernel,
+                          dim3(static_cast<unsigned>((new_tokens + 255) / 256)), 256, 0, stream, next.ranges,
+                          before, rules_.sinks, rules_.page_tokens, rules_.ring,
+                          words_.as<int>() + window_at(0), words_.as<int>() + sinks_at(0),
+                          slots_.as<long long>());
+}
+
+inline status cache::commit_step(int layer, cudaStream_t stream) {
+    if (layer > 0)
+        return step_.committed
+                   ? status{}
+                   : detail::bad_value(
+                         "layer %d of a step comes before layer 0, which commits the pages of all "
+                         "layers",
+                         layer);
+    std::vector<detail::layer_view> layers;
+    for (int i = 0; i < shape_.layers; ++i) layers.push_back(view(i));
+    for (int f = 0; f < kinds(); ++f)
+        if ((step_.targets >> f & 1) != 0)
+            if (status s = format_.functions->commit(layers, f, step_.new_tokens, stream); !s) return s;
+    step_.committed = true;
+    return {};
+}
+
+inline status cache::append_prompt(int layer, const detail::untyped_view& k, const detail::untyped_view& v,
+                                   cudaStream_t stream) {
+    const detail::layer_view l = view(layer);
+    const detail::prompt_ranges& r = step_.ranges;
+    const std::size_t size = size_of(format_.type);
+    const auto slice = [&](const detail::untyped_view& x, int first, int count) {
+        detail::untyped_view part = x;
+        part.data = static_cast<const std::byte*>(x.data) +
+                    first * x.token_stride * static_cast<std::ptrdiff_t>(size);
+        part.tokens = count;
+        return part;
+    };
+    const auto store = [&](const detail::layer_memory& pages, bool sinks, int first, int end) -> status {
+        if (first == end) return {};
+        return format_.functions->store(l, pages, sinks, slice(k, first, end - first),
+                                        slice(v, first, end - first), slots_.as<long long>() + first, stream);
+    };
+    int done = 0;
+    const auto quantize = [&](const detail::layer_memory& pages, int count) -> status {
+        const int* const words = words_.as<int>();
+        const int first = std::exchange(done, done + count);
+        if (count == 0) return {};
+        int target = 0;
+        while ((step_.targets >> target & 1) == 0) ++target;
+        return format_.functions->requantize(l, -1, pages, target, words + list_at(false) + first,
+                                             words + list_at(true) + first, count, stream);
+    };
+    status s = store(l.sinks, true, 0, r.open);
+    // A page that was being filled, before its column takes another one.
+    if (s) s = store(l.window, false, r.open, r.staged);
+    if (s) s = quantize(l.window, step_.jobs.before);
+    if (s) s = store(step_.staging, false, r.staged, r.kept);
+    if (s) s = quantize(step_.staging, step_.jobs.staged);
+    if (s) s = store(l.window, false, r.kept, r.count);
+    if (s) s = quantize(l.window, step_.jobs.after);
+    return s;
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda
