@@ -203,7 +203,7 @@ TEST_CASE("numbers that make no sense are refused, whoever is asked") {
                       {"window", std::to_string(window)});
         check_message(
             [&] {
-                sequence.attend(0, one, to, kvq::variant{kvq::softcap{3}, kvq::sliding_window{window}});
+                sequence.attend(0, one, to, kvq::mods{kvq::softcap{3}, kvq::sliding_window{window}});
             },
             {"window", std::to_string(window)});
     }

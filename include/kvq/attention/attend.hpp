@@ -20,9 +20,9 @@
 #include "../core/executor.hpp"
 #include "../format/format_table.hpp"
 #include "../page/layer_pages.hpp"
+#include "mods.hpp"
 #include "query_view.hpp"
 #include "softmax_state.hpp"
-#include "variant.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -193,7 +193,7 @@ public:
 
     const format_table& keys;
     const format_table& values;
-    const variant_view& kind;
+    const mods_view& mods;
     layer_pages pages;
     attention_plan plan;
     int layer;
@@ -209,6 +209,15 @@ public:
         const int first = block * plan.block_rows;
         const int n = smaller(plan.block_rows, plan.rows() - first);
         const int dim = plan.value_dim;
+        // The first chunk is never left out: it makes queries that are not finite give NaN.
+        if (const int chunk = task % chunks; chunk > 0 && hides(chunk, first, n)) {
+            for (int i = 0; i < n; ++i) {
+                float* const to = partial(head, first + i, chunk);
+                to[0] = -std::numeric_limits<float>::infinity();
+                to[1] = 0.0f;
+            }
+            return;
+        }
         const row_block rows{head, first, n, load_queries(head, first, n, s)};
         const tile_sessions tiles(keys, values, n);
         s.forget_plans(keys, values);
@@ -219,7 +228,7 @@ public:
             for (int i = 0; i < n; ++i) {
                 float* const to = partial(head, first + i, chunk);
                 to[0] = max[i];
-                to[1] = sum[i];
+                to[1] = rows.bad[static_cast<std::size_t>(i)] ? not_a_number : sum[i];
                 for (int d = 0; d < dim; ++d) to[2 + d] = s.part[i * dim + d];
             }
             return;
@@ -230,10 +239,14 @@ public:
             for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
         }
         for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
+            if (hides(chunk, first, n)) continue;
             visit_chunk(rows, chunk, s, max, sum);
             for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
         }
-        for (int i = 0; i < n; ++i) finish(running[i], head, first + i);
+        for (int i = 0; i < n; ++i) {
+            if (rows.bad[static_cast<std::size_t>(i)]) running[i].sum = not_a_number;
+            finish(running[i], head, first + i);
+        }
     }
 
     /// Merges the chunks of one row of one head, in token order. Uses the row's first partial as accumulator.
@@ -249,6 +262,7 @@ public:
 
 private:
     static constexpr float log2e = softmax_state::log2e;
+    static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
     using row_flags = std::bitset<most_query_rows>;
 
     /// The query rows of a task.
@@ -265,8 +279,11 @@ private:
         return partials + index * plan.state_floats();
     }
     int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
-    int q_pos(int row) const noexcept { return pages.tokens - plan.query_tokens + row / plan.group; }
-    void finish(const softmax_state& row_state, int head, int row) const noexcept {
+    int q_pos(int row) const noexcept {
+        return (mods.has_query_positions() ? pages.tokens - plan.query_tokens : 0) + row / plan.group;
+    }
+    void finish(softmax_state& row_state, int head, int row) const {
+        if (mods.has_sink()) row_state.add_sink(mods.sink_logit(q_head(head, row)), plan.value_dim);
         if (float* const lse = out.lse(row / plan.group, q_head(head, row))) *lse = row_state.log_sum_exp();
         row_state.finish(row_state.output, plan.value_dim);
         out.store(row / plan.group, q_head(head, row), row_state.output);
@@ -278,8 +295,8 @@ private:
 
     /// Loads the queries and returns which rows are not finite: integer products would hide them.
     row_flags load_queries(int head, int first, int n, const scratch& s) const {
-        float scale = kind.scale(plan.dim);
-        if (!kind.changes_logits()) scale *= log2e;
+        float scale = mods.scale(plan.dim);
+        if (!mods.changes_scores()) scale *= log2e;
         for (int i = 0; i < n; ++i)
             q.load((first + i) / plan.group, q_head(head, first + i), s.query + i * plan.dim, scale);
         row_flags bad;
@@ -302,6 +319,17 @@ private:
         return bad;
     }
 
+    /// Is no key of the chunk visible to any of the rows? An empty state, which changes nothing when it is merged.
+    bool hides(int chunk, int first, int n) const {
+        const int begin = chunk * plan.chunk_tokens,
+                  next = begin + smaller(plan.chunk_tokens, plan.tokens - begin);
+        const int from = pages.lower_bound(begin), to = pages.lower_bound(next);
+        if (from == to) return true;
+        const layer_pages::entry last = pages.at(to - 1);
+        return mods.page(q_pos(first), q_pos(first + n - 1), pages.at(from).first_token,
+                         last.first_token + last.tokens) == page_visibility::none;
+    }
+
     /// Computes one chunk's softmax state: s.part, max, sum.
     void visit_chunk(const row_block& rows, int chunk, const scratch& s, float* max, float* sum) const {
         const int first = rows.first, n = rows.n;
@@ -314,23 +342,22 @@ private:
         const std::size_t rotations = values.transforming();
         for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
 
-        const int last_pos = q_pos(first + n - 1);
-        const int first_key = kind.first_key(q_pos(first));
+        const int first_pos = q_pos(first), last_pos = q_pos(first + n - 1);
         const int begin = chunk * plan.chunk_tokens;
-        const int last = smaller(last_pos, begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1);
+        int last = begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1;
+        if (mods.is_causal()) last = smaller(last, last_pos);
         for (int e = pages.lower_bound(begin); e < pages.entries(); ++e) {
             const layer_pages::entry entry = pages.at(e);
             if (entry.first_token > last) break;
-            if (entry.first_token + entry.tokens <= first_key && entry.first_token >= kind.kept_keys())
-                continue;
+            const page_visibility seen =
+                mods.page(first_pos, last_pos, entry.first_token, entry.first_token + entry.tokens);
+            if (seen == page_visibility::none) continue;
             const layer_pages::entry next = e + 1 < pages.entries() ? pages.at(e + 1) : entry;
             score_page(rows, entry, next, s);
-            mask_and_change(rows.head, first, n, entry, s);
+            change_and_mask(rows, entry, seen, s);
             weigh_page(rows, entry, next, s, max, sum);
         }
         restore_outputs(rows.head, n, s);
-        for (int i = 0; i < n; ++i)  // a NaN sum makes the whole row NaN
-            if (rows.bad[static_cast<std::size_t>(i)]) sum[i] = std::numeric_limits<float>::quiet_NaN();
     }
 
     /// The functions of a format and their workspace for the rows of a task. Planned at the first page of the format.
@@ -374,19 +401,15 @@ private:
                  s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
     }
 
-    void mask_and_change(int head, int first, int n, const layer_pages::entry& entry,
+    void change_and_mask(const row_block& rows, const layer_pages::entry& entry, page_visibility seen,
                          const scratch& s) const {
-        for (int i = 0; i < n; ++i) {
+        for (int i = 0; i < rows.n; ++i) {
             float* const score = s.scores + i * s.scores_stride;
-            const int pos = q_pos(first + i);
-            if (kind.changes_logits())
-                kind.change_logits(score, entry.tokens, q_head(head, first + i), pos, entry.first_token,
+            const int row = rows.first + i, pos = q_pos(row);
+            if (mods.changes_scores())
+                mods.change_scores(score, entry.tokens, q_head(rows.head, row), pos, entry.first_token,
                                    log2e);
-            constexpr float never = -std::numeric_limits<float>::infinity();
-            for (int t = larger(0, pos + 1 - entry.first_token); t < entry.tokens; ++t) score[t] = never;
-            if (!kind.limits_keys()) continue;
-            const int hidden = smaller(entry.tokens, kind.first_key(pos) - entry.first_token);
-            for (int t = larger(0, kind.kept_keys() - entry.first_token); t < hidden; ++t) score[t] = never;
+            if (seen != page_visibility::all) mods.hide(score, entry.tokens, pos, entry.first_token);
         }
     }
 
@@ -458,6 +481,7 @@ struct attention_item {
     layer_pages pages;
     query_view q;
     output_view out;
+    const mods_view* mods;  ///< null: those of the call
 };
 
 /// The items of a batch, made from the requests on demand, so that no list of them is allocated.
@@ -501,7 +525,7 @@ public:
     }
 
     /// memory: bytes(threads) bytes, aligned to 64.
-    void run(int layer, const variant_view& variant, executor_view ex, int threads, std::byte* memory) const {
+    void run(int layer, const mods_view& mods, executor_view ex, int threads, std::byte* memory) const {
         if (tasks_ == 0) return;
         auto* const places = reinterpret_cast<place*>(memory);
         std::byte* partials = memory + place_bytes_;
@@ -513,8 +537,8 @@ public:
         }
         const auto job = [&](int i) {
             const attention_item of = items_(i);
-            return attention{keys_, values_, variant, of.pages,          plan_of(of),
-                             layer, of.q,    of.out,  places[i].partials};
+            return attention{keys_, values_, of.mods ? *of.mods : mods, of.pages, plan_of(of), layer,
+                             of.q,  of.out,  places[i].partials};
         };
         std::byte* const scratch_memory = partials;
         std::atomic<int> next{0};

@@ -51,10 +51,9 @@ public:
         prefill(layer, k, v, q, out, causal{}, serial_executor{}, space);
     }
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                 const output_view& out, const variant_view& variant, executor_view executor,
-                 workspace& space) {
-        const prefill_request one{this, k, v, q, out};
-        cache_->prefill(layer, std::span(&one, 1), variant, executor, space);
+                 const output_view& out, const mods_view& mods, executor_view executor, workspace& space) {
+        const prefill_request one{this, k, v, q, out, {}};
+        cache_->prefill(layer, std::span(&one, 1), mods, executor, space);
     }
 
     /// Appends k.tokens tokens to one layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; n may be 0.
@@ -78,14 +77,14 @@ public:
         workspace space(memory());
         attend(layer, q, out, causal{}, serial_executor{}, space);
     }
-    void attend(int layer, const query_view& q, const output_view& out, const variant_view& variant) const {
+    void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods) const {
         workspace space(memory());
-        attend(layer, q, out, variant, serial_executor{}, space);
+        attend(layer, q, out, mods, serial_executor{}, space);
     }
-    void attend(int layer, const query_view& q, const output_view& out, const variant_view& variant,
+    void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods,
                 executor_view executor, workspace& space) const {
-        const attention_request one{this, q, out};
-        cache_->attend(layer, std::span(&one, 1), variant, executor, space);
+        const attention_request one{this, q, out, {}};
+        cache_->attend(layer, std::span(&one, 1), mods, executor, space);
     }
 
     /// Removes every token from position n on, in all layers (layers shorter than n are unchanged). A trim of at most `rollback`
@@ -225,7 +224,8 @@ private:
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
     }
-    void check_attention(int layer, const query_view& q, const output_view& out, int added = 0) const {
+    void check_attention(int layer, const query_view& q, const output_view& out, const mods_view& mods,
+                         int added = 0) const {
         const int held = tokens(layer) + added;
         detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
                        " heads, not a multiple of the ", shape().kv_heads, " kv heads");
@@ -235,10 +235,12 @@ private:
             out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
             "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
             q.heads, " x ", shape().dim(tensor::value));
-        detail::expect(q.tokens >= 0 && q.tokens <= held, "q has ", q.tokens, " tokens but layer ", layer,
+        const int most = mods.has_query_positions() ? held : (std::numeric_limits<int>::max)() / q.heads;
+        detail::expect(q.tokens >= 0 && q.tokens <= most, "q has ", q.tokens, " tokens but layer ", layer,
                        " holds ", held);
         detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
         detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
+        mods.check(q.heads);
     }
     void check_added(const detail::layer_track& track, int n) const {
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
@@ -297,7 +299,7 @@ template <class Request>
 attention_items items_of(std::span<const Request> batch, int layer) {
     return {batch.data(), layer, static_cast<int>(batch.size()), [](const void* requests, int of, int i) {
                 const Request& r = static_cast<const Request*>(requests)[i];
-                return attention_item{r.sequence->pages(of), r.q, r.out};
+                return attention_item{r.sequence->pages(of), r.q, r.out, r.mods ? &*r.mods : nullptr};
             }};
 }
 
@@ -333,14 +335,14 @@ inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tok
     pages.geometry = geometry();
     pages.tokens = tokens;
     const token_view<float> rows(nullptr, q_tokens, q_heads, shape_.dim(tensor::key));
-    const detail::attention_item item{pages, rows, rows};
+    const detail::attention_item item{pages, rows, rows, nullptr};
     const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
                                             return *static_cast<const detail::attention_item*>(of);
                                         }};
     return detail::attention_batch(keys_, values_, shape_, geometry(), items).bytes(threads);
 }
 
-inline void cache::attend_items(int layer, const detail::attention_items& items, const variant_view& variant,
+inline void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                                 executor_view executor, workspace& space) const {
     long long rows = 0;
     for (int i = 0; i < items.count; ++i) {
@@ -351,19 +353,20 @@ inline void cache::attend_items(int layer, const detail::attention_items& items,
     if (rows == 0) return;
     const int threads = executor.concurrency();
     const detail::attention_batch all(keys_, values_, shape_, geometry(), items);
-    all.run(layer, variant, executor, threads, space.reserve(all.bytes(threads)));
+    all.run(layer, mods, executor, threads, space.reserve(all.bytes(threads)));
 }
 
-inline void cache::attend(int layer, std::span<const attention_request> batch, const variant_view& variant,
+inline void cache::attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
                           executor_view executor, workspace& space) const {
     for (std::size_t i = 0; i < batch.size(); ++i) {
         check_member(batch[i].sequence, i);
-        batch[i].sequence->check_attention(layer, batch[i].q, batch[i].out);
+        batch[i].sequence->check_attention(layer, batch[i].q, batch[i].out,
+                                           batch[i].mods ? *batch[i].mods : mods);
     }
-    attend_items(layer, detail::items_of(batch, layer), variant, executor, space);
+    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
 }
 
-inline void cache::prefill(int layer, std::span<const prefill_request> batch, const variant_view& variant,
+inline void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
                            executor_view executor, workspace& space) {
     for (std::size_t i = 0; i < batch.size(); ++i) {
         const prefill_request& r = batch[i];
@@ -372,7 +375,7 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
             detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
                            " again");
         r.sequence->check_chunk(layer, r.k, r.v);
-        r.sequence->check_attention(layer, r.q, r.out, r.k.tokens);
+        r.sequence->check_attention(layer, r.q, r.out, r.mods ? *r.mods : mods, r.k.tokens);
     }
     std::pmr::vector<detail::chunk> chunks(pool_.memory());
     chunks.reserve(batch.size());
@@ -386,7 +389,7 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
     std::size_t written = 0;
     for (const prefill_request& r : batch)
         if (r.k.tokens > 0) chunks[written++].write(r.k, r.v, nullptr);
-    attend_items(layer, detail::items_of(batch, layer), variant, executor, space);
+    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
     const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
     const std::size_t scratch = detail::round_up(scratch_floats() * sizeof(float), std::size_t{64});
     std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch);
