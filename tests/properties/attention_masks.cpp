@@ -80,7 +80,7 @@ TEST_CASE_TEMPLATE("scale, softcap, sliding window, ALiBi, alone and together", 
             check(kvq::mods{kvq::softcap{5.0f}, kvq::sink_window{40, 4}});
             check(kvq::mods{kvq::softcap{5.0f}, kvq::sliding_window{40}});
             check(kvq::mods{kvq::score_scale{0.2f}, kvq::alibi{slopes}, odd_keys_fade{},
-                               kvq::sliding_window{100}});
+                            kvq::sliding_window{100}});
         }
     });
 }

@@ -112,7 +112,8 @@ constexpr bool has_query_positions() noexcept {
 }
 
 template <class M>
-concept any_hook = masking<M> || scoring<M> || own_scale<const M> || own_sink<const M> || own_direction<M>;
+concept any_hook = masking<M> || scoring<M> || own_scale<const M> || own_sink<const M> ||
+    own_check<const M> || own_direction<M>;
 template <class M>
 constexpr bool const_hooks() noexcept {
     return pair_mask<M> == pair_mask<const M> && row_mask<M> == row_mask<const M> &&
