@@ -92,6 +92,11 @@ inline int attention_rows(const format_table& keys, const format_table& values) 
     return rows;
 }
 
+/// Tokens of the pages for which products with a format of a table are planned: of the longest ones in the window's format.
+constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
+    return index == 0 ? g.longest_page() : g.page_tokens;
+}
+
 /// One worker's scratch memory.
 struct attention_scratch {
     /// Workspace of one format of a table.
@@ -121,7 +126,7 @@ struct attention_scratch {
         const auto rows = static_cast<std::size_t>(n);
         const auto dim = static_cast<std::size_t>(plan.dim),
                    value_dim = static_cast<std::size_t>(plan.value_dim);
-        scores_stride = round_up(larger(g.page_tokens, g.sinks), 16) + 16;
+        scores_stride = round_up(g.longest_page(), 16) + 16;
         query = c.floats(rows * dim + 16);
         turned = c.floats(keys.transforming() * rows * dim + 16);
         scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
@@ -130,16 +135,18 @@ struct attention_scratch {
         rotated = c.floats(values.transforming() * rows * value_dim + 16);
         key_spaces = spaces(c, keys);
         value_spaces = spaces(c, values);
-        const auto workspace_bytes = [&](const format& f, tensor role, int channels) {
-            return f.functions().make_plan(f.scheme(), {role, g.page_tokens, channels}, {}, n, nullptr);
+        const auto workspace_bytes = [&](const format_table& table, int i, tensor role, int channels) {
+            const format& f = table[i];
+            return f.functions().make_plan(f.scheme(), {role, planned_tokens(i, g), channels}, {}, n,
+                                           nullptr);
         };
         for (int i = 0; i < keys.size(); ++i) {
-            std::byte* const space = c.take(workspace_bytes(keys[i], tensor::key, plan.dim));
+            std::byte* const space = c.take(workspace_bytes(keys, i, tensor::key, plan.dim));
             if (memory) key_spaces[i].workspace = space;
         }
         std::size_t most = 0;
         for (int i = 0; i < values.size(); ++i)
-            most = larger(most, workspace_bytes(values[i], tensor::value, plan.value_dim));
+            most = larger(most, workspace_bytes(values, i, tensor::value, plan.value_dim));
         std::byte* const space = c.take(most);
         for (int i = 0; i < values.size() && memory; ++i) value_spaces[i].workspace = space;
         bytes = c.used();
@@ -370,7 +377,8 @@ private:
         const format& f = table[index];
         attention_scratch::format_space& space = spaces[index];
         if (!space.planned) {
-            f.functions().make_plan(f.scheme(), {shape.role, pages.geometry.page_tokens, shape.dim},
+            f.functions().make_plan(f.scheme(),
+                                    {shape.role, planned_tokens(index, pages.geometry), shape.dim},
                                     {layer, rows.head}, rows.n, space.plan);
             space.planned = true;
         }

@@ -3,6 +3,7 @@
 //   prefill  a chunk of new tokens with their queries: attention over the chunk in 16 bit, then commit
 //   append   new tokens without queries, or one token before attend
 //   attend   fused attention over the present pages
+//   append_draft, keep   a drafted tree of tokens, and the path of it that was accepted
 //   trim     remove every token from a position on
 //   fork     a second sequence that shares all pages; a shared page is copied before it is written
 //
@@ -19,7 +20,7 @@
 #include <memory>
 #include <span>
 
-#include "chunk.hpp"
+#include "draft.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -70,6 +71,38 @@ public:
         added.commit();
     }
 
+    /// Appends k.tokens drafted tokens to one layer; at most 64 drafted tokens wait at a time. They stay 16 bit, and the pages of the
+    /// accepted tokens stay as they are, until keep(). attend() sees them: under a token_tree{tokens(layer) before the draft, parents} as
+    /// mask, or as a chain without. Further calls make the draft longer, level by level. While a layer has a draft, all other
+    /// changes are refused but trim() to the accepted tokens or fewer. k and v: as for append(). O(k.tokens)
+    void append_draft(int layer, const input_view& k, const input_view& v) {
+        check_rows(layer, k, v);
+        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::expect(k.tokens <= detail::most_drafted - track.draft, "a draft has at most ",
+                       detail::most_drafted, " tokens: layer ", layer, " holds ", track.draft,
+                       " and cannot take ", k.tokens, " more");
+        if (k.tokens > 0) detail::append_draft(*cache_, track, k, v);
+    }
+    /// Accepts the drafted tokens path[0] < path[1] < ..., numbers within the draft (a path of token_tree::is_path()), and removes the others,
+    /// in every layer that has a draft. The sequence is then, bit for bit, what appending the accepted tokens instead of the
+    /// draft would have given: pages, bytes, usage. Needs the memory of that append() while the draft is still held.
+    void keep(std::span<const int> path) {
+        int drafted = 0, fewest = detail::most_drafted;
+        for (const detail::layer_track& track : tracks_) {
+            drafted = detail::larger(drafted, track.draft);
+            if (track.draft > 0) fewest = detail::smaller(fewest, track.draft);
+        }
+        const int most = drafted > 0 ? fewest : 0;
+        for (std::size_t i = 0; i < path.size(); ++i)
+            detail::expect(path[i] >= 0 && path[i] < most && (i == 0 || path[i] > path[i - 1]), "token ",
+                           path[i], " at place ", i, " of a path through a draft of ", most,
+                           " tokens: a path ascends from 0 on");
+        if (drafted == 0) return;
+        detail::kept_drafts kept(*cache_, tracks_);
+        kept.append(path, scratch_.data());
+        kept.commit();
+    }
+
     /// out = softmax(q K^T) V for the last q.tokens tokens of the layer; each token attends to itself and all tokens before it.
     /// q: [n][q_heads][head_dim], out: [n][q_heads][value_dim], each float, float16 or bfloat16; q_heads is a multiple of kv_heads.
     /// Takes a workspace for the duration of the call; pass one to avoid the allocation.
@@ -93,7 +126,14 @@ public:
     void trim(int n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
                        tokens());
-        for (detail::layer_track& track : tracks_) track.cut(n, geometry());
+        for (const detail::layer_track& track : tracks_)
+            detail::expect(n <= track.tokens - track.draft || n >= track.tokens || track.draft == 0,
+                           "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
+                           track.tokens - track.draft, " to ", track.tokens, ", keep() a part of it");
+        for (detail::layer_track& track : tracks_) {
+            if (n < track.tokens) track.drop_draft();
+            track.cut(n, geometry());
+        }
     }
 
     /// Upper bound of the bytes that append() of n tokens to every layer takes from the pool: with so many bytes left of
@@ -105,6 +145,20 @@ public:
     /// The same for prefill() of a chunk of n tokens in every layer, one layer after the other. Includes one layer's chunk in 16 bit.
     [[nodiscard]] std::size_t prefill_bytes(int n) const {
         return added_bytes(n, detail::chunk_pages::after_attend);
+    }
+    /// The same for append_draft() of n tokens to every layer: all of it is given back by keep(), which takes append_bytes().
+    [[nodiscard]] std::size_t draft_bytes(int n) const {
+        std::size_t bytes = 0;
+        for (const detail::layer_track& track : tracks_) {
+            detail::expect(n >= 0 && n <= detail::most_drafted - track.draft, "a draft has at most ",
+                           detail::most_drafted, " tokens, a layer holds ", track.draft, " and cannot take ",
+                           n, " more");
+            for (const tensor role : {tensor::key, tensor::value})
+                if (n > 0)
+                    bytes += page_pool::allocation(
+                        cache_->page_bytes(role, 0, detail::draft_room(track.draft + n)));
+        }
+        return bytes;
     }
 
     /// A sequence with the same tokens that shares every page.
@@ -134,7 +188,7 @@ public:
         detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
         const layer_pages all = pages(layer);
         const int dim = shape().dim(role);
-        const auto longest = static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks));
+        const auto longest = static_cast<std::size_t>(geometry().longest_page());
         std::pmr::vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
         // Pages of which only a part is wanted are dequantized here first.
         std::pmr::vector<std::byte> some(memory());
@@ -246,12 +300,20 @@ private:
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
                        "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
     }
-    void check_chunk(int layer, const input_view& k, const input_view& v) const {
+    static void check_no_draft(const detail::layer_track& track) {
+        detail::expect(track.draft == 0, "a layer holds a draft of ", track.draft,
+                       " tokens: keep() a part of it first, or trim() to ", track.tokens - track.draft);
+    }
+    void check_rows(int layer, const input_view& k, const input_view& v) const {
         check_layer(layer);
         check_input(k, "k", shape().dim(tensor::key));
         check_input(v, "v", shape().dim(tensor::value));
         detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
         check_added(tracks_[static_cast<std::size_t>(layer)], k.tokens);
+    }
+    void check_chunk(int layer, const input_view& k, const input_view& v) const {
+        check_rows(layer, k, v);
+        check_no_draft(tracks_[static_cast<std::size_t>(layer)]);
     }
     void check_input(const input_view& x, const char* name, int dim) const {
         detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
@@ -267,6 +329,7 @@ private:
         std::size_t held = 0, most = 0;
         for (const detail::layer_track& track : tracks_) {
             check_added(track, n);
+            check_no_draft(track);
             if (n == 0) continue;
             const auto needs = detail::chunk::needs_of(*cache_, track, n, when);
             most = detail::larger(most, held + needs.taken);
@@ -309,6 +372,7 @@ struct sequence_access {
     template <class Sequence>
     static auto& tracks(Sequence& s) {
         expect(!s.tracks_.empty(), "a sequence that was moved from has no layers");
+        for (const layer_track& track : s.tracks_) sequence::check_no_draft(track);
         return s.tracks_;
     }
     static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }
