@@ -272,40 +272,35 @@ TEST_CASE_TEMPLATE("append_draft and keep leave everything as it was when memory
     }
 }
 
-TEST_CASE("draft_bytes and append_bytes bound what a draft and keep() take from a budget") {
+TEST_CASE("draft_bytes bounds what a draft and keep() take from a budget, in any number of calls") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 50; ++round) {
+    for (int round = 0; round < 100; ++round) {
         const auto shape = test::random_cache_shape(random, 2, 8);
         auto options = test::random_options(random);
+        options.byte_budget = 1 << 24;
+        test::kivi_cache cache(shape, options);
         const int held = random.between(0, 100), n = random.between(1, 64);
         const test::stream s(random, shape, 200);
-        const auto path = random_path(random, random_parents(random, n));
-        std::size_t least = 0;
-        for (int pass = 0; pass < 3; ++pass) {  // measures, fits exactly, does not fit
-            test::kivi_cache cache(shape, options);
-            auto sequence = cache.new_sequence();
-            append(sequence, 2, s, 0, held);
-            const auto before = cache.bytes_in_use();
-            const std::size_t bytes = sequence.draft_bytes(n);
-            if (pass == 2) {
-                CHECK_THROWS_AS(draft(random, sequence, 2, s, 100, n), kvq::out_of_memory);
-                continue;
-            }
-            for (int layer = 0; layer < 2; ++layer)
-                sequence.append_draft(layer, s.k.slice(100, n), s.v.slice(100, n));
-            CHECK(cache.bytes_in_use() == before + bytes);
-            sequence.trim(held);
-            CHECK(cache.bytes_in_use() == before);
-            const std::size_t more = sequence.append_bytes(static_cast<int>(path.size()));
-            for (int layer = 0; layer < 2; ++layer)
-                sequence.append_draft(layer, s.k.slice(100, n), s.v.slice(100, n));
-            least = before + bytes + more;
-            sequence.keep(path);
-            CHECK(cache.bytes_in_use() <= least);
-            options.byte_budget = pass == 0 ? least : before + bytes - 1;
+        auto sequence = cache.new_sequence();
+        append(sequence, 2, s, 0, held);
+        // A page that leaves so many bytes of the budget.
+        const auto leave = [&](std::size_t bytes) {
+            const std::size_t rest = options.byte_budget - cache.bytes_in_use();
+            return cache.pool().allocate(rest - bytes - sizeof(kvq::page), 0, 1);
+        };
+        {
+            const auto others = leave(64);
+            CHECK_THROWS_AS(draft(random, sequence, 2, s, 100, n), kvq::out_of_memory);
+            CHECK(sequence.tokens() == held);
         }
+        CHECK(sequence.draft_bytes(0) == 0);
+        const auto others = leave(sequence.draft_bytes(n));
+        draft(random, sequence, 2, s, 100, n);
+        const auto path = random_path(random, random_parents(random, n));
+        sequence.keep(path);
+        CHECK(sequence.tokens() == held + static_cast<int>(path.size()));
     }
 }
 
@@ -364,7 +359,8 @@ TEST_CASE("drafts and paths that make no sense are refused, before anything chan
     sequence.append_draft(1, s.k.slice(0, 4), s.v.slice(0, 4));
     refused([&] { sequence.append_draft(0, s.k.slice(0, 5), s.v.slice(0, 5)); },
             "holds 60 and cannot take 5 more");
-    refused([&] { (void)sequence.draft_bytes(5); }, "cannot take 5 more");
+    refused([&] { (void)sequence.draft_bytes(5); }, "draft of 60 tokens");
+    refused([&] { (void)sequence.draft_bytes(65); }, "not 65");
     refused(
         [&] {
             sequence.keep(std::vector<int>{0, 4});

@@ -22,6 +22,19 @@ static_assert(most_drafted == token_tree::most_tokens);
 /// Tokens for which the pages of a draft have memory.
 constexpr int draft_room(int tokens) noexcept { return round_up(tokens, page_geometry::window_step); }
 
+/// Upper bound of the bytes of drafts of n tokens in all layers. A page that becomes too short is held until the longer one is written.
+inline std::size_t draft_pages_bytes(const cache& of, int n) {
+    const auto pages = [&](int tokens) {
+        std::size_t bytes = 0;
+        for (const tensor role : {tensor::key, tensor::value})
+            bytes += tokens == 0 ? 0 : page_pool::allocation(of.page_bytes(role, 0, tokens));
+        return bytes;
+    };
+    const int room = draft_room(n);
+    return static_cast<std::size_t>(of.shape().layers) * pages(room) +
+           (room > page_geometry::window_step ? pages(room - page_geometry::window_step) : 0);
+}
+
 /// Adds k.tokens tokens to the draft of a layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], checked by the caller.
 inline void append_draft(cache& of, layer_track& track, const input_view& k, const input_view& v) {
     const bool begins = track.draft == 0;

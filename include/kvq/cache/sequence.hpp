@@ -146,19 +146,22 @@ public:
     [[nodiscard]] std::size_t prefill_bytes(int n) const {
         return added_bytes(n, detail::chunk_pages::after_attend);
     }
-    /// The same for append_draft() of n tokens to every layer: all of it is given back by keep(), which takes append_bytes().
+    /// The same for a draft of up to n tokens in every layer, appended in any number of calls, and keep() of any path of it. To be asked before
+    /// the draft begins. O(n * (layers + added pages))
     [[nodiscard]] std::size_t draft_bytes(int n) const {
-        std::size_t bytes = 0;
-        for (const detail::layer_track& track : tracks_) {
-            detail::expect(n >= 0 && n <= detail::most_drafted - track.draft, "a draft has at most ",
-                           detail::most_drafted, " tokens, a layer holds ", track.draft, " and cannot take ",
-                           n, " more");
-            for (const tensor role : {tensor::key, tensor::value})
-                if (n > 0)
-                    bytes += page_pool::allocation(
-                        cache_->page_bytes(role, 0, detail::draft_room(track.draft + n)));
+        detail::expect(n >= 0 && n <= detail::most_drafted, "a draft has 0 to ", detail::most_drafted,
+                       " tokens, not ", n);
+        std::size_t most = 0;
+        for (int accepted = 1; accepted <= n; ++accepted) {
+            std::size_t kept = 0;  // of all layers at once
+            for (const detail::layer_track& track : tracks_) {
+                check_added(track, n);
+                check_no_draft(track);
+                kept += detail::chunk::needs_of(*cache_, track, accepted, detail::chunk_pages::at_once).taken;
+            }
+            most = detail::larger(most, kept);
         }
-        return bytes;
+        return most + detail::draft_pages_bytes(*cache_, n);
     }
 
     /// A sequence with the same tokens that shares every page.
