@@ -8,7 +8,7 @@
 
 #include <optional>
 
-#include "../attention/attend.hpp"
+#include "../attention/attention_batch.hpp"
 #include "../attention/masks.hpp"
 #include "../attention/score_modifiers.hpp"
 #include "../attention/token_tree.hpp"
