@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
 #include <kvq/core/thread_executor.hpp>
 #include <kvq/policy/ring.hpp>
@@ -270,6 +271,31 @@ TEST_CASE_TEMPLATE("append_draft and keep leave everything as it was when memory
         }
         CHECK(memory.bytes() == 0);
     }
+}
+
+TEST_CASE("pages of a draft or of sinks may be longer than the others, in any kernel") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    using cache_type = test::typed_cache<kvq::kivi<4, 32>, kvq::kivi<4, 32>, kvq::simd<>>;
+    const kvq::cache_shape shape{1, 2, 64, 48};
+    for (const int sinks : {0, 100})
+        for (const int page_tokens : {8, 16, 64}) {
+            cache_type cache(shape, {.sinks = sinks, .recent = 8, .page_tokens = page_tokens});
+            const test::stream s(random, shape, 400);
+            auto sequence = cache.new_sequence();
+            append(sequence, 1, s, 0, 200);
+            // Few rows, and so many that kernels for prompts run.
+            for (const int rows : {1, 30})
+                CHECK(test::measure_attention(cache, sequence, 0, test::random_tensor(random, rows, 8, 64))
+                          .of_terms < 5e-4);
+            const auto parents = random_parents(random, 64);
+            sequence.append_draft(0, s.k.slice(200, 64), s.v.slice(200, 64));
+            for (const int rows : {1, 64})
+                CHECK(test::measure_attention(cache, sequence, 0, test::random_tensor(random, rows, 8, 64),
+                                              kvq::token_tree(200, parents), walk_of_parents{200, &parents})
+                          .of_terms < 5e-4);
+        }
 }
 
 TEST_CASE("draft_bytes bounds what a draft and keep() take from a budget, in any number of calls") {

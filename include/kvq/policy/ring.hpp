@@ -12,6 +12,7 @@
 // Masks and score modifiers get positions in held(), which has no gap between sinks and window. Modifiers that depend on distances,
 // as all of kvq's do, give the same result within the window; sinks are nearer than in the text. Keys keep their rotary
 // positions, so rotated sinks do not come nearer.
+// Drafts: held().append_draft(), attend() under a tree that begins at held().tokens(layer), held().keep().
 // To continue elsewhere: fork(); or save held() and first_token(), from which a ring can be made again.
 // Thread safety: as sequence.
 #pragma once
@@ -121,7 +122,7 @@ public:
     [[nodiscard]] std::int64_t first_token() const noexcept { return dropped_ == 0 ? 0 : dropped_ + sinks(); }
     /// The held tokens as a sequence: the sinks, then the tokens from first_token() on. Use it to read, measure and save; and, if it
     /// is not const, to requantize and to step down, alone or with other sequences (token positions of a request count held
-    /// tokens). Append and trim through the ring only: otherwise the positions of later tokens move.
+    /// tokens). Append and trim through the ring only (drafts aside): otherwise the positions of later tokens move.
     [[nodiscard]] const sequence& held() const noexcept { return sequence_; }
     [[nodiscard]] sequence& held() noexcept { return sequence_; }
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V: of sinks, or of tokens from first_token() on.
