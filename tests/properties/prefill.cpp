@@ -35,14 +35,14 @@ std::vector<float> prefill(Sequence& sequence, const kvq::cache_shape& shape, in
 }
 
 /// max over rows of |out - reference| / sum p |v|; k and v: what the queries see.
-template <class Variant = kvq::causal>
+template <class Mods = kvq::causal>
 double error_of(const std::vector<float>& out, test::tensor<float> k, test::tensor<float> v,
-                const kvq::token_view<const float>& q, const Variant& variant = {}) {
+                const kvq::token_view<const float>& q, const Mods& mods = {}) {
     const int dim = v.view().dim;
     test::tensor<double> expected(q.tokens, q.heads, dim), size(q.tokens, q.heads, dim);
-    kvq::reference_attend(std::as_const(k).view(), std::as_const(v).view(), q, expected.view(), variant);
+    kvq::reference_attend(std::as_const(k).view(), std::as_const(v).view(), q, expected.view(), mods);
     for (float& x : v.values()) x = std::fabs(x);
-    kvq::reference_attend(std::as_const(k).view(), std::as_const(v).view(), q, size.view(), variant);
+    kvq::reference_attend(std::as_const(k).view(), std::as_const(v).view(), q, size.view(), mods);
     double worst = 0;
     const auto width = static_cast<std::size_t>(dim);
     for (std::size_t row = 0; row < out.size() / width; ++row) {
@@ -173,7 +173,7 @@ TEST_CASE_TEMPLATE(
     }
 }
 
-TEST_CASE("input types and variants: pages of T(x), outputs of the variant") {
+TEST_CASE("input types and masks: pages of T(x), outputs under the mask") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -195,20 +195,20 @@ TEST_CASE("input types and variants: pages of T(x), outputs of the variant") {
     as(float{});
     as(kvq::float16{});
     as(kvq::bfloat16{});
-    const auto with = [&](const auto& variant) {
+    const auto with = [&](const auto& mods) {
         auto sequence = cache.new_sequence();
         append(sequence, 1, s, 0, 120);
         const auto before = sequence.fork();
         test::tensor<float> out(70, 2 * group, 32);
         kvq::workspace space;
-        sequence.prefill(0, s.k.slice(120, 70), s.v.slice(120, 70), all.q.slice(120, 70), out.view(), variant,
+        sequence.prefill(0, s.k.slice(120, 70), s.v.slice(120, 70), all.q.slice(120, 70), out.view(), mods,
                          kvq::serial_executor{}, space);
         CHECK(error_of(out.values(), seen<C>(before, shape, 0, kvq::tensor::key, s.k, 70),
                        seen<C>(before, shape, 0, kvq::tensor::value, s.v, 70), all.q.slice(120, 70),
-                       variant) < 5e-4);
+                       mods) < 5e-4);
     };
     with(kvq::sliding_window{20});
-    with(kvq::variant{kvq::softcap{3.0f}, kvq::sink_window{9, 2}});
+    with(kvq::mods{kvq::softcap{3.0f}, kvq::sink_window{9, 2}});
 }
 
 TEST_CASE_TEMPLATE("a ring in chunks attends like its window over the whole text", C, test::kivi_cache,

@@ -22,9 +22,10 @@ struct attention_error {
     }
 };
 
-template <class Cache, class Variant = kvq::causal>
+/// wanted: what the reference takes, the same masks and score modifiers in other words.
+template <class Cache, class Mods, class Wanted>
 attention_error measure_attention(const Cache& cache, const typename Cache::sequence_type& sequence,
-                                  int layer, const tensor<float>& q, const Variant& variant = {}) {
+                                  int layer, const tensor<float>& q, const Mods& mods, const Wanted& wanted) {
     const kvq::cache_shape& shape = cache.shape();
     const auto k = dequantized(sequence, shape, layer, kvq::tensor::key);
     auto v = dequantized(sequence, shape, layer, kvq::tensor::value);
@@ -32,12 +33,12 @@ attention_error measure_attention(const Cache& cache, const typename Cache::sequ
     const int value_dim = shape.dim(kvq::tensor::value);
     tensor<float> out(qv.tokens, qv.heads, value_dim);
     for (float& x : out.values()) x = std::numeric_limits<float>::quiet_NaN();
-    sequence.attend(layer, qv, out.view(), variant);
+    sequence.attend(layer, qv, out.view(), mods);
 
     tensor<double> expected(qv.tokens, qv.heads, value_dim), size(qv.tokens, qv.heads, value_dim);
-    kvq::reference_attend(k.view(), std::as_const(v).view(), qv, expected.view(), variant);
+    kvq::reference_attend(k.view(), std::as_const(v).view(), qv, expected.view(), wanted);
     for (float& x : v.values()) x = std::fabs(x);
-    kvq::reference_attend(k.view(), std::as_const(v).view(), qv, size.view(), variant);
+    kvq::reference_attend(k.view(), std::as_const(v).view(), qv, size.view(), wanted);
 
     attention_error worst;
     double difference = 0, norm = 0;
@@ -45,11 +46,11 @@ attention_error measure_attention(const Cache& cache, const typename Cache::sequ
         for (int h = 0; h < qv.heads; ++h) {
             double row_difference = 0, row_size = 0;
             for (int c = 0; c < value_dim; ++c) {
-                const double wanted = expected.view().at(t, h)[c], terms = size.view().at(t, h)[c];
-                const double d = static_cast<double>(out.view().at(t, h)[c]) - wanted;
+                const double exact = expected.view().at(t, h)[c], terms = size.view().at(t, h)[c];
+                const double d = static_cast<double>(out.view().at(t, h)[c]) - exact;
                 row_difference += d * d;
                 row_size += terms * terms;
-                norm += wanted * wanted;
+                norm += exact * exact;
             }
             difference += row_difference;
             // Written so that a NaN is the worst of all.
@@ -59,6 +60,12 @@ attention_error measure_attention(const Cache& cache, const typename Cache::sequ
     const bool telling = qv.heads * value_dim >= 32 || std::isnan(difference);
     worst.relative = telling && !(difference <= 0) ? std::sqrt(difference / norm) : 0;
     return worst;
+}
+
+template <class Cache, class Mods = kvq::causal>
+attention_error measure_attention(const Cache& cache, const typename Cache::sequence_type& sequence,
+                                  int layer, const tensor<float>& q, const Mods& mods = {}) {
+    return measure_attention(cache, sequence, layer, q, mods, mods);
 }
 
 }  // namespace test

@@ -203,12 +203,37 @@ TEST_CASE("numbers that make no sense are refused, whoever is asked") {
                       {"window", std::to_string(window)});
         check_message(
             [&] {
-                sequence.attend(0, one, to, kvq::variant{kvq::softcap{3}, kvq::sliding_window{window}});
+                sequence.attend(0, one, to, kvq::mods{kvq::softcap{3}, kvq::sliding_window{window}});
             },
             {"window", std::to_string(window)});
     }
     check_message([&] { sequence.attend(0, one, to, kvq::sink_window{0, 2}); }, {"window", "0 and 2"});
     check_message([&] { sequence.attend(0, one, to, kvq::sink_window{4, -1}); }, {"window", "4 and -1"});
+    const auto refused = [&](const auto& mods, const std::vector<std::string>& parts) {
+        check_message([&] { sequence.attend(0, one, to, mods); }, parts);
+        check_message([&] { sequence.attend(0, one, to, kvq::mods{kvq::causal{}, mods}); }, parts);
+        kvq::workspace space;
+        const auto k = s.k.slice(0, 1), v = s.v.slice(0, 1);
+        check_message([&] { sequence.prefill(0, k, v, one, to, mods, kvq::serial_executor{}, space); },
+                      parts);
+        CHECK(sequence.tokens(0) == 20);
+    };
+    const std::vector<float> three(3, 0.5f);
+    refused(kvq::alibi{three}, {"3 slopes", "2 query heads"});
+    refused(kvq::learned_sinks{three}, {"3 learned sinks", "2 query heads"});
+    refused(kvq::prefix_lm{-1}, {"prefix", "-1"});
+    const std::vector<int> late{1, 4}, falling{0, 7, 5};
+    refused(kvq::document_mask{}, {"at least one document"});
+    refused(kvq::document_mask{late}, {"starts at 0, not at 1"});
+    refused(kvq::document_mask{falling}, {"document 2 starts at 5", "document 1 at 7"});
+    const std::vector<float> many(21 * 16, 1.0f);
+    std::vector<float> outs(21 * 16, 7.0f);
+    check_message(
+        [&] {
+            sequence.attend(0, token_view<const float>(many.data(), 21, 2, 8),
+                            token_view<float>(outs.data(), 21, 2, 8), kvq::bidirectional{});
+        },
+        {"21 tokens", "holds 20"});
     CHECK(out == std::vector<float>(16, 7.0f));
     check_message([&] { (void)cache.attention_workspace(most, 2); }, {"2147483647 tokens"});
     check_message([&] { (void)kvq::footprint(cache, most - 8, most); }, {"2147483647 sequences"});

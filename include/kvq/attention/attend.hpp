@@ -11,18 +11,16 @@
 // score are large: outliers of keys times large queries (docs/architecture.md). Queries that are not finite give NaN.
 #pragma once
 
-#include <atomic>
 #include <bitset>
 #include <cmath>
 #include <limits>
 #include <new>
 
-#include "../core/executor.hpp"
 #include "../format/format_table.hpp"
 #include "../page/layer_pages.hpp"
+#include "mods.hpp"
 #include "query_view.hpp"
 #include "softmax_state.hpp"
-#include "variant.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -92,6 +90,11 @@ inline int attention_rows(const format_table& keys, const format_table& values) 
     return rows;
 }
 
+/// Tokens of the pages for which products with a format of a table are planned: of the longest ones in the window's format.
+constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
+    return index == 0 ? g.longest_page() : g.page_tokens;
+}
+
 /// One worker's scratch memory.
 struct attention_scratch {
     /// Workspace of one format of a table.
@@ -121,7 +124,7 @@ struct attention_scratch {
         const auto rows = static_cast<std::size_t>(n);
         const auto dim = static_cast<std::size_t>(plan.dim),
                    value_dim = static_cast<std::size_t>(plan.value_dim);
-        scores_stride = round_up(larger(g.page_tokens, g.sinks), 16) + 16;
+        scores_stride = round_up(g.longest_page(), 16) + 16;
         query = c.floats(rows * dim + 16);
         turned = c.floats(keys.transforming() * rows * dim + 16);
         scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
@@ -130,16 +133,18 @@ struct attention_scratch {
         rotated = c.floats(values.transforming() * rows * value_dim + 16);
         key_spaces = spaces(c, keys);
         value_spaces = spaces(c, values);
-        const auto workspace_bytes = [&](const format& f, tensor role, int channels) {
-            return f.functions().make_plan(f.scheme(), {role, g.page_tokens, channels}, {}, n, nullptr);
+        const auto workspace_bytes = [&](const format_table& table, int i, tensor role, int channels) {
+            const format& f = table[i];
+            return f.functions().make_plan(f.scheme(), {role, planned_tokens(i, g), channels}, {}, n,
+                                           nullptr);
         };
         for (int i = 0; i < keys.size(); ++i) {
-            std::byte* const space = c.take(workspace_bytes(keys[i], tensor::key, plan.dim));
+            std::byte* const space = c.take(workspace_bytes(keys, i, tensor::key, plan.dim));
             if (memory) key_spaces[i].workspace = space;
         }
         std::size_t most = 0;
         for (int i = 0; i < values.size(); ++i)
-            most = larger(most, workspace_bytes(values[i], tensor::value, plan.value_dim));
+            most = larger(most, workspace_bytes(values, i, tensor::value, plan.value_dim));
         std::byte* const space = c.take(most);
         for (int i = 0; i < values.size() && memory; ++i) value_spaces[i].workspace = space;
         bytes = c.used();
@@ -193,7 +198,7 @@ public:
 
     const format_table& keys;
     const format_table& values;
-    const variant_view& kind;
+    const mods_view& mods;
     layer_pages pages;
     attention_plan plan;
     int layer;
@@ -209,6 +214,15 @@ public:
         const int first = block * plan.block_rows;
         const int n = smaller(plan.block_rows, plan.rows() - first);
         const int dim = plan.value_dim;
+        // The first chunk is never left out: it makes queries that are not finite give NaN.
+        if (const int chunk = task % chunks; chunk > 0 && hides(chunk, first, n)) {
+            for (int i = 0; i < n; ++i) {
+                float* const to = partial(head, first + i, chunk);
+                to[0] = -std::numeric_limits<float>::infinity();
+                to[1] = 0.0f;
+            }
+            return;
+        }
         const row_block rows{head, first, n, load_queries(head, first, n, s)};
         const tile_sessions tiles(keys, values, n);
         s.forget_plans(keys, values);
@@ -219,7 +233,7 @@ public:
             for (int i = 0; i < n; ++i) {
                 float* const to = partial(head, first + i, chunk);
                 to[0] = max[i];
-                to[1] = sum[i];
+                to[1] = rows.bad[static_cast<std::size_t>(i)] ? not_a_number : sum[i];
                 for (int d = 0; d < dim; ++d) to[2 + d] = s.part[i * dim + d];
             }
             return;
@@ -230,10 +244,14 @@ public:
             for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
         }
         for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
+            if (hides(chunk, first, n)) continue;
             visit_chunk(rows, chunk, s, max, sum);
             for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
         }
-        for (int i = 0; i < n; ++i) finish(running[i], head, first + i);
+        for (int i = 0; i < n; ++i) {
+            if (rows.bad[static_cast<std::size_t>(i)]) running[i].sum = not_a_number;
+            finish(running[i], head, first + i);
+        }
     }
 
     /// Merges the chunks of one row of one head, in token order. Uses the row's first partial as accumulator.
@@ -249,6 +267,7 @@ public:
 
 private:
     static constexpr float log2e = softmax_state::log2e;
+    static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
     using row_flags = std::bitset<most_query_rows>;
 
     /// The query rows of a task.
@@ -265,8 +284,11 @@ private:
         return partials + index * plan.state_floats();
     }
     int q_head(int head, int row) const noexcept { return head * plan.group + row % plan.group; }
-    int q_pos(int row) const noexcept { return pages.tokens - plan.query_tokens + row / plan.group; }
-    void finish(const softmax_state& row_state, int head, int row) const noexcept {
+    int q_pos(int row) const noexcept {
+        return (mods.has_query_positions() ? pages.tokens - plan.query_tokens : 0) + row / plan.group;
+    }
+    void finish(softmax_state& row_state, int head, int row) const {
+        if (mods.has_sink()) row_state.add_sink(mods.sink_logit(q_head(head, row)), plan.value_dim);
         if (float* const lse = out.lse(row / plan.group, q_head(head, row))) *lse = row_state.log_sum_exp();
         row_state.finish(row_state.output, plan.value_dim);
         out.store(row / plan.group, q_head(head, row), row_state.output);
@@ -278,8 +300,8 @@ private:
 
     /// Loads the queries and returns which rows are not finite: integer products would hide them.
     row_flags load_queries(int head, int first, int n, const scratch& s) const {
-        float scale = kind.scale(plan.dim);
-        if (!kind.changes_logits()) scale *= log2e;
+        float scale = mods.scale(plan.dim);
+        if (!mods.changes_scores()) scale *= log2e;
         for (int i = 0; i < n; ++i)
             q.load((first + i) / plan.group, q_head(head, first + i), s.query + i * plan.dim, scale);
         row_flags bad;
@@ -302,6 +324,17 @@ private:
         return bad;
     }
 
+    /// Is no key of the chunk visible to any of the rows? An empty state, which changes nothing when it is merged.
+    bool hides(int chunk, int first, int n) const {
+        const int begin = chunk * plan.chunk_tokens,
+                  next = begin + smaller(plan.chunk_tokens, plan.tokens - begin);
+        const int from = pages.lower_bound(begin), to = pages.lower_bound(next);
+        if (from == to) return true;
+        const layer_pages::entry last = pages.at(to - 1);
+        return mods.page(q_pos(first), q_pos(first + n - 1), pages.at(from).first_token,
+                         last.first_token + last.tokens) == page_visibility::none;
+    }
+
     /// Computes one chunk's softmax state: s.part, max, sum.
     void visit_chunk(const row_block& rows, int chunk, const scratch& s, float* max, float* sum) const {
         const int first = rows.first, n = rows.n;
@@ -314,23 +347,22 @@ private:
         const std::size_t rotations = values.transforming();
         for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
 
-        const int last_pos = q_pos(first + n - 1);
-        const int first_key = kind.first_key(q_pos(first));
+        const int first_pos = q_pos(first), last_pos = q_pos(first + n - 1);
         const int begin = chunk * plan.chunk_tokens;
-        const int last = smaller(last_pos, begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1);
+        int last = begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1;
+        if (mods.is_causal()) last = smaller(last, last_pos);
         for (int e = pages.lower_bound(begin); e < pages.entries(); ++e) {
             const layer_pages::entry entry = pages.at(e);
             if (entry.first_token > last) break;
-            if (entry.first_token + entry.tokens <= first_key && entry.first_token >= kind.kept_keys())
-                continue;
+            const page_visibility seen =
+                mods.page(first_pos, last_pos, entry.first_token, entry.first_token + entry.tokens);
+            if (seen == page_visibility::none) continue;
             const layer_pages::entry next = e + 1 < pages.entries() ? pages.at(e + 1) : entry;
             score_page(rows, entry, next, s);
-            mask_and_change(rows.head, first, n, entry, s);
+            change_and_mask(rows, entry, seen, s);
             weigh_page(rows, entry, next, s, max, sum);
         }
         restore_outputs(rows.head, n, s);
-        for (int i = 0; i < n; ++i)  // a NaN sum makes the whole row NaN
-            if (rows.bad[static_cast<std::size_t>(i)]) sum[i] = std::numeric_limits<float>::quiet_NaN();
     }
 
     /// The functions of a format and their workspace for the rows of a task. Planned at the first page of the format.
@@ -343,7 +375,8 @@ private:
         const format& f = table[index];
         attention_scratch::format_space& space = spaces[index];
         if (!space.planned) {
-            f.functions().make_plan(f.scheme(), {shape.role, pages.geometry.page_tokens, shape.dim},
+            f.functions().make_plan(f.scheme(),
+                                    {shape.role, planned_tokens(index, pages.geometry), shape.dim},
                                     {layer, rows.head}, rows.n, space.plan);
             space.planned = true;
         }
@@ -374,19 +407,15 @@ private:
                  s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
     }
 
-    void mask_and_change(int head, int first, int n, const layer_pages::entry& entry,
+    void change_and_mask(const row_block& rows, const layer_pages::entry& entry, page_visibility seen,
                          const scratch& s) const {
-        for (int i = 0; i < n; ++i) {
+        for (int i = 0; i < rows.n; ++i) {
             float* const score = s.scores + i * s.scores_stride;
-            const int pos = q_pos(first + i);
-            if (kind.changes_logits())
-                kind.change_logits(score, entry.tokens, q_head(head, first + i), pos, entry.first_token,
+            const int row = rows.first + i, pos = q_pos(row);
+            if (mods.changes_scores())
+                mods.change_scores(score, entry.tokens, q_head(rows.head, row), pos, entry.first_token,
                                    log2e);
-            constexpr float never = -std::numeric_limits<float>::infinity();
-            for (int t = larger(0, pos + 1 - entry.first_token); t < entry.tokens; ++t) score[t] = never;
-            if (!kind.limits_keys()) continue;
-            const int hidden = smaller(entry.tokens, kind.first_key(pos) - entry.first_token);
-            for (int t = larger(0, kind.kept_keys() - entry.first_token); t < hidden; ++t) score[t] = never;
+            if (seen != page_visibility::all) mods.hide(score, entry.tokens, pos, entry.first_token);
         }
     }
 
@@ -451,117 +480,6 @@ private:
             }
         }
     }
-};
-
-/// Attention of one sequence of a batch: its pages, its queries, its outputs.
-struct attention_item {
-    layer_pages pages;
-    query_view q;
-    output_view out;
-};
-
-/// The items of a batch, made from the requests on demand, so that no list of them is allocated.
-struct attention_items {
-    const void* batch;
-    int layer, count;
-    attention_item (*item)(const void* batch, int layer, int i);
-
-    attention_item operator()(int i) const { return item(batch, layer, i); }
-};
-
-/// The attention of several sequences as one list of tasks.
-class attention_batch {
-public:
-    attention_batch(const format_table& keys, const format_table& values, const cache_shape& shape,
-                    const page_geometry& geometry, const attention_items& items)
-        : keys_(keys),
-          values_(values),
-          shape_(shape),
-          geometry_(geometry),
-          items_(items),
-          count_(items.count),
-          query_rows_(attention_rows(keys, values)) {
-        const int count = count_;
-        int most_rows = 0;
-        for (int i = 0; i < count; ++i) {
-            const attention_plan plan = plan_of(items_(i));
-            tasks_ += plan.tasks();
-            partial_bytes_ += plan.partial_bytes();
-            if (plan.rows() <= most_rows && i > 0) continue;
-            most_rows = plan.rows();
-            largest_ = plan;
-        }
-        place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64});
-        if (count > 0) scratch_bytes_ = scratch(keys_, values_, largest_, geometry_, nullptr).bytes;
-    }
-
-    int workers(int threads) const noexcept { return larger(1, smaller(threads, tasks_)); }
-    std::size_t bytes(int threads) const noexcept {
-        return place_bytes_ + partial_bytes_ + static_cast<std::size_t>(workers(threads)) * scratch_bytes_;
-    }
-
-    /// memory: bytes(threads) bytes, aligned to 64.
-    void run(int layer, const variant_view& variant, executor_view ex, int threads, std::byte* memory) const {
-        if (tasks_ == 0) return;
-        auto* const places = reinterpret_cast<place*>(memory);
-        std::byte* partials = memory + place_bytes_;
-        for (int i = 0, task = 0; i < count_; ++i) {
-            const attention_plan plan = plan_of(items_(i));
-            new (places + i) place{task, reinterpret_cast<float*>(partials)};
-            task += plan.tasks();
-            partials += plan.partial_bytes();
-        }
-        const auto job = [&](int i) {
-            const attention_item of = items_(i);
-            return attention{keys_, values_, variant, of.pages,          plan_of(of),
-                             layer, of.q,    of.out,  places[i].partials};
-        };
-        std::byte* const scratch_memory = partials;
-        std::atomic<int> next{0};
-        ex.parallel_for(workers(threads), [&](int worker) {
-            const scratch mine(keys_, values_, largest_, geometry_,
-                               scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
-            int i = 0;
-            for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
-                while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
-                job(i).run(task - places[i].first_task, mine);
-            }
-        });
-        const auto merge = [&](int i) {
-            const auto mine = job(i);
-            if (!mine.plan.split()) return;
-            for (int head = 0; head < mine.plan.kv_heads; ++head)
-                for (int row = 0; row < mine.plan.rows(); ++row) mine.merge(head, row);
-        };
-        if (count_ == 1) return merge(0);
-        if (partial_bytes_ == 0) return;
-        next = 0;
-        ex.parallel_for(larger(1, smaller(threads, count_)), [&](int) {
-            for (int i = next.fetch_add(1); i < count_; i = next.fetch_add(1)) merge(i);
-        });
-    }
-
-private:
-    using scratch = attention_scratch;
-    /// Index of the first task of an item, and its partial states.
-    struct place {
-        int first_task;
-        float* partials;
-    };
-
-    attention_plan plan_of(const attention_item& of) const noexcept {
-        return {shape_, geometry_, of.pages.tokens, of.q.heads, of.q.tokens, query_rows_};
-    }
-
-    const format_table& keys_;
-    const format_table& values_;
-    const cache_shape& shape_;
-    page_geometry geometry_;
-    attention_items items_;
-    int count_, query_rows_;
-    int tasks_ = 0;
-    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, query_rows_};
-    std::size_t place_bytes_ = 0, partial_bytes_ = 0, scratch_bytes_ = 0;
 };
 
 }  // namespace detail

@@ -37,6 +37,16 @@ struct softmax_state {
         max = top;
     }
 
+    /// Adds a key with this score (not in powers of two) whose value is zero: a learned sink. -infinity adds nothing.
+    void add_sink(float score, int dim) noexcept {
+        const float top = detail::larger(max, score * log2e);
+        if (std::isinf(top) && top < 0) return;
+        const float mine = std::isinf(max) ? 0.0f : std::exp2(max - top);
+        for (int d = 0; d < dim; ++d) output[d] *= mine;
+        sum = sum * mine + std::exp2(score * log2e - top);
+        max = top;
+    }
+
     /// Natural log of the sum of e^score: -infinity without keys, NaN if sum is NaN.
     float log_sum_exp() const noexcept {
         return sum == 0.0f ? -std::numeric_limits<float>::infinity() : (max + std::log2(sum)) / log2e;

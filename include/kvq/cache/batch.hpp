@@ -6,7 +6,12 @@
 // Contract: every sequence gets the same outputs and pages as alone, bit for bit.
 #pragma once
 
-#include "../attention/attend.hpp"
+#include <optional>
+
+#include "../attention/attention_batch.hpp"
+#include "../attention/masks.hpp"
+#include "../attention/score_modifiers.hpp"
+#include "../attention/token_tree.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -17,6 +22,7 @@ struct attention_request {
     const kvq::sequence* sequence;
     query_view q;
     output_view out;
+    std::optional<mods_view> mods = {};  ///< instead of those of the call; not copied: keep the object
 };
 
 /// One sequence's part of a step: the arguments of sequence::prefill. K and V have one type.
@@ -25,6 +31,7 @@ struct prefill_request {
     input_view k, v;
     query_view q;
     output_view out;
+    std::optional<mods_view> mods = {};  ///< as in attention_request
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

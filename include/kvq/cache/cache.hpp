@@ -93,14 +93,14 @@ public:
     /// Attention of one layer for many sequences at once, of any length and any number of queries. All threads share one list of tasks,
     /// which saves a start and an end per sequence. Outputs are those of sequence::attend, bit for bit. Takes its scratch
     /// from `space`. Raises kvq::error before anything is written.
-    void attend(int layer, std::span<const attention_request> batch, const variant_view& variant,
+    void attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
                 executor_view executor, workspace& space) const;
 
     /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of any length beside
     /// sequences that decode one token. Every sequence gets the same pages and outputs as alone, bit for bit, on any number of
     /// threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are then
     /// unchanged.
-    void prefill(int layer, std::span<const prefill_request> batch, const variant_view& variant,
+    void prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
                  executor_view executor, workspace& space);
 
     /// Dry run of requantize() on `threads` threads: reports what the whole request will do. Nothing changes. O(pages).
@@ -159,7 +159,7 @@ private:
         return static_cast<std::size_t>(options_.page_tokens) *
                static_cast<std::size_t>(detail::larger(shape_.dim(tensor::key), shape_.dim(tensor::value)));
     }
-    void attend_items(int layer, const detail::attention_items& items, const variant_view& variant,
+    void attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                       executor_view executor, workspace& space) const;
 
     cache_shape shape_;

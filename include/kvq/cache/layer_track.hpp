@@ -9,6 +9,7 @@
 
 #include <cstring>
 #include <memory_resource>
+#include <utility>
 #include <vector>
 
 #include "../core/shape.hpp"
@@ -22,6 +23,8 @@ struct layer_track {
     int first_copy = 0;  ///< spans before it have no 16-bit copies
     int targets[2];      ///< formats to which K and V pages are committed; 0: pages stay 16 bit
     std::pmr::vector<page_span> spans;
+    int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
+    std::size_t table_before = 0;  ///< capacity of `spans` before the draft
 
     layer_track(std::pmr::memory_resource* memory, int key_target, int value_target)
         : targets{key_target, value_target}, spans(memory) {}
@@ -30,7 +33,9 @@ struct layer_track {
           committed(other.committed),
           first_copy(other.first_copy),
           targets{other.targets[0], other.targets[1]},
-          spans(memory) {
+          spans(memory),
+          draft(other.draft),
+          table_before(draft == 0 ? 0 : table_capacity(other.spans.size() - 1)) {
         spans.reserve(table_capacity(other.spans.size()));
         spans.assign(other.spans.begin(), other.spans.end());
     }
@@ -68,6 +73,12 @@ struct layer_track {
         return spans_after + ceil_div(added, g.page_tokens);
     }
 
+    /// Removes the draft, if there is one.
+    void drop_draft() noexcept {
+        if (draft == 0) return;
+        spans.pop_back();
+        tokens -= std::exchange(draft, 0);
+    }
     /// Drops copies that no trim within `rollback` can restore any more.
     void drop_copies(const page_geometry& g, int rollback) noexcept {
         for (; first_copy < committed; ++first_copy) {

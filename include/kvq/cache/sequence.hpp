@@ -3,6 +3,7 @@
 //   prefill  a chunk of new tokens with their queries: attention over the chunk in 16 bit, then commit
 //   append   new tokens without queries, or one token before attend
 //   attend   fused attention over the present pages
+//   append_draft, keep   a drafted tree of tokens, and the path of it that was accepted
 //   trim     remove every token from a position on
 //   fork     a second sequence that shares all pages; a shared page is copied before it is written
 //
@@ -19,7 +20,7 @@
 #include <memory>
 #include <span>
 
-#include "chunk.hpp"
+#include "draft.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -51,10 +52,9 @@ public:
         prefill(layer, k, v, q, out, causal{}, serial_executor{}, space);
     }
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                 const output_view& out, const variant_view& variant, executor_view executor,
-                 workspace& space) {
-        const prefill_request one{this, k, v, q, out};
-        cache_->prefill(layer, std::span(&one, 1), variant, executor, space);
+                 const output_view& out, const mods_view& mods, executor_view executor, workspace& space) {
+        const prefill_request one{this, k, v, q, out, {}};
+        cache_->prefill(layer, std::span(&one, 1), mods, executor, space);
     }
 
     /// Appends k.tokens tokens to one layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]; n may be 0.
@@ -71,6 +71,38 @@ public:
         added.commit();
     }
 
+    /// Appends k.tokens drafted tokens to one layer; at most 64 drafted tokens wait at a time. They stay 16 bit, and the pages of the
+    /// accepted tokens stay as they are, until keep(). attend() sees them: under a token_tree{tokens(layer) before the draft, parents} as
+    /// mask, or as a chain without. Further calls make the draft longer, level by level. While a layer has a draft, all other
+    /// changes are refused but trim() to the accepted tokens or fewer. k and v: as for append(). O(k.tokens)
+    void append_draft(int layer, const input_view& k, const input_view& v) {
+        check_rows(layer, k, v);
+        detail::layer_track& track = tracks_[static_cast<std::size_t>(layer)];
+        detail::expect(k.tokens <= detail::most_drafted - track.draft, "a draft has at most ",
+                       detail::most_drafted, " tokens: layer ", layer, " holds ", track.draft,
+                       " and cannot take ", k.tokens, " more");
+        if (k.tokens > 0) detail::append_draft(*cache_, track, k, v);
+    }
+    /// Accepts the drafted tokens path[0] < path[1] < ..., numbers within the draft (a path of token_tree::is_path()), and removes the others,
+    /// in every layer that has a draft. The sequence is then, bit for bit, what appending the accepted tokens instead of the
+    /// draft would have given: pages, bytes, usage. Needs the memory of that append() while the draft is still held.
+    void keep(std::span<const int> path) {
+        int drafted = 0, fewest = detail::most_drafted;
+        for (const detail::layer_track& track : tracks_) {
+            drafted = detail::larger(drafted, track.draft);
+            if (track.draft > 0) fewest = detail::smaller(fewest, track.draft);
+        }
+        const int most = drafted > 0 ? fewest : 0;
+        for (std::size_t i = 0; i < path.size(); ++i)
+            detail::expect(path[i] >= 0 && path[i] < most && (i == 0 || path[i] > path[i - 1]), "token ",
+                           path[i], " at place ", i, " of a path through a draft of ", most,
+                           " tokens: a path ascends from 0 on");
+        if (drafted == 0) return;
+        detail::kept_drafts kept(*cache_, tracks_);
+        kept.append(path, scratch_.data());
+        kept.commit();
+    }
+
     /// out = softmax(q K^T) V for the last q.tokens tokens of the layer; each token attends to itself and all tokens before it.
     /// q: [n][q_heads][head_dim], out: [n][q_heads][value_dim], each float, float16 or bfloat16; q_heads is a multiple of kv_heads.
     /// Takes a workspace for the duration of the call; pass one to avoid the allocation.
@@ -78,14 +110,14 @@ public:
         workspace space(memory());
         attend(layer, q, out, causal{}, serial_executor{}, space);
     }
-    void attend(int layer, const query_view& q, const output_view& out, const variant_view& variant) const {
+    void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods) const {
         workspace space(memory());
-        attend(layer, q, out, variant, serial_executor{}, space);
+        attend(layer, q, out, mods, serial_executor{}, space);
     }
-    void attend(int layer, const query_view& q, const output_view& out, const variant_view& variant,
+    void attend(int layer, const query_view& q, const output_view& out, const mods_view& mods,
                 executor_view executor, workspace& space) const {
-        const attention_request one{this, q, out};
-        cache_->attend(layer, std::span(&one, 1), variant, executor, space);
+        const attention_request one{this, q, out, {}};
+        cache_->attend(layer, std::span(&one, 1), mods, executor, space);
     }
 
     /// Removes every token from position n on, in all layers (layers shorter than n are unchanged). A trim of at most `rollback`
@@ -94,7 +126,14 @@ public:
     void trim(int n) {
         detail::expect(n >= 0 && n <= tokens(), "cannot trim to ", n, " tokens: the sequence holds ",
                        tokens());
-        for (detail::layer_track& track : tracks_) track.cut(n, geometry());
+        for (const detail::layer_track& track : tracks_)
+            detail::expect(n <= track.tokens - track.draft || n >= track.tokens || track.draft == 0,
+                           "cannot trim to ", n, " tokens: the draft of a layer is tokens ",
+                           track.tokens - track.draft, " to ", track.tokens, ", keep() a part of it");
+        for (detail::layer_track& track : tracks_) {
+            if (n < track.tokens) track.drop_draft();
+            track.cut(n, geometry());
+        }
     }
 
     /// Upper bound of the bytes that append() of n tokens to every layer takes from the pool: with so many bytes left of
@@ -106,6 +145,23 @@ public:
     /// The same for prefill() of a chunk of n tokens in every layer, one layer after the other. Includes one layer's chunk in 16 bit.
     [[nodiscard]] std::size_t prefill_bytes(int n) const {
         return added_bytes(n, detail::chunk_pages::after_attend);
+    }
+    /// The same for a draft of up to n tokens in every layer, appended in any number of calls, and keep() of any path of it. To be asked before
+    /// the draft begins. O(n * (layers + added pages))
+    [[nodiscard]] std::size_t draft_bytes(int n) const {
+        detail::expect(n >= 0 && n <= detail::most_drafted, "a draft has 0 to ", detail::most_drafted,
+                       " tokens, not ", n);
+        std::size_t most = 0;
+        for (int accepted = 1; accepted <= n; ++accepted) {
+            std::size_t kept = 0;  // of all layers at once
+            for (const detail::layer_track& track : tracks_) {
+                check_added(track, n);
+                check_no_draft(track);
+                kept += detail::chunk::needs_of(*cache_, track, accepted, detail::chunk_pages::at_once).taken;
+            }
+            most = detail::larger(most, kept);
+        }
+        return most + detail::draft_pages_bytes(*cache_, n);
     }
 
     /// A sequence with the same tokens that shares every page.
@@ -135,7 +191,7 @@ public:
         detail::expect(out.data != nullptr || out.tokens == 0, "out has no data for ", out.tokens, " tokens");
         const layer_pages all = pages(layer);
         const int dim = shape().dim(role);
-        const auto longest = static_cast<std::size_t>(detail::larger(page_tokens(), geometry().sinks));
+        const auto longest = static_cast<std::size_t>(geometry().longest_page());
         std::pmr::vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
         // Pages of which only a part is wanted are dequantized here first.
         std::pmr::vector<std::byte> some(memory());
@@ -225,7 +281,8 @@ private:
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
     }
-    void check_attention(int layer, const query_view& q, const output_view& out, int added = 0) const {
+    void check_attention(int layer, const query_view& q, const output_view& out, const mods_view& mods,
+                         int added = 0) const {
         const int held = tokens(layer) + added;
         detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
                        " heads, not a multiple of the ", shape().kv_heads, " kv heads");
@@ -235,21 +292,31 @@ private:
             out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
             "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
             q.heads, " x ", shape().dim(tensor::value));
-        detail::expect(q.tokens >= 0 && q.tokens <= held, "q has ", q.tokens, " tokens but layer ", layer,
+        const int most = mods.has_query_positions() ? held : (std::numeric_limits<int>::max)() / q.heads;
+        detail::expect(q.tokens >= 0 && q.tokens <= most, "q has ", q.tokens, " tokens but layer ", layer,
                        " holds ", held);
         detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
         detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
+        mods.check(q.heads);
     }
     void check_added(const detail::layer_track& track, int n) const {
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
                        "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
     }
-    void check_chunk(int layer, const input_view& k, const input_view& v) const {
+    static void check_no_draft(const detail::layer_track& track) {
+        detail::expect(track.draft == 0, "a layer holds a draft of ", track.draft,
+                       " tokens: keep() a part of it first, or trim() to ", track.tokens - track.draft);
+    }
+    void check_rows(int layer, const input_view& k, const input_view& v) const {
         check_layer(layer);
         check_input(k, "k", shape().dim(tensor::key));
         check_input(v, "v", shape().dim(tensor::value));
         detail::expect(k.tokens == v.tokens, "k has ", k.tokens, " tokens but v has ", v.tokens);
         check_added(tracks_[static_cast<std::size_t>(layer)], k.tokens);
+    }
+    void check_chunk(int layer, const input_view& k, const input_view& v) const {
+        check_rows(layer, k, v);
+        check_no_draft(tracks_[static_cast<std::size_t>(layer)]);
     }
     void check_input(const input_view& x, const char* name, int dim) const {
         detail::expect(x.tokens >= 0, name, " has ", x.tokens, " tokens");
@@ -265,6 +332,7 @@ private:
         std::size_t held = 0, most = 0;
         for (const detail::layer_track& track : tracks_) {
             check_added(track, n);
+            check_no_draft(track);
             if (n == 0) continue;
             const auto needs = detail::chunk::needs_of(*cache_, track, n, when);
             most = detail::larger(most, held + needs.taken);
@@ -297,7 +365,7 @@ template <class Request>
 attention_items items_of(std::span<const Request> batch, int layer) {
     return {batch.data(), layer, static_cast<int>(batch.size()), [](const void* requests, int of, int i) {
                 const Request& r = static_cast<const Request*>(requests)[i];
-                return attention_item{r.sequence->pages(of), r.q, r.out};
+                return attention_item{r.sequence->pages(of), r.q, r.out, r.mods ? &*r.mods : nullptr};
             }};
 }
 
@@ -307,6 +375,7 @@ struct sequence_access {
     template <class Sequence>
     static auto& tracks(Sequence& s) {
         expect(!s.tracks_.empty(), "a sequence that was moved from has no layers");
+        for (const layer_track& track : s.tracks_) sequence::check_no_draft(track);
         return s.tracks_;
     }
     static kvq::cache& cache(const sequence& s) noexcept { return *s.cache_; }
@@ -333,14 +402,14 @@ inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tok
     pages.geometry = geometry();
     pages.tokens = tokens;
     const token_view<float> rows(nullptr, q_tokens, q_heads, shape_.dim(tensor::key));
-    const detail::attention_item item{pages, rows, rows};
+    const detail::attention_item item{pages, rows, rows, nullptr};
     const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
                                             return *static_cast<const detail::attention_item*>(of);
                                         }};
     return detail::attention_batch(keys_, values_, shape_, geometry(), items).bytes(threads);
 }
 
-inline void cache::attend_items(int layer, const detail::attention_items& items, const variant_view& variant,
+inline void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                                 executor_view executor, workspace& space) const {
     long long rows = 0;
     for (int i = 0; i < items.count; ++i) {
@@ -351,19 +420,20 @@ inline void cache::attend_items(int layer, const detail::attention_items& items,
     if (rows == 0) return;
     const int threads = executor.concurrency();
     const detail::attention_batch all(keys_, values_, shape_, geometry(), items);
-    all.run(layer, variant, executor, threads, space.reserve(all.bytes(threads)));
+    all.run(layer, mods, executor, threads, space.reserve(all.bytes(threads)));
 }
 
-inline void cache::attend(int layer, std::span<const attention_request> batch, const variant_view& variant,
+inline void cache::attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
                           executor_view executor, workspace& space) const {
     for (std::size_t i = 0; i < batch.size(); ++i) {
         check_member(batch[i].sequence, i);
-        batch[i].sequence->check_attention(layer, batch[i].q, batch[i].out);
+        batch[i].sequence->check_attention(layer, batch[i].q, batch[i].out,
+                                           batch[i].mods ? *batch[i].mods : mods);
     }
-    attend_items(layer, detail::items_of(batch, layer), variant, executor, space);
+    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
 }
 
-inline void cache::prefill(int layer, std::span<const prefill_request> batch, const variant_view& variant,
+inline void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
                            executor_view executor, workspace& space) {
     for (std::size_t i = 0; i < batch.size(); ++i) {
         const prefill_request& r = batch[i];
@@ -372,7 +442,7 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
             detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
                            " again");
         r.sequence->check_chunk(layer, r.k, r.v);
-        r.sequence->check_attention(layer, r.q, r.out, r.k.tokens);
+        r.sequence->check_attention(layer, r.q, r.out, r.mods ? *r.mods : mods, r.k.tokens);
     }
     std::pmr::vector<detail::chunk> chunks(pool_.memory());
     chunks.reserve(batch.size());
@@ -386,7 +456,7 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
     std::size_t written = 0;
     for (const prefill_request& r : batch)
         if (r.k.tokens > 0) chunks[written++].write(r.k, r.v, nullptr);
-    attend_items(layer, detail::items_of(batch, layer), variant, executor, space);
+    attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
     const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
     const std::size_t scratch = detail::round_up(scratch_floats() * sizeof(float), std::size_t{64});
     std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch);

@@ -19,11 +19,17 @@ namespace kvq::inline KVQ_TAGGED {
 struct page_geometry {
     /// 16-bit pages that are not full end at multiples of 32 tokens, so that short sequences stay small.
     static constexpr int window_step = 32;
+    /// Drafted tokens that may wait in a layer; they share a page.
+    static constexpr int most_drafted = 64;
 
     int sinks = 0;
     int recent = 0;
     int page_tokens = 0;
 
+    /// The most tokens of a page: 16-bit pages of sinks and of drafts may be longer than the others.
+    constexpr int longest_page() const noexcept {
+        return detail::larger(detail::larger(page_tokens, sinks), most_drafted);
+    }
     /// Number of pages (behind the sinks) of n tokens.
     constexpr int pages(int n) const noexcept {
         return n <= sinks ? 0 : detail::ceil_div(n - sinks, page_tokens);

@@ -7,11 +7,12 @@
 // Whole pages are dropped at the front, so no token is ever moved or quantized again, and pages may be of any format. Positions
 // count from the first token ever appended, in 64 bits: a ring has no end. Sinks of the cache stay,
 // and the window slides behind them (Xiao et al., arXiv 2309.17453). Attention is that of sink_window{W, sinks} over all
-// tokens (attention/variant.hpp), without sinks that of sliding_window{W}: in decode, and for the queries of the
+// tokens (attention/masks.hpp), without sinks that of sliding_window{W}: in decode, and for the queries of the
 // tokens appended last. A ring holds the sinks, at most W + slack tokens before those appended last, and less than a page more.
 // Masks and score modifiers get positions in held(), which has no gap between sinks and window. Modifiers that depend on distances,
 // as all of kvq's do, give the same result within the window; sinks are nearer than in the text. Keys keep their rotary
 // positions, so rotated sinks do not come nearer.
+// Drafts: held().append_draft(), attend() under a tree that begins at held().tokens(layer), held().keep().
 // To continue elsewhere: fork(); or save held() and first_token(), from which a ring can be made again.
 // Thread safety: as sequence.
 #pragma once
@@ -73,17 +74,16 @@ public:
         workspace space(detail::sequence_access::cache(sequence_).pool().memory());
         prefill(layer, k, v, q, out, causal{}, serial_executor{}, space);
     }
-    template <class Variant>
+    template <class Mods>
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                 const output_view& out, const Variant& variant_of, executor_view executor,
-                 workspace& space) {
-        static_assert(!std::is_same_v<Variant, sliding_window> && !std::is_same_v<Variant, sink_window>,
+                 const output_view& out, const Mods& more, executor_view executor, workspace& space) {
+        static_assert(!std::is_same_v<Mods, sliding_window> && !std::is_same_v<Mods, sink_window>,
                       "kvq::ring: a ring has its window already");
         if (q.tokens >= 1 && q.tokens <= sequence_.tokens(layer) + k.tokens)
             check_window(tokens(layer) + k.tokens - q.tokens, "attend from");
         const int tokens = droppable();
-        sequence_.prefill(layer, k, v, q, out, variant{sink_window{options_.window, sinks()}, variant_of},
-                          executor, space);
+        sequence_.prefill(layer, k, v, q, out, mods{sink_window{options_.window, sinks()}, more}, executor,
+                          space);
         drop(tokens);
     }
 
@@ -92,19 +92,19 @@ public:
     void attend(int layer, const query_view& q, const output_view& out) const {
         attend(layer, q, out, causal{});
     }
-    template <class Variant>
-    void attend(int layer, const query_view& q, const output_view& out, const Variant& v) const {
+    template <class Mods>
+    void attend(int layer, const query_view& q, const output_view& out, const Mods& more) const {
         workspace space(detail::sequence_access::cache(sequence_).pool().memory());
-        attend(layer, q, out, v, serial_executor{}, space);
+        attend(layer, q, out, more, serial_executor{}, space);
     }
-    template <class Variant>
-    void attend(int layer, const query_view& q, const output_view& out, const Variant& v,
+    template <class Mods>
+    void attend(int layer, const query_view& q, const output_view& out, const Mods& more,
                 executor_view executor, workspace& space) const {
-        static_assert(!std::is_same_v<Variant, sliding_window> && !std::is_same_v<Variant, sink_window>,
+        static_assert(!std::is_same_v<Mods, sliding_window> && !std::is_same_v<Mods, sink_window>,
                       "kvq::ring: a ring has its window already");
         if (q.tokens >= 1 && q.tokens <= sequence_.tokens(layer))
             check_window(tokens(layer) - q.tokens, "attend from");
-        sequence_.attend(layer, q, out, variant{sink_window{options_.window, sinks()}, v}, executor, space);
+        sequence_.attend(layer, q, out, mods{sink_window{options_.window, sinks()}, more}, executor, space);
     }
 
     /// Removes every token from position n on. Raises kvq::error when part of the window before n was dropped.
@@ -122,7 +122,7 @@ public:
     [[nodiscard]] std::int64_t first_token() const noexcept { return dropped_ == 0 ? 0 : dropped_ + sinks(); }
     /// The held tokens as a sequence: the sinks, then the tokens from first_token() on. Use it to read, measure and save; and, if it
     /// is not const, to requantize and to step down, alone or with other sequences (token positions of a request count held
-    /// tokens). Append and trim through the ring only: otherwise the positions of later tokens move.
+    /// tokens). Append and trim through the ring only (drafts aside): otherwise the positions of later tokens move.
     [[nodiscard]] const sequence& held() const noexcept { return sequence_; }
     [[nodiscard]] sequence& held() noexcept { return sequence_; }
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V: of sinks, or of tokens from first_token() on.

@@ -16,14 +16,14 @@ namespace {
 
 constexpr double bound = 5e-4;
 
-/// A user's own hook: keys of odd position count half.
-struct sees_nothing {
-    int first_key(int q_pos) const { return q_pos + 1; }
-};
+/// Hooks of a user: keys of odd position count half; no key is seen.
 struct odd_keys_fade {
-    float logit(float score, int, int, int k_pos) const noexcept {
+    float score(float score, int, int, int k_pos) const noexcept {
         return k_pos % 2 ? score - 0.6931472f : score;
     }
+};
+struct sees_nothing {
+    static bool mask(int, int) { return false; }
 };
 
 /// Seven workers, one after the other, the last one first.
@@ -77,39 +77,12 @@ TEST_CASE_TEMPLATE("scale, softcap, sliding window, ALiBi, alone and together", 
             // Fewer than the sinks of the cache, as many, into the next page, and more than there are.
             for (const int sinks : {0, 3, 4, 50, 1000})
                 for (const int window : {1, 40}) check(kvq::sink_window{window, sinks});
-            check(kvq::variant{kvq::softcap{5.0f}, kvq::sink_window{40, 4}});
-            check(kvq::variant{kvq::softcap{5.0f}, kvq::sliding_window{40}});
-            check(kvq::variant{kvq::score_scale{0.2f}, kvq::alibi{slopes}, odd_keys_fade{},
-                               kvq::sliding_window{100}});
+            check(kvq::mods{kvq::softcap{5.0f}, kvq::sink_window{40, 4}});
+            check(kvq::mods{kvq::softcap{5.0f}, kvq::sliding_window{40}});
+            check(kvq::mods{kvq::score_scale{0.2f}, kvq::alibi{slopes}, odd_keys_fade{},
+                            kvq::sliding_window{100}});
         }
     });
-}
-
-TEST_CASE(
-    "variants combine as written: scale replaces, logits follow one another, the narrower window wins") {
-    const float slopes[1] = {2.0f};
-    struct since_even {
-        int first_key(int q_pos) const noexcept { return q_pos / 2 * 2; }
-    };
-    const kvq::variant both{kvq::sliding_window{3}, since_even{}};
-    CHECK(both.first_key(10) == 10);
-    CHECK(both.first_key(11) == 10);
-    CHECK(kvq::variant{kvq::sliding_window{2}, since_even{}}.first_key(13) == 12);
-    CHECK(both.first_key(1) == 0);
-    // Kept is what no window of them hides.
-    struct since_even_but_4 : since_even {
-        int kept_keys() const noexcept { return 4; }
-    };
-    const kvq::variant kept{kvq::softcap{1.0f}, kvq::sink_window{3, 7}, since_even_but_4{}};
-    CHECK(kept.first_key(20) == 20);
-    CHECK(kept.kept_keys() == 4);
-    CHECK(kvq::variant{kvq::sink_window{3, 7}, since_even{}}.kept_keys() == 0);
-    static_assert(!kvq::detail::keeping_keys<decltype(both)>);
-    const kvq::variant logits{kvq::alibi{slopes}, kvq::softcap{1.0f}};
-    CHECK(logits.logit(0.5f, 0, 3, 2) == std::tanh(-1.5f));
-    static_assert(!kvq::detail::limiting_keys<decltype(logits)> && !kvq::detail::scaling<decltype(logits)>);
-    static_assert(!kvq::detail::changing_logits<kvq::causal>);
-    CHECK(kvq::variant{kvq::score_scale{0.25f}}.scale(64) == 0.25f);
 }
 
 TEST_CASE("a window that sees everything is no window") {
@@ -185,22 +158,22 @@ TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any numb
             out.emplace_back(rows, heads, 40);
             lse.emplace_back(static_cast<std::size_t>(rows * heads), 77.0f);
         }
-        const auto check = [&](const auto& variant, auto&& executor) {
+        const auto check = [&](const auto& mods, auto&& executor) {
             std::vector<kvq::attention_request> batch;
             for (std::size_t i = 0; i < sequences.size(); ++i) {
                 sequences[i].attend(layer, q[i].view(),
-                                    kvq::output_view(expected[i].view()).with_lse(lse[i].data()), variant);
+                                    kvq::output_view(expected[i].view()).with_lse(lse[i].data()), mods);
                 std::fill(out[i].values().begin(), out[i].values().end(), -1.0f);
                 batch.push_back({&sequences[i], q[i].view(), out[i].view()});
             }
             kvq::workspace space;
-            cache.attend(layer, batch, variant, executor, space);
+            cache.attend(layer, batch, mods, executor, space);
             for (std::size_t i = 0; i < sequences.size(); ++i) CHECK(out[i].values() == expected[i].values());
             for (std::size_t i = 0; i < sequences.size(); ++i) {
                 const auto wanted = lse[i];
                 std::fill(lse[i].begin(), lse[i].end(), 77.0f);
                 batch[i].out = kvq::output_view(out[i].view()).with_lse(lse[i].data());
-                cache.attend(layer, std::span(batch).subspan(i, 1), variant, executor, space);
+                cache.attend(layer, std::span(batch).subspan(i, 1), mods, executor, space);
                 CHECK(lse[i] == wanted);
             }
         };
@@ -238,7 +211,7 @@ TEST_CASE("a batch with a part that does not fit is refused before anything is w
     refused({&mine, q.view(), to(1)}, "0 layers");
 }
 
-TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on dequantized keys, whatever the variant", C,
+TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on dequantized keys, whatever the mask", C,
                    test::kivi_cache, test::mixed_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -250,10 +223,10 @@ TEST_CASE_TEMPLATE("log-sum-exp: that of the scores on dequantized keys, whateve
             const auto k = test::dequantized(sequence, cache.shape(), layer, kvq::tensor::key);
             test::tensor<float> expected(rows, 4, 40), out(rows, 4, 40);
             std::vector<float> lse(static_cast<std::size_t>(rows * 4));
-            const auto check = [&](const auto& variant, int window, double cap) {
-                sequence.attend(layer, q.view(), expected.view(), variant);
+            const auto check = [&](const auto& mods, int window, double cap) {
+                sequence.attend(layer, q.view(), expected.view(), mods);
                 std::fill(lse.begin(), lse.end(), 77.0f);
-                sequence.attend(layer, q.view(), kvq::output_view(out.view()).with_lse(lse.data()), variant);
+                sequence.attend(layer, q.view(), kvq::output_view(out.view()).with_lse(lse.data()), mods);
                 CHECK(out.values() == expected.values());
                 for (int t = 0; t < rows; ++t)
                     for (int h = 0; h < 4; ++h) {

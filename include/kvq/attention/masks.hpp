@@ -1,0 +1,122 @@
+// Ready-made masks (attention/mods.hpp): which keys a query attends to.
+//
+//   causal            itself and the tokens before it; the mask that holds when none lifts it
+//   bidirectional     all tokens of the sequence                           an encoder, or a block of diffusion
+//   cross_attention   the same for queries that are no tokens of the sequence
+//   sliding_window    the last W tokens up to itself                       sink_window: and the first S
+//   prefix_lm         causal, and the first P tokens for all queries       Raffel et al., arXiv 1910.10683, section 3.2
+//   document_mask     tokens of its own document                           several documents packed into one sequence
+//
+// Positions are those of the sequence: 0 is its first token. Every mask answers for pages in O(1), documents in O(log documents).
+#pragma once
+
+#include <algorithm>
+#include <span>
+
+#include "mods.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+/// A query attends to itself and all tokens before it.
+struct causal {
+    static constexpr bool is_causal = true;
+};
+
+/// A query attends to all tokens of the sequence, later ones too.
+struct bidirectional {
+    static constexpr bool is_causal = false;
+};
+
+/// Queries without positions attend to all tokens; their number is not limited by the length of the sequence. Score modifiers and other
+/// masks get the number of the query, from 0 on, as its position.
+struct cross_attention {
+    static constexpr bool is_causal = false;
+    static constexpr bool has_query_positions = false;
+};
+
+/// A query attends to itself and the `tokens - 1` keys before it.
+struct sliding_window {
+    int tokens;  ///< at least 1
+
+    bool mask(int q_pos, int k_pos) const noexcept { return k_pos > q_pos - tokens; }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const noexcept {
+        if (end_k <= first_q - tokens + 1) return page_visibility::none;
+        return first_k > last_q - tokens ? page_visibility::all : page_visibility::some;
+    }
+    void check(int) const {
+        detail::expect(tokens >= 1, "a sliding window has at least 1 token, got ", tokens);
+    }
+};
+
+/// The same, and always the first `sinks` keys; Xiao et al., arXiv 2309.17453.
+struct sink_window {
+    int tokens;  ///< at least 1
+    int sinks;   ///< at least 0
+
+    bool mask(int q_pos, int k_pos) const noexcept { return k_pos > q_pos - tokens || k_pos < sinks; }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const noexcept {
+        if (end_k <= sinks) return page_visibility::all;
+        if (first_k >= sinks && end_k <= first_q - tokens + 1) return page_visibility::none;
+        return detail::larger(first_k, sinks) > last_q - tokens ? page_visibility::all
+                                                                : page_visibility::some;
+    }
+    void check(int) const {
+        detail::expect(tokens >= 1 && sinks >= 0, "a sliding window has at least 1 token and 0 sinks, got ",
+                       tokens, " and ", sinks);
+    }
+};
+
+/// Every query attends to the first `prefix` tokens, and causally to the others.
+struct prefix_lm {
+    int prefix;  ///< at least 0
+
+    static constexpr bool is_causal = false;
+    bool mask(int q_pos, int k_pos) const noexcept { return k_pos <= q_pos || k_pos < prefix; }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const noexcept {
+        if (end_k <= prefix || end_k - 1 <= first_q) return page_visibility::all;
+        return first_k > last_q && first_k >= prefix ? page_visibility::none : page_visibility::some;
+    }
+    void check(int) const { detail::expect(prefix >= 0, "a prefix has at least 0 tokens, got ", prefix); }
+};
+
+/// A query attends to the tokens of its own document, causally unless `bidirectional` is a part as well.
+/// starts: position of the first token of each document, in order, the first one 0; documents may be empty. Tokens from the last start on
+/// are one document, so cu_seqlens of other engines can be given as they are. The span is not copied.
+struct document_mask {
+    std::span<const int> starts;
+
+    /// Positions [begin, end) of the document that holds position `of`.
+    struct range {
+        int begin, end;
+    };
+    range document(int of) const noexcept {
+        const auto next = std::upper_bound(starts.begin(), starts.end(), of);
+        return {next == starts.begin() ? 0 : *(next - 1),
+                next == starts.end() ? (std::numeric_limits<int>::max)() : *next};
+    }
+
+    bool mask(int q_pos, int k_pos) const noexcept {
+        const range own = document(q_pos);
+        return k_pos >= own.begin && k_pos < own.end;
+    }
+    void mask_row(float* scores, int n, int q_pos, int first_k) const noexcept {
+        const range own = document(q_pos);
+        for (int t = 0; t < detail::smaller(n, own.begin - first_k); ++t) scores[t] = hidden_score;
+        for (int t = detail::larger(0, own.end - first_k); t < n; ++t) scores[t] = hidden_score;
+    }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const noexcept {
+        const range first = document(first_q), last = document(last_q);
+        if (end_k <= first.begin || first_k >= last.end) return page_visibility::none;
+        return first_k >= last.begin && end_k <= first.end ? page_visibility::all : page_visibility::some;
+    }
+    /// O(documents)
+    void check(int) const {
+        detail::expect(!starts.empty(), "a document mask needs the start of at least one document");
+        detail::expect(starts[0] == 0, "the first document starts at 0, not at ", starts[0]);
+        for (std::size_t i = 1; i < starts.size(); ++i)
+            detail::expect(starts[i - 1] <= starts[i], "document ", i, " starts at ", starts[i],
+                           ", before document ", i - 1, " at ", starts[i - 1]);
+    }
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

@@ -1,0 +1,55 @@
+// Ready-made score modifiers (attention/mods.hpp), on scores that are already scaled.
+//
+//   score_scale     q . k times a number instead of 1 / sqrt(head_dim)
+//   softcap         cap * tanh(score / cap)                Gemma 2, arXiv 2408.00118, section 2
+//   alibi           score - slope[q_head] * distance       Press et al., arXiv 2108.12409
+//   learned_sinks   exp(logit[q_head]) more in the softmax sum of a row, without a value; gpt-oss, arXiv 2508.10925, section 2
+//
+// Contract: one number per query head where a modifier has numbers per head; another number of query heads is refused.
+#pragma once
+
+#include <span>
+
+#include "mods.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+/// scores * value
+struct score_scale {
+    float value;
+    float scale(int) const noexcept { return value; }
+};
+
+/// cap * tanh(score / cap)
+struct softcap {
+    float cap;
+    float score(float score, int, int, int) const noexcept { return cap * std::tanh(score / cap); }
+};
+
+/// score - slopes[q_head] * (q_pos - k_pos). The span is not copied.
+struct alibi {
+    std::span<const float> slopes;  ///< one per query head
+
+    float score(float score, int q_head, int q_pos, int k_pos) const noexcept {
+        return score - slopes[static_cast<std::size_t>(q_head)] * static_cast<float>(q_pos - k_pos);
+    }
+    void check(int q_heads) const {
+        detail::expect(slopes.size() == static_cast<std::size_t>(q_heads), "ALiBi has ", slopes.size(),
+                       " slopes for ", q_heads, " query heads");
+    }
+};
+
+/// softmax over the visible keys and one more score, logits[q_head], whose value is zero. Other modifiers do not change it. The log-sum-exp
+/// of a row includes it, so of outputs that will be merged over parts of the keys only one takes the sinks. A row without visible keys
+/// gives zeros. -infinity: no sink; any other logit that is not finite gives NaN. The span is not copied.
+struct learned_sinks {
+    std::span<const float> logits;  ///< one per query head
+
+    float sink_logit(int q_head) const noexcept { return logits[static_cast<std::size_t>(q_head)]; }
+    void check(int q_heads) const {
+        detail::expect(logits.size() == static_cast<std::size_t>(q_heads), "there are ", logits.size(),
+                       " learned sinks for ", q_heads, " query heads");
+    }
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

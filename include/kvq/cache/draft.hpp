@@ -1,0 +1,196 @@
+// Drafted tokens of a layer: they wait in 16-bit pages of their own, behind the accepted tokens, until keep() takes a path of them.
+//
+//   [sinks][page] ... [open page][draft]     the draft is the last span; no other page is written, quantized or moved for it
+//
+//   keep(path):  remove the draft from every layer, then append rows path[0], path[1], ... of it, as sequence::append does
+//
+// Contract: after keep() a sequence has the pages, bytes and tables that appending the accepted tokens alone would have given, since no
+// page of the accepted text knows of the draft, and a row of a 16-bit page is read back exactly. keep() takes all memory before
+// anything changes (strong exception guarantee). One writer per sequence.
+#pragma once
+
+#include <cstring>
+#include <span>
+
+#include "chunk.hpp"
+
+namespace kvq::inline KVQ_TAGGED::detail {
+
+inline constexpr int most_drafted = page_geometry::most_drafted;
+static_assert(most_drafted == token_tree::most_tokens);
+
+/// Tokens for which the pages of a draft have memory.
+constexpr int draft_room(int tokens) noexcept { return round_up(tokens, page_geometry::window_step); }
+
+/// Upper bound of the bytes of drafts of n tokens in all layers. A page that becomes too short is held until the longer one is written.
+inline std::size_t draft_pages_bytes(const cache& of, int n) {
+    const auto pages = [&](int tokens) {
+        std::size_t bytes = 0;
+        for (const tensor role : {tensor::key, tensor::value})
+            bytes += tokens == 0 ? 0 : page_pool::allocation(of.page_bytes(role, 0, tokens));
+        return bytes;
+    };
+    const int room = draft_room(n);
+    return static_cast<std::size_t>(of.shape().layers) * pages(room) +
+           (room > page_geometry::window_step ? pages(room - page_geometry::window_step) : 0);
+}
+
+/// Adds k.tokens tokens to the draft of a layer. k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], checked by the caller.
+inline void append_draft(cache& of, layer_track& track, const input_view& k, const input_view& v) {
+    const bool begins = track.draft == 0;
+    const int drafted = track.draft + k.tokens;
+    page_span span{track.tokens - track.draft, drafted, drafted, {}, {}};
+    if (!begins) span.pages = track.spans.back().pages;
+    for (std::size_t role = 0; role < 2; ++role) {
+        page_ref& held = span.pages[role];
+        // This reference is the second one of a page that only this sequence holds.
+        if (held && held.references() == 2 && held->tokens >= drafted) continue;
+        const auto tensor_of = static_cast<tensor>(role);
+        const std::size_t bytes = of.page_bytes(tensor_of, 0, draft_room(drafted));
+        page_ref larger_page = of.pool().allocate(bytes, 0, draft_room(drafted));
+        std::memset(larger_page->data(), 0, bytes);
+        if (held)
+            copy_tokens(of.table(tensor_of).window_type(), *held, *larger_page, tensor_of,
+                        of.shape().dim(tensor_of), of.shape().kv_heads, track.draft);
+        held = std::move(larger_page);
+    }
+    if (begins) {
+        const std::size_t table = track.spans.capacity();
+        track.spans.reserve(table_capacity(track.spans.size() + 1));
+        track.table_before = table;
+        track.spans.emplace_back();
+    }
+    for (std::size_t role = 0; role < 2; ++role) {
+        const input_view& rows = role == 0 ? k : v;
+        write_tokens(of.window(), *span.pages[role], static_cast<tensor>(role), rows.dim, rows, 0,
+                     rows.tokens, track.draft);
+    }
+    track.tokens += k.tokens;
+    track.draft = drafted;
+    track.spans.back() = std::move(span);
+}
+
+/// keep() on its way: the drafts of all layers, and the accepted tokens that take their places.
+///
+///   kept_drafts kept(cache, tracks);   removes the drafts
+///   kept.append(path, scratch);        stages and writes the accepted tokens in every layer that had a draft
+///   kept.commit();                     cannot fail; without it, the destructor puts the drafts back
+class kept_drafts {
+public:
+    kept_drafts(cache& of, std::pmr::vector<layer_track>& tracks)
+        : cache_(&of),
+          drafts_(of.pool().memory()),
+          chunks_(of.pool().memory()),
+          scratch_(of.pool().memory()),
+          rows_{std::pmr::vector<std::byte>(of.pool().memory()),
+                std::pmr::vector<std::byte>(of.pool().memory())} {
+        int most = 0, drafts = 0;
+        for (const layer_track& track : tracks) {
+            most = larger(most, track.draft == 0 ? 0 : track.spans.back().pages[0]->tokens);
+            drafts += track.draft != 0;
+        }
+        drafts_.reserve(static_cast<std::size_t>(drafts));
+        chunks_.reserve(static_cast<std::size_t>(drafts));
+        for (const tensor role : {tensor::key, tensor::value}) {
+            const std::size_t values = static_cast<std::size_t>(most) * row_values(role);
+            rows_[static_cast<std::size_t>(role)].resize(values * size_of(type()));
+            scratch_.resize(larger(scratch_.size(), values));
+        }
+        for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
+            layer_track& track = tracks[layer];
+            if (track.draft == 0) continue;
+            drafts_.push_back({&track, static_cast<int>(layer), track.draft, track.table_before,
+                               std::move(track.spans.back()),
+                               std::pmr::vector<page_span>(drafts_.get_allocator())});
+            track.drop_draft();
+        }
+    }
+    kept_drafts(const kept_drafts&) = delete;
+    kept_drafts& operator=(const kept_drafts&) = delete;
+    ~kept_drafts() {
+        chunks_.clear();
+        for (draft& d : drafts_) {
+            d.track->spans.push_back(std::move(d.span));  // within the capacity
+            d.track->tokens += d.tokens;
+            d.track->draft = d.tokens;
+            d.track->table_before = d.table_before;
+        }
+    }
+
+    /// path: ascending, below the tokens of every draft. scratch: as for chunk::quantize().
+    void append(std::span<const int> path, float* scratch) {
+        const int accepted = static_cast<int>(path.size());
+        for (draft& d : drafts_) {
+            // A table that only the draft made longer becomes as short as it was.
+            std::size_t table = d.table_before;
+            if (accepted > 0)
+                table = larger(table, table_capacity(static_cast<std::size_t>(
+                                          d.track->size_after(accepted, cache_->geometry()))));
+            d.shorter = table < d.track->spans.capacity();
+            if (d.shorter) d.table.reserve(table);
+            if (accepted == 0) continue;
+            chunks_.emplace_back(*cache_, *d.track, d.layer, accepted, chunk_pages::at_once);
+            chunks_.back().stage();
+        }
+        for (std::size_t i = 0; i < chunks_.size(); ++i) {
+            visit_float_type(type(), [&]<class Window>(Window) {
+                chunks_[i].write(rows<Window>(drafts_[i], tensor::key, path),
+                                 rows<Window>(drafts_[i], tensor::value, path), scratch);
+            });
+            for (int job = 0; job < chunks_[i].jobs(); ++job) chunks_[i].quantize(job, scratch);
+        }
+    }
+    void commit() noexcept {
+        for (chunk& c : chunks_) c.commit();
+        for (draft& d : drafts_) {
+            if (!d.shorter) continue;
+            for (page_span& span : d.track->spans) d.table.push_back(std::move(span));
+            d.track->spans.swap(d.table);
+        }
+        drafts_.clear();
+    }
+
+private:
+    struct draft {
+        layer_track* track;
+        int layer, tokens;
+        std::size_t table_before;
+        page_span span;
+        std::pmr::vector<page_span> table;
+        bool shorter = false;  // `table` takes the place of a longer one
+    };
+
+    float_type type() const noexcept { return cache_->table(tensor::key).window_type(); }
+    std::size_t row_values(tensor role) const noexcept {
+        return static_cast<std::size_t>(cache_->shape().kv_heads) *
+               static_cast<std::size_t>(cache_->shape().dim(role));
+    }
+    /// The accepted rows of a draft, in the type of the window: exactly what its pages hold.
+    template <class Window>
+    input_view rows(const draft& d, tensor role, std::span<const int> path) {
+        const page& from = *d.span.pages[static_cast<std::size_t>(role)];
+        const int dim = cache_->shape().dim(role), heads = cache_->shape().kv_heads;
+        const block_shape block{role, from.tokens, dim};
+        const format& window = cache_->table(role)[0];
+        const std::size_t bytes = window.block_bytes(block);
+        auto* const to = reinterpret_cast<Window*>(rows_[static_cast<std::size_t>(role)].data());
+        const token_view<Window> all(to, from.tokens, heads, dim);
+        const default_arithmetic arithmetic;
+        for (int h = 0; h < heads; ++h)
+            window.functions().dequantize(window.scheme(), block, block_id{d.layer, h},
+                                          from.data() + bytes * static_cast<std::size_t>(h), type(),
+                                          all.at(0, h), all.token_stride, scratch_.data());
+        const std::size_t row_bytes = row_values(role) * sizeof(Window);
+        for (std::size_t i = 0; i < path.size(); ++i)
+            std::memmove(static_cast<void*>(all.at(static_cast<int>(i), 0)), all.at(path[i], 0), row_bytes);
+        return all.slice(0, static_cast<int>(path.size()));
+    }
+
+    cache* cache_;
+    std::pmr::vector<draft> drafts_;
+    std::pmr::vector<chunk> chunks_;
+    std::pmr::vector<float> scratch_;
+    std::pmr::vector<std::byte> rows_[2];  // K, V: one draft
+};
+
+}  // namespace kvq::inline KVQ_TAGGED::detail
