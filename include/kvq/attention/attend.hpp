@@ -2,7 +2,8 @@
 //
 // Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read
 // in token order. Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose
-// codes cannot be folded are dequantized, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
+// codes cannot be folded are dequantized, one at a time, into the workspace. For keys that moved, the queries are rotated back
+// (rotary.hpp), once for pages in a row that moved alike. Keys are cut into chunks of about 2048 tokens; each
 // chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number of threads,
 // alone or in a batch.
 //
@@ -11,6 +12,7 @@
 // score are large: outliers of keys times large queries (docs/architecture.md). Queries that are not finite give NaN.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <bitset>
 #include <cmath>
@@ -21,6 +23,7 @@
 #include "../format/format_table.hpp"
 #include "../page/layer_pages.hpp"
 #include "query_view.hpp"
+#include "rotary.hpp"
 #include "softmax_state.hpp"
 #include "variant.hpp"
 
@@ -103,8 +106,16 @@ struct attention_scratch {
         std::size_t block_bytes;  // of its blocks
     };
 
+    /// For which keys the queries are: 0, or the shift of a span.
+    struct shift_state {
+        std::int64_t moved;  // of `moved`
+        std::int64_t begun;  // of the workspaces of the key formats
+    };
+
     float* query;                // [rows][dim]
     float* turned;               // [rows][dim] per transforming key format
+    float* moved;                // the same for keys that moved: [rows][dim], and per transforming key format
+    shift_state* shifts;
     float* scores;               // [rows][scores_stride]
     float* output;               // [rows][value_dim], the running state
     float* part;                 // [rows][value_dim], the current chunk
@@ -115,7 +126,7 @@ struct attention_scratch {
     std::size_t bytes;
 
     attention_scratch(const format_table& keys, const format_table& values, const attention_plan& plan,
-                      const page_geometry& g, std::byte* memory) {
+                      const page_geometry& g, bool rotates, std::byte* memory) {
         carver c(memory);
         const int n = smaller(plan.rows(), plan.block_rows);
         const auto rows = static_cast<std::size_t>(n);
@@ -124,6 +135,8 @@ struct attention_scratch {
         scores_stride = round_up(larger(g.page_tokens, g.sinks), 16) + 16;
         query = c.floats(rows * dim + 16);
         turned = c.floats(keys.transforming() * rows * dim + 16);
+        moved = c.floats(rotates ? (1 + keys.transforming()) * rows * dim + 16 : 0);
+        shifts = reinterpret_cast<shift_state*>(c.take(sizeof(shift_state)));
         scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
         output = c.floats(rows * value_dim + 16);
         part = c.floats(rows * value_dim + 16);
@@ -147,6 +160,7 @@ struct attention_scratch {
 
     /// Called before the rows of a task.
     void forget_plans(const format_table& keys, const format_table& values) const noexcept {
+        *shifts = {0, 0};
         for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = key_spaces[i].begun = false;
         for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = false;
     }
@@ -197,6 +211,7 @@ public:
     layer_pages pages;
     attention_plan plan;
     int layer;
+    const rotation* rotate;  // of the layer, or null
     query_view q;
     output_view out;
     float* partials;
@@ -288,18 +303,38 @@ private:
             for (int d = 0; d < plan.dim; ++d) zero += 0.0f * s.query[i * plan.dim + d];
             bad[static_cast<std::size_t>(i)] = zero != 0.0f;
         }
-        std::size_t copies = 0;
+        transform_queries(head, n, s.query, s.turned);
+        return bad;
+    }
+    /// to: [n][dim] for every transforming format of keys.
+    void transform_queries(int head, int n, const float* query, float* to) const {
         const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
         for (int f = 0; f < keys.size(); ++f) {
             const format_functions& functions = keys[f].functions();
             if (!functions.transforms) continue;
-            float* const to = s.turned + copies++ * static_cast<std::size_t>(n * plan.dim);
             for (int i = 0; i < n; ++i) {
-                for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = s.query[i * plan.dim + d];
+                for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = query[i * plan.dim + d];
                 functions.transform_query(keys[f].scheme(), shape, block_id{layer, head}, to + i * plan.dim);
             }
+            to += n * plan.dim;
         }
-        return bad;
+    }
+    /// The queries for a page whose keys moved by `shift`, transformed as its format wants.
+    const float* queries_for(const row_block& rows, std::int64_t shift, int format, const scratch& s) const {
+        const auto size = static_cast<std::size_t>(rows.n * plan.dim);
+        if (!rotate) shift = 0;
+        if (shift != s.shifts->begun) {
+            for (int i = 0; i < keys.size(); ++i) s.key_spaces[i].begun = false;
+            s.shifts->begun = shift;
+        }
+        if (shift != 0 && shift != s.shifts->moved) {
+            for (std::size_t i = 0; i < size; ++i) s.moved[i] = s.query[i];
+            (*rotate)(s.moved, rows.n, plan.dim, -shift);
+            transform_queries(rows.head, rows.n, s.moved, s.moved + size);
+            s.shifts->moved = shift;
+        }
+        if (!keys[format].functions().transforms) return shift == 0 ? s.query : s.moved;
+        return (shift == 0 ? s.turned : s.moved + size) + keys.transforming_before(format) * size;
     }
 
     /// Computes one chunk's softmax state: s.part, max, sum.
@@ -363,15 +398,18 @@ private:
         const format_functions& f = product.functions;
         const std::byte* const block =
             p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head);
-        const float* x = s.query;
-        if (f.transforms)
-            x = s.turned + keys.transforming_before(p.format) * static_cast<std::size_t>(rows.n * plan.dim);
+        const float* const x = queries_for(rows, entry.shift, p.format, s);
         bool& begun = s.key_spaces[p.format].begun;
         if (!f.begins_once[0] || !begun)
             f.begin(product.space.plan, shape, id, block, x, plan.dim, product.space.workspace);
         begun = true;
-        f.finish(product.space.plan, shape, id, block, x, plan.dim, entry.tokens, plan.dim, s.scores,
-                 s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
+        f.finish(product.space.plan, shape, id, block, x, plan.dim, entry.skip + entry.tokens, plan.dim,
+                 s.scores, s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
+        // From here on score 0 is that of the first shown token.
+        for (int i = 0; i < rows.n && entry.skip > 0; ++i) {
+            float* const score = s.scores + i * s.scores_stride;
+            std::copy(score + entry.skip, score + entry.skip + entry.tokens, score);
+        }
     }
 
     void mask_and_change(int head, int first, int n, const layer_pages::entry& entry,
@@ -412,10 +450,16 @@ private:
                 }
             }
         }
-        // Parameters are folded for the whole block: tokens that the span does not show get weight zero.
+        // Tokens in front of the shown ones, and those behind them where parameters are folded for the whole block, get weight zero.
+        const int end = entry.skip + entry.tokens;
+        for (int i = 0; i < n && entry.skip > 0; ++i) {
+            float* const weight = s.scores + i * s.scores_stride;
+            std::copy_backward(weight, weight + entry.tokens, weight + end);
+            std::fill_n(weight, entry.skip, 0.0f);
+        }
         if (p.format != 0)
             for (int i = 0; i < n; ++i)
-                for (int t = entry.tokens; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
+                for (int t = end; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
         const bound_product product = product_of(values, p.format, shape, rows, s.value_spaces);
         const format_functions& f = product.functions;
         const std::byte* const block =
@@ -424,8 +468,8 @@ private:
         if (f.transforms)
             to = s.rotated + values.transforming_before(p.format) * static_cast<std::size_t>(n * dim);
         f.begin(product.space.plan, shape, id, block, s.scores, s.scores_stride, product.space.workspace);
-        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, entry.tokens, to, dim,
-                 true, ahead(p, *next.values), product.space.workspace);
+        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, end, to, dim, true,
+                 ahead(p, *next.values), product.space.workspace);
     }
 
     /// Distance from a block to the same head's block of the next page; 0 if that page has another layout.
@@ -473,11 +517,13 @@ struct attention_items {
 class attention_batch {
 public:
     attention_batch(const format_table& keys, const format_table& values, const cache_shape& shape,
-                    const page_geometry& geometry, const attention_items& items)
+                    const page_geometry& geometry, const rotation_table& rotations,
+                    const attention_items& items)
         : keys_(keys),
           values_(values),
           shape_(shape),
           geometry_(geometry),
+          rotations_(rotations),
           items_(items),
           count_(items.count),
           query_rows_(attention_rows(keys, values)) {
@@ -492,7 +538,7 @@ public:
             largest_ = plan;
         }
         place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64});
-        if (count > 0) scratch_bytes_ = scratch(keys_, values_, largest_, geometry_, nullptr).bytes;
+        if (count > 0) scratch_bytes_ = scratch_of(nullptr).bytes;
     }
 
     int workers(int threads) const noexcept { return larger(1, smaller(threads, tasks_)); }
@@ -513,14 +559,22 @@ public:
         }
         const auto job = [&](int i) {
             const attention_item of = items_(i);
-            return attention{keys_, values_, variant, of.pages,          plan_of(of),
-                             layer, of.q,    of.out,  places[i].partials};
+            return attention{keys_,
+                             values_,
+                             variant,
+                             of.pages,
+                             plan_of(of),
+                             layer,
+                             rotations_.at(layer),
+                             of.q,
+                             of.out,
+                             places[i].partials};
         };
         std::byte* const scratch_memory = partials;
         std::atomic<int> next{0};
         ex.parallel_for(workers(threads), [&](int worker) {
-            const scratch mine(keys_, values_, largest_, geometry_,
-                               scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
+            const scratch mine =
+                scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
             int i = 0;
             for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
                 while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
@@ -549,6 +603,9 @@ private:
         float* partials;
     };
 
+    scratch scratch_of(std::byte* memory) const {
+        return {keys_, values_, largest_, geometry_, rotations_.any(), memory};
+    }
     attention_plan plan_of(const attention_item& of) const noexcept {
         return {shape_, geometry_, of.pages.tokens, of.q.heads, of.q.tokens, query_rows_};
     }
@@ -557,6 +614,7 @@ private:
     const format_table& values_;
     const cache_shape& shape_;
     page_geometry geometry_;
+    const rotation_table& rotations_;
     attention_items items_;
     int count_, query_rows_;
     int tasks_ = 0;

@@ -1,7 +1,7 @@
 // A page as it is saved or sent: without the values of trimmed tokens, in as many bytes as a new page would have.
 //
 //   span that is not committed    a 16-bit page for page_geometry::window_tokens(); hidden tokens are zero
-//   committed span                the page itself: tokens hidden by a deep trim share parameters with the others
+//   committed span                the page itself: tokens hidden by a deep trim or an erase share parameters with the others
 //
 // So two sequences in the same state give the same bytes.
 #pragma once
