@@ -112,9 +112,9 @@ struct attention_scratch {
         std::int64_t begun;  // of the workspaces of the key formats
     };
 
-    float* query;                // [rows][dim]
-    float* turned;               // [rows][dim] per transforming key format
-    float* moved;                // the same for keys that moved: [rows][dim], and per transforming key format
+    float* query;   // [rows][dim]
+    float* turned;  // [rows][dim] per transforming key format
+    float* moved;   // the same for keys that moved: [rows][dim], and per transforming key format
     shift_state* shifts;
     float* scores;               // [rows][scores_stride]
     float* output;               // [rows][value_dim], the running state
@@ -559,16 +559,9 @@ public:
         }
         const auto job = [&](int i) {
             const attention_item of = items_(i);
-            return attention{keys_,
-                             values_,
-                             variant,
-                             of.pages,
-                             plan_of(of),
-                             layer,
-                             rotations_.at(layer),
-                             of.q,
-                             of.out,
-                             places[i].partials};
+            return attention{
+                keys_, values_, variant,           of.pages, plan_of(of), layer, rotations_.at(layer),
+                of.q,  of.out,  places[i].partials};
         };
         std::byte* const scratch_memory = partials;
         std::atomic<int> next{0};

@@ -113,8 +113,7 @@ inline void sine_and_cosine(double turns, float& sine, float& cosine) noexcept {
         x * (1.0 + y * (-1.0 / 6 +
                         y * (1.0 / 120 + y * (-1.0 / 5040 + y * (1.0 / 362880 - y * (1.0 / 39916800))))));
     const double c =
-        1.0 +
-        y * (-1.0 / 2 + y * (1.0 / 24 + y * (-1.0 / 720 + y * (1.0 / 40320 - y * (1.0 / 3628800)))));
+        1.0 + y * (-1.0 / 2 + y * (1.0 / 24 + y * (-1.0 / 720 + y * (1.0 / 40320 - y * (1.0 / 3628800)))));
     const double of_four = quarter - 4.0 * std::floor(0.25 * quarter);
     const bool odd = of_four == 1.0 || of_four == 3.0;
     const double sign_s = of_four >= 2.0 ? -1.0 : 1.0;
@@ -186,8 +185,8 @@ public:
     rotation_table() = default;
     /// list: empty, one for all layers, or one per layer.
     rotation_table(const std::vector<rotary_embedding>& list, int layers, int head_dim) {
-        expect(list.size() <= 1 || static_cast<int>(list.size()) == layers, "rotary embeddings are given for ",
-               list.size(), " layers of a cache with ", layers);
+        expect(list.size() <= 1 || static_cast<int>(list.size()) == layers,
+               "rotary embeddings are given for ", list.size(), " layers of a cache with ", layers);
         for (std::size_t i = 0; i < list.size(); ++i)
             of_.emplace_back(list[i], head_dim, "the rotary embedding of layer " + std::to_string(i));
     }

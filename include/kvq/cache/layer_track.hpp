@@ -76,7 +76,8 @@ struct layer_track {
 
     /// May a layer with this geometry hold the span, as one of its committed spans, or as (the last of) the others? For spans from
     /// files and messages.
-    static bool is_possible(const page_span& s, bool is_committed, bool last, const page_geometry& g) noexcept {
+    static bool is_possible(const page_span& s, bool is_committed, bool last,
+                            const page_geometry& g) noexcept {
         const int capacity = g.capacity(s.sinks);
         return s.tokens >= 1 && s.skip >= 0 && s.room >= 1 && s.room <= capacity && s.skip < s.room &&
                s.tokens <= s.room - s.skip &&

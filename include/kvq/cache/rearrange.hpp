@@ -34,8 +34,8 @@ public:
         for (int i = 0; i < from.size(); ++i) {
             const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
             if (begin >= end) continue;
-            expect(from[i].shift <= farthest - by && from[i].shift >= -farthest - by, "keys cannot move from ",
-                   from[i].shift, " by ", by, " positions");
+            expect(from[i].shift <= farthest - by && from[i].shift >= -farthest - by,
+                   "keys cannot move from ", from[i].shift, " by ", by, " positions");
             const bool committed = i < from.committed;
             page_span s = from[i];
             const int hidden = begin - s.first_token;
@@ -97,7 +97,8 @@ private:
     void add(page_span s, bool committed) {
         if (track_.size() > 0) {
             page_span& last = track_.spans.back();
-            const bool goes_on = committed && track_.size() == track_.committed && last.pages[0].get() == s.pages[0].get() &&
+            const bool goes_on = committed && track_.size() == track_.committed &&
+                                 last.pages[0].get() == s.pages[0].get() &&
                                  last.pages[1].get() == s.pages[1].get() && last.shift == s.shift &&
                                  last.skip + last.tokens == s.skip;
             if (goes_on) {
@@ -117,8 +118,8 @@ private:
     void copy_tokens_behind(page_span& s, const page_span& from, int hidden) {
         for (int role = 0; role < 2; ++role) {
             const auto tensor_of = static_cast<tensor>(role);
-            s.pages[role] = new_window_page(
-                cache_, role, cache_.geometry().window_tokens(s.first_token, s.tokens, s.room));
+            s.pages[role] = new_window_page(cache_, role,
+                                            cache_.geometry().window_tokens(s.first_token, s.tokens, s.room));
             move_tokens(cache_.table(tensor::key).window_type(), *from.pages[role], hidden, *s.pages[role], 0,
                         tensor_of, cache_.shape().dim(tensor_of), cache_.shape().kv_heads, s.tokens);
         }
@@ -147,7 +148,8 @@ void rearrange(sequence& s, float* scratch, Build&& build) {
 /// Raises kvq::error if keys would move by `by` positions in a cache that does not know how they are rotated.
 inline void expect_rotary(const kvq::cache& of, std::int64_t by) {
     constexpr std::int64_t farthest = std::int64_t{1} << 40;
-    expect(by >= -farthest && by <= farthest, "keys cannot move by ", by, " positions, the limit is ", farthest);
+    expect(by >= -farthest && by <= farthest, "keys cannot move by ", by, " positions, the limit is ",
+           farthest);
     expect(by == 0 || of.rotations().known(), "keys cannot move by ", by,
            " positions: the cache was not told how they are rotated (cache_options::rotary)");
 }
@@ -162,10 +164,11 @@ inline void sequence::erase(int first, int last) {
     if (last == held) return trim(first);
     const std::int64_t by = std::int64_t{first} - last;
     detail::expect_rotary(*cache_, by);
-    detail::rearrange(*this, scratch_.data(), [&](detail::rearranged_track& to, const detail::layer_track& from) {
-        to.take(from, 0, first, 0);
-        to.take(from, last, held, by);
-    });
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                          to.take(from, 0, first, 0);
+                          to.take(from, last, held, by);
+                      });
 }
 
 inline void sequence::shift(int first, int last, std::int64_t by) {
@@ -174,11 +177,12 @@ inline void sequence::shift(int first, int last, std::int64_t by) {
                    ": the sequence holds ", held);
     detail::expect_rotary(*cache_, by);
     if (first == last || by == 0) return;
-    detail::rearrange(*this, scratch_.data(), [&](detail::rearranged_track& to, const detail::layer_track& from) {
-        to.take(from, 0, first, 0);
-        to.take(from, first, last, by);
-        to.take(from, last, held, 0);
-    });
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                          to.take(from, 0, first, 0);
+                          to.take(from, first, last, by);
+                          to.take(from, last, held, 0);
+                      });
 }
 
 inline void sequence::splice(const sequence& other, int first, int last) {
@@ -200,11 +204,12 @@ inline void sequence::splice(const sequence& other, int first, int last) {
     detail::expect_rotary(*cache_, by);
     auto& others = detail::sequence_access::tracks(other);
     std::size_t layer = 0;
-    detail::rearrange(*this, scratch_.data(), [&](detail::rearranged_track& to, const detail::layer_track& from) {
-        to.take(from, 0, held, 0);
-        to.commit_all(scratch_.data());
-        to.take(others[layer++], first, last, by);
-    });
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                          to.take(from, 0, held, 0);
+                          to.commit_all(scratch_.data());
+                          to.take(others[layer++], first, last, by);
+                      });
 }
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -177,7 +177,8 @@ private:
     /// that a deep trim has left in 16 bit because the other tensor's page was quantized: it never returns to the window.)
     bool becomes_copy(const layer_track& track, tensor role, int i, int format) const {
         const page_geometry g = cache_->geometry();
-        return format == 0 && track[i].skip == 0 && track.is_due(i, track.tokens, g) && !track[i].copies[static_cast<int>(role)] &&
+        return format == 0 && track[i].skip == 0 && track.is_due(i, track.tokens, g) &&
+               !track[i].copies[static_cast<int>(role)] &&
                layer_track::keeps_copies(track[i], track.tokens, g, cache_->options().rollback);
     }
 
@@ -228,9 +229,9 @@ private:
             const auto& track = track_of(*sequences_[s], layer);
             const int token = extent_.last_tokens.empty() ? request_.last_token : extent_.last_tokens[s];
             const auto at = [&](int i) { return track.spans.begin() + i; };
-            const auto first = std::partition_point(
-                at(0), at(track.committed),
-                [&](const page_span& span) { return span.first_token < request_.first_token; });
+            const auto first = std::partition_point(at(0), at(track.committed), [&](const page_span& span) {
+                return span.first_token < request_.first_token;
+            });
             const auto last = std::partition_point(
                 first, at(track.committed), [&](const page_span& span) { return span.end() <= token; });
             rows_[s] = {track.spans.data(), track.committed,

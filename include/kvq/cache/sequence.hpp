@@ -154,8 +154,7 @@ public:
         std::pmr::vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
         // Pages of which only a part is wanted, and keys that moved, are dequantized here first.
         std::pmr::vector<std::byte> some(memory());
-        const detail::rotation* const rotate =
-            role == tensor::key ? cache_->rotations().at(layer) : nullptr;
+        const detail::rotation* const rotate = role == tensor::key ? cache_->rotations().at(layer) : nullptr;
         const detail::default_arithmetic arithmetic;
         for (int e = detail::larger(0, all.lower_bound(first + 1) - 1); e < all.entries(); ++e) {
             const layer_pages::entry entry = all.at(e);

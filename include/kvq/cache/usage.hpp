@@ -44,8 +44,8 @@ struct usage_row {
             row.parameters += p.bytes - codes;
             row.scheme = f.name();
             if (p.format == 0)
-                row.slack += p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) *
-                                           static_cast<std::size_t>(shown);
+                row.slack +=
+                    p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(shown);
             ++row.pages;
             row.tokens += shown;
             row.bookkeeping += sizeof(page);

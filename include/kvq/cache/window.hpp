@@ -69,8 +69,8 @@ inline void copy_tokens(float_type window, const page& from, page& to, tensor ro
 
 /// Copies tokens [first, first + count) of a window page to tokens [at, at + count) of a page, which may be the same one. Value by value:
 /// for the few tokens of a cut.
-inline void move_tokens(float_type window, const page& from, int first, page& to, int at, tensor role, int dim,
-                        int heads, int count) {
+inline void move_tokens(float_type window, const page& from, int first, page& to, int at, tensor role,
+                        int dim, int heads, int count) {
     visit_float_type(window, [&]<class Window>(Window) {
         const block_shape from_shape{role, from.tokens, dim}, to_shape{role, to.tokens, dim};
         const value_layout<Window> from_layout(from_shape), to_layout(to_shape);

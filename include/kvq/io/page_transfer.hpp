@@ -87,9 +87,8 @@ public:
                 found[role] = check(layer, role, received_[2 * layer + role]);
             const bool same_spans = std::equal(
                 received_[2 * layer].begin(), received_[2 * layer].end(), received_[2 * layer + 1].begin(),
-                received_[2 * layer + 1].end(), [](const auto& k, const auto& v) {
-                    return k.first == v.first && k.second.alike(v.second);
-                });
+                received_[2 * layer + 1].end(),
+                [](const auto& k, const auto& v) { return k.first == v.first && k.second.alike(v.second); });
             detail::expect(same_spans && found[0].committed == found[1].committed, "layer ", layer,
                            " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
                            " pages committed) and values of ", found[1].tokens, " (", found[1].committed,
@@ -138,12 +137,12 @@ private:
         const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
                              m.sinks,       m.shift};
         const bool last = !span.full();  // check() looks for others behind it
-        detail::expect(detail::layer_track::is_possible(span, m.committed, last, g) &&
-                           m.tokens == (m.committed ? capacity
-                                                    : g.window_tokens(m.first_token, m.used, span.room)),
-                       detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
-                       m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
-                       g.sinks, " sinks and ", g.page_tokens, " tokens per page");
+        detail::expect(
+            detail::layer_track::is_possible(span, m.committed, last, g) &&
+                m.tokens == (m.committed ? capacity : g.window_tokens(m.first_token, m.used, span.room)),
+            detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ", m.first_token,
+            ", of which it shows ", m.used, ", does not belong to a cache with ", g.sinks, " sinks and ",
+            g.page_tokens, " tokens per page");
         detail::expect(m.shift == 0 || cache_.rotations().known(), detail::layer_text(layer, tensor_of),
                        ": keys that moved by ", m.shift, " positions cannot be used by a cache that was not ",
                        "told how they are rotated (cache_options::rotary)");
@@ -173,8 +172,7 @@ private:
         page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
         std::memcpy(p->data(), m.data.data(), bytes);
         p->not_finite = m.not_finite;
-        received& r =
-            known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;
+        received& r = known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;
         (copy ? r.copy : r.page) = std::move(p);
     }
 
@@ -199,9 +197,8 @@ private:
             const bool due = s.full() && (s.sinks || detail::layer_track::commit_at(s, g) <= found.tokens);
             const bool possible =
                 detail::layer_track::is_possible(s, r.committed, s.end() == found.tokens, g);
-            detail::expect(possible && (r.committed || !due), me,
-                           " was received with ", found.tokens, " tokens and ", found.committed,
-                           " committed pages, which is inconsistent");
+            detail::expect(possible && (r.committed || !due), me, " was received with ", found.tokens,
+                           " tokens and ", found.committed, " committed pages, which is inconsistent");
         }
         detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
                        " tokens were received, of ", expected);

@@ -40,7 +40,8 @@ struct page_message {
     int tokens = 0;  ///< capacity of the page
     int used = 0;    ///< shown tokens
     int skip = 0;    ///< tokens before the first shown one
-    int room = 0;    ///< tokens that may be shown (page_span::room); 0: all that the page has memory for when it is full
+    int room =
+        0;  ///< tokens that may be shown (page_span::room); 0: all that the page has memory for when it is full
     bool sinks = false;      ///< a page of sinks
     std::int64_t shift = 0;  ///< by how much its keys moved (page_span::shift)
     int kv_heads = 0;
@@ -108,8 +109,8 @@ inline page_message check_page_header(const page_wire_header& h, const char* res
            h.header_checksum);
     expect(h.role <= 1 && h.kind <= 1 && h.flags <= 7 && h.layer_tokens >= 0 && h.layer >= 0 &&
                h.first_token >= 0 && h.tokens >= 1 && h.used >= 0 && h.skip >= 0 && h.skip <= h.tokens &&
-               h.used <= h.tokens - h.skip && h.room >= 0 && h.kv_heads >= 1 &&
-               h.dim >= 1 && h.first_token <= (std::numeric_limits<int>::max)() - h.tokens,
+               h.used <= h.tokens - h.skip && h.room >= 0 && h.kv_heads >= 1 && h.dim >= 1 &&
+               h.first_token <= (std::numeric_limits<int>::max)() - h.tokens,
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",
            h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim);
     page_message m;

@@ -98,8 +98,8 @@ private:
         same_layout_ = same_layout_ && file.window == mine;
         for (const saved_layer& layer : index_.layers())
             for (const page_span& s : layer.spans)
-                expect(s.shift == 0 || cache_.rotations().known(), "the saved sequence has keys that moved by ",
-                       s.shift,
+                expect(s.shift == 0 || cache_.rotations().known(),
+                       "the saved sequence has keys that moved by ", s.shift,
                        " positions: the cache was not told how they are rotated (cache_options::rotary)");
     }
 
@@ -255,11 +255,7 @@ private:
         }
         const rotation* const rotate = role == tensor::key ? cache_.rotations().at(layer) : nullptr;
         if (rotate && span.shift != 0) (*rotate)(values.data(), p.tokens * heads, shape.dim, span.shift);
-        return {values.data() + span.skip * shape.dim,
-                span.tokens,
-                heads,
-                shape.dim,
-                shape.dim,
+        return {values.data() + span.skip * shape.dim,      span.tokens, heads, shape.dim, shape.dim,
                 static_cast<std::ptrdiff_t>(shape.values())};
     }
 

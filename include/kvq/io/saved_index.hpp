@@ -158,8 +158,8 @@ private:
                                (rows[static_cast<std::size_t>(i)].sinks == 1 && g.sinks > 0);
             expect(sinks && layer_track::is_possible(s, i < layer.committed, i == count - 1, g) &&
                        s.tokens <= layer.tokens - at,
-                   "layer ", l, " of the saved sequence shows ", s.tokens, " tokens in span ", i, " from token ",
-                   at, " on, behind ", s.skip, " hidden ones, which has room for ",
+                   "layer ", l, " of the saved sequence shows ", s.tokens, " tokens in span ", i,
+                   " from token ", at, " on, behind ", s.skip, " hidden ones, which has room for ",
                    g.capacity(s.sinks), " of ", layer.tokens, ", out of place");
             layer.spans.push_back(s);
             at = s.end();
@@ -195,8 +195,8 @@ private:
                 const page_span& s = layer.spans[p.span];
                 const bool committed = static_cast<int>(p.span) < layer.committed;
                 const bool copy = list.data() == table.copies.data() && !table.copies.empty();
-                const int tokens = committed ? g.capacity(s.sinks)
-                                             : g.window_tokens(s.first_token, s.tokens, s.room);
+                const int tokens =
+                    committed ? g.capacity(s.sinks) : g.window_tokens(s.first_token, s.tokens, s.room);
                 check_page(
                     p, true,
                     p.tokens == static_cast<std::uint32_t>(tokens) &&

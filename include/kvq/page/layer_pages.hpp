@@ -55,9 +55,9 @@ struct page_geometry {
 
 /// A run of tokens and the two pages that hold it.
 struct page_span {
-    int first_token = 0;             ///< position of its first token
-    int tokens = 0;                  ///< shown tokens
-    int room = 0;                    ///< tokens of its pages that may be shown: all of them, or fewer if it was closed early
+    int first_token = 0;  ///< position of its first token
+    int tokens = 0;       ///< shown tokens
+    int room = 0;  ///< tokens of its pages that may be shown: all of them, or fewer if it was closed early
     std::array<page_ref, 2> pages;   ///< K, V
     std::array<page_ref, 2> copies;  ///< 16-bit copies of the committed pages, for an exact trim; or null
     int skip = 0;                    ///< tokens of both pages before the first shown one
