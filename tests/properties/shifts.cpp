@@ -708,6 +708,20 @@ TEST_CASE_TEMPLATE("a trim is exact for the tokens that were appended after an e
         const test::stream text(random, shape, 300);
         auto sequence = cache.new_sequence(), other = cache.new_sequence();
         mix_up(random, cache, {&sequence, &other}, text, random.between(3, 12));
+        test::append(sequence, shape.layers, text, 0, 60);
+        test::append(other, shape.layers, text, 60, 60);
+        const int first = random.between(0, sequence.tokens() - 2),
+                  last = random.between(first + 1, sequence.tokens() - 1);
+        switch (random.between(0, 2)) {
+            case 0:
+                sequence.erase(first, last);
+                break;
+            case 1:
+                sequence.shift(first, last, 7);
+                break;
+            default:
+                sequence.splice(other, random.between(0, 20), random.between(30, 60));
+        }
         auto never = sequence.fork();
         const int held = sequence.tokens(), n = random.between(1, options.rollback);
         INFO("round ", round, ": ", held, " tokens and ", n, ", rollback ", options.rollback);

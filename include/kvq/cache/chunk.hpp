@@ -95,7 +95,8 @@ public:
             track.spans.back().room = track.spans.back().skip + track.spans.back().tokens;
         }
         for (int at = track.tokens; at < after_; at = track.tokens) stage_span(at);
-        for (int i = track.committed; i < track.size() && track.is_due(i, after_, g); ++i) stage_commit(i);
+        for (int i = track.committed; i < track.size() && track.is_due(track[i], after_, g); ++i)
+            stage_commit(i);
     }
 
     /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize(); null for chunk_pages::after_attend.
@@ -152,7 +153,7 @@ public:
         const auto add_span = [&](int first, int room, bool sinks, bool is_new) {
             const page_span whole{first, room, room, {}, {}, 0, sinks};
             const int capacity = g.capacity(sinks);
-            const bool due = sinks || layer_track::commit_at(whole, g) <= after;
+            const bool due = layer_track::is_due(whole, after, g);
             const bool kept = layer_track::keeps_copies(whole, after, g, of.options().rollback);
             for (int role = 0; role < 2; ++role) {
                 const int target = due && !sinks ? track.targets[role] : 0;

@@ -44,14 +44,14 @@ struct layer_track {
     const page_span& operator[](int i) const noexcept { return spans[static_cast<std::size_t>(i)]; }
     int size() const noexcept { return static_cast<int>(spans.size()); }
 
-    /// Number of tokens at which a whole span is committed.
+    /// Number of tokens at which a whole span is committed. A span that was closed is whole from the next token on.
     static int commit_at(const page_span& s, const page_geometry& g) noexcept {
-        return s.first_token + s.room - s.skip + g.recent;
+        const int closed = s.room < g.capacity(s.sinks) ? 1 : 0;
+        return s.first_token + s.room - s.skip + larger(g.recent, closed);
     }
-    /// Is span i committed in a layer of n tokens without cuts?
-    bool is_due(int i, int n, const page_geometry& g) const noexcept {
-        const page_span& s = spans[static_cast<std::size_t>(i)];
-        return s.full() && (s.sinks || commit_at(s, g) <= n);
+    /// Is a span committed in a layer of n tokens without cuts?
+    static bool is_due(const page_span& s, int n, const page_geometry& g) noexcept {
+        return s.full() && ((s.sinks && s.room == g.sinks) || commit_at(s, g) <= n);
     }
     /// Does a layer of n tokens need the 16-bit copies of span i? Yes, if a trim by up to `rollback` tokens can restore them.
     static bool keeps_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
@@ -108,7 +108,7 @@ struct layer_track {
     }
     /// Spans that are not due any more in a layer of n tokens become 16 bit again, from the last one on, as long as they can.
     void uncommit(int n, const page_geometry& g) noexcept {
-        while (committed > 0 && !is_due(committed - 1, n, g)) {
+        while (committed > 0 && !is_due((*this)[committed - 1], n, g)) {
             page_span& s = spans[static_cast<std::size_t>(committed - 1)];
             // Only the last span may be filled.
             const bool filled = s.full() || committed == size();

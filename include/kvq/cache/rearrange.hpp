@@ -60,7 +60,7 @@ public:
 
     layer_track finish(float* scratch) {
         const page_geometry g = cache_.geometry();
-        commit(scratch, [&](int i) { return track_.is_due(i, track_.tokens, g); });
+        commit(scratch, [&](int i) { return track_.is_due(track_[i], track_.tokens, g); });
         track_.uncommit(track_.tokens, g);
         track_.first_copy = track_.committed;
         return std::move(track_);

@@ -177,7 +177,7 @@ private:
     /// that a deep trim has left in 16 bit because the other tensor's page was quantized: it never returns to the window.)
     bool becomes_copy(const layer_track& track, tensor role, int i, int format) const {
         const page_geometry g = cache_->geometry();
-        return format == 0 && track[i].skip == 0 && track.is_due(i, track.tokens, g) &&
+        return format == 0 && track[i].skip == 0 && track.is_due(track[i], track.tokens, g) &&
                !track[i].copies[static_cast<int>(role)] &&
                layer_track::keeps_copies(track[i], track.tokens, g, cache_->options().rollback);
     }

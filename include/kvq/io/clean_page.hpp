@@ -20,7 +20,7 @@ inline page_ref clean_page(const format& window, const layer_track& track, int i
     const page_ref& p = s.pages[static_cast<int>(role)];
     if (i < track.committed) return p;
     const int tokens = g.window_tokens(s.first_token, s.tokens, s.room);
-    if (s.tokens == p->tokens) return p;
+    if (s.tokens == p->tokens && tokens == p->tokens) return p;
     const std::size_t bytes =
         window.block_bytes({role, tokens, shape.dim(role)}) * static_cast<std::size_t>(shape.kv_heads);
     page_ref copy = scratch.allocate(bytes, 0, tokens);

@@ -194,7 +194,7 @@ private:
         }
         for (const auto& [first, r] : list) {
             const page_span& s = r.span;
-            const bool due = s.full() && (s.sinks || detail::layer_track::commit_at(s, g) <= found.tokens);
+            const bool due = detail::layer_track::is_due(s, found.tokens, g);
             const bool possible =
                 detail::layer_track::is_possible(s, r.committed, s.end() == found.tokens, g);
             detail::expect(possible && (r.committed || !due), me, " was received with ", found.tokens,

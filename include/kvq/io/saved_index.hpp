@@ -168,7 +168,7 @@ private:
                " tokens, its pages show ", at);
         for (int i = layer.committed; i < count; ++i) {
             const page_span& s = layer.spans[static_cast<std::size_t>(i)];
-            const bool due = s.full() && (s.sinks || layer_track::commit_at(s, g) <= layer.tokens);
+            const bool due = layer_track::is_due(s, layer.tokens, g);
             expect(!due, "layer ", l, " of the saved sequence has ", layer.committed,
                    " committed spans, but ", s.tokens, " tokens in span ", i);
         }
