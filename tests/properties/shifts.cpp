@@ -8,6 +8,7 @@
 #include <cstring>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/ring.hpp>
 #include <map>
 #include <set>
 
@@ -121,6 +122,7 @@ struct model {
 };
 
 /// Appends tokens at the positions [sequence.tokens(), ...) to a sequence and to what the model says that it holds.
+/// Sequence: a ring, too.
 template <class Sequence>
 void append(Sequence& sequence, std::vector<held_token>& held, model& m,
             const std::vector<std::size_t>& tokens, std::int64_t position) {
@@ -954,4 +956,53 @@ TEST_CASE("documents of a prefix cache are spliced in any order") {
     require_rows<kvq::float16>(cache, prompt, held, m);
     const auto q = test::random_tensor(random, 3, 4, shape.head_dim);
     CHECK(attention_error(cache, prompt, held, m, 0, q) < 1e-3);
+}
+
+TEST_CASE("the sinks of a ring stay directly before its window, if they are to") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 32};
+    std::vector<rotary_kind> rotary(1);
+    rotary[0].embedding.dims = 32;
+    kvq::cache_options options{.sinks = 4, .recent = 8, .page_tokens = 8};
+    test::kivi_cache fixed(shape, options);
+    options.rotary = {rotary[0].embedding};
+    test::kivi_cache cache(shape, options);
+    model m{shape, rotary};
+    for (const auto positions : {kvq::sink_positions::in_text, kvq::sink_positions::in_cache}) {
+        kvq::ring ring(cache.new_sequence(), {.window = 24, .slack = 4, .sinks = positions});
+        std::vector<held_token> text;
+        double nearest = 0;
+        for (int n = 0; n < 300; ++n) {
+            const auto token = new_tokens(m, random, 1);
+            append(ring, text, m, token, n);
+            const auto dropped = static_cast<int>(ring.tokens()) - ring.held().tokens();
+            std::vector<held_token> held(text.begin(), text.begin() + std::min<std::ptrdiff_t>(4, n + 1));
+            if (n >= 4) held.insert(held.end(), text.begin() + 4 + dropped, text.end());
+            if (positions == kvq::sink_positions::in_cache)
+                for (std::size_t t = 0; t < 4 && t < held.size(); ++t) held[t].now += dropped;
+            if (n % 7 != 0) continue;
+            INFO("token ", n);
+            const auto q = test::random_tensor(random, 1, 4, shape.head_dim);
+            REQUIRE(attention_error(cache, ring.held(), held, m, 0, q) < 1e-3);
+            // The same ring after a restart.
+            const kvq::ring again(test::restored(cache, test::saved(ring.held())), ring.options(),
+                                  ring.first_token());
+            REQUIRE(test::attention_bits(cache, again.held()) == test::attention_bits(cache, ring.held()));
+            nearest = std::max(nearest, static_cast<double>(dropped));
+        }
+        CHECK(nearest > 200);
+    }
+    CHECK(test::contains(message_of([&] {
+                             kvq::ring(fixed.new_sequence(),
+                                       {.window = 24, .sinks = kvq::sink_positions::in_cache});
+                         }),
+                         "the sinks of a ring cannot move"));
+    auto erased = cache.new_sequence();
+    std::vector<held_token> held;
+    append(erased, held, m, new_tokens(m, random, 40), 0);
+    erased.erase(1, 3);
+    CHECK(test::contains(message_of([&] { kvq::ring(std::move(erased), {.window = 24}); }),
+                         "a ring cannot begin with a sequence whose 4 sinks were erased in part"));
 }

@@ -105,7 +105,7 @@ public:
         batch.reserve(workers);
         rows_.resize(sequences_.size());
         found_.reserve(sequences_.size());
-        holders_.reserve(workers * (sequences_.size() + 1));
+        holders_.reserve(workers * sequences_.size());
         set_targets();
 
         for_each_job([&](const job& j) {
@@ -146,12 +146,11 @@ private:
     /// A sequence that holds a page to change, the span there, and the first holder of this page.
     struct holder {
         const page* held;
-        std::size_t first, index;  // of sequences
+        int first, index;  // of sequences
         int span;
     };
     struct place {
-        std::size_t sequence;
-        int span;
+        int sequence, span;
     };
 
     static auto& track_of(Sequence& s, int layer) {
@@ -260,9 +259,9 @@ private:
             if (rows_[s].spans[i].sinks) continue;
             const page* const p = page_of(rows_[s], i);
             if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
-            const std::size_t first = found_.empty() ? s : found_.front().index;
+            const int at = static_cast<int>(s), first = found_.empty() ? at : found_.front().index;
             one_page = one_page && (found_.empty() || found_.front().held == p);
-            found_.push_back({p, first, s, i});
+            found_.push_back({p, first, at, i});
         }
         if (one_page) return !found_.empty();
         std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
@@ -285,14 +284,14 @@ private:
         for (std::size_t at = 0, next; at < found_here; at = next) {
             const page* const p = found_[at].held;
             for (next = at; next < found_here && found_[next].held == p;) ++next;
-            const std::size_t owner = found_[at].first;
+            const int owner = found_[at].first;
             if (p->references.load(std::memory_order_acquire) <= next - at) continue;
             bool earlier = false;
             for (std::size_t s = 0; s < rows_.size(); ++s)
                 for (int span = 0; span < rows_[s].committed; ++span) {
                     if (span == i || rows_[s].spans[span].pages[static_cast<int>(role)].get() != p) continue;
                     earlier = earlier || (span >= first && span < i);
-                    found_.push_back({p, owner, s, span});
+                    found_.push_back({p, owner, static_cast<int>(s), span});
                 }
             if (earlier)
                 for (holder& h : found_)
