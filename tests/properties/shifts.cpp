@@ -748,6 +748,28 @@ TEST_CASE_TEMPLATE("a trim is exact for the tokens that were appended after an e
     }
 }
 
+TEST_CASE("who moves the tokens in front instead goes on filling the open page") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 8};
+    test::int8_cache cache(shape, {.recent = 40, .page_tokens = 16, .rotary = no_positions});
+    const test::stream text(random, shape, 100);
+    for (const bool in_front : {false, true}) {
+        auto s = cache.new_sequence();
+        test::append(s, 1, text, 0, 70);
+        s.erase(16, 32);
+        if (in_front) s.shift(0, s.tokens(), 16);
+        const int spans = s.pages(0).entries();
+        CHECK(spans == 4);
+        test::append(s, 1, text, 70, 10);
+        CHECK(s.pages(0).entries() == spans + (in_front ? 0 : 1));
+        // The removed page gives its bytes back; what is left has not changed.
+        CHECK(s.tokens() == 64);
+        for (int e = 0; e < 4; ++e) CHECK(s.pages(0).at(e).skip == 0);
+        CHECK(s.pages(0).at(0).shift == (in_front ? 16 : 0));
+        CHECK(s.pages(0).at(2).shift == (in_front ? 0 : -16));
+    }
+}
+
 TEST_CASE("a restored sequence shares the pages that the saved one shared") {
     const auto seed = test::seed();
     test::generator random(seed);

@@ -12,7 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <functional>
-#include <utility>
+#include <string>
 #include <vector>
 
 #include "../core/bits.hpp"
