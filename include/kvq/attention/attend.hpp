@@ -174,7 +174,7 @@ private:
     }
     /// The queries for a page whose keys moved by `shift`, transformed as its format wants.
     const float* queries_for(const row_block& rows, std::int64_t shift, int format, const scratch& s) const {
-        const auto size = static_cast<std::size_t>(rows.n * plan.dim);
+        const auto size = static_cast<std::size_t>(rows.n) * static_cast<std::size_t>(plan.dim);
         if (!rotate) shift = 0;
         if (shift != s.shifts->begun) {
             for (int i = 0; i < keys.size(); ++i) s.key_spaces[i].begun = false;

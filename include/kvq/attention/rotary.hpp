@@ -155,11 +155,11 @@ public:
         constexpr int step = 32;
         float sine[step], cosine[step];
         const auto pairs = static_cast<int>(turns_.size());
+        const double positions = static_cast<double>(by);
         for (int first = 0; first < pairs; first += step) {
+            const double* const turns = turns_.data() + first;
             const int n = smaller(step, pairs - first);
-            for (int j = 0; j < n; ++j)
-                sine_and_cosine(static_cast<double>(by) * turns_[static_cast<std::size_t>(first + j)],
-                                sine[j], cosine[j]);
+            for (int j = 0; j < n; ++j) sine_and_cosine(positions * turns[j], sine[j], cosine[j]);
             const int apart = layout_ == rotary_layout::half_split ? pairs : 1, next = apart == 1 ? 2 : 1;
             for (int i = 0; i < rows; ++i) {
                 float* const x = row + static_cast<std::ptrdiff_t>(i) * dim + first_ + first * next;
