@@ -153,8 +153,8 @@ TEST_CASE("frequencies of YaRN, as in the code of its authors") {
 TEST_CASE("scalings out of range") {
     CHECK(contains(message_of([] { (void)kvq::rotary_frequencies(7, 10000.0); }), "not 7 channels"));
     CHECK(contains(message_of([] { (void)kvq::rotary_frequencies(8, -1.0); }), "is -1"));
-    CHECK(
-        contains(message_of([] { (void)kvq::llama3_frequencies(8, 1e4, {.factor = 0.0}); }), "scaling by 0.0"));
+    CHECK(contains(message_of([] { (void)kvq::llama3_frequencies(8, 1e4, {.factor = 0.0}); }),
+                   "scaling by 0.0"));
     CHECK(contains(message_of([] { (void)kvq::llama3_frequencies(8, 1e4, {.high_freq_factor = 1.0}); }),
                    "factors 1.000000 and 1.000000"));
     CHECK(contains(message_of([] { (void)kvq::yarn_frequencies(8, 1e4, {.beta_fast = 1.0}); }),
