@@ -55,6 +55,22 @@ void by_name(kvq::cache_shape shape, const std::string& name) {
 
 }  // namespace readme
 
+namespace attention {
+
+void moves(kvq::cache_shape shape, kvq::cache_options options, int first, int last, int n, int by) {
+    kvq::rotary_embedding rotary;
+    rotary.dims = 128;
+    rotary.frequencies = kvq::llama3_frequencies(128, 500000.0, {.factor = 8.0, .original_context = 8192.0});
+    options.rotary = {rotary};
+    kvq::cache cache(shape, options);
+    auto sequence = cache.new_sequence(), document = cache.new_sequence();
+    sequence.erase(first, last);
+    sequence.splice(document, 4, document.tokens());
+    sequence.shift(0, n, by);
+}
+
+}  // namespace attention
+
 namespace adapters {
 
 void vllm(kvq::sequence& sequence, kvq::float16* memory, std::size_t size, int layer, int blocks,

@@ -175,6 +175,7 @@ TEST_CASE_TEMPLATE(
         const auto shape = test::random_cache_shape(random, one_layer ? 1 : C::key_table::size);
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<C>(shape.layers, random.between(0, 3));
+        options.rotary = {kvq::rotary_embedding{}};
         const test::stream s(random, shape, 300);
         const int added = random.between(1, 60);
         // The same sequences again, in a cache with room for `spare` bytes more; returns what the last append was said to need.
@@ -185,9 +186,13 @@ TEST_CASE_TEMPLATE(
             auto sequence = cache.new_sequence(), other = cache.new_sequence();
             for (int step = 0; step < 6; ++step) {
                 const int held = sequence.tokens();
-                const int what = steps.between(0, 3);
+                const int what = steps.between(0, 5), from = steps.between(0, held);
                 if (what == 0)
                     sequence.trim(steps.between(0, held));
+                else if (what == 4)
+                    sequence.erase(from, steps.between(from, held));
+                else if (what == 5 && held < 120)
+                    sequence.splice(other, 0, steps.between(0, std::min(50, other.tokens())));
                 else if (what == 1)
                     other = sequence.fork();
                 else

@@ -73,7 +73,11 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
         m.layer = 3;
         m.first_token = 1000;
         m.tokens = 64;
-        m.used = 63;
+        m.used = 57;
+        m.skip = 6;
+        m.room = 63;
+        m.sinks = with_fingerprint;
+        m.shift = -(std::int64_t{5} << 40);
         m.kv_heads = 2;
         m.dim = 24;
         m.layer_tokens = 1234;
@@ -88,7 +92,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
                              static_cast<const std::byte*>(p) + n);
             },
             m);
-        CHECK(bytes.size() == 80 + 32 + 96);
+        CHECK(bytes.size() == 96 + 32 + 96);
         const kvq::page_message back = kvq::parse_page(bytes);
         CHECK(back.role == m.role);
         CHECK(back.kind == m.kind);
@@ -96,13 +100,17 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
         CHECK(back.layer == 3);
         CHECK(back.first_token == 1000);
         CHECK(back.tokens == 64);
-        CHECK(back.used == 63);
+        CHECK(back.used == 57);
+        CHECK(back.skip == 6);
+        CHECK(back.room == 63);
+        CHECK(back.sinks == with_fingerprint);
+        CHECK(back.shift == m.shift);
         CHECK(back.kv_heads == 2);
         CHECK(back.dim == 24);
         CHECK(back.layer_tokens == 1234);
         CHECK(back.not_finite == 5);
         CHECK(back.scheme == m.scheme);
-        CHECK(back.data.data() == bytes.data() + 112);
+        CHECK(back.data.data() == bytes.data() + 128);
         CHECK(std::equal(back.data.begin(), back.data.end(), data.begin(), data.end()));
 
         for (std::size_t length = 0; length < bytes.size(); ++length) {

@@ -2,7 +2,8 @@
 //
 // Walk: for every kv head and every block of up to 16 or 128 query rows (query tokens x query heads of the GQA group), pages are read
 // in token order. Per page: scores from the key block, online softmax, weights times the value block. Only blocks whose
-// codes cannot be folded are dequantized, one at a time, into the workspace. Keys are cut into chunks of about 2048 tokens; each
+// codes cannot be folded are dequantized, one at a time, into the workspace. For keys that moved, the queries are rotated back
+// (rotary.hpp), once for pages in a row that moved alike. Keys are cut into chunks of about 2048 tokens; each
 // chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number of threads,
 // alone or in a batch.
 //
@@ -11,162 +12,21 @@
 // score are large: outliers of keys times large queries (docs/architecture.md). Queries that are not finite give NaN.
 #pragma once
 
+#include <algorithm>
 #include <bitset>
 #include <cmath>
 #include <limits>
 #include <new>
 
-#include "../format/format_table.hpp"
-#include "../page/layer_pages.hpp"
 #include "mods.hpp"
+#include "plan.hpp"
 #include "query_view.hpp"
+#include "rotary.hpp"
 #include "softmax_state.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
-
-inline constexpr int most_query_rows = 128;   // of any backend
-inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
-inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
-
-/// Cuts a buffer into aligned parts. Without a buffer it only counts bytes.
-class carver {
-public:
-    explicit carver(std::byte* memory) noexcept : memory_(memory) {}
-    std::byte* take(std::size_t bytes) noexcept {
-        std::byte* const p = memory_ ? memory_ + used_ : nullptr;
-        used_ += round_up(bytes, std::size_t{64});
-        return p;
-    }
-    float* floats(std::size_t n) noexcept { return reinterpret_cast<float*>(take(n * sizeof(float))); }
-    std::size_t used() const noexcept { return used_; }
-
-private:
-    std::byte* memory_;
-    std::size_t used_ = 0;
-};
-
-/// The shape of one attention call and its division into tasks.
-struct attention_plan {
-    int kv_heads, group, query_tokens, dim, value_dim;
-    int tokens, chunk_tokens;
-    int block_rows;  // query rows per task: half of the maximum if the maximum gives too few tasks
-
-    attention_plan(const cache_shape& s, const page_geometry& g, int key_tokens, int q_heads, int q_tokens,
-                   int most_rows) noexcept
-        : kv_heads(s.kv_heads),
-          group(q_heads / s.kv_heads),
-          query_tokens(q_tokens),
-          dim(s.dim(tensor::key)),
-          value_dim(s.dim(tensor::value)),
-          tokens(key_tokens),
-          chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens),
-          block_rows(most_rows > 64 && kv_heads * ceil_div(rows(), most_rows) < enough_tasks ? most_rows / 2
-                                                                                             : most_rows) {}
-
-    int rows() const noexcept { return group * query_tokens; }
-    int row_blocks() const noexcept { return ceil_div(rows(), block_rows); }
-    /// Chunks are cut by position, so that trims change neither tasks nor workspace. A page belongs to the chunk of its first token.
-    int chunks() const noexcept { return ceil_div(tokens, chunk_tokens); }
-    bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
-    int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
-    /// Floats of one row's partial state.
-    std::size_t state_floats() const noexcept { return static_cast<std::size_t>(value_dim) + 2; }
-    std::size_t partial_bytes() const noexcept {
-        return split() ? round_up(static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows()) *
-                                      static_cast<std::size_t>(chunks()) * state_floats() * sizeof(float),
-                                  std::size_t{64})
-                       : 0;
-    }
-};
-
-/// Query rows per task that every format of both tables supports.
-inline int attention_rows(const format_table& keys, const format_table& values) noexcept {
-    int rows = most_query_rows;
-    for (const format_table* table : {&keys, &values})
-        for (int i = 0; i < table->size(); ++i)
-            rows = smaller(rows, (*table)[i].functions().backend->query_rows);
-    return rows;
-}
-
-/// Tokens of the pages for which products with a format of a table are planned: of the longest ones in the window's format.
-constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
-    return index == 0 ? g.longest_page() : g.page_tokens;
-}
-
-/// One worker's scratch memory.
-struct attention_scratch {
-    /// Workspace of one format of a table.
-    struct format_space {
-        std::byte* plan;
-        std::byte* workspace;
-        bool planned, begun;      // for the rows of a task
-        int tokens;               // of the last page; 0: none yet
-        std::size_t block_bytes;  // of its blocks
-    };
-
-    float* query;                // [rows][dim]
-    float* turned;               // [rows][dim] per transforming key format
-    float* scores;               // [rows][scores_stride]
-    float* output;               // [rows][value_dim], the running state
-    float* part;                 // [rows][value_dim], the current chunk
-    float* rotated;              // [rows][value_dim] per transforming value format
-    format_space* key_spaces;    // [keys.size()]
-    format_space* value_spaces;  // [values.size()], which share one workspace
-    int scores_stride;
-    std::size_t bytes;
-
-    attention_scratch(const format_table& keys, const format_table& values, const attention_plan& plan,
-                      const page_geometry& g, std::byte* memory) {
-        carver c(memory);
-        const int n = smaller(plan.rows(), plan.block_rows);
-        const auto rows = static_cast<std::size_t>(n);
-        const auto dim = static_cast<std::size_t>(plan.dim),
-                   value_dim = static_cast<std::size_t>(plan.value_dim);
-        scores_stride = round_up(g.longest_page(), 16) + 16;
-        query = c.floats(rows * dim + 16);
-        turned = c.floats(keys.transforming() * rows * dim + 16);
-        scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
-        output = c.floats(rows * value_dim + 16);
-        part = c.floats(rows * value_dim + 16);
-        rotated = c.floats(values.transforming() * rows * value_dim + 16);
-        key_spaces = spaces(c, keys);
-        value_spaces = spaces(c, values);
-        const auto workspace_bytes = [&](const format_table& table, int i, tensor role, int channels) {
-            const format& f = table[i];
-            return f.functions().make_plan(f.scheme(), {role, planned_tokens(i, g), channels}, {}, n,
-                                           nullptr);
-        };
-        for (int i = 0; i < keys.size(); ++i) {
-            std::byte* const space = c.take(workspace_bytes(keys, i, tensor::key, plan.dim));
-            if (memory) key_spaces[i].workspace = space;
-        }
-        std::size_t most = 0;
-        for (int i = 0; i < values.size(); ++i)
-            most = larger(most, workspace_bytes(values, i, tensor::value, plan.value_dim));
-        std::byte* const space = c.take(most);
-        for (int i = 0; i < values.size() && memory; ++i) value_spaces[i].workspace = space;
-        bytes = c.used();
-    }
-
-    /// Called before the rows of a task.
-    void forget_plans(const format_table& keys, const format_table& values) const noexcept {
-        for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = key_spaces[i].begun = false;
-        for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = false;
-    }
-
-private:
-    static format_space* spaces(carver& c, const format_table& table) {
-        const auto n = static_cast<std::size_t>(table.size());
-        auto* const all = reinterpret_cast<format_space*>(c.take(n * sizeof(format_space)));
-        for (std::size_t i = 0; i < n; ++i) {
-            std::byte* const plan = c.take(table[static_cast<int>(i)].functions().plan_bytes);
-            if (all) ::new (all + i) format_space{plan, nullptr, false, false, 0, 0};
-        }
-        return all;
-    }
-};
 
 /// Opens the tile state of the backend that has one, and closes it at the end.
 class tile_sessions {
@@ -202,6 +62,7 @@ public:
     layer_pages pages;
     attention_plan plan;
     int layer;
+    const rotation* rotate;  // of the layer, or null
     query_view q;
     output_view out;
     float* partials;
@@ -310,18 +171,38 @@ private:
             for (int d = 0; d < plan.dim; ++d) zero += 0.0f * s.query[i * plan.dim + d];
             bad[static_cast<std::size_t>(i)] = zero != 0.0f;
         }
-        std::size_t copies = 0;
+        transform_queries(head, n, s.query, s.turned);
+        return bad;
+    }
+    /// to: [n][dim] for every transforming format of keys.
+    void transform_queries(int head, int n, const float* query, float* to) const {
         const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
         for (int f = 0; f < keys.size(); ++f) {
             const format_functions& functions = keys[f].functions();
             if (!functions.transforms) continue;
-            float* const to = s.turned + copies++ * static_cast<std::size_t>(n * plan.dim);
             for (int i = 0; i < n; ++i) {
-                for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = s.query[i * plan.dim + d];
+                for (int d = 0; d < plan.dim; ++d) to[i * plan.dim + d] = query[i * plan.dim + d];
                 functions.transform_query(keys[f].scheme(), shape, block_id{layer, head}, to + i * plan.dim);
             }
+            to += n * plan.dim;
         }
-        return bad;
+    }
+    /// The queries for a page whose keys moved by `shift`, transformed as its format wants.
+    const float* queries_for(const row_block& rows, std::int64_t shift, int format, const scratch& s) const {
+        const auto size = static_cast<std::size_t>(rows.n) * static_cast<std::size_t>(plan.dim);
+        if (!rotate) shift = 0;
+        if (shift != s.shifts->begun) {
+            for (int i = 0; i < keys.size(); ++i) s.key_spaces[i].begun = false;
+            s.shifts->begun = shift;
+        }
+        if (shift != 0 && shift != s.shifts->moved) {
+            for (std::size_t i = 0; i < size; ++i) s.moved[i] = s.query[i];
+            (*rotate)(s.moved, rows.n, plan.dim, -shift);
+            transform_queries(rows.head, rows.n, s.moved, s.moved + size);
+            s.shifts->moved = shift;
+        }
+        if (!keys[format].functions().transforms) return shift == 0 ? s.query : s.moved;
+        return (shift == 0 ? s.turned : s.moved + size) + keys.transforming_before(format) * size;
     }
 
     /// Is no key of the chunk visible to any of the rows? An empty state, which changes nothing when it is merged.
@@ -396,15 +277,18 @@ private:
         const format_functions& f = product.functions;
         const std::byte* const block =
             p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head);
-        const float* x = s.query;
-        if (f.transforms)
-            x = s.turned + keys.transforming_before(p.format) * static_cast<std::size_t>(rows.n * plan.dim);
+        const float* const x = queries_for(rows, entry.shift, p.format, s);
         bool& begun = s.key_spaces[p.format].begun;
         if (!f.begins_once[0] || !begun)
             f.begin(product.space.plan, shape, id, block, x, plan.dim, product.space.workspace);
         begun = true;
-        f.finish(product.space.plan, shape, id, block, x, plan.dim, entry.tokens, plan.dim, s.scores,
-                 s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
+        f.finish(product.space.plan, shape, id, block, x, plan.dim, entry.skip + entry.tokens, plan.dim,
+                 s.scores, s.scores_stride, false, ahead(p, *next.keys), product.space.workspace);
+        // From here on score 0 is that of the first shown token.
+        for (int i = 0; i < rows.n && entry.skip > 0; ++i) {
+            float* const score = s.scores + i * s.scores_stride;
+            std::copy(score + entry.skip, score + entry.skip + entry.tokens, score);
+        }
     }
 
     void change_and_mask(const row_block& rows, const layer_pages::entry& entry, page_visibility seen,
@@ -441,10 +325,16 @@ private:
                 }
             }
         }
-        // Parameters are folded for the whole block: tokens that the span does not show get weight zero.
+        // Tokens in front of the shown ones, and those behind them where parameters are folded for the whole block, get weight zero.
+        const int end = entry.skip + entry.tokens;
+        for (int i = 0; i < n && entry.skip > 0; ++i) {
+            float* const weight = s.scores + i * s.scores_stride;
+            std::copy_backward(weight, weight + entry.tokens, weight + end);
+            std::fill_n(weight, entry.skip, 0.0f);
+        }
         if (p.format != 0)
             for (int i = 0; i < n; ++i)
-                for (int t = entry.tokens; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
+                for (int t = end; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
         const bound_product product = product_of(values, p.format, shape, rows, s.value_spaces);
         const format_functions& f = product.functions;
         const std::byte* const block =
@@ -453,8 +343,8 @@ private:
         if (f.transforms)
             to = s.rotated + values.transforming_before(p.format) * static_cast<std::size_t>(n * dim);
         f.begin(product.space.plan, shape, id, block, s.scores, s.scores_stride, product.space.workspace);
-        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, entry.tokens, to, dim,
-                 true, ahead(p, *next.values), product.space.workspace);
+        f.finish(product.space.plan, shape, id, block, s.scores, s.scores_stride, dim, end, to, dim, true,
+                 ahead(p, *next.values), product.space.workspace);
     }
 
     /// Distance from a block to the same head's block of the next page; 0 if that page has another layout.

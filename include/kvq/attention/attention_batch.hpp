@@ -35,11 +35,13 @@ struct attention_items {
 class attention_batch {
 public:
     attention_batch(const format_table& keys, const format_table& values, const cache_shape& shape,
-                    const page_geometry& geometry, const attention_items& items)
+                    const page_geometry& geometry, const rotation_table& rotations,
+                    const attention_items& items)
         : keys_(keys),
           values_(values),
           shape_(shape),
           geometry_(geometry),
+          rotations_(rotations),
           items_(items),
           count_(items.count),
           query_rows_(attention_rows(keys, values)) {
@@ -54,7 +56,7 @@ public:
             largest_ = plan;
         }
         place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64});
-        if (count > 0) scratch_bytes_ = scratch(keys_, values_, largest_, geometry_, nullptr).bytes;
+        if (count > 0) scratch_bytes_ = scratch_of(nullptr).bytes;
     }
 
     int workers(int threads) const noexcept { return larger(1, smaller(threads, tasks_)); }
@@ -75,14 +77,15 @@ public:
         }
         const auto job = [&](int i) {
             const attention_item of = items_(i);
-            return attention{keys_, values_, of.mods ? *of.mods : mods, of.pages, plan_of(of), layer,
-                             of.q,  of.out,  places[i].partials};
+            return attention{
+                keys_, values_, of.mods ? *of.mods : mods, of.pages, plan_of(of), layer, rotations_.at(layer),
+                of.q,  of.out,  places[i].partials};
         };
         std::byte* const scratch_memory = partials;
         std::atomic<int> next{0};
         ex.parallel_for(workers(threads), [&](int worker) {
-            const scratch mine(keys_, values_, largest_, geometry_,
-                               scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
+            const scratch mine =
+                scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
             int i = 0;
             for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
                 while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
@@ -111,6 +114,9 @@ private:
         float* partials;
     };
 
+    scratch scratch_of(std::byte* memory) const {
+        return {keys_, values_, largest_, geometry_, rotations_.any(), memory};
+    }
     attention_plan plan_of(const attention_item& of) const noexcept {
         return {shape_, geometry_, of.pages.tokens, of.q.heads, of.q.tokens, query_rows_};
     }
@@ -119,6 +125,7 @@ private:
     const format_table& values_;
     const cache_shape& shape_;
     page_geometry geometry_;
+    const rotation_table& rotations_;
     attention_items items_;
     int count_, query_rows_;
     int tasks_ = 0;

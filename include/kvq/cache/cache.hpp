@@ -24,12 +24,14 @@ class sequence;
 
 class cache {
 public:
-    /// Raises kvq::error when a size is impossible, or when a format is missing or cannot hold such blocks.
+    /// Raises kvq::error when a size is impossible, or when a format is missing or cannot hold such blocks, or when a
+    /// rotary embedding does not fit a head.
     explicit cache(const cache_shape& shape, const cache_options& options)
         : shape_(shape),
           options_(checked(shape, options)),
           keys_(tensor::key, window_of(options), options.keys),
           values_(tensor::value, window_of(options), options.values.empty() ? options.keys : options.values),
+          rotations_(options.rotary, shape.layers, shape.head_dim),
           pool_(options.memory, options.byte_budget) {
         for (const layer_format& f : options.layers) {
             expect_listed(tensor::key, f.key);
@@ -57,6 +59,8 @@ public:
         return role == tensor::key ? keys_ : values_;
     }
     const format& window() const noexcept { return keys_.window(); }
+    /// How keys of a layer are rotated when they move.
+    const detail::rotation_table& rotations() const noexcept { return rotations_; }
     /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request and tiers take. A copy of a
     /// listed format adds nothing and returns the index of that format. No other call on the cache or its sequences may run at the
     /// same time. Raises kvq::error for a format that cannot hold such blocks.
@@ -166,6 +170,7 @@ private:
     cache_options options_;
     detail::format_table keys_;
     detail::format_table values_;
+    detail::rotation_table rotations_;
     page_pool pool_;
 };
 

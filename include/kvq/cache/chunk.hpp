@@ -27,6 +27,27 @@ enum class chunk_pages : bool {
     after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
 };
 
+inline page_ref new_window_page(cache& of, int role, int tokens) {
+    const std::size_t bytes = of.page_bytes(static_cast<tensor>(role), 0, tokens);
+    page_ref p = of.pool().allocate(bytes, 0, tokens);
+    std::memset(p->data(), 0, bytes);
+    return p;
+}
+
+/// A copy of the 16-bit page of a span that was closed before it was full, to be committed: the last token is repeated behind it, so
+/// that what is not there sets no scale.
+inline page_ref filled_page(cache& of, const page& from, int role, int tokens, int capacity) {
+    const auto tensor_of = static_cast<tensor>(role);
+    const int dim = of.shape().dim(tensor_of), heads = of.shape().kv_heads;
+    const float_type window = of.table(tensor::key).window_type();
+    page_ref p = new_window_page(of, role, capacity);
+    p->not_finite = from.not_finite;
+    copy_tokens(window, from, *p, tensor_of, dim, heads, tokens);
+    for (int t = tokens; t < capacity; ++t)
+        move_tokens(window, *p, tokens - 1, *p, t, tensor_of, dim, heads, 1);
+    return p;
+}
+
 class chunk {
 public:
     chunk(cache& of, layer_track& track, int layer, int tokens, chunk_pages when) noexcept
@@ -37,6 +58,7 @@ public:
           after_(track.tokens + tokens),
           when_(when),
           spans_before_(track.size()),
+          filled_(of.pool().memory()),
           quantized_(of.pool().memory()) {}
     chunk(const chunk&) = delete;
     chunk& operator=(const chunk&) = delete;
@@ -51,6 +73,7 @@ public:
           first_written_(other.first_written_),
           last_before_(std::move(other.last_before_)),
           temporary_{std::move(other.temporary_[0]), std::move(other.temporary_[1])},
+          filled_(std::move(other.filled_)),
           quantized_(std::move(other.quantized_)),
           jobs_(other.jobs_) {}
     ~chunk() {
@@ -66,9 +89,14 @@ public:
         const page_geometry g = cache_->geometry();
         track.spans.reserve(table_capacity(static_cast<std::size_t>(track.size_after(after_ - before_, g))));
         first_written_ = track.has_open_span() ? spans_before_ - 1 : spans_before_;
-        if (track.has_open_span()) stage_open_span();
+        if (track.has_open_span() && after_ > before_) stage_open_span();
+        if (track.has_span_to_close() && after_ > before_) {
+            last_before_ = track.spans.back();
+            track.spans.back().room = track.spans.back().skip + track.spans.back().tokens;
+        }
         for (int at = track.tokens; at < after_; at = track.tokens) stage_span(at);
-        for (int i = track.committed; i < track.size() && track.is_due(i, after_, g); ++i) stage_commit(i);
+        for (int i = track.committed; i < track.size() && track.is_due(track[i], after_, g); ++i)
+            stage_commit(i);
     }
 
     /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize(); null for chunk_pages::after_attend.
@@ -83,8 +111,8 @@ public:
     void quantize(int job, float* scratch) {
         for (std::size_t at = 0; at < quantized_.size(); ++at) {
             const int i = track_->committed + static_cast<int>(at / 2);
-            const page_ref& from = (*track_)[i].pages[at % 2];
-            if (!quantized_[at] || !from || job-- > 0) continue;
+            const page_ref& from = filled_[at] ? filled_[at] : (*track_)[i].pages[at % 2];
+            if (!quantized_[at] || quantized_[at]->format == 0 || !from || job-- > 0) continue;
             convert_page(cache_->table(static_cast<tensor>(at % 2)), cache_->shape(), layer_, *from,
                          *quantized_[at], scratch);
             return;
@@ -100,6 +128,11 @@ public:
             const int i = track.committed + static_cast<int>(at / 2);
             page_span& s = track[i];
             page_ref& page = s.pages[at % 2];
+            if (filled_[at]) page = std::move(filled_[at]);
+            if (quantized_[at]->format == 0) {  // a page that was filled, and stays 16 bit
+                page = std::move(quantized_[at]);
+                continue;
+            }
             if (page && layer_track::keeps_copies(s, after_, g, rollback)) s.copies[at % 2] = std::move(page);
             page = std::move(quantized_[at]);
         }
@@ -117,13 +150,19 @@ public:
         const int after = track.tokens + tokens;
         needs n;
         bool temporary[2] = {};
-        const auto add_span = [&](int i, int first, int room, bool is_new) {
-            const page_span whole{first, room, room, {}, {}};
-            const bool due = !track.is_sinks(i, g) && layer_track::commit_at(whole, g) <= after;
+        const auto add_span = [&](int first, int room, bool sinks, bool is_new) {
+            const page_span whole{first, room, room, {}, {}, 0, sinks};
+            const int capacity = g.capacity(sinks);
+            const bool due = layer_track::is_due(whole, after, g);
             const bool kept = layer_track::keeps_copies(whole, after, g, of.options().rollback);
             for (int role = 0; role < 2; ++role) {
-                const int target = due ? track.targets[role] : 0;
-                if (target != 0) n.taken += allocation(of, role, target, room);
+                const int target = due && !sinks ? track.targets[role] : 0;
+                if (target != 0) n.taken += allocation(of, role, target, capacity);
+                if (due && room < capacity) {
+                    const std::size_t filled = allocation(of, role, 0, capacity);
+                    n.taken += filled;
+                    n.returned += target != 0 && !kept ? filled : 0;
+                }
                 if (!is_new) continue;
                 const bool passes = target != 0 && !kept;
                 if (passes && when == chunk_pages::at_once && std::exchange(temporary[role], true)) continue;
@@ -136,19 +175,19 @@ public:
         int at = track.tokens;
         for (int i = track.committed; i < track.size(); ++i) {
             const page_span& s = track[i];
-            if (i == track.size() - 1 && track.has_open_span()) {
+            const bool last = i == track.size() - 1;
+            if (last && track.has_open_span()) {
                 const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
                 for (int role = 0; role < 2; ++role)
                     if (needs_copy(s, role, shown))
                         n.taken += allocation(of, role, 0, g.window_tokens(s.first_token, shown, s.room));
                 at = s.first_token + shown;
             }
-            add_span(i, s.first_token, s.room, false);
+            add_span(s.first_token, last && track.has_span_to_close() ? s.tokens : s.room, s.sinks, false);
         }
-        for (int i = track.size(); at < after; ++i) {
-            const int room = track.is_sinks(i, g) ? g.sinks : g.page_tokens;
-            add_span(i, at, room, true);
-            at += smaller(room, after - at);
+        for (bool sinks = track.begins_with_sinks(g); at < after; sinks = false) {
+            add_span(at, g.capacity(sinks), sinks, true);
+            at += smaller(g.capacity(sinks), after - at);
         }
         return n;
     }
@@ -174,12 +213,7 @@ private:
                              scratch);
         }
     }
-    page_ref window_page(int role, int tokens) {
-        const std::size_t bytes = cache_->page_bytes(static_cast<tensor>(role), 0, tokens);
-        page_ref p = cache_->pool().allocate(bytes, 0, tokens);
-        std::memset(p->data(), 0, bytes);
-        return p;
-    }
+    page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens); }
     page_ref& quantized(int i, std::size_t role) {
         return quantized_[2 * static_cast<std::size_t>(i - track_->committed) + role];
     }
@@ -208,9 +242,10 @@ private:
     void stage_span(int at) {
         layer_track& track = *track_;
         const page_geometry g = cache_->geometry();
-        const int i = track.size(), room = track.is_sinks(i, g) ? g.sinks : g.page_tokens;
-        page_span s{at, smaller(room, after_ - at), room, {}, {}};
-        const bool passes = when_ == chunk_pages::at_once && s.full() && !track.is_sinks(i, g) &&
+        const bool sinks = track.begins_with_sinks(g);
+        const int room = g.capacity(sinks);
+        page_span s{at, smaller(room, after_ - at), room, {}, {}, 0, sinks};
+        const bool passes = when_ == chunk_pages::at_once && s.full() && !sinks &&
                             layer_track::commit_at(s, g) <= after_ &&
                             !layer_track::keeps_copies(s, after_, g, cache_->options().rollback);
         for (int role = 0; role < 2; ++role) {
@@ -225,13 +260,20 @@ private:
 
     void stage_commit(int i) {
         const page_span& s = (*track_)[i];
-        const bool sinks = track_->is_sinks(i, cache_->geometry());
+        const int capacity = cache_->geometry().capacity(s.sinks);
         for (int role = 0; role < 2; ++role) {
-            const int target = sinks ? 0 : track_->targets[role];
+            const int target = s.sinks ? 0 : track_->targets[role];
             quantized_.emplace_back();
-            if (target == 0) continue;
+            filled_.emplace_back();
+            page_ref filled;
+            if (s.room < capacity) filled = filled_page(*cache_, *s.pages[role], role, s.tokens, capacity);
+            if (target == 0) {
+                quantized_.back() = std::move(filled);
+                continue;
+            }
+            filled_.back() = std::move(filled);
             quantized_.back() = cache_->pool().allocate(
-                cache_->page_bytes(static_cast<tensor>(role), target, s.room), target, s.room);
+                cache_->page_bytes(static_cast<tensor>(role), target, capacity), target, capacity);
             jobs_ += s.pages[role] ? 1 : 0;
         }
     }
@@ -241,8 +283,10 @@ private:
     int layer_, before_, after_;
     chunk_pages when_;
     int spans_before_, first_written_ = 0;
-    page_span last_before_;                 // the open span before stage(), if it takes tokens
-    page_ref temporary_[2];                 // a 16-bit page for tokens that are quantized while they are read
+    page_span last_before_;  // the open span before stage(), if it takes tokens
+    page_ref temporary_[2];  // a 16-bit page for tokens that are quantized while they are read
+    std::pmr::vector<page_ref>
+        filled_;  // [span to commit][K, V]; 16-bit pages to quantize, where not the span's own
     std::pmr::vector<page_ref> quantized_;  // [span to commit][K, V]; null where the page stays 16 bit
     int jobs_ = 0;
 };

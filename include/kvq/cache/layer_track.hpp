@@ -3,10 +3,13 @@
 //   spans   [sinks][page][page] ... [page]     the first `committed` of them are past the recent window
 //
 // Committed means: quantized, or left in 16 bit if that is the target format of the tensor. Spans that are not committed
-// are the last ones: they hold 16-bit pages, and the very last one may take more tokens.
+// are the last ones: they hold 16-bit pages and skip no tokens, and the very last one may take more tokens, unless its keys moved.
+// The pages of a committed span have the full capacity; if it was closed before it was full (cache/rearrange.hpp), the last
+// token is repeated behind it.
 // Contract: K and V share the spans. The vector reserves its memory before anything changes, so that later steps cannot fail.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <memory_resource>
 #include <utility>
@@ -22,6 +25,7 @@ struct layer_track {
     int committed = 0;   ///< leading spans that are past the window; the sinks count once they are complete
     int first_copy = 0;  ///< spans before it have no 16-bit copies
     int targets[2];      ///< formats to which K and V pages are committed; 0: pages stay 16 bit
+    bool rearranged = false;  ///< after an erase, shift or splice: two spans may share a page
     std::pmr::vector<page_span> spans;
     int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
@@ -33,6 +37,7 @@ struct layer_track {
           committed(other.committed),
           first_copy(other.first_copy),
           targets{other.targets[0], other.targets[1]},
+          rearranged(other.rearranged),
           spans(memory),
           draft(other.draft),
           table_before(draft == 0 ? 0 : table_capacity(other.spans.size() - 1)) {
@@ -44,29 +49,30 @@ struct layer_track {
     const page_span& operator[](int i) const noexcept { return spans[static_cast<std::size_t>(i)]; }
     int size() const noexcept { return static_cast<int>(spans.size()); }
 
-    /// Does span i hold the sinks? Sinks are never quantized.
-    bool is_sinks(int i, const page_geometry& g) const noexcept { return g.sinks > 0 && i == 0; }
-
-    /// Number of tokens at which a whole span is committed.
+    /// Number of tokens at which a whole span is committed. A span that was closed is whole from the next token on.
     static int commit_at(const page_span& s, const page_geometry& g) noexcept {
-        return s.first_token + s.room + g.recent;
+        const int closed = s.room < g.capacity(s.sinks) ? 1 : 0;
+        return s.first_token + s.room - s.skip + larger(g.recent, closed);
     }
-    /// Is span i committed in a layer of n tokens without cuts?
-    bool is_due(int i, int n, const page_geometry& g) const noexcept {
-        const page_span& s = spans[static_cast<std::size_t>(i)];
-        return s.full() && (is_sinks(i, g) || commit_at(s, g) <= n);
+    /// Is a span committed in a layer of n tokens without cuts?
+    static bool is_due(const page_span& s, int n, const page_geometry& g) noexcept {
+        return s.full() && ((s.sinks && s.room == g.sinks) || commit_at(s, g) <= n);
     }
     /// Does a layer of n tokens need the 16-bit copies of span i? Yes, if a trim by up to `rollback` tokens can restore them.
     static bool keeps_copies(const page_span& s, int n, const page_geometry& g, int rollback) noexcept {
         return commit_at(s, g) > n - rollback;
     }
     /// The last span, if it may take more tokens.
-    bool has_open_span() const noexcept { return size() > committed && !spans.back().full(); }
+    bool has_open_span() const noexcept { return has_partial_span() && spans.back().shift == 0; }
+    /// The last span, if it would be closed by more tokens: its keys moved, and those of the next tokens did not.
+    bool has_span_to_close() const noexcept { return has_partial_span() && spans.back().shift != 0; }
+    /// Do new tokens begin with the sinks?
+    bool begins_with_sinks(const page_geometry& g) const noexcept { return size() == 0 && g.sinks > 0; }
     /// Number of spans after `added` more tokens.
     int size_after(int added, const page_geometry& g) const noexcept {
         int spans_after = size();
         if (has_open_span()) added -= smaller(added, spans.back().room - spans.back().tokens);
-        if (added > 0 && spans_after == 0 && g.sinks > 0) {
+        if (added > 0 && begins_with_sinks(g)) {
             added -= smaller(added, g.sinks);
             ++spans_after;
         }
@@ -79,11 +85,21 @@ struct layer_track {
         spans.pop_back();
         tokens -= std::exchange(draft, 0);
     }
+    /// May a layer with this geometry hold the span, as one of its committed spans, or as (the last of) the others? For spans from
+    /// files and messages.
+    static bool is_possible(const page_span& s, bool is_committed, bool last,
+                            const page_geometry& g) noexcept {
+        const int capacity = g.capacity(s.sinks);
+        return s.tokens >= 1 && s.skip >= 0 && s.room >= 1 && s.room <= capacity && s.skip < s.room &&
+               s.tokens <= s.room - s.skip &&
+               (is_committed || (s.skip == 0 && (last ? s.room == capacity : s.full())));
+    }
+
     /// Drops copies that no trim within `rollback` can restore any more.
     void drop_copies(const page_geometry& g, int rollback) noexcept {
         for (; first_copy < committed; ++first_copy) {
             page_span& s = spans[static_cast<std::size_t>(first_copy)];
-            if (!is_sinks(first_copy, g) && keeps_copies(s, tokens, g, rollback)) return;
+            if (!s.sinks && keeps_copies(s, tokens, g, rollback)) return;
             for (page_ref& copy : s.copies) copy = page_ref{};
         }
     }
@@ -95,19 +111,25 @@ struct layer_track {
         if (size() > 0) spans.back().tokens = smaller(spans.back().tokens, n - spans.back().first_token);
         tokens = n;
         committed = smaller(committed, size());
-        while (committed > 0 && !is_due(committed - 1, n, g)) {
-            page_span& s = spans[static_cast<std::size_t>(committed - 1)];
-            // Only the last span may be filled.
-            const bool filled = s.full() || committed == size();
-            if (!filled || !s.has_window_page(0) || !s.has_window_page(1)) break;
-            for (int role = 0; role < 2; ++role)
-                if (s.copies[role]) s.pages[role] = std::move(s.copies[role]);
-            --committed;
-        }
+        uncommit(n, g);
         // A page that shows a part of its tokens needs no copy: restoring it would bring back the hidden tokens.
         if (committed > 0 && !spans[static_cast<std::size_t>(committed - 1)].full())
             for (page_ref& copy : spans[static_cast<std::size_t>(committed - 1)].copies) copy = page_ref{};
         first_copy = smaller(first_copy, committed);
+    }
+    /// Spans that are not due any more in a layer of n tokens become 16 bit again, from the last one on, as long as they can.
+    void uncommit(int n, const page_geometry& g) noexcept {
+        while (committed > 0 && !is_due((*this)[committed - 1], n, g)) {
+            page_span& s = spans[static_cast<std::size_t>(committed - 1)];
+            // Only the last span may be filled.
+            const bool filled = s.full() || committed == size();
+            if (!filled || s.skip > 0 || !s.has_window_page(0) || !s.has_window_page(1)) break;
+            for (int role = 0; role < 2; ++role)
+                if (s.copies[role]) s.pages[role] = std::move(s.copies[role]);
+            --committed;
+        }
+        // The last span may be filled, also if it was closed.
+        if (size() > committed) spans.back().room = g.capacity(spans.back().sinks);
     }
     /// After a restore: a copy with the same bytes as its page becomes a reference to that page.
     void join_copies() noexcept {
@@ -119,6 +141,46 @@ struct layer_track {
                     s.copies[role] = page_ref{};
             }
     }
+    /// After a restore: equal pages of committed spans become one page, as they were before an erase or a splice was saved.
+    void join_pages() {
+        rearranged = std::any_of(spans.begin(), spans.end(),
+                                 [](const page_span& s) { return s.skip > 0 || s.shift != 0; });
+        if (!rearranged) return;
+        std::vector<page_ref*> held;
+        for (std::size_t role = 0; role < 2; ++role) {
+            held.clear();
+            for (int i = 0; i < committed; ++i) held.push_back(&(*this)[i].pages[role]);
+            const auto compare = [](const page& a, const page& b) {
+                if (a.format != b.format) return a.format < b.format ? -1 : 1;
+                if (a.bytes != b.bytes) return a.bytes < b.bytes ? -1 : 1;
+                return std::memcmp(a.data(), b.data(), a.bytes);
+            };
+            std::sort(held.begin(), held.end(),
+                      [&](const page_ref* a, const page_ref* b) { return compare(**a, **b) < 0; });
+            for (std::size_t i = 1; i < held.size(); ++i)
+                if (compare(**held[i - 1], **held[i]) == 0) *held[i] = *held[i - 1];
+        }
+    }
+    /// Calls f(page, shown) once for every page of tensor `role`, with the number of its tokens that spans show.
+    template <class F>
+    void for_each_page(std::size_t role, F&& f) const {
+        if (!rearranged) {
+            for (const page_span& s : spans) f(*s.pages[role], s.tokens);
+            return;
+        }
+        std::vector<std::pair<const page*, int>> held;
+        for (const page_span& s : spans) held.emplace_back(s.pages[role].get(), s.tokens);
+        std::sort(held.begin(), held.end());
+        for (std::size_t i = 0; i < held.size();) {
+            const page* const p = held[i].first;
+            int shown = 0;
+            for (; i < held.size() && held[i].first == p; ++i) shown += held[i].second;
+            f(*p, smaller(shown, p->tokens));
+        }
+    }
+
+private:
+    bool has_partial_span() const noexcept { return size() > committed && !spans.back().full(); }
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -8,6 +8,7 @@
 #include <memory_resource>
 #include <vector>
 
+#include "../attention/rotary.hpp"
 #include "../format/format.hpp"
 #include "../page/layer_pages.hpp"
 
@@ -29,6 +30,9 @@ struct cache_options {
     int rollback = 16;        ///< a trim by up to this many tokens is exact even if their pages are quantized
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
     std::vector<layer_format> layers = {};           ///< empty: the first listed format everywhere
+    /// How the model rotates keys before they are appended: once for all layers, or once per layer; a layer without positions has a
+    /// rotary_embedding{}. Empty: not known, so that keys cannot move (sequence::erase, shift and splice).
+    std::vector<rotary_embedding> rotary = {};
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
 };
 

@@ -6,11 +6,12 @@
 //
 // Only pages that lie behind the recent window change; sinks, recent tokens and the page being filled stay 16 bit. The pages are
 // the only state: a page that already has the wanted format needs no work, so the same request can be
-// made again until `pages_left` is 0. A page that several of the given sequences share is converted once and stays shared.
+// made again until `pages_left` is 0. A page that several of the given sequences share, or several spans of one of them, is
+// converted once and stays shared.
 // Peak: the old pages, one new page per thread, and the new versions of pages whose old versions stay (as 16-bit copies, or because
 // another sequence holds them). The dry run predicts the run byte for byte, as long as no other sequence takes or drops references
 // to these pages in between.
-// A page with tokens hidden by a trim is converted whole, and shows as many tokens as before.
+// A page with tokens hidden by a trim or an erase is converted whole, and shows the same tokens as before.
 // Error: cache/convert.hpp. 16-bit copies for exact rollback do not change.
 #pragma once
 
@@ -118,7 +119,10 @@ public:
             }
             batch.push_back(j);
             batch.back().first_holder = holders_.size();
-            for (std::size_t i = 0; i < j.holders; ++i) holders_.push_back(found_[j.first_holder + i].index);
+            for (std::size_t i = 0; i < j.holders; ++i) {
+                const holder& h = found_[j.first_holder + i];
+                holders_.push_back({h.index, h.span});
+            }
             if (batch.size() == workers) convert(batch, ex);
         });
         if (!batch.empty()) convert(batch, ex);
@@ -129,7 +133,6 @@ private:
     struct job {
         int layer;
         tensor role;
-        int page;
         int format;
         std::size_t first_holder, holders;  // of found_, in a batch of holders_
         page_ref fresh{};
@@ -140,10 +143,14 @@ private:
         int committed;
         int first, last;  // the range of pages to change, by the last token of the sequence
     };
-    /// A sequence that holds a page to change, and the first holder of this page.
+    /// A sequence that holds a page to change, the span there, and the first holder of this page.
     struct holder {
         const page* held;
-        std::size_t first, index;  // of sequences
+        int first, index;  // of sequences
+        int span;
+    };
+    struct place {
+        int sequence, span;
     };
 
     static auto& track_of(Sequence& s, int layer) {
@@ -169,7 +176,8 @@ private:
     /// that a deep trim has left in 16 bit because the other tensor's page was quantized: it never returns to the window.)
     bool becomes_copy(const layer_track& track, tensor role, int i, int format) const {
         const page_geometry g = cache_->geometry();
-        return format == 0 && track.is_due(i, track.tokens, g) && !track[i].copies[static_cast<int>(role)] &&
+        return format == 0 && track[i].skip == 0 && track.is_due(track[i], track.tokens, g) &&
+               !track[i].copies[static_cast<int>(role)] &&
                layer_track::keeps_copies(track[i], track.tokens, g, cache_->options().rollback);
     }
 
@@ -183,7 +191,7 @@ private:
                                 track_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
     }
 
-    /// Calls f for every page to change, once for all sequences that hold it at that index, oldest pages of a layer first.
+    /// Calls f for every page to change, once for all spans that hold it, oldest pages of a layer first.
     template <class F>
     void for_each_job(F&& f) {
         for (int layer = request_.first_layer; layer < last_layer(); ++layer)
@@ -195,36 +203,40 @@ private:
                 const auto [first, last] = find_rows(layer);
                 for (int i = first; i < last; ++i) {
                     if (!find_holders(i, role, format, bytes)) continue;
+                    if (rearranged_) find_other_places(i, first, role);
                     for (std::size_t at = 0, next; at < found_.size(); at = next) {
                         bool wanted_here = false;
                         for (next = at; next < found_.size() && found_[next].first == found_[at].first;
                              ++next)
-                            wanted_here = wanted_here || (i >= rows_[found_[next].index].first &&
-                                                          i < rows_[found_[next].index].last);
-                        const job j{layer, role, i, format, at, next - at};
+                            wanted_here = wanted_here || in_range(found_[next]);
+                        const job j{layer, role, format, at, next - at};
                         if (wanted_here && (!extent_.only_freed || frees(j))) f(j);
                     }
                 }
             }
     }
 
+    bool in_range(const holder& h) const {
+        return h.span >= rows_[h.index].first && h.span < rows_[h.index].last;
+    }
+
     /// Fills the rows of one layer. Returns the range of spans in which any sequence has pages to change.
     std::pair<int, int> find_rows(int layer) {
-        const page_geometry g = cache_->geometry();
         int begin = (std::numeric_limits<int>::max)(), end = 0;
+        rearranged_ = false;
         for (std::size_t s = 0; s < sequences_.size(); ++s) {
             const auto& track = track_of(*sequences_[s], layer);
             const int token = extent_.last_tokens.empty() ? request_.last_token : extent_.last_tokens[s];
             const auto at = [&](int i) { return track.spans.begin() + i; };
-            const auto first_page = at(smaller(g.sinks > 0 ? 1 : 0, track.committed));
-            const auto first = std::partition_point(
-                first_page, at(track.committed),
-                [&](const page_span& span) { return span.first_token < request_.first_token; });
+            const auto first = std::partition_point(at(0), at(track.committed), [&](const page_span& span) {
+                return span.first_token < request_.first_token;
+            });
             const auto last = std::partition_point(
                 first, at(track.committed), [&](const page_span& span) { return span.end() <= token; });
             rows_[s] = {track.spans.data(), track.committed,
                         larger(extent_.first_span, static_cast<int>(first - track.spans.begin())),
                         smaller(extent_.last_span, static_cast<int>(last - track.spans.begin()))};
+            rearranged_ = rearranged_ || track.rearranged;
             begin = smaller(begin, rows_[s].first);
             end = larger(end, rows_[s].last);
         }
@@ -244,11 +256,12 @@ private:
             if (i >= rows_[s].committed) continue;
             // When no page has to change, all of the time is spent waiting for pages from memory.
             if (i + ahead < rows_[s].committed) prefetch(page_of(rows_[s], i + ahead));
+            if (rows_[s].spans[i].sinks) continue;
             const page* const p = page_of(rows_[s], i);
             if (p->format == format || (request_.only_smaller && bytes >= p->bytes)) continue;
-            const std::size_t first = found_.empty() ? s : found_.front().index;
+            const int at = static_cast<int>(s), first = found_.empty() ? at : found_.front().index;
             one_page = one_page && (found_.empty() || found_.front().held == p);
-            found_.push_back({p, first, s});
+            found_.push_back({p, first, at, i});
         }
         if (one_page) return !found_.empty();
         std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
@@ -264,14 +277,41 @@ private:
         return true;
     }
 
+    /// After an erase or a splice: adds the spans that hold the pages in found_ at other indices. Pages that were found from an earlier
+    /// index of the range on go. O(spans) for each page with more references than were found.
+    void find_other_places(int i, int first, tensor role) {
+        const std::size_t found_here = found_.size();
+        for (std::size_t at = 0, next; at < found_here; at = next) {
+            const page* const p = found_[at].held;
+            for (next = at; next < found_here && found_[next].held == p;) ++next;
+            const int owner = found_[at].first;
+            if (p->references.load(std::memory_order_acquire) <= next - at) continue;
+            bool earlier = false;
+            for (std::size_t s = 0; s < rows_.size(); ++s)
+                for (int span = 0; span < rows_[s].committed; ++span) {
+                    if (span == i || rows_[s].spans[span].pages[static_cast<int>(role)].get() != p) continue;
+                    earlier = earlier || (span >= first && span < i);
+                    found_.push_back({p, owner, static_cast<int>(s), span});
+                }
+            if (earlier)
+                for (holder& h : found_)
+                    if (h.held == p) h.held = nullptr;
+        }
+        std::erase_if(found_, [](const holder& h) { return h.held == nullptr; });
+        std::sort(found_.begin(), found_.end(), [](const holder& a, const holder& b) {
+            if (a.first != b.first) return a.first < b.first;
+            return a.index != b.index ? a.index < b.index : a.span < b.span;
+        });
+    }
+
     /// Is the page of a job freed once all of its known holders have the new page?
     bool frees(const job& j) const {
         const page& p = *found_[j.first_holder].held;
         if (p.references.load(std::memory_order_acquire) > j.holders) return false;
-        for (std::size_t i = 0; i < j.holders; ++i)
-            if (becomes_copy(track_of(*sequences_[found_[j.first_holder + i].index], j.layer), j.role, j.page,
-                             p.format))
-                return false;
+        for (std::size_t i = 0; i < j.holders; ++i) {
+            const holder& h = found_[j.first_holder + i];
+            if (becomes_copy(track_of(*sequences_[h.index], j.layer), j.role, h.span, p.format)) return false;
+        }
         return true;
     }
 
@@ -300,22 +340,23 @@ private:
     }
 
     auto& old_page(const job& j) const {
-        const std::size_t sequence = holders_[j.first_holder];
-        return track_of(*sequences_[sequence], j.layer)[j.page].pages[static_cast<int>(j.role)];
+        const place& first = holders_[j.first_holder];
+        return track_of(*sequences_[first.sequence], j.layer)[first.span].pages[static_cast<int>(j.role)];
     }
 
     void replace(job& j) {
         const page_ref old = old_page(j);
         std::size_t holders = 0;
         for (std::size_t i = 0; i < j.holders; ++i) {
-            auto& track = track_of(*sequences_[holders_[j.first_holder + i]], j.layer);
-            const bool copy = becomes_copy(track, j.role, j.page, old->format);
+            const place& at = holders_[j.first_holder + i];
+            auto& track = track_of(*sequences_[at.sequence], j.layer);
+            const bool copy = becomes_copy(track, j.role, at.span, old->format);
             holders += !copy;
             if constexpr (!dry) {
-                page_span& span = track[j.page];
+                page_span& span = track[at.span];
                 if (copy) {
                     span.copies[static_cast<int>(j.role)] = old;
-                    track.first_copy = smaller(track.first_copy, j.page);
+                    track.first_copy = smaller(track.first_copy, at.span);
                 }
                 span.pages[static_cast<int>(j.role)] = j.fresh;
             }
@@ -334,7 +375,8 @@ private:
     cache_pointer cache_;
     std::pmr::vector<row> rows_;
     std::pmr::vector<holder> found_;
-    std::pmr::vector<std::size_t> holders_;  // of the batch
+    std::pmr::vector<place> holders_;  // of the batch
+    bool rearranged_ = false;          // is any layer of the rows
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;

@@ -6,6 +6,7 @@
 //   append_draft, keep   a drafted tree of tokens, and the path of it that was accepted
 //   trim     remove every token from a position on
 //   fork     a second sequence that shares all pages; a shared page is copied before it is written
+//   erase, shift, splice   remove tokens from the middle, move keys, append tokens of another sequence (cache/rearrange.hpp)
 //
 // New tokens go to 16-bit pages; a page that falls behind the recent window is quantized (committed). The pages depend only on
 // the tokens, not on the sizes of the chunks, as long as trims reach back at most cache_options::rollback tokens: such trims
@@ -136,6 +137,20 @@ public:
         }
     }
 
+    /// Removes tokens [first, last) of all layers (of shorter layers, those that they have); the tokens behind them move to the front,
+    /// positions of the keys included: the next token is token tokens(), and its key and query are rotated for this position. Quantized
+    /// pages that are cut keep their codes, and their bytes as long as they show a token; no key is quantized again. 16-bit copies for
+    /// exact trims go: later trims are exact for tokens appended later. Defined in cache/rearrange.hpp, as the next two. O(spans).
+    /// Raises kvq::error for a range outside, and when tokens behind it would move in a cache without cache_options::rotary.
+    void erase(int first, int last);
+    /// Moves the rotary positions of the keys of tokens [first, last) by `by`. Order, masks and score modifiers stay: they count tokens.
+    /// Otherwise as erase().
+    void shift(int first, int last, std::int64_t by);
+    /// Appends tokens [first, last) of `other`, a sequence of the same cache (or this one): shares the pages, moved to the new positions.
+    /// All layers must have the same number of tokens, in both. Commits what is not committed of this sequence, whatever
+    /// the recent window, since quantized pages may follow; 16-bit pages of `other` stay 16 bit. Otherwise as erase().
+    void splice(const sequence& other, int first, int last);
+
     /// Upper bound of the bytes that append() of n tokens to every layer takes from the pool: with so many bytes left of
     /// `byte_budget`, append() cannot exceed the budget. (append() frees pages as well; the bound counts only freed pages that the
     /// same append() took.) O(layers + added pages).
@@ -180,7 +195,7 @@ public:
     }
 
     /// Writes x^ of tokens [first, first + out.tokens) of one layer's K or V to out: [tokens][kv_heads][dim].
-    /// T: float, float16 or bfloat16; x^ is computed in float and rounded once.
+    /// T: float, float16 or bfloat16; x^ is computed in float and rounded once. Keys that moved are rotated to their new positions.
     void dequantize(int layer, tensor role, int first, const output_view& out) const {
         const int held = tokens(layer);
         detail::expect(first >= 0 && out.tokens >= 0 && out.tokens <= held && first <= held - out.tokens,
@@ -193,9 +208,9 @@ public:
         const int dim = shape().dim(role);
         const auto longest = static_cast<std::size_t>(geometry().longest_page());
         std::pmr::vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
-        // Pages of which only a part is wanted are dequantized here first.
+        // Pages of which only a part is wanted, and keys that moved, are dequantized here first.
         std::pmr::vector<std::byte> some(memory());
-        const std::size_t row = static_cast<std::size_t>(dim) * size_of(out.type);
+        const detail::rotation* const rotate = role == tensor::key ? cache_->rotations().at(layer) : nullptr;
         const detail::default_arithmetic arithmetic;
         for (int e = detail::larger(0, all.lower_bound(first + 1) - 1); e < all.entries(); ++e) {
             const layer_pages::entry entry = all.at(e);
@@ -207,17 +222,27 @@ public:
             const block_shape block{role, p.tokens, dim};
             const format& f = cache_->table(role)[p.format];
             const std::size_t bytes = f.block_bytes(block);
-            const bool all_of_it = to - from == p.tokens;
+            const bool moved = rotate && entry.shift != 0, all_of_it = !moved && to - from == p.tokens;
+            const float_type type = moved ? float_type::fp32 : out.type;
+            const std::size_t row = static_cast<std::size_t>(dim) * size_of(type);
             if (!all_of_it) some.resize(longest * row);
             for (int h = 0; h < shape().kv_heads; ++h) {
                 f.functions().dequantize(f.scheme(), block, block_id{layer, h},
-                                         p.data() + bytes * static_cast<std::size_t>(h), out.type,
+                                         p.data() + bytes * static_cast<std::size_t>(h), type,
                                          all_of_it ? out.at(from - first, h) : some.data(),
                                          all_of_it ? out.token_stride() : dim, scratch.data());
                 if (all_of_it) continue;
-                for (int t = from; t < to; ++t)
-                    std::memcpy(out.at(t - first, h),
-                                some.data() + row * static_cast<std::size_t>(t - entry.first_token), row);
+                for (int t = from; t < to; ++t) {
+                    std::byte* const x =
+                        some.data() + row * static_cast<std::size_t>(entry.skip + t - entry.first_token);
+                    if (!moved) {
+                        std::memcpy(out.at(t - first, h), x, row);
+                        continue;
+                    }
+                    auto* const values = reinterpret_cast<float*>(x);
+                    (*rotate)(values, 1, dim, entry.shift);
+                    out.store(t - first, h, values);
+                }
             }
         }
     }
@@ -229,8 +254,9 @@ public:
         for (const detail::layer_track& track : tracks_) {
             u.tokens = detail::larger(u.tokens, track.tokens);
             u.bookkeeping += track.spans.capacity() * sizeof(page_span);
+            for (std::size_t role = 0; role < 2; ++role)
+                track.for_each_page(role, [&](const page& p, int shown) { count_page(p, shown, u); });
             for (const page_span& s : track.spans) {
-                for (const page_ref& p : s.pages) count_page(*p, s.tokens, u);
                 for (const page_ref& copy : s.copies) {
                     if (!copy) continue;
                     u.rollback += copy->bytes;
@@ -406,7 +432,7 @@ inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tok
     const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
                                             return *static_cast<const detail::attention_item*>(of);
                                         }};
-    return detail::attention_batch(keys_, values_, shape_, geometry(), items).bytes(threads);
+    return detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items).bytes(threads);
 }
 
 inline void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
@@ -419,7 +445,7 @@ inline void cache::attend_items(int layer, const detail::attention_items& items,
     detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
     if (rows == 0) return;
     const int threads = executor.concurrency();
-    const detail::attention_batch all(keys_, values_, shape_, geometry(), items);
+    const detail::attention_batch all(keys_, values_, shape_, geometry(), rotations_, items);
     all.run(layer, mods, executor, threads, space.reserve(all.bytes(threads)));
 }
 

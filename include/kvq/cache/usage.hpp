@@ -32,10 +32,9 @@ struct usage_row {
     const auto add = [&](int layer, tensor role) {
         const detail::format_table& table = of.table(role);
         std::vector<usage_row> formats(static_cast<std::size_t>(table.size()));
-        const layer_pages pages = s.pages(layer);
-        for (int e = 0; e < pages.entries(); ++e) {
-            const layer_pages::entry entry = pages.at(e);
-            const page& p = role == tensor::key ? *entry.keys : *entry.values;
+        const detail::layer_track& track =
+            detail::sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
+        track.for_each_page(static_cast<std::size_t>(role), [&](const page& p, int shown) {
             usage_row& row = formats[static_cast<std::size_t>(p.format)];
             const format& f = table[p.format];
             const std::size_t codes =
@@ -45,12 +44,12 @@ struct usage_row {
             row.parameters += p.bytes - codes;
             row.scheme = f.name();
             if (p.format == 0)
-                row.slack += p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) *
-                                           static_cast<std::size_t>(entry.tokens);
+                row.slack +=
+                    p.bytes - p.bytes / static_cast<std::size_t>(p.tokens) * static_cast<std::size_t>(shown);
             ++row.pages;
-            row.tokens += entry.tokens;
+            row.tokens += shown;
             row.bookkeeping += sizeof(page);
-        }
+        });
         for (std::size_t f = 0; f < formats.size(); ++f) {
             if (formats[f].pages == 0) continue;
             formats[f].layer = layer;

@@ -67,4 +67,26 @@ inline void copy_tokens(float_type window, const page& from, page& to, tensor ro
                      [&]<class Window>(Window) { copy_values<Window>(from, to, role, dim, heads, count); });
 }
 
+/// Copies tokens [first, first + count) of a window page to tokens [at, at + count) of a page, which may be the same one. Value by value:
+/// for the few tokens of a cut.
+inline void move_tokens(float_type window, const page& from, int first, page& to, int at, tensor role,
+                        int dim, int heads, int count) {
+    visit_float_type(window, [&]<class Window>(Window) {
+        const block_shape from_shape{role, from.tokens, dim}, to_shape{role, to.tokens, dim};
+        const value_layout<Window> from_layout(from_shape), to_layout(to_shape);
+        const auto bytes = [](const block_shape& s, int h) {
+            return full<Window>{}.block_bytes(s) * static_cast<std::size_t>(h);
+        };
+        for (int h = 0; h < heads; ++h)
+            for (int t = 0; t < count; ++t)
+                for (int c = 0; c < dim; ++c)
+                    std::memcpy(
+                        to.data() + bytes(to_shape, h) +
+                            sizeof(Window) * full<Window>::element(to_layout, to_shape, at + t, c),
+                        from.data() + bytes(from_shape, h) +
+                            sizeof(Window) * full<Window>::element(from_layout, from_shape, first + t, c),
+                        sizeof(Window));
+    });
+}
+
 }  // namespace kvq::inline KVQ_TAGGED::detail

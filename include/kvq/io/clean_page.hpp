@@ -1,7 +1,7 @@
 // A page as it is saved or sent: without the values of trimmed tokens, in as many bytes as a new page would have.
 //
 //   span that is not committed    a 16-bit page for page_geometry::window_tokens(); hidden tokens are zero
-//   committed span                the page itself: tokens hidden by a deep trim share parameters with the others
+//   committed span                the page itself: tokens hidden by a deep trim or an erase share parameters with the others
 //
 // So two sequences in the same state give the same bytes.
 #pragma once
@@ -20,7 +20,7 @@ inline page_ref clean_page(const format& window, const layer_track& track, int i
     const page_ref& p = s.pages[static_cast<int>(role)];
     if (i < track.committed) return p;
     const int tokens = g.window_tokens(s.first_token, s.tokens, s.room);
-    if (s.tokens == p->tokens) return p;
+    if (s.tokens == p->tokens && tokens == p->tokens) return p;
     const std::size_t bytes =
         window.block_bytes({role, tokens, shape.dim(role)}) * static_cast<std::size_t>(shape.kv_heads);
     page_ref copy = scratch.allocate(bytes, 0, tokens);

@@ -37,6 +37,10 @@ void send_pages(const sequence& s, int layer, Sink&& write) {
         m.first_token = track[i].first_token;
         m.tokens = p->tokens;
         m.used = track[i].tokens;
+        m.skip = track[i].skip;
+        m.room = track[i].room;
+        m.sinks = track[i].sinks;
+        m.shift = track[i].shift;
         m.kv_heads = shape.kv_heads;
         m.dim = shape.dim(role);
         m.layer_tokens = track.tokens;
@@ -83,9 +87,8 @@ public:
                 found[role] = check(layer, role, received_[2 * layer + role]);
             const bool same_spans = std::equal(
                 received_[2 * layer].begin(), received_[2 * layer].end(), received_[2 * layer + 1].begin(),
-                received_[2 * layer + 1].end(), [](const auto& k, const auto& v) {
-                    return k.first == v.first && k.second.used == v.second.used;
-                });
+                received_[2 * layer + 1].end(),
+                [](const auto& k, const auto& v) { return k.first == v.first && k.second.alike(v.second); });
             detail::expect(same_spans && found[0].committed == found[1].committed, "layer ", layer,
                            " was received with keys of ", found[0].tokens, " tokens (", found[0].committed,
                            " pages committed) and values of ", found[1].tokens, " (", found[1].committed,
@@ -96,6 +99,7 @@ public:
             track.committed = found[0].committed;
             track.drop_copies(cache_.geometry(), cache_.options().rollback);
             track.join_copies();
+            track.join_pages();
         }
         for (auto& list : received_) list.clear();
         return s;
@@ -103,9 +107,15 @@ public:
 
 private:
     struct received {
-        int used, layer_tokens;
+        page_span span;  // without pages
+        int layer_tokens;
         bool committed;
         page_ref page, copy;
+
+        bool alike(const received& o) const noexcept {
+            return span.tokens == o.span.tokens && span.skip == o.span.skip && span.room == o.span.room &&
+                   span.sinks == o.span.sinks && span.shift == o.span.shift;
+        }
     };
     /// The key is the position of the first token.
     using received_pages = std::map<int, received>;
@@ -113,12 +123,6 @@ private:
         int tokens = 0;
         int committed = 0;
     };
-
-    /// Capacity, in tokens, of the pages of a span.
-    int room_at(int first_token) const noexcept {
-        const page_geometry g = cache_.geometry();
-        return first_token < g.sinks ? g.sinks : g.page_tokens;
-    }
 
     void accept_as(const page_message& m, tensor tensor_of) {
         const cache_shape& shape = cache_.shape();
@@ -129,42 +133,46 @@ private:
                        " channels does not belong to a cache of ", shape.layers, " layers, ", shape.kv_heads,
                        " x ", shape.dim(tensor_of));
         const auto layer = static_cast<std::size_t>(m.layer), role = static_cast<std::size_t>(tensor_of);
-        const int room = room_at(m.first_token);
-        const bool sinks = m.first_token < g.sinks;
-        detail::expect(m.used >= 1 && m.used <= room && (!sinks || m.first_token == 0) &&
-                           m.tokens == (m.committed ? room : g.window_tokens(m.first_token, m.used, room)),
-                       detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ",
-                       m.first_token, ", of which it shows ", m.used, ", does not belong to a cache with ",
-                       g.sinks, " sinks and ", g.page_tokens, " tokens per page");
+        const int capacity = g.capacity(m.sinks);
+        const page_span span{m.first_token, m.used, m.room == 0 ? capacity : m.room, {}, {}, m.skip,
+                             m.sinks,       m.shift};
+        const bool last = !span.full();  // check() looks for others behind it
+        detail::expect(
+            detail::layer_track::is_possible(span, m.committed, last, g) &&
+                m.tokens == (m.committed ? capacity : g.window_tokens(m.first_token, m.used, span.room)),
+            detail::layer_text(layer, tensor_of), ": a page of ", m.tokens, " tokens at ", m.first_token,
+            ", of which it shows ", m.used, ", does not belong to a cache with ", g.sinks, " sinks and ",
+            g.page_tokens, " tokens per page");
+        detail::expect(m.shift == 0 || cache_.rotations().known(), detail::layer_text(layer, tensor_of),
+                       ": keys that moved by ", m.shift, " positions cannot be used by a cache that was not ",
+                       "told how they are rotated (cache_options::rotary)");
         const bool copy = m.kind == page_kind::copy;
         const int format = detail::index_of_identity(cache_.table(tensor_of), m.scheme);
         if (format < 0)
             detail::raise_unknown_format(cache_.table(tensor_of), m.scheme,
                                          detail::layer_text(layer, tensor_of) + " is");
-        detail::expect(copy ? format == 0 && m.committed && m.used == m.tokens && !sinks
-                            : format == 0 || (m.committed && !sinks),
+        detail::expect(copy ? format == 0 && m.committed && m.skip == 0 && span.full() && !m.sinks
+                            : format == 0 || (m.committed && !m.sinks),
                        detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
                        " is quantized or copied, but not committed");
         const std::size_t bytes = cache_.page_bytes(tensor_of, format, m.tokens);
         detail::expect(bytes == m.data.size(), detail::layer_text(layer, tensor_of), ": a page of ",
                        m.scheme.name, " has ", m.data.size(), " bytes, here it would have ", bytes);
         received_pages& list = received_[2 * layer + role];
+        const received fresh{span, m.layer_tokens, m.committed, {}, {}};
         const auto known = list.find(m.first_token);
         if (known != list.end()) {
             const received& r = known->second;
             detail::expect(!(copy ? r.copy : r.page), detail::layer_text(layer, tensor_of), ": the page at ",
                            m.first_token, " came twice");
-            detail::expect(r.used == m.used && r.committed == m.committed && r.layer_tokens == m.layer_tokens,
+            detail::expect(r.alike(fresh) && r.committed == m.committed && r.layer_tokens == m.layer_tokens,
                            detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
                            " and its 16-bit copy do not belong together");
         }
         page_ref p = cache_.pool().allocate(bytes, format, m.tokens);
         std::memcpy(p->data(), m.data.data(), bytes);
         p->not_finite = m.not_finite;
-        received& r =
-            known != list.end()
-                ? known->second
-                : list.insert({m.first_token, {m.used, m.layer_tokens, m.committed, {}, {}}}).first->second;
+        received& r = known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;
         (copy ? r.copy : r.page) = std::move(p);
     }
 
@@ -177,20 +185,20 @@ private:
         for (const auto& [first, r] : list) {
             expected = detail::larger(expected, r.layer_tokens);
             detail::expect(r.page && first == found.tokens, me, ": the page before token ",
-                           r.page ? first : first + r.used, " is missing");
+                           r.page ? first : r.span.end(), " is missing");
             detail::expect(!r.committed || found.committed == spans, me, ": the page at ", first,
                            " is committed, but not the one before");
             found.committed += r.committed;
-            found.tokens += r.used;
+            found.tokens += r.span.tokens;
             ++spans;
         }
         for (const auto& [first, r] : list) {
-            const page_span s{first, r.used, room_at(first), {}, {}};
-            const bool due =
-                s.full() && (first < g.sinks || detail::layer_track::commit_at(s, g) <= found.tokens);
-            detail::expect(r.committed || (!due && (s.full() || s.end() == found.tokens)), me,
-                           " was received with ", found.tokens, " tokens and ", found.committed,
-                           " committed pages, which is inconsistent");
+            const page_span& s = r.span;
+            const bool due = detail::layer_track::is_due(s, found.tokens, g);
+            const bool possible =
+                detail::layer_track::is_possible(s, r.committed, s.end() == found.tokens, g);
+            detail::expect(possible && (r.committed || !due), me, " was received with ", found.tokens,
+                           " tokens and ", found.committed, " committed pages, which is inconsistent");
         }
         detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
                        " tokens were received, of ", expected);
@@ -200,12 +208,11 @@ private:
     /// lists: those of K and V, which have the same spans.
     void fill(detail::layer_track& track, received_pages* lists) const {
         track.spans.reserve(detail::table_capacity(lists[0].size()));
-        for (auto k = lists[0].begin(), v = lists[1].begin(); k != lists[0].end(); ++k, ++v)
-            track.spans.push_back({k->first,
-                                   k->second.used,
-                                   room_at(k->first),
-                                   {k->second.page, v->second.page},
-                                   {k->second.copy, v->second.copy}});
+        for (auto k = lists[0].begin(), v = lists[1].begin(); k != lists[0].end(); ++k, ++v) {
+            track.spans.push_back(k->second.span);
+            track.spans.back().pages = {k->second.page, v->second.page};
+            track.spans.back().copies = {k->second.copy, v->second.copy};
+        }
     }
 
     cache& cache_;

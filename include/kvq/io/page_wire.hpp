@@ -2,16 +2,16 @@
 //
 //   offset                                      offset
 //    0  "kvqpage" and a zero                     36  tokens that the page has memory for
-//    8  version, 2                               40  tokens that it shows
+//    8  version, 3                               40  tokens that it shows
 //   12  bytes of this header, H                  44  kv heads
 //   16  bytes of data, D (64 bits)               48  channels of a head
 //   24  0: keys, 1: values (8 bits)              52  values that were not finite
-//   24  0: keys, 1: values (8 bits)              52  values that were not finite
 //   25  0: 16-bit copy, 1: page (8 bits)         56  fingerprint of the scheme (64 bits), 0 if it has none
 //   26  flags (16 bits): 1 committed,            64  bytes of the scheme's name
-//       2 the scheme has a fingerprint           68  CRC32C of the data
+//       2 the scheme has a fingerprint, 4 sinks  68  CRC32C of the data
 //   28  layer                                    72  tokens of the layer, 0: unknown
-//   80  name of the scheme, filled up with zeros to a multiple of 16
+//   80  tokens before the first shown one        84  tokens that may be shown, 0: all
+//   88  shift of the keys (64 bits, signed)      96  name of the scheme, filled up with zeros to a multiple of 16
 //    H  data: kv_heads blocks (docs/format.md)
 //
 // Little-endian, 32 bits unless another width is given. Every flipped bit and every truncation is found. A reader raises kvq::error
@@ -38,7 +38,12 @@ struct page_message {
     int layer = 0;
     int first_token = 0;
     int tokens = 0;  ///< capacity of the page
-    int used = 0;    ///< shown tokens: the first ones
+    int used = 0;    ///< shown tokens
+    int skip = 0;    ///< tokens before the first shown one
+    int room =
+        0;  ///< tokens that may be shown (page_span::room); 0: all that the page has memory for when it is full
+    bool sinks = false;      ///< a page of sinks
+    std::int64_t shift = 0;  ///< by how much its keys moved (page_span::shift)
     int kv_heads = 0;
     int dim = 0;
     int layer_tokens = 0;  ///< tokens of the layer when the page was sent; 0: not known yet
@@ -50,7 +55,7 @@ struct page_message {
 namespace detail {
 
 inline constexpr char page_wire_magic[8] = "kvqpage";
-inline constexpr std::uint32_t page_wire_version = 2;
+inline constexpr std::uint32_t page_wire_version = 3;
 
 struct page_wire_header {
     char magic[8];
@@ -67,15 +72,19 @@ struct page_wire_header {
     std::uint32_t data_checksum;
     std::int32_t layer_tokens;
     std::uint32_t header_checksum;
+    std::int32_t skip, room;
+    std::int64_t shift;
 
     static constexpr std::uint32_t most_name_bytes = 1024;
 };
-static_assert(sizeof(page_wire_header) == 80 && std::is_trivially_copyable_v<page_wire_header>);
+static_assert(sizeof(page_wire_header) == 96 && std::is_trivially_copyable_v<page_wire_header>);
 
 inline std::uint32_t page_header_checksum(const page_wire_header& h, const char* name,
                                           std::size_t name_space) {
     crc32c c;
-    c.add(&h, sizeof(h) - sizeof(h.header_checksum));
+    page_wire_header without = h;
+    without.header_checksum = 0;
+    c.add(&without, sizeof(without));
     c.add(name, name_space);
     return c.value();
 }
@@ -98,9 +107,10 @@ inline page_message check_page_header(const page_wire_header& h, const char* res
     const std::uint32_t checksum = page_header_checksum(h, rest, h.header_bytes - sizeof(h));
     expect(checksum == h.header_checksum, "the page is damaged: its header has checksum ", checksum, ", not ",
            h.header_checksum);
-    expect(h.role <= 1 && h.kind <= 1 && h.flags <= 3 && h.layer_tokens >= 0 && h.layer >= 0 &&
-               h.first_token >= 0 && h.tokens >= 1 && h.used >= 0 && h.used <= h.tokens && h.kv_heads >= 1 &&
-               h.dim >= 1 && h.first_token <= (std::numeric_limits<int>::max)() - h.tokens,
+    expect(h.role <= 1 && h.kind <= 1 && h.flags <= 7 && h.layer_tokens >= 0 && h.layer >= 0 &&
+               h.first_token >= 0 && h.tokens >= 1 && h.used >= 0 && h.skip >= 0 && h.skip <= h.tokens &&
+               h.used <= h.tokens - h.skip && h.room >= 0 && h.kv_heads >= 1 && h.dim >= 1 &&
+               h.first_token <= (std::numeric_limits<int>::max)() - h.tokens,
            "the page is impossible: tensor ", h.role, ", kind ", h.kind, ", layer ", h.layer, ", tokens ",
            h.first_token, " + ", h.used, " of ", h.tokens, ", ", h.kv_heads, " heads of ", h.dim);
     page_message m;
@@ -111,6 +121,10 @@ inline page_message check_page_header(const page_wire_header& h, const char* res
     m.first_token = h.first_token;
     m.tokens = h.tokens;
     m.used = h.used;
+    m.skip = h.skip;
+    m.room = h.room;
+    m.sinks = (h.flags & 4) != 0;
+    m.shift = h.shift;
     m.kv_heads = h.kv_heads;
     m.dim = h.dim;
     m.layer_tokens = h.layer_tokens;
@@ -143,11 +157,15 @@ void quantize_page(Sink&& write, const page_message& m) {
     h.data_bytes = m.data.size();
     h.role = static_cast<std::uint8_t>(m.role);
     h.kind = static_cast<std::uint8_t>(m.kind);
-    h.flags = static_cast<std::uint16_t>((m.committed ? 1 : 0) | (m.scheme.fingerprint ? 2 : 0));
+    h.flags = static_cast<std::uint16_t>((m.committed ? 1 : 0) | (m.scheme.fingerprint ? 2 : 0) |
+                                         (m.sinks ? 4 : 0));
     h.layer = m.layer;
     h.first_token = m.first_token;
     h.tokens = m.tokens;
     h.used = m.used;
+    h.skip = m.skip;
+    h.room = m.room;
+    h.shift = m.shift;
     h.kv_heads = m.kv_heads;
     h.dim = m.dim;
     h.not_finite = m.not_finite;

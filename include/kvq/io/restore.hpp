@@ -49,6 +49,7 @@ public:
                 track.committed = saved(layer).committed;
                 track.drop_copies(cache_.geometry(), cache_.options().rollback);
                 track.join_copies();
+                track.join_pages();
             } else {
                 append_again(s, layer);
             }
@@ -95,6 +96,11 @@ private:
         expect(options_.convert || file.window == mine, "the saved sequence has a window of ", file.window,
                ", the cache one of ", mine, "; restore_options::convert allows that");
         same_layout_ = same_layout_ && file.window == mine;
+        for (const saved_layer& layer : index_.layers())
+            for (const page_span& s : layer.spans)
+                expect(s.shift == 0 || cache_.rotations().known(),
+                       "the saved sequence has keys that moved by ", s.shift,
+                       " positions: the cache was not told how they are rotated (cache_options::rotary)");
     }
 
     void find_formats(tensor role) {
@@ -181,8 +187,7 @@ private:
         for (const saved_page& row : from.pages) {
             page_span& span = track.spans[row.span];
             page_ref& page = span.pages[at];
-            const bool quantized = static_cast<int>(row.span) < saved(layer).committed &&
-                                   !(cache_.geometry().sinks > 0 && row.span == 0);
+            const bool quantized = static_cast<int>(row.span) < saved(layer).committed && !span.sinks;
             if (!quantized || !options_.convert || mapped(role, row.format) == target) {
                 page = read_page(role, layer, row, cache_.pool());
                 continue;
@@ -226,9 +231,9 @@ private:
         return l;
     }
 
-    /// x^ of a page, [head][token][channel].
-    token_view<const float> dequantize(tensor role, int layer, const page& p, std::uint32_t format, int used,
-                                       std::vector<float>& values) {
+    /// x^ of the tokens that a span shows, [head][token][channel], at their positions.
+    token_view<const float> dequantize(tensor role, int layer, const page& p, std::uint32_t format,
+                                       const page_span& span, std::vector<float>& values) {
         const block_shape shape{role, p.tokens, cache_.shape().dim(role)};
         const int heads = cache_.shape().kv_heads;
         values.resize(shape.values() * static_cast<std::size_t>(heads));
@@ -248,17 +253,19 @@ private:
             f.functions().dequantize(f.scheme(), shape, block_id{layer, h}, block, float_type::fp32, to,
                                      shape.dim, to);
         }
-        return {values.data(), used,      heads,
-                shape.dim,     shape.dim, static_cast<std::ptrdiff_t>(shape.values())};
+        const rotation* const rotate = role == tensor::key ? cache_.rotations().at(layer) : nullptr;
+        if (rotate && span.shift != 0) (*rotate)(values.data(), p.tokens * heads, shape.dim, span.shift);
+        return {values.data() + span.skip * shape.dim,      span.tokens, heads, shape.dim, shape.dim,
+                static_cast<std::ptrdiff_t>(shape.values())};
     }
 
     void append_again(sequence& s, int layer) {
         const loaded keys = load(tensor::key, layer), values = load(tensor::value, layer);
         std::vector<float> k, v;
         for (std::size_t i = 0; i < keys.pages.size(); ++i) {
-            const int shown = saved(layer).spans[i].tokens;
-            s.append(layer, dequantize(tensor::key, layer, *keys.pages[i], keys.formats[i], shown, k),
-                     dequantize(tensor::value, layer, *values.pages[i], values.formats[i], shown, v));
+            const page_span& span = saved(layer).spans[i];
+            s.append(layer, dequantize(tensor::key, layer, *keys.pages[i], keys.formats[i], span, k),
+                     dequantize(tensor::value, layer, *values.pages[i], values.formats[i], span, v));
         }
     }
 

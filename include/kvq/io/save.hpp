@@ -1,6 +1,6 @@
 // Saves a sequence as a safetensors file that describes itself (docs/save.md): save(sequence, sink).
 //
-// Pages are written as they lie in memory, one after the other; besides them only the header and one row of integers per page need
+// Pages are written as they lie in memory, one after the other; besides them only the header and one row of integers per page and span need
 // memory. A sequence in the same state always gives the same bytes: in 16-bit pages that are not full, the values of trimmed tokens
 // are written as zeros.
 #pragma once
@@ -27,9 +27,13 @@ public:
         add_tensor("tokens", "I32", {layers()});
         add_tensor("committed", "I32", {layers()});
         add_tensor("targets", "I32", {layers(), 2});
+        for (std::size_t layer = 0; layer < sequence_access::tracks(s).size(); ++layer)
+            for (const page_span& span : sequence_access::tracks(s)[layer].spans)
+                spans_.push_back(saved_span::of(layer, span));
+        add_tensor("spans", "I32", {spans_.size(), saved_span::columns});
         add_tensor("index", "U32", {0, saved_page::columns});
         add_tensor("seal", "U32", {1});
-        const std::size_t index = 3;
+        const std::size_t index = 4;
         for_each_page([&](const saved_page& row, const page& p) {
             index_.push_back(row);
             index_.back().checksum = crc32c::of(p.data(), p.bytes);
@@ -58,6 +62,7 @@ public:
         numbers([](const layer_track& t) { return one{t.tokens}; });
         numbers([](const layer_track& t) { return one{t.committed}; });
         numbers([](const layer_track& t) { return two{t.targets[0], t.targets[1]}; });
+        if (!spans_.empty()) sealed(spans_.data(), spans_.size() * sizeof(saved_span));
         if (!index_.empty()) sealed(index_.data(), index_.size() * sizeof(saved_page));
         const std::uint32_t checksum = seal.value();
         sink(static_cast<const void*>(&checksum), sizeof(checksum));
@@ -116,7 +121,6 @@ private:
                                          static_cast<std::uint32_t>(kind),
                                          static_cast<std::uint32_t>(i),
                                          static_cast<std::uint32_t>(p->format),
-                                         static_cast<std::uint32_t>(track[i].tokens),
                                          static_cast<std::uint32_t>(p->tokens),
                                          p->not_finite,
                                          0};
@@ -138,6 +142,7 @@ private:
     const cache& cache_;
     page_pool scratch_;
     safetensors_header header_;
+    std::vector<saved_span> spans_;
     std::vector<saved_page> index_;
 };
 

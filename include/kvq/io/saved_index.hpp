@@ -103,19 +103,26 @@ private:
         const auto tokens = take<std::int32_t>("tokens", "I32", {n});
         const auto committed = take<std::int32_t>("committed", "I32", {n});
         const auto targets = take<std::int32_t>("targets", "I32", {n, 2});
-        const std::uint64_t rows = next_ < header_.tensors.size() && !header_.tensors[next_].shape.empty()
-                                       ? header_.tensors[next_].shape[0]
-                                       : 0;
-        rows_ = take<saved_page>("index", "U32", {rows, saved_page::columns});
+        const auto rows = [&] {
+            return next_ < header_.tensors.size() && !header_.tensors[next_].shape.empty()
+                       ? header_.tensors[next_].shape[0]
+                       : 0;
+        };
+        const auto spans = take<saved_span>("spans", "I32", {rows(), saved_span::columns});
+        rows_ = take<saved_page>("index", "U32", {rows(), saved_page::columns});
         expect_tensor("seal", "U32", {1});
         sealed_ = {};
 
-        std::size_t row = 0;
+        std::size_t row = 0, span = 0;
         layers_.resize(tokens.size());
         for (std::size_t l = 0; l < layers_.size(); ++l) {
             saved_layer& layer = layers_[l];
             layer.tokens = tokens[l];
             layer.committed = committed[l];
+            const std::size_t first_span = span;
+            while (span < spans.size() && spans[span].layer == static_cast<std::int32_t>(l)) ++span;
+            find_spans(static_cast<int>(l), layer,
+                       std::span<const saved_span>(spans).subspan(first_span, span - first_span));
             for (std::size_t r = 0; r < 2; ++r) {
                 saved_table& table = layer.tables[r];
                 table.target = targets[2 * l + r];
@@ -128,47 +135,42 @@ private:
                 };
                 table.copies = take_rows(page_kind::copy);
                 table.pages = take_rows(page_kind::page);
-                if (r == 0) find_spans(static_cast<int>(l), layer);
                 check_table(static_cast<int>(l), r, layer, table);
             }
         }
+        expect(span == spans.size(), "the saved sequence has ", spans.size(), " spans, but span ", span,
+               " is out of order");
         expect(row == rows_.size(), "the index of the saved sequence has ", rows_.size(), " rows, but row ",
                row, " is out of order");
     }
 
-    /// The spans of a layer, from the shown tokens in the rows of its keys.
-    void find_spans(int l, saved_layer& layer) const {
+    void find_spans(int l, saved_layer& layer, std::span<const saved_span> rows) const {
         const page_geometry& g = description_.geometry;
         expect(layer.tokens >= 0 && layer.tokens <= (std::numeric_limits<int>::max)() - g.page_tokens,
                "layer ", l, " of the saved sequence has ", layer.tokens, " tokens");
-        const auto rows = layer.tables[0].pages;
-        std::vector<std::uint32_t> shown(rows.size());
-        for (const saved_page& row : rows) {
-            expect(row.span < rows.size() && shown[row.span] == 0 && row.shown > 0,
-                   layer_text(static_cast<std::size_t>(l), tensor::key), " of the saved sequence has span ",
-                   row.span, " of ", row.shown, " tokens");
-            shown[row.span] = row.shown;
-        }
+        const auto count = static_cast<int>(rows.size());
+        expect(layer.committed >= 0 && layer.committed <= count, "layer ", l, " of the saved sequence has ",
+               layer.committed, " committed spans of ", count);
         int at = 0;
-        for (std::size_t i = 0; i < shown.size(); ++i) {
-            const int room = g.sinks > 0 && i == 0 ? g.sinks : g.page_tokens;
-            expect(shown[i] <= static_cast<std::uint32_t>(smaller(room, layer.tokens - at)), "layer ", l,
-                   " of the saved sequence shows ", shown[i], " tokens in span ", i, " from token ", at,
-                   " on, which has room for ", room, " of ", layer.tokens);
-            layer.spans.push_back({at, static_cast<int>(shown[i]), room, {}, {}});
-            at = layer.spans.back().end();
+        for (int i = 0; i < count; ++i) {
+            const page_span s = rows[static_cast<std::size_t>(i)].at(at);
+            const bool sinks = rows[static_cast<std::size_t>(i)].sinks == 0 ||
+                               (rows[static_cast<std::size_t>(i)].sinks == 1 && g.sinks > 0);
+            expect(sinks && layer_track::is_possible(s, i < layer.committed, i == count - 1, g) &&
+                       s.tokens <= layer.tokens - at,
+                   "layer ", l, " of the saved sequence shows ", s.tokens, " tokens in span ", i,
+                   " from token ", at, " on, behind ", s.skip, " hidden ones, which has room for ",
+                   g.capacity(s.sinks), " of ", layer.tokens, ", out of place");
+            layer.spans.push_back(s);
+            at = s.end();
         }
         expect(at == layer.tokens, "layer ", l, " of the saved sequence has ", layer.tokens,
                " tokens, its pages show ", at);
-        const auto spans = static_cast<int>(layer.spans.size());
-        expect(layer.committed >= 0 && layer.committed <= spans, "layer ", l, " of the saved sequence has ",
-               layer.committed, " committed spans of ", spans);
-        for (int i = layer.committed; i < spans; ++i) {
+        for (int i = layer.committed; i < count; ++i) {
             const page_span& s = layer.spans[static_cast<std::size_t>(i)];
-            const bool sinks = g.sinks > 0 && i == 0;
-            const bool due = s.full() && (sinks || layer_track::commit_at(s, g) <= layer.tokens);
-            expect(!due && (s.full() || i == spans - 1), "layer ", l, " of the saved sequence has ",
-                   layer.committed, " committed spans, but ", s.tokens, " tokens in span ", i);
+            const bool due = layer_track::is_due(s, layer.tokens, g);
+            expect(!due, "layer ", l, " of the saved sequence has ", layer.committed,
+                   " committed spans, but ", s.tokens, " tokens in span ", i);
         }
     }
 
@@ -184,24 +186,22 @@ private:
         // Strictly ascending order, so that no page appears twice.
         const auto check_page = [&](const saved_page& p, bool in_order, bool possible) {
             expect(in_order && possible, who, " of the saved sequence has a page of span ", p.span,
-                   " in format ", p.format, " for ", p.tokens, " tokens, of which it shows ", p.shown,
-                   ", out of place");
+                   " in format ", p.format, " for ", p.tokens, " tokens out of place");
         };
         for (const auto list : {table.copies, table.pages})
             for (std::size_t i = 0; i < list.size(); ++i) {
                 const saved_page& p = list[i];
                 check_page(p, i == 0 || list[i - 1].order() < p.order(), p.span < layer.spans.size());
                 const page_span& s = layer.spans[p.span];
-                const auto index = static_cast<int>(p.span);
-                const bool sinks = g.sinks > 0 && index == 0, committed = index < layer.committed;
+                const bool committed = static_cast<int>(p.span) < layer.committed;
                 const bool copy = list.data() == table.copies.data() && !table.copies.empty();
-                const int tokens = committed ? s.room : g.window_tokens(s.first_token, s.tokens, s.room);
+                const int tokens =
+                    committed ? g.capacity(s.sinks) : g.window_tokens(s.first_token, s.tokens, s.room);
                 check_page(
                     p, true,
-                    p.shown == static_cast<std::uint32_t>(s.tokens) &&
-                        p.tokens == static_cast<std::uint32_t>(tokens) &&
-                        p.format < (copy || sinks || !committed ? 1 : formats) &&
-                        (!copy || (committed && !sinks && s.full() &&
+                    p.tokens == static_cast<std::uint32_t>(tokens) &&
+                        p.format < (copy || s.sinks || !committed ? 1 : formats) &&
+                        (!copy || (committed && !s.sinks && s.skip == 0 && s.full() &&
                                    layer_track::keeps_copies(s, layer.tokens, g, description_.rollback))));
             }
         std::vector<bool> seen(layer.spans.size());

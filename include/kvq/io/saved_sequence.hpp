@@ -3,9 +3,10 @@
 //   metadata     format, versions, model, shapes, options, window, schemes with their fingerprints: everything as text
 //   tokens       I32 [layers]       committed     I32 [layers]
 //   targets      I32 [layers, 2]                                        (K, V)
-//   index        U32 [pages, 9]     one row per page of the file, in its order: layer, tensor, kind, span, format, tokens that
-//                                   the span shows, tokens that the page has memory for, values that were not finite, CRC32C
-//                                   of the page's data
+//   spans        I32 [spans, 7]     one row per span, layer by layer: layer, tokens that it shows, tokens of its pages that it may
+//                                   show, tokens of its pages before the first shown one, 1 for sinks, shift of its keys (64 bits)
+//   index        U32 [pages, 8]     one row per page of the file, in its order: layer, tensor, kind, span, format, tokens that
+//                                   the page has memory for, values that were not finite, CRC32C of the page's data
 //   seal         U32 [1]            CRC32C of all bytes before it, from the first byte of the file
 //   layers.<l>.<key|value>.<copies|pages.<format>|pages.<format>.<tokens>>   U8 [pages, kv_heads, bytes of a block]
 #pragma once
@@ -23,21 +24,47 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 inline constexpr const char* saved_format_name = "kvq sequence";
 /// Changes whenever a reader of the version before would misread the file, page bytes included.
-inline constexpr int saved_format_version = 2;
+inline constexpr int saved_format_version = 3;
+
+/// One row of the spans.
+struct saved_span {
+    std::int32_t layer = 0;
+    std::int32_t tokens = 0;
+    std::int32_t room = 0;
+    std::int32_t skip = 0;
+    std::int32_t sinks = 0;
+    std::uint32_t shift[2] = {0, 0};  ///< low and high half of a two's complement number
+
+    static constexpr std::size_t columns = 7;
+
+    static saved_span of(std::size_t layer, const page_span& s) noexcept {
+        const auto bits = static_cast<std::uint64_t>(s.shift);
+        return {static_cast<std::int32_t>(layer),
+                s.tokens,
+                s.room,
+                s.skip,
+                s.sinks ? 1 : 0,
+                {static_cast<std::uint32_t>(bits), static_cast<std::uint32_t>(bits >> 32)}};
+    }
+    page_span at(int first_token) const noexcept {
+        const std::uint64_t bits = shift[0] | static_cast<std::uint64_t>(shift[1]) << 32;
+        return {first_token, tokens, room, {}, {}, skip, sinks != 0, static_cast<std::int64_t>(bits)};
+    }
+};
+static_assert(sizeof(saved_span) == 4 * saved_span::columns);
 
 /// One row of the index.
 struct saved_page {
     std::uint32_t layer = 0;
     std::uint32_t role = 0;
     std::uint32_t kind = 0;
-    std::uint32_t span = 0;    ///< index in the layer; 0 are the sinks of a cache with sinks
+    std::uint32_t span = 0;    ///< index in the layer
     std::uint32_t format = 0;  ///< index in the file's list of schemes; 0 is the window
-    std::uint32_t shown = 0;   ///< tokens that the span shows
     std::uint32_t tokens = 0;  ///< capacity of the page in tokens
     std::uint32_t not_finite = 0;
     std::uint32_t checksum = 0;
 
-    static constexpr std::size_t columns = 9;
+    static constexpr std::size_t columns = 8;
     /// Rows of one layer and tensor follow each other in this order.
     std::array<std::uint32_t, 4> order() const noexcept { return {kind, format, tokens, span}; }
 };

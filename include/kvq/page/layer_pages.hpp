@@ -1,15 +1,18 @@
 // One layer of one sequence as spans of tokens: the only place that stores the positions of a page's tokens.
 //
 //   span      a key page and a value page that hold the same tokens: positions [first_token, first_token + tokens),
-//             which are tokens [0, tokens) of both pages
-//   spans     in the order of their positions, without gaps; entry 0 holds the sinks of a cache with sinks
+//             which are tokens [skip, skip + tokens) of both pages
+//   spans     in the order of their positions, without gaps
+//   shift     rotary position of a span's keys now, minus the one at which they were rotated (attention/rotary.hpp)
 //
 // A new span has room for a page of tokens. A trim into a quantized page leaves a span that shows fewer tokens than its
-// page holds; the next tokens begin a new span. So positions come from the spans, not from a fixed grid.
-// Contract: 1 <= tokens <= room; attention, saving, requantizing and all other loops over pages read spans.
+// page holds; the next tokens begin a new span. A removal from the middle of a page leaves two spans that share the page. So
+// positions come from the spans, not from a fixed grid.
+// Contract: tokens >= 1, skip + tokens <= room; attention, saving, requantizing and all other loops over pages read spans.
 #pragma once
 
 #include <array>
+#include <cstdint>
 
 #include "page.hpp"
 
@@ -43,6 +46,8 @@ struct page_geometry {
     /// Number of tokens at which page i is committed.
     constexpr int commit_at(int i) const noexcept { return sinks + (i + 1) * page_tokens + recent; }
     constexpr int first_token(int i) const noexcept { return sinks + i * page_tokens; }
+    /// Capacity of the pages of a span.
+    constexpr int capacity(bool of_sinks) const noexcept { return of_sinks ? sinks : page_tokens; }
 
     /// Tokens for which a new 16-bit page gets memory, if it begins at position `first`, holds `used` tokens and has room for
     /// `room`.
@@ -56,14 +61,17 @@ struct page_geometry {
 
 /// A run of tokens and the two pages that hold it.
 struct page_span {
-    int first_token = 0;             ///< position of its first token
-    int tokens = 0;                  ///< shown tokens: the first ones of both pages
-    int room = 0;                    ///< capacity of its pages: page_tokens, or the number of sinks
+    int first_token = 0;  ///< position of its first token
+    int tokens = 0;       ///< shown tokens
+    int room = 0;  ///< tokens of its pages that may be shown: all of them, or fewer if it was closed early
     std::array<page_ref, 2> pages;   ///< K, V
     std::array<page_ref, 2> copies;  ///< 16-bit copies of the committed pages, for an exact trim; or null
+    int skip = 0;                    ///< tokens of both pages before the first shown one
+    bool sinks = false;              ///< its pages have room for the sinks, and are never quantized
+    std::int64_t shift = 0;          ///< see above
 
     int end() const noexcept { return first_token + tokens; }
-    bool full() const noexcept { return tokens == room; }
+    bool full() const noexcept { return skip + tokens == room; }
     /// Does the span hold the 16-bit values of tensor `role`?
     bool has_window_page(std::size_t role) const noexcept { return pages[role]->format == 0 || copies[role]; }
 };
@@ -76,6 +84,8 @@ struct layer_pages {
         int tokens;
         const page* keys;
         const page* values;
+        int skip;
+        std::int64_t shift;
     };
 
     page_geometry geometry;
@@ -86,7 +96,7 @@ struct layer_pages {
     int entries() const noexcept { return count; }
     entry at(int index) const noexcept {
         const page_span& s = spans[index];
-        return {s.first_token, s.tokens, s.pages[0].get(), s.pages[1].get()};
+        return {s.first_token, s.tokens, s.pages[0].get(), s.pages[1].get(), s.skip, s.shift};
     }
     /// The first entry whose first token is at or after `token`. O(log entries)
     int lower_bound(int token) const noexcept {

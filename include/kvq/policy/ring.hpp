@@ -10,8 +10,10 @@
 // tokens (attention/masks.hpp), without sinks that of sliding_window{W}: in decode, and for the queries of the
 // tokens appended last. A ring holds the sinks, at most W + slack tokens before those appended last, and less than a page more.
 // Masks and score modifiers get positions in held(), which has no gap between sinks and window. Modifiers that depend on distances,
-// as all of kvq's do, give the same result within the window; sinks are nearer than in the text. Keys keep their rotary
-// positions, so rotated sinks do not come nearer.
+// as all of kvq's do, give the same result within the window; sinks are nearer than in the text. Rotated keys keep the positions of
+// the text, so that rotated sinks do not come nearer, unless ring_options::sinks says sink_positions::in_cache: then the sinks move
+// along whenever pages are dropped, and stay directly before the window, as StreamingLLM has it. The engine rotates keys and
+// queries at their positions in the text in both cases; one query more is rotated for the sinks (attention/rotary.hpp).
 // Drafts: held().append_draft(), attend() under a tree that begins at held().tokens(layer), held().keep().
 // To continue elsewhere: fork(); or save held() and first_token(), from which a ring can be made again.
 // Thread safety: as sequence.
@@ -25,9 +27,16 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
+/// Where the rotary embedding sees the sinks of a ring.
+enum class sink_positions : bool {
+    in_text,  ///< at the positions at which they were rotated
+    in_cache  ///< directly before the first token behind them that is held
+};
+
 struct ring_options {
     int window = 0;  ///< W: a query attends to itself and the W - 1 tokens before it
     int slack = 16;  ///< a trim to `slack` tokens less than the most so far is always possible
+    sink_positions sinks = sink_positions::in_text;  ///< in_cache needs cache_options::rotary
 };
 
 class ring {
@@ -40,10 +49,20 @@ public:
         : sequence_(std::move(s)), options_(options) {
         detail::expect(options.window >= 1, "a window has at least 1 token, got ", options.window);
         detail::expect(options.slack >= 0, "slack must not be negative, got ", options.slack);
+        detail::expect(options.sinks == sink_positions::in_text ||
+                           detail::sequence_access::cache(sequence_).rotations().known(),
+                       "the sinks of a ring cannot move: the cache was not told how keys are rotated "
+                       "(cache_options::rotary)");
         const page_geometry g = geometry();
         for (int layer = 1; layer < layers(); ++layer)
             detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",
                            sequence_.tokens(layer), " tokens but layer 0 ", sequence_.tokens(0));
+        for (const detail::layer_track& track : detail::sequence_access::tracks(sequence_))
+            detail::expect(g.sinks == 0 || track.size() == 0 ||
+                               (track[0].sinks && track[0].skip == 0 &&
+                                (track.size() == 1 || track[0].tokens == g.sinks)),
+                           "a ring cannot begin with a sequence whose ", g.sinks,
+                           " sinks were erased in part");
         detail::expect(options.window <= (std::numeric_limits<int>::max)() - options.slack - g.page_tokens,
                        "a window of ", options.window, " tokens is too long");
         constexpr std::int64_t most = (std::numeric_limits<std::int64_t>::max)() / 2;
@@ -177,13 +196,14 @@ private:
 
     void drop(int tokens) noexcept {
         if (tokens == 0) return;
-        const int kept = sinks() > 0 ? 1 : 0;
         for (detail::layer_track& track : detail::sequence_access::tracks(sequence_)) {
+            const int kept = sinks() > 0 ? 1 : 0;
             int end = kept;
             while (end < track.size() && track[end].first_token < sinks() + tokens) ++end;
             track.spans.erase(track.spans.begin() + kept, track.spans.begin() + end);
             for (int i = kept; i < track.size(); ++i) track[i].first_token -= tokens;
             track.tokens -= tokens;
+            if (options_.sinks == sink_positions::in_cache && kept > 0) track[0].shift += tokens;
             track.committed = detail::larger(kept, track.committed - (end - kept));
             track.first_copy = detail::larger(0, track.first_copy - (end - kept));
         }

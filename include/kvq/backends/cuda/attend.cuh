@@ -123,7 +123,8 @@ struct mixed_launch : share_launch<mixed_launch<T, Rows4, Small, Formats...>> {
             const long long tokens =
                 static_cast<long long>(part.a.cache.table_columns) * Format::page_tokens + part.sink_tokens;
             constexpr int step = memory::template of<Format>::step_tokens;
-            units += memory::template start_of<Format>(1) + ((tokens + step - 1) / step + 1) * memory::template units<Format>;
+            units += memory::template start_of<Format>(1) +
+                     ((tokens + step - 1) / step + 1) * memory::template units<Format>;
         });
         const auto set = [&](const item_shares& cut, std::uint32_t* partials) {
             first.cut = cut;

@@ -148,7 +148,10 @@ struct cache_access {
             if (sinks) {
                 const int held = kvq::detail::smaller(s.tokens, g.sinks),
                           room = g.window_tokens(0, held, g.sinks);
-                page_span span{0, held, g.sinks, {}, {}};
+                page_span span;
+                span.tokens = held;
+                span.room = g.sinks;
+                span.sinks = true;
                 for (const tensor role : {tensor::key, tensor::value}) {
                     page_ref p = zeroed(cpu.pool(), cpu.page_bytes(role, 0, room), room);
                     for (int i = 0; i < rules.sink_pages(held); ++i) {
@@ -165,7 +168,10 @@ struct cache_access {
             for (int i = 0; i < pages; ++i) {
                 const int first = rules.first_token(i),
                           tokens = kvq::detail::smaller(g.page_tokens, s.tokens - first);
-                page_span span{first, tokens, g.page_tokens, {}, {}};
+                page_span span;
+                span.first_token = first;
+                span.tokens = tokens;
+                span.room = g.page_tokens;
                 const auto number = [&] { return s.window[static_cast<std::size_t>(i % rules.ring)]; };
                 for (const tensor role : {tensor::key, tensor::value}) {
                     const auto at = static_cast<std::size_t>(role);
@@ -213,8 +219,7 @@ struct cache_access {
     }
     static status no_format(const kvq::cache& cpu, int keys, int values) {
         return bad_value(
-            "nothing was compiled for keys in %.50s with values in %.50s: add their format to the "
-            "make_device_format<...>()",
+            "keys in %.40s with values in %.40s: add their format to the make_device_format<...>()",
             cpu.table(tensor::key)[keys].name(), cpu.table(tensor::value)[values].name());
     }
 
@@ -241,6 +246,15 @@ struct cache_access {
                 return bad_value(
                     "layer %zu has other tokens or formats than layer 0; the device has one table for all",
                     layer);
+            for (int i = 0; i < track.size(); ++i) {
+                const page_span& span = track[i];
+                if (span.sinks != (sinks != 0 && i == 0) || span.skip != 0 || span.shift != 0)
+                    return bad_value(
+                        "tokens %d to %d were moved or cut by erase, shift or splice; the device has whole "
+                        "pages "
+                        "in their place only",
+                        span.first_token, span.end());
+            }
             for (int i = 0; i + sinks < track.size(); ++i) {
                 const page_span& span = track[i + sinks];
                 if (span.first_token != rules.first_token(i) || (i < committed && !span.full()))

@@ -1,0 +1,173 @@
+// The shape of an attention call: its division into tasks, and the memory that a worker needs for one of them.
+//
+//   task      a kv head, a block of query rows and, where these are few, a chunk of keys
+//   scratch   queries (plain, transformed, moved), scores, running outputs, the workspaces of formats
+//
+// Contract: bytes are counted with the same code that carves them, so the workspace that a cache asks for is the one that it uses.
+// Nothing depends on the number of threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <new>
+
+#include "../core/shape.hpp"
+#include "../format/format_table.hpp"
+#include "../page/layer_pages.hpp"
+
+namespace kvq::inline KVQ_TAGGED::detail {
+
+inline constexpr int most_query_rows = 128;   // of any backend
+inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
+inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
+
+/// Cuts a buffer into aligned parts. Without a buffer it only counts bytes.
+class carver {
+public:
+    explicit carver(std::byte* memory) noexcept : memory_(memory) {}
+    std::byte* take(std::size_t bytes) noexcept {
+        std::byte* const p = memory_ ? memory_ + used_ : nullptr;
+        used_ += round_up(bytes, std::size_t{64});
+        return p;
+    }
+    float* floats(std::size_t n) noexcept { return reinterpret_cast<float*>(take(n * sizeof(float))); }
+    std::size_t used() const noexcept { return used_; }
+
+private:
+    std::byte* memory_;
+    std::size_t used_ = 0;
+};
+
+/// The shape of one attention call and its division into tasks.
+struct attention_plan {
+    int kv_heads, group, query_tokens, dim, value_dim;
+    int tokens, chunk_tokens;
+    int block_rows;  // query rows per task: half of the maximum if the maximum gives too few tasks
+
+    attention_plan(const cache_shape& s, const page_geometry& g, int key_tokens, int q_heads, int q_tokens,
+                   int most_rows) noexcept
+        : kv_heads(s.kv_heads),
+          group(q_heads / s.kv_heads),
+          query_tokens(q_tokens),
+          dim(s.dim(tensor::key)),
+          value_dim(s.dim(tensor::value)),
+          tokens(key_tokens),
+          chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens),
+          block_rows(most_rows > 64 && kv_heads * ceil_div(rows(), most_rows) < enough_tasks ? most_rows / 2
+                                                                                             : most_rows) {}
+
+    int rows() const noexcept { return group * query_tokens; }
+    int row_blocks() const noexcept { return ceil_div(rows(), block_rows); }
+    /// Chunks are cut by position, so that trims change neither tasks nor workspace. A page belongs to the chunk of its first token.
+    int chunks() const noexcept { return ceil_div(tokens, chunk_tokens); }
+    bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
+    int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
+    /// Floats of one row's partial state.
+    std::size_t state_floats() const noexcept { return static_cast<std::size_t>(value_dim) + 2; }
+    std::size_t partial_bytes() const noexcept {
+        return split() ? round_up(static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows()) *
+                                      static_cast<std::size_t>(chunks()) * state_floats() * sizeof(float),
+                                  std::size_t{64})
+                       : 0;
+    }
+};
+
+/// Query rows per task that every format of both tables supports.
+inline int attention_rows(const format_table& keys, const format_table& values) noexcept {
+    int rows = most_query_rows;
+    for (const format_table* table : {&keys, &values})
+        for (int i = 0; i < table->size(); ++i)
+            rows = smaller(rows, (*table)[i].functions().backend->query_rows);
+    return rows;
+}
+
+/// Tokens of the pages for which products with a format of a table are planned: of the longest ones in the window's format.
+constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
+    return index == 0 ? g.longest_page() : g.page_tokens;
+}
+
+/// One worker's scratch memory.
+struct attention_scratch {
+    /// Workspace of one format of a table.
+    struct format_space {
+        std::byte* plan;
+        std::byte* workspace;
+        bool planned, begun;      // for the rows of a task
+        int tokens;               // of the last page; 0: none yet
+        std::size_t block_bytes;  // of its blocks
+    };
+
+    /// For which keys the queries are: 0, or the shift of a span.
+    struct shift_state {
+        std::int64_t moved;  // of `moved`
+        std::int64_t begun;  // of the workspaces of the key formats
+    };
+
+    float* query;   // [rows][dim]
+    float* turned;  // [rows][dim] per transforming key format
+    float* moved;   // the same for keys that moved: [rows][dim], and per transforming key format
+    shift_state* shifts;
+    float* scores;               // [rows][scores_stride]
+    float* output;               // [rows][value_dim], the running state
+    float* part;                 // [rows][value_dim], the current chunk
+    float* rotated;              // [rows][value_dim] per transforming value format
+    format_space* key_spaces;    // [keys.size()]
+    format_space* value_spaces;  // [values.size()], which share one workspace
+    int scores_stride;
+    std::size_t bytes;
+
+    attention_scratch(const format_table& keys, const format_table& values, const attention_plan& plan,
+                      const page_geometry& g, bool rotates, std::byte* memory) {
+        carver c(memory);
+        const int n = smaller(plan.rows(), plan.block_rows);
+        const auto rows = static_cast<std::size_t>(n);
+        const auto dim = static_cast<std::size_t>(plan.dim),
+                   value_dim = static_cast<std::size_t>(plan.value_dim);
+        scores_stride = round_up(g.longest_page(), 16) + 16;
+        query = c.floats(rows * dim + 16);
+        turned = c.floats(keys.transforming() * rows * dim + 16);
+        moved = c.floats(rotates ? (1 + keys.transforming()) * rows * dim + 16 : 0);
+        shifts = reinterpret_cast<shift_state*>(c.take(sizeof(shift_state)));
+        scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
+        output = c.floats(rows * value_dim + 16);
+        part = c.floats(rows * value_dim + 16);
+        rotated = c.floats(values.transforming() * rows * value_dim + 16);
+        key_spaces = spaces(c, keys);
+        value_spaces = spaces(c, values);
+        const auto workspace_bytes = [&](const format_table& table, int i, tensor role, int channels) {
+            const format& f = table[i];
+            return f.functions().make_plan(f.scheme(), {role, planned_tokens(i, g), channels}, {}, n,
+                                           nullptr);
+        };
+        for (int i = 0; i < keys.size(); ++i) {
+            std::byte* const space = c.take(workspace_bytes(keys, i, tensor::key, plan.dim));
+            if (memory) key_spaces[i].workspace = space;
+        }
+        std::size_t most = 0;
+        for (int i = 0; i < values.size(); ++i)
+            most = larger(most, workspace_bytes(values, i, tensor::value, plan.value_dim));
+        std::byte* const space = c.take(most);
+        for (int i = 0; i < values.size() && memory; ++i) value_spaces[i].workspace = space;
+        bytes = c.used();
+    }
+
+    /// Called before the rows of a task.
+    void forget_plans(const format_table& keys, const format_table& values) const noexcept {
+        *shifts = {0, 0};
+        for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = key_spaces[i].begun = false;
+        for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = false;
+    }
+
+private:
+    static format_space* spaces(carver& c, const format_table& table) {
+        const auto n = static_cast<std::size_t>(table.size());
+        auto* const all = reinterpret_cast<format_space*>(c.take(n * sizeof(format_space)));
+        for (std::size_t i = 0; i < n; ++i) {
+            std::byte* const plan = c.take(table[static_cast<int>(i)].functions().plan_bytes);
+            if (all) ::new (all + i) format_space{plan, nullptr, false, false, 0, 0};
+        }
+        return all;
+    }
+};
+
+}  // namespace kvq::inline KVQ_TAGGED::detail

@@ -1,0 +1,215 @@
+// Erase, shift, splice: the tokens of a sequence in another order, without a new code.
+//
+//   erase(first, last)          tokens [0, first), then [last, n) moved by first - last
+//   shift(first, last, by)      the same tokens; the keys of [first, last) move by `by`
+//   splice(other, first, last)  the tokens of this sequence, then [first, last) of the other one, moved by n - first
+//
+// All three build the new spans of every layer from runs of old spans, then exchange them, so that a failure changes nothing. A
+// span remembers by how much its keys moved since they were rotated (page_span::shift); attention rotates the query instead
+// (attention/rotary.hpp).
+//   quantized page that is cut     shared by the spans on both sides of the cut; codes stay
+//   16-bit page that is cut        the tokens behind the cut are copied to a page of their own, which is exact
+//   16-bit page, not full, that is no longer the last    closed: it is committed with the tokens it has, as a whole page
+// Cost in bytes: less than a page for every cut, until no token of it is left, and less than a page for every closed page.
+#pragma once
+
+#include "sequence.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+namespace detail {
+
+/// The new spans of one layer.
+class rearranged_track {
+public:
+    rearranged_track(kvq::cache& of, const layer_track& before, int layer)
+        : cache_(of), layer_(layer), track_(of.pool().memory(), before.targets[0], before.targets[1]) {
+        track_.rearranged = true;
+    }
+
+    /// Appends tokens [first, last) of `from`, moved by `by`.
+    void take(const layer_track& from, int first, int last, std::int64_t by) {
+        const page_geometry g = cache_.geometry();
+        constexpr std::int64_t farthest = std::int64_t{1} << 52;  // as a double, whole numbers are exact
+        for (int i = 0; i < from.size(); ++i) {
+            const int begin = larger(first, from[i].first_token), end = smaller(last, from[i].end());
+            if (begin >= end) continue;
+            expect(from[i].shift <= farthest - by && from[i].shift >= -farthest - by,
+                   "keys cannot move from ", from[i].shift, " by ", by, " positions");
+            const bool committed = i < from.committed;
+            page_span s = from[i];
+            const int hidden = begin - s.first_token;
+            s.first_token = track_.tokens;
+            s.tokens = end - begin;
+            s.shift += by;
+            for (page_ref& copy : s.copies) copy = page_ref{};
+            if (committed)
+                s.skip += hidden;
+            else
+                s.room = g.capacity(s.sinks);
+            if (!committed && hidden > 0) copy_tokens_behind(s, from[i], hidden);
+            add(std::move(s), committed);
+        }
+    }
+
+    /// Commits all spans, whatever the recent window. scratch: as for quantize().
+    void commit_all(float* scratch) {
+        close_last();
+        commit(scratch, [](int) { return true; });
+    }
+
+    layer_track finish(float* scratch) {
+        const page_geometry g = cache_.geometry();
+        commit(scratch, [&](int i) { return track_.is_due(track_[i], track_.tokens, g); });
+        track_.uncommit(track_.tokens, g);
+        track_.first_copy = track_.committed;
+        return std::move(track_);
+    }
+
+private:
+    /// Commits the first spans that are not committed, as long as `wanted(index)`.
+    template <class Wanted>
+    void commit(float* scratch, Wanted&& wanted) {
+        for (int& i = track_.committed; i < track_.size() && wanted(i); ++i) {
+            page_span& s = track_[i];
+            const int capacity = cache_.geometry().capacity(s.sinks);
+            for (int role = 0; role < 2; ++role) {
+                const auto tensor_of = static_cast<tensor>(role);
+                const int target = s.sinks ? 0 : track_.targets[role];
+                if (s.room < capacity)
+                    s.pages[role] = filled_page(cache_, *s.pages[role], role, s.tokens, capacity);
+                if (target == 0) continue;
+                page_ref p =
+                    cache_.pool().allocate(cache_.page_bytes(tensor_of, target, capacity), target, capacity);
+                convert_page(cache_.table(tensor_of), cache_.shape(), layer_, *s.pages[role], *p, scratch);
+                s.pages[role] = std::move(p);
+            }
+        }
+    }
+
+    /// Spans behind the last one follow: it takes no more tokens.
+    void close_last() noexcept {
+        if (track_.size() == track_.committed) return;
+        page_span& last = track_.spans.back();
+        last.room = last.skip + last.tokens;
+    }
+
+    void add(page_span s, bool committed) {
+        if (track_.size() > 0) {
+            page_span& last = track_.spans.back();
+            const bool goes_on = committed && track_.size() == track_.committed &&
+                                 last.pages[0].get() == s.pages[0].get() &&
+                                 last.pages[1].get() == s.pages[1].get() && last.shift == s.shift &&
+                                 last.skip + last.tokens == s.skip;
+            if (goes_on) {
+                last.tokens += s.tokens;
+                track_.tokens = last.end();
+                return;
+            }
+        }
+        close_last();
+        track_.spans.reserve(table_capacity(track_.spans.size() + 1));
+        track_.tokens = s.end();
+        track_.committed += committed;
+        track_.spans.push_back(std::move(s));
+    }
+
+    /// The pages of a 16-bit span without their first tokens.
+    void copy_tokens_behind(page_span& s, const page_span& from, int hidden) {
+        for (int role = 0; role < 2; ++role) {
+            const auto tensor_of = static_cast<tensor>(role);
+            s.pages[role] = new_window_page(cache_, role,
+                                            cache_.geometry().window_tokens(s.first_token, s.tokens, s.room));
+            move_tokens(cache_.table(tensor::key).window_type(), *from.pages[role], hidden, *s.pages[role], 0,
+                        tensor_of, cache_.shape().dim(tensor_of), cache_.shape().kv_heads, s.tokens);
+        }
+    }
+
+    kvq::cache& cache_;
+    int layer_;
+    layer_track track_;
+};
+
+/// Gives every layer the spans that `build(new spans, old spans)` makes, or leaves all as it is.
+template <class Build>
+void rearrange(sequence& s, float* scratch, Build&& build) {
+    kvq::cache& of = sequence_access::cache(s);
+    auto& tracks = sequence_access::tracks(s);
+    std::pmr::vector<layer_track> fresh(of.pool().memory());
+    fresh.reserve(tracks.size());
+    for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
+        rearranged_track track(of, tracks[layer], static_cast<int>(layer));
+        build(track, std::as_const(tracks[layer]));
+        fresh.push_back(track.finish(scratch));
+    }
+    tracks.swap(fresh);
+}
+
+/// Raises kvq::error if keys would move by `by` positions in a cache that does not know how they are rotated.
+inline void expect_rotary(const kvq::cache& of, std::int64_t by) {
+    constexpr std::int64_t farthest = std::int64_t{1} << 40;
+    expect(by >= -farthest && by <= farthest, "keys cannot move by ", by, " positions, the limit is ",
+           farthest);
+    expect(by == 0 || of.rotations().known(), "keys cannot move by ", by,
+           " positions: the cache was not told how they are rotated (cache_options::rotary)");
+}
+
+}  // namespace detail
+
+inline void sequence::erase(int first, int last) {
+    const int held = tokens();
+    detail::expect(first >= 0 && first <= last && last <= held, "cannot erase tokens ", first, " to ", last,
+                   ": the sequence holds ", held);
+    if (first == last) return;
+    if (last == held) return trim(first);
+    const std::int64_t by = std::int64_t{first} - last;
+    detail::expect_rotary(*cache_, by);
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                          to.take(from, 0, first, 0);
+                          to.take(from, last, held, by);
+                      });
+}
+
+inline void sequence::shift(int first, int last, std::int64_t by) {
+    const int held = tokens();
+    detail::expect(first >= 0 && first <= last && last <= held, "cannot shift tokens ", first, " to ", last,
+                   ": the sequence holds ", held);
+    detail::expect_rotary(*cache_, by);
+    if (first == last || by == 0) return;
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                          to.take(from, 0, first, 0);
+                          to.take(from, first, last, by);
+                          to.take(from, last, held, 0);
+                      });
+}
+
+inline void sequence::splice(const sequence& other, int first, int last) {
+    const cache_shape &mine = shape(), &theirs = other.shape();
+    detail::expect(other.cache_ == cache_, "a sequence of another cache cannot be spliced: it has ",
+                   theirs.layers, " layers of ", theirs.kv_heads, " x ", theirs.head_dim, ", this one ",
+                   mine.layers, " of ", mine.kv_heads, " x ", mine.head_dim);
+    const int held = tokens(), theirs_held = other.tokens();
+    detail::expect(first >= 0 && first <= last && last <= theirs_held, "cannot splice tokens ", first, " to ",
+                   last, ": the other sequence holds ", theirs_held);
+    for (int layer = 0; layer < mine.layers; ++layer) {
+        detail::expect(tokens(layer) == held && other.tokens(layer) == theirs_held,
+                       "cannot splice in the middle of a step: layer ", layer, " holds ", tokens(layer),
+                       " and ", other.tokens(layer), " tokens, other layers ", held, " and ", theirs_held);
+        check_added(tracks_[static_cast<std::size_t>(layer)], last - first);
+    }
+    const std::int64_t by = std::int64_t{held} - first;
+    if (first == last) return;
+    detail::expect_rotary(*cache_, by);
+    auto& others = detail::sequence_access::tracks(other);
+    std::size_t layer = 0;
+    detail::rearrange(*this, scratch_.data(),
+                      [&](detail::rearranged_track& to, const detail::layer_track& from) {
+                          to.take(from, 0, held, 0);
+                          to.commit_all(scratch_.data());
+                          to.take(others[layer++], first, last, by);
+                      });
+}
+
+}  // namespace kvq::inline KVQ_TAGGED
