@@ -94,10 +94,10 @@ __global__ void fill_parameters(std::byte* pages, std::size_t blocks, std::size_
         const float step = 4.0f / static_cast<float>((1 << S::code_bits) - 1);
         std::byte* const parameters = at + S::parameter_offset(s);
         fill_channels<typename S::parameters>(parameters, groups, slot_count, step, noise);
-        if constexpr (S::factors::present)
+        if constexpr (S::token_scale_type::present)
             for (int i = static_cast<int>(threadIdx.x); i < s.tokens; i += static_cast<int>(blockDim.x)) {
                 const float x = noise(static_cast<std::size_t>(i) + 77);
-                if constexpr (S::factors::bytes(1) == 1)  // 0.5 to 31/16
+                if constexpr (S::token_scale_type::bytes(1) == 1)  // 0.5 to 31/16
                     at[S::token_scale_offset(s) + static_cast<std::size_t>(i)] =
                         static_cast<std::byte>(224 + static_cast<int>(31.9f * x));
                 else

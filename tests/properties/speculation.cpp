@@ -429,3 +429,48 @@ TEST_CASE("a tree: ancestors, depths and paths") {
     CHECK(tree.mask(105, 104));
     CHECK(!tree.mask(105, 103));
 }
+
+TEST_CASE_TEMPLATE("drafts behind erased, shifted and spliced tokens", C, KVQ_TEST_FEW_CACHES) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 12; ++round) {
+        const auto shape = test::random_cache_shape(random, C::key_table::size, 6);
+        auto options = test::random_options(random);
+        options.layers = test::rotate_formats<C>(shape.layers);
+        options.rotary = {kvq::rotary_embedding{}};  // keys without positions may move
+        auto cache = test::make_cache<C>(shape, options), other = test::make_cache<C>(shape, options);
+        test::stream s(random, shape, 400);
+        auto sequence = cache.new_sequence(), twin = other.new_sequence();
+        int used = 0;
+        const auto both = [&](const auto& call) { call(sequence), call(twin); };
+        for (int step = 0; step < 10; ++step) {
+            const int n = random.between(1, 30);
+            both([&](kvq::sequence& to) { append(to, shape.layers, s, used, n); });
+            used += n;
+            const int held = sequence.tokens(), first = random.between(0, held),
+                      last = random.between(first, held);
+            const int how = random.between(0, 2), by = random.between(-9, 9);
+            both([&](kvq::sequence& to) {
+                if (how == 0) to.erase(first, last);
+                if (how == 1) to.shift(first, last, by);
+                if (how == 2) to.splice(to.fork(), first, last);
+            });
+            const std::vector<int> parents = random_parents(random, random.between(1, 8));
+            const int drafted = static_cast<int>(parents.size()), before = sequence.tokens();
+            draft(random, sequence, shape.layers, s, used, drafted);
+            if (before > 0) {
+                CHECK_THROWS_AS(sequence.shift(0, before, 1), kvq::error);
+                CHECK_THROWS_AS(sequence.splice(sequence, 0, 1), kvq::error);
+                CHECK_THROWS_AS(sequence.erase(0, before), kvq::error);
+            }
+            REQUIRE(sequence.tokens() == before + drafted);
+            const std::vector<int> path = random_path(random, parents);
+            sequence.keep(path);
+            append(twin, shape.layers, picked(random, shape, s, used, path), 0,
+                   static_cast<int>(path.size()));
+            used += drafted;
+            require_identical(cache, sequence, other, twin);
+        }
+    }
+}
