@@ -73,7 +73,14 @@ def compile_device(compiler, flags, include, headers, folder):
 
 def write_poisoned(include, headers, folder, suffix):
     """A source that includes the headers behind whatever they include themselves, and behind poison_late.hpp."""
-    texts = [(include / "kvq" / header).read_text() for header in headers]
+    texts, seen, left = [], set(), [(include / "kvq" / header).resolve() for header in headers]
+    while left:
+        path = left.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        texts.append(path.read_text())
+        left.extend((path.parent / name).resolve() for name in re.findall(r'^ *# *include "([^"]+)"', texts[-1], re.MULTILINE))
     others = sorted({name for text in texts for name in re.findall(r"^ *# *include <([^>]+)>", text, re.MULTILINE)})
     lines = [f"#if __has_include(<{name}>)\n#include <{name}>\n#endif\n" for name in others]
     lines += [f'#include "{HERE / "poison_late.hpp"}"\n', *(f"#include <kvq/{header}>\n" for header in headers)]

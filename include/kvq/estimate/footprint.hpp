@@ -11,6 +11,8 @@
 // layer in 16 bit.
 #pragma once
 
+#include <numeric>
+
 #include "../cache/step_down.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -136,9 +138,11 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
                                          const attention_use& use = {}, const step_down_policy& policy = {}) {
     const page_geometry g = of.geometry();
     const int rollback = of.options().rollback;
+    // 16-bit pages grow in steps of positions: after so many tokens, pages lie alike among these steps again.
+    const long long period = std::lcm(static_cast<long long>(g.page_tokens), page_geometry::window_step);
     const auto fits = [&](int n) {
         // Bytes fall when a page is quantized or steps down and when its 16-bit copy is freed. So the lengths just before such a fall
-        // have the peaks; the lengths of the last page are enough.
+        // have the peaks; the lengths of the last period are enough.
         const auto falls = [&](int m) {
             bool steps = g.committed(m + 1) > g.committed(m) ||
                          g.committed(m + 1 - rollback) > g.committed(m - rollback);
@@ -146,11 +150,12 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
                 steps = steps || detail::pages_of_age(g, t.age, m + 1) > detail::pages_of_age(g, t.age, m);
             return steps;
         };
-        for (int m = detail::larger(0, n - g.page_tokens); m <= n; ++m) {
-            if (m < n && !falls(m)) continue;
+        const auto holds = [&](int m) {
             const footprint_report f = footprint(of, m, sequences, use, policy);
-            if (f.total + (m > 0 ? f.transient : 0) > budget) return false;
-        }
+            return f.total + (m > 0 ? f.transient : 0) <= budget;
+        };
+        for (int m = static_cast<int>(detail::larger(0LL, n - period)); m <= n; ++m)
+            if ((m == n || falls(m)) && !holds(m)) return false;
         return true;
     };
     if (!fits(0)) return -1;

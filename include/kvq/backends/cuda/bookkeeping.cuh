@@ -130,7 +130,7 @@ struct prompt_ranges {
 };
 __global__ void __launch_bounds__(256)
     prompt_slots_kernel(prompt_ranges ranges, int before, int sinks, int page_tokens, int ring,
-                        const int* window, const int* sink_pages, long long* slots) {
+                        const int* window, const int* sink_pages, long long* slot_list) {
     const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= ranges.count) return;
     const int position = before + i, token = position - sinks, page = token / page_tokens;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(256)
         slot = static_cast<long long>(page - ranges.first_staged) * page_tokens + token % page_tokens;
     else
         slot = static_cast<long long>(window[page % ring]) * page_tokens + token % page_tokens;
-    slots[i] = slot;
+    slot_list[i] = slot;
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -138,12 +138,13 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
               kept = kvq::detail::larger(first_new, rules_.pages(after) - rules_.ring);
     const std::size_t page_bytes = window_.memory().key_page_bytes + window_.memory().value_page_bytes,
                       scratch = static_cast<std::size_t>(kept - first_new) * page_bytes,
-                      slots = static_cast<std::size_t>(new_tokens) * sizeof(long long);
+                      slot_list = static_cast<std::size_t>(new_tokens) * sizeof(long long);
     if (scratch > staging_.bytes())
         if (status r = detail::replace_memory(staging_, options_.memory, scratch, "a prompt", stream); !r)
             return r;
-    if (slots > slots_.bytes())
-        if (status r = detail::replace_memory(slots_, options_.memory, slots, "a prompt's slots", stream); !r)
+    if (slot_list > slots_.bytes())
+        if (status r = detail::replace_memory(slots_, options_.memory, slot_list, "a prompt's slots", stream);
+            !r)
             return r;
     step next;
     next.begun = next.prompt = true;

@@ -78,7 +78,7 @@ struct device_functions {
     status (*store_new)(const layer_view&, const untyped_view& k, const untyped_view& v, int new_tokens,
                         cudaStream_t);
     status (*store)(const layer_view&, const layer_memory&, bool sinks, const untyped_view& k,
-                    const untyped_view& v, const long long* slots, cudaStream_t);
+                    const untyped_view& v, const long long* slot_list, cudaStream_t);
     /// from: a format of this entry, or -1 for 16-bit pages in window_pages.
     status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
                          const int* from_pages, const int* to_pages, int count, cudaStream_t);
@@ -200,12 +200,12 @@ struct device_table {
                                 stream);
     }
     static status store(const layer_view& l, const layer_memory& pages, bool in_sinks, const untyped_view& k,
-                        const untyped_view& v, const long long* slots, cudaStream_t stream) {
+                        const untyped_view& v, const long long* slot_list, cudaStream_t stream) {
         if (in_sinks)
             return cuda::store(ref<sinks_format>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
-                               slots, nullptr, stream);
+                               slot_list, nullptr, stream);
         return cuda::store(ref<window_format>(l, pages, nullptr, 0, 0), k.as<const T>(), v.as<const T>(),
-                           slots, nullptr, stream);
+                           slot_list, nullptr, stream);
     }
     static status requantize(const layer_view& l, int from, const layer_memory& window_pages, int to,
                              const int* from_pages, const int* to_pages, int count, cudaStream_t stream) {
