@@ -35,7 +35,8 @@ public:
     }
     /// An integer in [low, high].
     int between(int low, int high) noexcept {
-        return low + static_cast<int>(bits() % static_cast<std::uint64_t>(high - low + 1));
+        const long long span = static_cast<long long>(high) - low + 1;
+        return static_cast<int>(low + static_cast<long long>(bits() % static_cast<std::uint64_t>(span)));
     }
     bool one_in(int n) noexcept { return between(1, n) == 1; }
     template <class Container>
