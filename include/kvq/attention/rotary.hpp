@@ -191,7 +191,7 @@ public:
             of_.emplace_back(list[i], head_dim, "the rotary embedding of layer " + std::to_string(i));
     }
 
-    /// False: nobody said how keys are rotated.
+    /// False: cache_options::rotary is empty.
     bool known() const noexcept { return !of_.empty(); }
     /// Does any layer rotate?
     bool any() const noexcept {

@@ -52,7 +52,7 @@ public:
         }
     }
 
-    /// Commits all spans, whatever the recent window. scratch: as for quantize().
+    /// Commits all spans, also those within the recent window. scratch: as for quantize().
     void commit_all(float* scratch) {
         close_last();
         commit(scratch, [](int) { return true; });

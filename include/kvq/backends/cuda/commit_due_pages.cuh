@@ -4,8 +4,8 @@
 //          new_tokens <= page_tokens. None of its tokens is new, since new_tokens <= recent
 //   job    (due page, layer, K or V, head): a thread block quantizes one block of a page. All blocks walk the jobs of all layers
 //
-// A page takes 10 to 100 us to quantize, whatever the number of pages. In a launch of every layer this time would be on the path of every
-// layer, and in batches of many sequences some page is due in nearly every step; over all layers at once it is paid once.
+// Quantizing takes 10 to 100 us, for one page as for a hundred. A launch per layer would add this time to every layer, and in batches
+// of many sequences some page is due in nearly every step; a launch for all layers adds it once per step.
 // Due pages are found on the device from `tokens`: a captured graph stays valid while sequences grow. No table is written: the
 // quantized table must name the page of a column by the time that it is committed (a negative entry: its tokens are lost).
 // Contract: committed bytes are those of `requantize_pages`, which are the CPU's. The same launch again writes the same bytes.
