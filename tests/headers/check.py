@@ -16,6 +16,7 @@ With all of them: every header in one translation unit, behind the standard libr
 import concurrent.futures
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import sys
@@ -71,16 +72,19 @@ def compile_device(compiler, flags, include, headers, folder):
     return ", ".join(headers), subprocess.run(command, capture_output=True, text=True)
 
 
-def write_poisoned(include, headers, folder, suffix):
+def write_poisoned(include, headers, folder, suffix, machine):
     """A source that includes the headers behind whatever they include themselves, and behind poison_late.hpp."""
-    texts, seen, left = [], set(), [(include / "kvq" / header).resolve() for header in headers]
+    root = (include / "kvq").resolve()
+    # A conditional include of another processor's header brings nothing here: some compilers have its headers all the same.
+    texts, left = [], [root / header for header in headers]
+    seen = {root / f"{header}.hpp" for header, (processor, _) in INSTRUCTION_SETS.items() if processor != machine}
     while left:
-        path = left.pop()
+        path = left.pop().resolve()
         if path in seen:
             continue
         seen.add(path)
         texts.append(path.read_text())
-        left.extend((path.parent / name).resolve() for name in re.findall(r'^ *# *include "([^"]+)"', texts[-1], re.MULTILINE))
+        left.extend(path.parent / name for name in re.findall(r'^ *# *include "([^"]+)"', texts[-1], re.MULTILINE))
     others = sorted({name for text in texts for name in re.findall(r"^ *# *include <([^>]+)>", text, re.MULTILINE)})
     lines = [f"#if __has_include(<{name}>)\n#include <{name}>\n#endif\n" for name in others]
     lines += [f'#include "{HERE / "poison_late.hpp"}"\n', *(f"#include <kvq/{header}>\n" for header in headers)]
@@ -90,14 +94,18 @@ def write_poisoned(include, headers, folder, suffix):
     return source
 
 
+def machine_of(compiler):
+    return subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout.split("-")[0]
+
+
 def compile_poisoned(compiler, flags, include, headers, folder):
-    source = write_poisoned(include, headers, folder, "cpp")
+    source = write_poisoned(include, headers, folder, "cpp", machine_of(compiler))
     command = [compiler, "-std=c++20", "-fsyntax-only", *warnings_of(compiler), *flags, "-I", str(include), str(source)]
     return "poisoned", subprocess.run(command, capture_output=True, text=True)
 
 
 def compile_poisoned_device(compiler, flags, include, headers, folder):
-    source = write_poisoned(include, headers, folder, "cu")
+    source = write_poisoned(include, headers, folder, "cu", platform.machine())
     command = [compiler, "-std=c++20", "-Werror", "all-warnings", *flags, "-I", str(include)]
     command += ["-c", "-o", f"{source}.o", str(source)]
     return "poisoned", subprocess.run(command, capture_output=True, text=True)
@@ -124,7 +132,7 @@ def main():
             everything = sum(groups, [])
             jobs.append(pool.submit(compile_poisoned_device, compiler, flags, include, everything, folder))
         else:
-            machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout.split("-")[0]
+            machine = machine_of(compiler)
             jobs, together = [], []
             for header in headers:
                 processor, extra = INSTRUCTION_SETS.get(header.removesuffix(".hpp"), (machine, []))
