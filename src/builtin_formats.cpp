@@ -1,16 +1,11 @@
 // The list of built-in formats for the CPU that the program runs on. kvq_levels.inc, which CMake writes, defines
-// KVQ_LEVELS(X): X(level) of every instruction set in the library, the best one first.
+//   KVQ_LEVELS(X)          X(level) of every instruction set in the library, the best one first
+//   KVQ_PARTS(X, level)    X(level, part) of every part of the formats (format/builtin_schemes.hpp)
 #include <kvq/backends/simd/arch.hpp>
 #include <kvq/format/builtin_format.hpp>
 #include <vector>
 
 #include "kvq_levels.inc"
-
-#define KVQ_PARTS(X, level) \
-    X(level, 0)             \
-    X(level, 1)             \
-    X(level, 2)             \
-    X(level, 3) X(level, 4) X(level, 5) X(level, 6) X(level, 7) X(level, 8) X(level, 9) X(level, 10)
 
 using add_entry = void (*)(void*, const kvq::builtin_format*);
 

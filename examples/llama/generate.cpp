@@ -67,7 +67,7 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     if (!settings.save.empty()) {
         living->save(settings.save);
     }
-    out << '\n';
+    out << std::endl;
     return result;
 }
 
