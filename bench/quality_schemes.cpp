@@ -127,7 +127,8 @@ void add_ingredients(list& to) {
 }  // namespace
 
 std::vector<listed_format> affine_formats() {
-    list all{built_in("int8", "symmetric per token and head, as in vLLM, nearest")};
+    list all{built_in("fp16", "16-bit values, not quantized"),
+             built_in("int8", "symmetric per token and head, as in vLLM, nearest")};
     for (const char* const name : {"affine-8-g64", "affine-6-g64", "affine-5-g64", "affine-4-g64",
                                    "affine-4-g32", "affine-3-g32", "affine-2-g32"})
         all.push_back(built_in(name, "min-max groups of channels of a token, as in MLX"));
@@ -136,8 +137,8 @@ std::vector<listed_format> affine_formats() {
 
 std::vector<listed_format> kivi_formats() {
     list all;
-    for (const char* const name : {"kivi-4-g32", "kivi-4-g64", "kivi-4-g128", "kivi-3-g32", "kivi-3-g64",
-                                   "kivi-2-g32", "kivi-2-g64", "kivi-2-g128"})
+    for (const char* const name : {"kivi-8-g64", "kivi-4-g32", "kivi-4-g64", "kivi-4-g128", "kivi-3-g32",
+                                   "kivi-3-g64", "kivi-2-g32", "kivi-2-g64", "kivi-2-g128"})
         all.push_back(built_in(name, "KIVI, arXiv 2402.02750"));
     return all;
 }
