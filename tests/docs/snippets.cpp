@@ -23,12 +23,7 @@ using numbers = std::vector<std::int32_t>;
 namespace readme {
 
 void first(int layer, tokens_in k, tokens_in v, tokens_in q, tokens_out out, int n_tokens) {
-    using keys = kvq::affine<4, kvq::per_channel<64>>;
-    using values = kvq::affine<4, kvq::per_token<64>>;
-    kvq::cache cache(
-        {.layers = 32, .kv_heads = 8, .head_dim = 128},
-        {.keys = kvq::make_format<keys>(), .values = kvq::make_format<values>(), .sinks = 4, .recent = 128});
-
+    kvq::cache cache({.layers = 32, .kv_heads = 8, .head_dim = 128}, kvq::preset("std4"));
     auto sequence = cache.new_sequence();
     sequence.prefill(layer, k, v, q, out);
     sequence.trim(n_tokens);
