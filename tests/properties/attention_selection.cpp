@@ -50,6 +50,12 @@ struct ranges_of_queries {
     kvq::token_ranges mask(int first_query) const { return {ranges, starts, first_query}; }
 };
 
+/// Hides nothing; unlike `causal`, it does not keep the causal mask beside `bidirectional`.
+struct everything {
+    bool mask(int, int) const { return true; }
+    kvq::page_visibility mask_page(int, int, int, int) const { return kvq::page_visibility::all; }
+};
+
 /// Calls use(mods_view) with `part` and random masks and score modifiers beside it. The same ones for the same seed.
 template <class Part, class Use>
 void beside(std::uint64_t seed, int tokens, int heads, const Part& part, const Use& use) {
@@ -151,7 +157,7 @@ TEST_CASE_TEMPLATE("chosen pages are those of a mask, bit for bit", C, test::kiv
         std::vector<kvq::chosen_tokens> chosen;
         kvq::selection_report report{.chosen = &chosen};
         attended dense, some;
-        beside(around, tokens, heads, kvq::causal{},
+        beside(around, tokens, heads, everything{},
                [&](const kvq::mods_view& m) { dense = attend(sequence, shape, layer, q, m); });
         beside(around, tokens, heads, kvq::selected_pages{budget, &report},
                [&](const kvq::mods_view& m) { some = attend(sequence, shape, layer, q, m); });
@@ -298,7 +304,7 @@ TEST_CASE_TEMPLATE("skipped values: what is left out is counted and bounds the e
         attended dense, some;
         kvq::skipping_report report;
         kvq::selection_report seen;
-        beside(around, tokens, heads, kvq::causal{},
+        beside(around, tokens, heads, everything{},
                [&](const kvq::mods_view& m) { dense = attend(sequence, shape, layer, q, m); });
         beside(around, tokens, heads, kvq::skipped_values{mass, &report},
                [&](const kvq::mods_view& m) { some = attend(sequence, shape, layer, q, m); });
