@@ -5,7 +5,7 @@
 // codes cannot be folded are dequantized, one at a time, into the workspace. For keys that moved, the queries are rotated back
 // (rotary.hpp), once for pages in a row that moved alike. Keys are cut into chunks of about 2048 tokens; each
 // chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number of threads,
-// alone or in a batch. Where pages are selected (selection.hpp), rank() and choose() run for all tasks before run(); where values may be
+// alone or in a batch. Where pages are selected (selection.hpp), bound_sums(), rank() and choose() run for all tasks before run(); where values may be
 // skipped, the scores of a chunk come first, and then the values of the pages that matter.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
@@ -47,12 +47,39 @@ public:
     page_choice choice;
     bool ranks_by_scores;  // and not by estimates, because a page of keys has a format without
 
+    /// Bounds the sums of the rows from below, by the first page that they may see and the last two. Before rank() and run().
+    void bound_sums(int task, const scratch& s) const {
+        const task_place at = place_of(task);
+        if (at.chunk > 0) return;
+        const row_block rows = begin_rows(at, s);
+        const tile_sessions tiles(keys, values, at.n);
+        float max[most_query_rows], sum[most_query_rows], factor[most_query_rows];
+        empty_rows(at.n, max, sum);
+        const page_walk walk{nullptr, q_pos(at.first), q_pos(at.first + at.n - 1)};
+        const int end = end_of(walk);
+        for (int e = 0; e < end; e = larger(e + 1, end - 2)) {
+            const visible_page page = next_page(walk, e, walk.last_pos);
+            if (page.index != e) continue;
+            const layer_pages::entry entry = pages.at(e);
+            score_page(rows, entry, entry, s);
+            change_and_mask(rows, entry, page.seen, s);
+            softmax(s, at.n, entry.tokens, max, sum, factor);
+        }
+        for (int i = 0; i < at.n; ++i) {
+            float& floor = choice.floors[at.head * choice.rows + at.first + i];
+            floor = sum[i] > 0.0f ? max[i] + std::log2(sum[i]) : minus_infinity;
+            if (mods.has_sink())
+                floor = larger(floor, mods.sink_logit(q_head(at.head, at.first + i)) * log2e);
+        }
+    }
+
     /// Ranks the pages of a task. Before choose().
     void rank(int task, const scratch& s) const {
         const task_place at = place_of(task);
         const row_block rows = begin_rows(at, s);
         const tile_sessions tiles(keys, values, at.n);
-        const int first_pos = q_pos(at.first), last_pos = q_pos(at.first + at.n - 1);
+        const page_walk walk{nullptr, q_pos(at.first), q_pos(at.first + at.n - 1)};
+        const int last_two = end_of(walk) - 2;
         int e = 0, end = pages.entries();
         if (plan.split()) {
             e = pages.lower_bound(at.chunk * plan.chunk_tokens);
@@ -60,45 +87,25 @@ public:
         }
         float* const ranks = choice.ranks_of(at.head, at.first);
         for (; e < end; ++e) {
+            // Headers lie far apart, and the parameters of other heads drive them out of the cache.
+            prefetch(pages.at(smaller(e + 4, end - 1)).keys);
             const layer_pages::entry entry = pages.at(e);
             const int next_token = entry.first_token + entry.tokens;
-            if (mods.page(first_pos, last_pos, entry.first_token, next_token) == page_visibility::none)
+            if (mods.page(walk.first_pos, walk.last_pos, entry.first_token, next_token) ==
+                page_visibility::none)
                 ranks[e] = page_choice::hidden;
-            else if (entry.keys->format == 0 ||
-                     (mods.has_query_positions() && next_token > first_pos && entry.first_token <= last_pos))
+            else if (entry.keys->format == 0 || e == 0 || e >= last_two ||
+                     (mods.has_query_positions() && next_token > walk.first_pos))
                 ranks[e] = page_choice::always;
             else
-                ranks[e] = rank_of(rows, entry, e + 1 < end ? pages.at(e + 1) : entry, s);
+                ranks[e] = rank_of(rows, entry, pages.at(smaller(e + 2, end - 1)), s);
         }
     }
 
-    /// Chooses the pages of a kv head and a block of rows, and bounds the sums of the rows. After rank(), before run().
-    void choose(int task, const scratch& s) const {
+    /// Chooses the pages of a kv head and a block of rows. After rank() of all tasks, before run().
+    void choose(int task) const {
         const task_place at = place_of(task);
-        if (at.chunk > 0) return;
-        if (choice.selection) choice.choose(at.head, at.first, pages.geometry);
-        if (!choice.skipping) return;
-        const row_block rows = begin_rows(at, s);
-        const tile_sessions tiles(keys, values, at.n);
-        float max[most_query_rows], sum[most_query_rows], factor[most_query_rows];
-        empty_rows(at.n, max, sum);
-        const page_walk walk = walk_of(rows);
-        const int end = mods.is_causal() ? pages.lower_bound(walk.last_pos + 1) : pages.entries();
-        for (const int first : {0, larger(1, end - 2)})
-            for (int e = first; e < (first == 0 ? smaller(1, end) : end); ++e) {
-                const visible_page page = next_page(walk, e, walk.last_pos);
-                if (page.index != e) continue;
-                const layer_pages::entry entry = pages.at(e);
-                score_page(rows, entry, entry, s);
-                change_and_mask(rows, entry, page.seen, s);
-                softmax(s, at.n, entry.tokens, max, sum, factor);
-            }
-        for (int i = 0; i < at.n; ++i) {
-            float& floor = choice.floors[at.head * choice.rows + at.first + i];
-            floor = sum[i] > 0.0f ? max[i] + std::log2(sum[i]) : minus_infinity;
-            if (mods.has_sink())
-                floor = larger(floor, mods.sink_logit(q_head(at.head, at.first + i)) * log2e);
-        }
+        if (at.chunk == 0) choice.choose(at.head, at.first, pages.geometry);
     }
 
     /// task: index, which gives kv head, row block and (if split) chunk.
@@ -166,7 +173,16 @@ public:
 
     /// Adds what was chosen and skipped to the reports. After run() and merge() of all tasks and rows.
     void report() const {
-        if (mods.selection() && mods.selection()->report) report_selection(*mods.selection()->report);
+        if (mods.selection() && mods.selection()->report)
+            for (int head = 0; head < plan.kv_heads; ++head)
+                for (int first = 0; first < plan.rows(); first += plan.block_rows) {
+                    const int last = smaller(first + plan.block_rows, plan.rows()) - 1;
+                    const page_walk walk{nullptr, q_pos(first), q_pos(last)};
+                    page_choice::report_pages(*mods.selection()->report,
+                                              {layer, head, first / plan.group, last / plan.group, {}},
+                                              choice.ranks_of(head, first), pages,
+                                              [&](int e) { return next_page(walk, e, plan.tokens).index; });
+                }
         if (choice.skipping) choice.report_skipping(plan);
     }
 
@@ -307,6 +323,10 @@ private:
     page_walk walk_of(const row_block& rows) const {
         return {choice.ranks_of(rows.head, rows.first), q_pos(rows.first), q_pos(rows.first + rows.n - 1)};
     }
+    /// The page behind the last one that may be seen.
+    int end_of(const page_walk& walk) const noexcept {
+        return mods.is_causal() ? pages.lower_bound(walk.last_pos + 1) : pages.entries();
+    }
     /// The first page from e on, of those that begin at or before token `last`, that is read.
     visible_page next_page(const page_walk& walk, int e, int last) const {
         if (mods.is_causal()) last = smaller(last, walk.last_pos);
@@ -384,8 +404,7 @@ private:
     void release_pages(const row_block& rows, const scratch& s, const float* max, const float* sum) const {
         held_pages& held = *s.held;
         const float share = static_cast<float>(held.tokens) / static_cast<float>(plan.tokens);
-        held.choose(rows.n, choice.skipping->mass * share,
-                    choice.floors + rows.head * choice.rows + rows.first, max, sum);
+        held.choose(rows.n, choice.skipping->mass * share, choice.floors_of(rows.head, rows.first), max, sum);
         for (int j = 0; j < held.count; ++j) {
             const held_pages::one& page = held.pages[j];
             scale_outputs(rows.n, held.factor + j * held.rows, s);
@@ -406,7 +425,7 @@ private:
         choice.counts[task][1] = skipped;
     }
 
-    /// The sum over rows of the estimated scores of a page. Masks are left out of it, score modifiers see the last key of the page.
+    /// The rank of a page. Masks are left out of it, score modifiers see the last key of the page.
     float rank_of(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
                   const scratch& s) const {
         const page& p = *entry.keys;
@@ -424,7 +443,7 @@ private:
                 keys[p.format].scheme(), shape, {layer, rows.head},
                 p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head),
                 queries_for(rows, entry.shift, p.format, s), plan.dim, rows.n, entry.skip,
-                entry.skip + entry.tokens, page_choice::spread, score, ahead(p, *next.keys), s.estimate);
+                entry.skip + entry.tokens, page_choice::spread, score, distance(p, *next.keys), s.estimate);
             if (mods.changes_scores())
                 for (int i = 0; i < rows.n; ++i) {
                     const int row = rows.first + i;
@@ -432,35 +451,12 @@ private:
                                        entry.first_token + entry.tokens - 1, log2e);
                 }
         }
-        float total = 0.0f;
+        const float* const floors = choice.floors_of(rows.head, rows.first);
+        float rank = 0.0f;
         for (int i = 0; i < rows.n; ++i)
-            if (!rows.bad[static_cast<std::size_t>(i)]) total += score[i];
-        return page_choice::finite(total);
-    }
-
-    void report_selection(selection_report& r) const {
-        for (int head = 0; head < plan.kv_heads; ++head)
-            for (int first = 0; first < plan.rows(); first += plan.block_rows) {
-                const int last_row = smaller(first + plan.block_rows, plan.rows()) - 1;
-                const float* const ranks = choice.ranks_of(head, first);
-                const page_walk walk{nullptr, q_pos(first), q_pos(last_row)};
-                chosen_tokens run{layer, head, first / plan.group, last_row / plan.group, {}};
-                const auto add = [&] {
-                    if (r.chosen && run.tokens.end > 0) r.chosen->push_back(run);
-                };
-                for (int e = 0; (e = next_page(walk, e, plan.tokens).index) < pages.entries(); ++e) {
-                    ++r.pages;
-                    if (ranks && !page_choice::chosen(ranks[e])) continue;
-                    ++r.read;
-                    const layer_pages::entry entry = pages.at(e);
-                    if (run.tokens.end != entry.first_token) {
-                        add();
-                        run.tokens.begin = entry.first_token;
-                    }
-                    run.tokens.end = entry.first_token + entry.tokens;
-                }
-                add();
-            }
+            if (!rows.bad[static_cast<std::size_t>(i)])
+                rank += page_choice::rough_exp2(score[i] - (floors[i] > minus_infinity ? floors[i] : 0.0f));
+        return rank;
     }
 
     /// The functions of a format and their workspace for the rows of a task. Planned at the first page of the format.
@@ -570,10 +566,12 @@ private:
 
     /// Distance from a block to the same head's block of the next page; 0 if that page has another layout.
     static std::ptrdiff_t ahead(const page& now, const page& next) noexcept {
-        return now.format == next.format && now.bytes == next.bytes
-                   ? static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.data()) -
-                                                 reinterpret_cast<std::uintptr_t>(now.data()))
-                   : 0;
+        return now.format == next.format && now.bytes == next.bytes ? distance(now, next) : 0;
+    }
+    /// The same for pages of one layout, without a look at the next page.
+    static std::ptrdiff_t distance(const page& now, const page& next) noexcept {
+        return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.data()) -
+                                           reinterpret_cast<std::uintptr_t>(now.data()));
     }
 
     /// Restores outputs that were summed in a transformed basis, and adds them to the others.

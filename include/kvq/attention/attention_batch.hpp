@@ -118,14 +118,18 @@ public:
                 }
             });
         };
-        if (selects_)
+        if (selects_ || skips_)
+            each_task([](const attention& of, int task, const scratch& s) {
+                if (of.choice.floors) of.bound_sums(task, s);
+            });
+        if (selects_) {
             each_task([](const attention& of, int task, const scratch& s) {
                 if (of.choice.selection) of.rank(task, s);
             });
-        if (selects_ || skips_)
-            each_task([](const attention& of, int task, const scratch& s) {
-                if (of.choice.selection || of.choice.skipping) of.choose(task, s);
+            each_task([](const attention& of, int task, const scratch&) {
+                if (of.choice.selection) of.choose(task);
             });
+        }
         each_task([](const attention& of, int task, const scratch& s) { of.run(task, s); });
         const auto merge = [&](int i) {
             const auto mine = job(i);

@@ -1,7 +1,8 @@
 // Memory and decisions of selected_pages and skipped_values for one sequence of an attention call.
 //
-//   ranks    of every page, kv head and block of query rows; afterwards: chosen or not
-//   floors   log2 of a lower bound of the softmax sum of every row, from the first page and the last two
+//   floors   log2 of a lower bound of the softmax sum of every row: of the first page and the last two, which are always read
+//   ranks    of every page, kv head and block of query rows: sum over rows of 2^(estimated score - floor), the weight of a key that has
+//            the estimated score; afterwards: chosen or not
 //   left     share of the weights of every row that was left out
 //
 // Contract: equal ranks are resolved by position (later pages first), so that the choice is unique. Empty, without bytes, when neither
@@ -51,9 +52,9 @@ struct page_choice {
             ranks = c.floats(lists * static_cast<std::size_t>(stride));
             order = reinterpret_cast<int*>(c.take(lists * static_cast<std::size_t>(stride) * sizeof(int)));
         }
+        if (selection || mods.skipping()) floors = c.floats(all_rows);
         if (mods.skipping()) {
             skipping = mods.skipping();
-            floors = c.floats(all_rows);
             left = c.floats(all_rows);
             counts =
                 reinterpret_cast<int(*)[2]>(c.take(static_cast<std::size_t>(plan.tasks()) * sizeof(int[2])));
@@ -72,6 +73,10 @@ struct page_choice {
     }
     static bool chosen(float rank) noexcept { return rank > 0.0f; }
 
+    const float* floors_of(int head, int first_row) const noexcept {
+        return floors + head * rows + first_row;
+    }
+
     /// Replaces ranks by 1 for pages that are read and 0 for the others; `hidden` stays. O(pages)
     void choose(int head, int first_row, const page_geometry& g) const noexcept {
         float* const rank = ranks_of(head, first_row);
@@ -88,12 +93,32 @@ struct page_choice {
             if (rank[e] == always) rank[e] = 1.0f;
         for (int i = 0; i < n; ++i) rank[best[i]] = i < k ? 1.0f : 0.0f;
     }
-    /// A rank that orders: NaN is the least, and no page of finite values is `always` or `hidden`.
-    static float finite(float rank) noexcept {
-        constexpr float most = (std::numeric_limits<float>::max)();
-        return rank == rank ? larger(-most, smaller(rank, most)) : -most;
+    /// 2^x within 7 %, increasing, for a rank: finite, and 0 for NaN. (The mantissa of the result is the fraction of x.)
+    static float rough_exp2(float x) noexcept {
+        const float bounded = x > -126.0f ? smaller(x, 110.0f) : -127.0f;
+        return bit_cast<float>(static_cast<std::uint32_t>((bounded + 127.0f) * 0x1p23f));
     }
 
+    /// Adds a kv head and block of rows; next(e): the first page from e on that masks show. run: without tokens.
+    template <class Next>
+    static void report_pages(selection_report& r, chosen_tokens run, const float* ranks,
+                             const layer_pages& pages, const Next& next) {
+        const auto add = [&] {
+            if (r.chosen && run.tokens.end > 0) r.chosen->push_back(run);
+        };
+        for (int e = next(0); e < pages.entries(); e = next(e + 1)) {
+            ++r.pages;
+            if (ranks && !chosen(ranks[e])) continue;
+            ++r.read;
+            const layer_pages::entry entry = pages.at(e);
+            if (run.tokens.end != entry.first_token) {
+                add();
+                run.tokens.begin = entry.first_token;
+            }
+            run.tokens.end = entry.first_token + entry.tokens;
+        }
+        add();
+    }
     /// Sums in the order of tasks and rows.
     void report_skipping(const attention_plan& plan) const noexcept {
         if (!skipping->report) return;

@@ -48,7 +48,8 @@ struct skipping_report {
 };
 
 /// Queries attend to the best pages. A page is chosen for all query heads of a kv head and all rows of a block of queries (one token in
-/// decode), by the sum of its estimated scores. Always read: 16-bit pages (sinks and recent tokens), pages that hold tokens of the queries.
+/// decode), by its estimated weight in all of them. Always read: 16-bit pages (sinks and recent tokens), the first page, the last two, and pages
+/// that hold tokens of the queries.
 /// Where a page of keys has a format without an estimate (no parameters per channel), pages are ranked by their scores themselves, so
 /// that keys are read and values of other pages are not.
 struct selected_pages {
