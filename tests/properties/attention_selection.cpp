@@ -345,6 +345,31 @@ TEST_CASE_TEMPLATE("skipped values: what is left out is counted and bounds the e
     CHECK(skipped > 0);
 }
 
+namespace {
+
+/// token_ranges by the definition.
+struct listed {
+    static constexpr bool is_causal = false;
+    const kvq::token_ranges& of;
+    bool causal;
+    bool mask(int q_pos, int k_pos) const {
+        if (causal && k_pos > q_pos) return false;
+        std::size_t begin = 0, end = of.ranges.size();
+        if (!of.starts.empty()) {
+            begin = static_cast<std::size_t>(of.starts[static_cast<std::size_t>(q_pos - of.first_query)]);
+            end = static_cast<std::size_t>(of.starts[static_cast<std::size_t>(q_pos - of.first_query) + 1]);
+        }
+        for (; begin < end; ++begin)
+            if (of.ranges[begin].begin <= k_pos && k_pos < of.ranges[begin].end) return true;
+        return false;
+    }
+};
+struct without_positions : listed {
+    static constexpr bool has_query_positions = false;
+};
+
+}  // namespace
+
 TEST_CASE("given ranges: the reference, pages that are not read, and bad lists") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -372,28 +397,6 @@ TEST_CASE("given ranges: the reference, pages that are not read, and bad lists")
         if (!each) starts.clear();
         const int first = positions ? tokens - queries : 0;
         const kvq::token_ranges mask{ranges, starts, first};
-        /// By the definition.
-        struct listed {
-            static constexpr bool is_causal = false;
-            const kvq::token_ranges& of;
-            bool causal;
-            bool mask(int q_pos, int k_pos) const {
-                if (causal && k_pos > q_pos) return false;
-                std::size_t begin = 0, end = of.ranges.size();
-                if (!of.starts.empty()) {
-                    begin =
-                        static_cast<std::size_t>(of.starts[static_cast<std::size_t>(q_pos - of.first_query)]);
-                    end = static_cast<std::size_t>(
-                        of.starts[static_cast<std::size_t>(q_pos - of.first_query) + 1]);
-                }
-                for (; begin < end; ++begin)
-                    if (of.ranges[begin].begin <= k_pos && k_pos < of.ranges[begin].end) return true;
-                return false;
-            }
-        };
-        struct without_positions : listed {
-            static constexpr bool has_query_positions = false;
-        };
         INFO("round ", round, ": ", queries, " queries over ", tokens, " tokens, ", ranges.size(), " ranges");
         if (positions) {
             CHECK(test::measure_attention(cache, sequence, 0, q, mask, listed{mask, true}).of_terms <= 5e-4);
