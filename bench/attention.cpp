@@ -4,6 +4,7 @@
 // data is a hard case, since attention then averages noise). All schemes are measured in turns, so all their caches are in memory
 // at once. Where CMake finds ggml, its attention runs on the same tensors: flash attention on a cache that lies head after head (what
 // its kernel reads fastest) or token after token (llama.cpp's), and products of matrices without it.
+// Other tables: --select, --skip, --documents, --masks (attention_parts.hpp).
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "attention_parts.hpp"
 #include "support.hpp"
 
 #if defined(KVQ_BENCH_GGML)
@@ -207,12 +209,17 @@ void add_planned(schemes& list, const char* name) {
 int main(int argc, char** argv) {
     CLI::App app("Decode attention over packed pages");
     shape s;
-    std::vector<int> tokens{4096, 16384, 65536};
+    std::vector<int> tokens;
+    int select = 0, documents = 0;
+    float skip = 0.0f;
+    bool masks = false;
     std::vector<std::string> only;
     std::string baseline = "fp16";
     int repetitions = 7;
     bool json = false;
-    app.add_option("--tokens", tokens, "context lengths");
+    app.add_option(
+        "--tokens", tokens,
+        "context lengths; default: 4096, 16384 and 65536, with --documents 2048, with --masks 8192");
     app.add_option("--q-heads", s.q_heads);
     app.add_option("--kv-heads", s.kv_heads);
     app.add_option("--head-dim", s.head_dim);
@@ -229,8 +236,42 @@ int main(int argc, char** argv) {
     app.add_option("--repetitions", repetitions, "of every timing, of which the median counts")
         ->check(CLI::Range(2, 1000))  // of a single one Google Benchmark gives no median
         ->capture_default_str();
+    app.add_option("--select", select, "the best so many tokens against all of them, of keys in segments")
+        ->check(CLI::PositiveNumber);
+    app.add_option("--skip", skip, "values with at most this share of the weights are not read")
+        ->check(CLI::Range(0.0f, 0.99f));
+    app.add_option("--documents", documents, "a prompt as so many documents against one")
+        ->check(CLI::PositiveNumber);
+    app.add_flag("--masks", masks, "masks, score modifiers and moved keys against causal attention");
     app.add_flag("--json", json, "one JSON object a line");
     CLI11_PARSE(app, argc, argv);
+    if (select > 0 || skip > 0.0f || documents > 0 || masks) {
+        const auto wanted = [&](const std::string& name) {
+            return only.empty() ? name == "kivi-4-g64" || (name == "std4" && select > 0)
+                                : std::any_of(only.begin(), only.end(), [&](const std::string& part) {
+                                      return name.find(part) != std::string::npos;
+                                  });
+        };
+        bench::named_formats formats;
+        const auto take = [&]<class Scheme>(const char* name, const Scheme*) {
+            if (wanted(name)) formats.emplace_back(name, kvq::make_formats<Scheme>());
+        };
+        take("fp16", static_cast<const kvq::full<kvq::float16>*>(nullptr));
+        take("affine-4-g64", static_cast<const kvq::affine<4, kvq::per_token<64>>*>(nullptr));
+        take("kivi-4-g64", static_cast<const kvq::kivi<4, 64>*>(nullptr));
+        take("kivi-2-g64", static_cast<const kvq::kivi<2, 64>*>(nullptr));
+        take("std4", static_cast<const kvq::std4*>(nullptr));
+        take("low2", static_cast<const kvq::low2*>(nullptr));
+        const bench::part_settings part{s.q_heads, s.kv_heads,  s.head_dim, s.page_tokens,
+                                        s.threads, repetitions, json};
+        const auto lengths = [&](std::vector<int> usual) { return tokens.empty() ? usual : tokens; };
+        if (select > 0 || skip > 0.0f)
+            bench::bench_select(formats, part, lengths({4096, 16384, 65536}), select, skip);
+        if (documents > 0) bench::bench_documents(formats, part, lengths({2048}), documents);
+        if (masks) bench::bench_masks(formats, part, lengths({8192}));
+        return 0;
+    }
+    if (tokens.empty()) tokens = {4096, 16384, 65536};
 
     schemes list;
     add(list, "fp16", kvq::make_formats<kvq::full<kvq::float16>>());

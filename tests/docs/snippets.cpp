@@ -220,6 +220,23 @@ void own(kvq::sequence& sequence, int layer, tokens_in q, tokens_out out) {
     sequence.attend(layer, q, out, kvq::mods{dilated{}, recency{0.1f}});
 }
 
+void pages(kvq::sequence& sequence, int layer, tokens_in q, tokens_out out) {
+    kvq::selection_report report;
+    sequence.attend(layer, q, out, kvq::selected_pages{.tokens = 4096, .report = &report});
+    const double read = static_cast<double>(report.read) / static_cast<double>(report.pages);
+
+    kvq::skipping_report skipped;
+    sequence.attend(layer, q, out, kvq::skipped_values{.mass = 1e-3f, .report = &skipped});
+    const double left_out = skipped.left_out / static_cast<double>(skipped.rows);
+    sequence.attend(layer, q, out, kvq::mods{kvq::selected_pages{4096}, kvq::skipped_values{1e-3f}});
+
+    const std::vector<kvq::token_range> blocks{{0, 64}, {512, 768}, {4032, 4096}};
+    sequence.attend(layer, q, out, kvq::token_ranges{blocks});
+    const std::vector<int> starts{0, 2, 3};
+    sequence.attend(layer, q, out, kvq::token_ranges{blocks, starts, sequence.tokens(layer) - q.tokens});
+    (void)(read + left_out);
+}
+
 void requests(kvq::cache& cache, std::vector<kvq::sequence>& sequences, std::vector<tokens_in>& q,
               std::vector<tokens_out>& out, std::vector<kvq::token_tree>& trees, int layer,
               kvq::thread_executor& executor, kvq::workspace& workspace) {

@@ -5,7 +5,8 @@
 // codes cannot be folded are dequantized, one at a time, into the workspace. For keys that moved, the queries are rotated back
 // (rotary.hpp), once for pages in a row that moved alike. Keys are cut into chunks of about 2048 tokens; each
 // chunk gives a softmax state, and states are merged in token order. The result is the same bit for bit on any number of threads,
-// alone or in a batch.
+// alone or in a batch. Where pages are selected (selection.hpp), bound_sums(), rank() and choose() run for all tasks before run(); where values may be
+// skipped, the scores of a chunk come first, and then the values of the pages that matter.
 //
 // Numeric contract: integer products with 16-bit fixed-point queries and weights, float sums; relative error against double
 // arithmetic on the dequantized values below 5e-4 on random data (tests/properties/attention.cpp), and more where single terms of a
@@ -18,38 +19,15 @@
 #include <limits>
 #include <new>
 
-#include "mods.hpp"
-#include "plan.hpp"
+#include "page_choice.hpp"
 #include "query_view.hpp"
 #include "rotary.hpp"
 #include "softmax_state.hpp"
+#include "tile_sessions.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
-
-/// Opens the tile state of the backend that has one, and closes it at the end.
-class tile_sessions {
-public:
-    tile_sessions(const format_table& keys, const format_table& values, int rows) {
-        for (const format_table* table : {&keys, &values})
-            for (int i = 0; i < table->size(); ++i) {
-                const backend_functions* const backend = (*table)[i].functions().backend;
-                if (backend->open_tiles == nullptr || backend == open_) continue;
-                open_ = backend;  // the only one of the cache (check_backends)
-                backend->open_tiles(rows, state_);
-            }
-    }
-    ~tile_sessions() {
-        if (open_) open_->close_tiles(state_);
-    }
-    tile_sessions(const tile_sessions&) = delete;
-    tile_sessions& operator=(const tile_sessions&) = delete;
-
-private:
-    const backend_functions* open_ = nullptr;
-    alignas(64) std::byte state_[backend_functions::tile_state_bytes];
-};
 
 /// Attention of one layer, ready to run its tasks.
 class attention {
@@ -66,70 +44,165 @@ public:
     query_view q;
     output_view out;
     float* partials;
+    page_choice choice;
+    bool ranks_by_scores;  // and not by estimates, because a page of keys has a format without
+
+    /// Bounds the sums of the rows from below, by the first page that they may see and the last two. Before rank() and run().
+    void bound_sums(int task, const scratch& s) const {
+        const task_place at = place_of(task);
+        if (at.chunk > 0) return;
+        const row_block rows = begin_rows(at, s);
+        const tile_sessions tiles(keys, values, at.n);
+        float max[most_query_rows], sum[most_query_rows], factor[most_query_rows];
+        empty_rows(at.n, max, sum);
+        const page_walk walk{nullptr, q_pos(at.first), q_pos(at.first + at.n - 1)};
+        const int end = end_of(walk);
+        for (int e = 0; e < end; e = larger(e + 1, end - 2)) {
+            const visible_page page = next_page(walk, e, walk.last_pos);
+            if (page.index != e) continue;
+            const layer_pages::entry entry = pages.at(e);
+            score_page(rows, entry, entry, s);
+            change_and_mask(rows, entry, page.seen, s);
+            softmax(s, at.n, entry.tokens, max, sum, factor);
+        }
+        for (int i = 0; i < at.n; ++i) {
+            float& floor = choice.floors[at.head * choice.rows + at.first + i];
+            floor = sum[i] > 0.0f ? max[i] + std::log2(sum[i]) : minus_infinity;
+            if (mods.has_sink())
+                floor = larger(floor, mods.sink_logit(q_head(at.head, at.first + i)) * log2e);
+        }
+    }
+
+    /// Ranks the pages of a task. Before choose().
+    void rank(int task, const scratch& s) const {
+        const task_place at = place_of(task);
+        const row_block rows = begin_rows(at, s);
+        const tile_sessions tiles(keys, values, at.n);
+        const page_walk walk{nullptr, q_pos(at.first), q_pos(at.first + at.n - 1)};
+        const int last_two = end_of(walk) - 2;
+        int e = 0, end = pages.entries();
+        if (plan.split()) {
+            e = pages.lower_bound(at.chunk * plan.chunk_tokens);
+            end = pages.lower_bound(smaller(plan.tokens, (at.chunk + 1) * plan.chunk_tokens));
+        }
+        float* const ranks = choice.ranks_of(at.head, at.first);
+        for (; e < end; ++e) {
+            // Headers lie far apart, and the parameters of other heads drive them out of the cache.
+            prefetch(pages.at(smaller(e + 4, end - 1)).keys);
+            const layer_pages::entry entry = pages.at(e);
+            const int next_token = entry.first_token + entry.tokens;
+            if (mods.page(walk.first_pos, walk.last_pos, entry.first_token, next_token) ==
+                page_visibility::none)
+                ranks[e] = page_choice::hidden;
+            else if (entry.keys->format == 0 || e == 0 || e >= last_two ||
+                     (mods.has_query_positions() && next_token > walk.first_pos))
+                ranks[e] = page_choice::always;
+            else
+                ranks[e] = rank_of(rows, entry, pages.at(smaller(e + 2, end - 1)), s);
+        }
+    }
+
+    /// Chooses the pages of a kv head and a block of rows. After rank() of all tasks, before run().
+    void choose(int task) const {
+        const task_place at = place_of(task);
+        if (at.chunk == 0) choice.choose(at.head, at.first, pages.geometry);
+    }
 
     /// task: index, which gives kv head, row block and (if split) chunk.
     void run(int task, const scratch& s) const {
-        const int chunks = plan.split() ? plan.chunks() : 1;
-        const int head = task / (plan.row_blocks() * chunks);
-        const int block = task / chunks % plan.row_blocks();
-        const int first = block * plan.block_rows;
-        const int n = smaller(plan.block_rows, plan.rows() - first);
-        const int dim = plan.value_dim;
+        const task_place at = place_of(task);
+        const int head = at.head, first = at.first, n = at.n, dim = plan.value_dim;
         // The first chunk is never left out: it makes queries that are not finite give NaN.
-        if (const int chunk = task % chunks; chunk > 0 && hides(chunk, first, n)) {
+        if (at.chunk > 0 && hides(at.chunk, head, first, n)) {
             for (int i = 0; i < n; ++i) {
-                float* const to = partial(head, first + i, chunk);
-                to[0] = -std::numeric_limits<float>::infinity();
+                float* const to = partial(head, first + i, at.chunk);
+                to[0] = minus_infinity;
                 to[1] = 0.0f;
+                if (plan.skips) to[2 + dim] = 0.0f;
             }
+            count_values(task, 0, 0);
             return;
         }
-        const row_block rows{head, first, n, load_queries(head, first, n, s)};
+        const row_block rows = begin_rows(at, s);
         const tile_sessions tiles(keys, values, n);
-        s.forget_plans(keys, values);
+        if (plan.skips) s.held->seen = s.held->skipped = 0;
         float max[most_query_rows], sum[most_query_rows];
         if (plan.split()) {
-            const int chunk = task % chunks;
-            visit_chunk(rows, chunk, s, max, sum);
+            visit_chunk(rows, at.chunk, s, max, sum);
             for (int i = 0; i < n; ++i) {
-                float* const to = partial(head, first + i, chunk);
+                float* const to = partial(head, first + i, at.chunk);
                 to[0] = max[i];
                 to[1] = rows.bad[static_cast<std::size_t>(i)] ? not_a_number : sum[i];
                 for (int d = 0; d < dim; ++d) to[2 + d] = s.part[i * dim + d];
+                if (plan.skips) to[2 + dim] = s.held->left[i];
             }
-            return;
+        } else {
+            softmax_state running[most_query_rows];
+            float left[most_query_rows];
+            for (int i = 0; i < n; ++i) {
+                running[i].output = s.output + i * dim;
+                left[i] = 0.0f;
+                for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
+            }
+            for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
+                if (hides(chunk, head, first, n)) continue;
+                visit_chunk(rows, chunk, s, max, sum);
+                for (int i = 0; i < n; ++i)
+                    merge(running[i], {max[i], sum[i], s.part + i * dim}, left[i],
+                          plan.skips ? s.held->left + i : nullptr);
+            }
+            for (int i = 0; i < n; ++i) {
+                if (rows.bad[static_cast<std::size_t>(i)]) running[i].sum = not_a_number;
+                finish(running[i], left[i], head, first + i);
+            }
         }
-        softmax_state running[most_query_rows];
-        for (int i = 0; i < n; ++i) {
-            running[i].output = s.output + i * dim;
-            for (int d = 0; d < dim; ++d) running[i].output[d] = 0.0f;
-        }
-        for (int chunk = 0; chunk < plan.chunks(); ++chunk) {
-            if (hides(chunk, first, n)) continue;
-            visit_chunk(rows, chunk, s, max, sum);
-            for (int i = 0; i < n; ++i) running[i].merge({max[i], sum[i], s.part + i * dim}, dim);
-        }
-        for (int i = 0; i < n; ++i) {
-            if (rows.bad[static_cast<std::size_t>(i)]) running[i].sum = not_a_number;
-            finish(running[i], head, first + i);
-        }
+        if (plan.skips) count_values(task, s.held->seen, s.held->skipped);
     }
 
     /// Merges the chunks of one row of one head, in token order. Uses the row's first partial as accumulator.
     void merge(int head, int row) const {
         float* const first = partial(head, row, 0);
         softmax_state running{first[0], first[1], first + 2};
+        float left = plan.skips ? first[2 + plan.value_dim] : 0.0f;
         for (int chunk = 1; chunk < plan.chunks(); ++chunk) {
             float* const p = partial(head, row, chunk);
-            running.merge({p[0], p[1], p + 2}, plan.value_dim);
+            merge(running, {p[0], p[1], p + 2}, left, plan.skips ? p + 2 + plan.value_dim : nullptr);
         }
-        finish(running, head, row);
+        finish(running, left, head, row);
+    }
+
+    /// Adds what was chosen and skipped to the reports. After run() and merge() of all tasks and rows.
+    void report() const {
+        if (mods.selection() && mods.selection()->report)
+            for (int head = 0; head < plan.kv_heads; ++head)
+                for (int first = 0; first < plan.rows(); first += plan.block_rows) {
+                    const int last = smaller(first + plan.block_rows, plan.rows()) - 1;
+                    const page_walk walk{nullptr, q_pos(first), q_pos(last)};
+                    page_choice::report_pages(*mods.selection()->report,
+                                              {layer, head, first / plan.group, last / plan.group, {}},
+                                              choice.ranks_of(head, first), pages,
+                                              [&](int e) { return next_page(walk, e, plan.tokens).index; });
+                }
+        if (choice.skipping) choice.report_skipping(plan);
     }
 
 private:
     static constexpr float log2e = softmax_state::log2e;
     static constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
+    static constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
     using row_flags = std::bitset<most_query_rows>;
+
+    /// What a task is about.
+    struct task_place {
+        int head, first, n;  // rows [first, first + n) of a kv head
+        int chunk;           // 0 if chunks are no tasks
+    };
+    task_place place_of(int task) const noexcept {
+        const int chunks = plan.split() ? plan.chunks() : 1;
+        const int first = task / chunks % plan.row_blocks() * plan.block_rows;
+        return {task / (plan.row_blocks() * chunks), first, smaller(plan.block_rows, plan.rows() - first),
+                task % chunks};
+    }
 
     /// The query rows of a task.
     struct row_block {
@@ -148,8 +221,28 @@ private:
     int q_pos(int row) const noexcept {
         return (mods.has_query_positions() ? pages.tokens - plan.query_tokens : 0) + row / plan.group;
     }
-    void finish(softmax_state& row_state, int head, int row) const {
+    row_block begin_rows(const task_place& at, const scratch& s) const {
+        const row_block rows{at.head, at.first, at.n, load_queries(at.head, at.first, at.n, s)};
+        s.forget_plans(keys, values);
+        return rows;
+    }
+    /// Merges a state, and the weights that were left out of it, in units of its maximum.
+    void merge(softmax_state& running, const softmax_state& other, float& left,
+               const float* other_left) const {
+        const float before = running.max;
+        running.merge(other, plan.value_dim);
+        if (!other_left) return;
+        left = in_units_of(running.max, left, before) + in_units_of(running.max, *other_left, other.max);
+    }
+    static float in_units_of(float max, float weight, float max_of_weight) noexcept {
+        return weight > 0.0f ? weight * std::exp2(max_of_weight - max) : 0.0f;
+    }
+    void finish(softmax_state& row_state, float left, int head, int row) const {
+        const float max = row_state.max;
         if (mods.has_sink()) row_state.add_sink(mods.sink_logit(q_head(head, row)), plan.value_dim);
+        if (plan.skips)
+            choice.left[head * choice.rows + row] =
+                row_state.sum > 0.0f ? in_units_of(row_state.max, left, max) / row_state.sum : 0.0f;
         if (float* const lse = out.lse(row / plan.group, q_head(head, row))) *lse = row_state.log_sum_exp();
         row_state.finish(row_state.output, plan.value_dim);
         out.store(row / plan.group, q_head(head, row), row_state.output);
@@ -206,44 +299,164 @@ private:
     }
 
     /// Is no key of the chunk visible to any of the rows? An empty state, which changes nothing when it is merged.
-    bool hides(int chunk, int first, int n) const {
+    bool hides(int chunk, int head, int first, int n) const {
         const int begin = chunk * plan.chunk_tokens,
                   next = begin + smaller(plan.chunk_tokens, plan.tokens - begin);
         const int from = pages.lower_bound(begin), to = pages.lower_bound(next);
         if (from == to) return true;
+        if (const float* const ranks = choice.ranks_of(head, first))
+            if (std::none_of(ranks + from, ranks + to, page_choice::chosen)) return true;
         const layer_pages::entry last = pages.at(to - 1);
         return mods.page(q_pos(first), q_pos(first + n - 1), pages.at(from).first_token,
                          last.first_token + last.tokens) == page_visibility::none;
     }
 
-    /// Computes one chunk's softmax state: s.part, max, sum.
-    void visit_chunk(const row_block& rows, int chunk, const scratch& s, float* max, float* sum) const {
-        const int first = rows.first, n = rows.n;
-        const int dim = plan.value_dim;
+    /// Pages that some rows see.
+    struct page_walk {
+        const float* ranks;  // of a selection, or null
+        int first_pos, last_pos;
+    };
+    struct visible_page {
+        int index;  // pages.entries(): no further page
+        page_visibility seen;
+    };
+    page_walk walk_of(const row_block& rows) const {
+        return {choice.ranks_of(rows.head, rows.first), q_pos(rows.first), q_pos(rows.first + rows.n - 1)};
+    }
+    /// The page behind the last one that may be seen.
+    int end_of(const page_walk& walk) const noexcept {
+        return mods.is_causal() ? pages.lower_bound(walk.last_pos + 1) : pages.entries();
+    }
+    /// The first page from e on, of those that begin at or before token `last`, that is read.
+    visible_page next_page(const page_walk& walk, int e, int last) const {
+        if (mods.is_causal()) last = smaller(last, walk.last_pos);
+        for (; e < pages.entries(); ++e) {
+            const layer_pages::entry entry = pages.at(e);
+            if (entry.first_token > last) break;
+            if (walk.ranks && !page_choice::chosen(walk.ranks[e])) continue;
+            const page_visibility seen =
+                mods.page(walk.first_pos, walk.last_pos, entry.first_token, entry.first_token + entry.tokens);
+            if (seen != page_visibility::none) return {e, seen};
+        }
+        return {pages.entries(), page_visibility::none};
+    }
+    /// The page to prefetch during page e: the one that is read next, or the first one of the next chunk.
+    layer_pages::entry page_after(const page_walk& walk, int e, int next) const {
+        if (next < pages.entries()) return pages.at(next);
+        const bool follows =
+            e + 1 < pages.entries() && (!walk.ranks || page_choice::chosen(walk.ranks[e + 1]));
+        return pages.at(follows ? e + 1 : e);
+    }
+    static void empty_rows(int n, float* max, float* sum) noexcept {
         for (int i = 0; i < n; ++i) {
-            max[i] = -std::numeric_limits<float>::infinity();
+            max[i] = minus_infinity;
             sum[i] = 0.0f;
         }
+    }
+
+    /// Computes one chunk's softmax state: s.part, max, sum; and s.held->left, if values may be skipped.
+    void visit_chunk(const row_block& rows, int chunk, const scratch& s, float* max, float* sum) const {
+        const int n = rows.n, dim = plan.value_dim;
+        empty_rows(n, max, sum);
         for (int i = 0; i < n * dim; ++i) s.part[i] = 0.0f;
         const std::size_t rotations = values.transforming();
         for (std::size_t i = 0; i < rotations * static_cast<std::size_t>(n * dim); ++i) s.rotated[i] = 0.0f;
+        if (plan.skips) s.held->begin_chunk();
 
-        const int first_pos = q_pos(first), last_pos = q_pos(first + n - 1);
+        const page_walk walk = walk_of(rows);
         const int begin = chunk * plan.chunk_tokens;
-        int last = begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1;
-        if (mods.is_causal()) last = smaller(last, last_pos);
-        for (int e = pages.lower_bound(begin); e < pages.entries(); ++e) {
-            const layer_pages::entry entry = pages.at(e);
-            if (entry.first_token > last) break;
-            const page_visibility seen =
-                mods.page(first_pos, last_pos, entry.first_token, entry.first_token + entry.tokens);
-            if (seen == page_visibility::none) continue;
-            const layer_pages::entry next = e + 1 < pages.entries() ? pages.at(e + 1) : entry;
-            score_page(rows, entry, next, s);
-            change_and_mask(rows, entry, seen, s);
-            weigh_page(rows, entry, next, s, max, sum);
+        const int last = begin + smaller(plan.chunk_tokens, plan.tokens - begin) - 1;
+        visible_page page = next_page(walk, pages.lower_bound(begin), last);
+        while (page.index < pages.entries()) {
+            const visible_page following = next_page(walk, page.index + 1, last);
+            const layer_pages::entry entry = pages.at(page.index),
+                                     next = page_after(walk, page.index, following.index);
+            if (plan.skips) {
+                hold_page(rows, page, entry, next, s, max, sum);
+            } else {
+                float factor[most_query_rows];
+                score_page(rows, entry, next, s);
+                change_and_mask(rows, entry, page.seen, s);
+                softmax(s, n, entry.tokens, max, sum, factor);
+                scale_outputs(n, factor, s);
+                add_values(rows, entry, next, s);
+            }
+            page = following;
         }
+        if (plan.skips) release_pages(rows, s, max, sum);
         restore_outputs(rows.head, n, s);
+    }
+
+    /// Weights of a page, whose values may be added later.
+    void hold_page(const row_block& rows, const visible_page& page, const layer_pages::entry& entry,
+                   const layer_pages::entry& next, const scratch& s, float* max, float* sum) const {
+        held_pages& held = *s.held;
+        if (held.count == held.most) release_pages(rows, s, max, sum);
+        scratch here = s;
+        here.scores = held.weights + held.tokens;
+        here.scores_stride = held.stride;
+        score_page(rows, entry, next, here);
+        change_and_mask(rows, entry, page.seen, here);
+        softmax(here, rows.n, entry.tokens, max, sum, held.factor + held.count * held.rows);
+        held.hold(page.index, entry.tokens, rows.n, max);
+    }
+    /// Adds the values of the held pages that matter.
+    void release_pages(const row_block& rows, const scratch& s, const float* max, const float* sum) const {
+        held_pages& held = *s.held;
+        const float share = static_cast<float>(held.tokens) / static_cast<float>(plan.tokens);
+        held.choose(rows.n, choice.skipping->mass * share, choice.floors_of(rows.head, rows.first), max, sum);
+        for (int j = 0; j < held.count; ++j) {
+            const held_pages::one& page = held.pages[j];
+            scale_outputs(rows.n, held.factor + j * held.rows, s);
+            if (page.skipped) continue;
+            for (int i = 0; i < rows.n; ++i)
+                std::copy_n(held.weights + i * held.stride + page.at, page.tokens,
+                            s.scores + i * s.scores_stride);
+            int following = j + 1;
+            while (following < held.count && held.pages[following].skipped) ++following;
+            add_values(rows, pages.at(page.entry),
+                       pages.at(following < held.count ? held.pages[following].entry : page.entry), s);
+        }
+        held.count = held.tokens = 0;
+    }
+    void count_values(int task, int seen, int skipped) const noexcept {
+        if (!plan.skips) return;
+        choice.counts[task][0] = seen;
+        choice.counts[task][1] = skipped;
+    }
+
+    /// The rank of a page. Masks are left out of it, score modifiers see the last key of the page.
+    float rank_of(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
+                  const scratch& s) const {
+        const page& p = *entry.keys;
+        float score[most_query_rows], max[most_query_rows], sum[most_query_rows], factor[most_query_rows];
+        if (ranks_by_scores) {
+            score_page(rows, entry, next, s);
+            change_and_mask(rows, entry, page_visibility::all, s);
+            empty_rows(rows.n, max, sum);
+            softmax(s, rows.n, entry.tokens, max, sum, factor);
+            for (int i = 0; i < rows.n; ++i) score[i] = max[i] + std::log2(sum[i]);
+        } else {
+            const block_shape shape = key_shape(p);
+            const bound_product product = product_of(keys, p.format, shape, rows, s.key_spaces);
+            product.functions.estimate_scores(
+                keys[p.format].scheme(), shape, {layer, rows.head},
+                p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head),
+                queries_for(rows, entry.shift, p.format, s), plan.dim, rows.n, entry.skip,
+                entry.skip + entry.tokens, page_choice::spread, score, distance(p, *next.keys), s.estimate);
+            if (mods.changes_scores())
+                for (int i = 0; i < rows.n; ++i) {
+                    const int row = rows.first + i;
+                    mods.change_scores(score + i, 1, q_head(rows.head, row), q_pos(row),
+                                       entry.first_token + entry.tokens - 1, log2e);
+                }
+        }
+        const float* const floors = choice.floors_of(rows.head, rows.first);
+        float rank = 0.0f;
+        for (int i = 0; i < rows.n; ++i)
+            if (!rows.bad[static_cast<std::size_t>(i)])
+                rank += page_choice::rough_exp2(score[i] - (floors[i] > minus_infinity ? floors[i] : 0.0f));
+        return rank;
     }
 
     /// The functions of a format and their workspace for the rows of a task. Planned at the first page of the format.
@@ -303,17 +516,13 @@ private:
         }
     }
 
-    void weigh_page(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
-                    const scratch& s, float* max, float* sum) const {
-        const int n = rows.n;
-        const page& p = *entry.values;
-        const block_shape shape = value_shape(p);
-        const block_id id{layer, rows.head};
+    /// Scores of n rows become weights; factor: that of the outputs so far.
+    void softmax(const scratch& s, int n, int tokens, float* max, float* sum, float* factor) const {
+        values.window().functions().backend->softmax(s.scores, s.scores_stride, n, tokens, max, sum, factor);
+    }
+    void scale_outputs(int n, const float* factor, const scratch& s) const {
         const int dim = plan.value_dim;
         const std::size_t rotations = values.transforming();
-        float factor[most_query_rows];
-        values.window().functions().backend->softmax(s.scores, s.scores_stride, n, entry.tokens, max, sum,
-                                                     factor);
         for (int i = 0; i < n; ++i) {
             if (factor[i] != 1.0f) {
                 for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor[i];
@@ -325,6 +534,14 @@ private:
                 }
             }
         }
+    }
+    /// Adds weights times values of a page to the outputs.
+    void add_values(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
+                    const scratch& s) const {
+        const int n = rows.n, dim = plan.value_dim;
+        const page& p = *entry.values;
+        const block_shape shape = value_shape(p);
+        const block_id id{layer, rows.head};
         // Tokens in front of the shown ones, and those behind them where parameters are folded for the whole block, get weight zero.
         const int end = entry.skip + entry.tokens;
         for (int i = 0; i < n && entry.skip > 0; ++i) {
@@ -349,10 +566,12 @@ private:
 
     /// Distance from a block to the same head's block of the next page; 0 if that page has another layout.
     static std::ptrdiff_t ahead(const page& now, const page& next) noexcept {
-        return now.format == next.format && now.bytes == next.bytes
-                   ? static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.data()) -
-                                                 reinterpret_cast<std::uintptr_t>(now.data()))
-                   : 0;
+        return now.format == next.format && now.bytes == next.bytes ? distance(now, next) : 0;
+    }
+    /// The same for pages of one layout, without a look at the next page.
+    static std::ptrdiff_t distance(const page& now, const page& next) noexcept {
+        return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.data()) -
+                                           reinterpret_cast<std::uintptr_t>(now.data()));
     }
 
     /// Restores outputs that were summed in a transformed basis, and adds them to the others.

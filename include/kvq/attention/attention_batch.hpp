@@ -36,21 +36,28 @@ class attention_batch {
 public:
     attention_batch(const format_table& keys, const format_table& values, const cache_shape& shape,
                     const page_geometry& geometry, const rotation_table& rotations,
-                    const attention_items& items)
+                    const attention_items& items, const mods_view& mods)
         : keys_(keys),
           values_(values),
           shape_(shape),
           geometry_(geometry),
           rotations_(rotations),
           items_(items),
+          mods_(mods),
           count_(items.count),
           query_rows_(attention_rows(keys, values)) {
         const int count = count_;
         int most_rows = 0;
         for (int i = 0; i < count; ++i) {
-            const attention_plan plan = plan_of(items_(i));
+            const attention_item of = items_(i);
+            const attention_plan plan = plan_of(of);
+            const page_choice choice(plan, of.pages, mods_of(of), nullptr);
             tasks_ += plan.tasks();
             partial_bytes_ += plan.partial_bytes();
+            choice_bytes_ += choice.bytes;
+            selects_ = selects_ || choice.selection;
+            skips_ = skips_ || choice.skipping;
+            reports_ = reports_ || mods_of(of).selection() || mods_of(of).skipping();
             if (plan.rows() <= most_rows && i > 0) continue;
             most_rows = plan.rows();
             largest_ = plan;
@@ -61,49 +68,84 @@ public:
 
     int workers(int threads) const noexcept { return larger(1, smaller(threads, tasks_)); }
     std::size_t bytes(int threads) const noexcept {
-        return place_bytes_ + partial_bytes_ + static_cast<std::size_t>(workers(threads)) * scratch_bytes_;
+        return place_bytes_ + partial_bytes_ + choice_bytes_ +
+               static_cast<std::size_t>(workers(threads)) * scratch_bytes_;
     }
 
     /// memory: bytes(threads) bytes, aligned to 64.
-    void run(int layer, const mods_view& mods, executor_view ex, int threads, std::byte* memory) const {
+    void run(int layer, executor_view ex, int threads, std::byte* memory) const {
         if (tasks_ == 0) return;
         auto* const places = reinterpret_cast<place*>(memory);
         std::byte* partials = memory + place_bytes_;
+        std::byte* choices = partials + partial_bytes_;
+        const bool by_scores = selects_ && lacks_estimates();
         for (int i = 0, task = 0; i < count_; ++i) {
-            const attention_plan plan = plan_of(items_(i));
-            new (places + i) place{task, reinterpret_cast<float*>(partials)};
+            const attention_item of = items_(i);
+            const attention_plan plan = plan_of(of);
+            new (places + i) place{task, reinterpret_cast<float*>(partials), choices,
+                                   by_scores && reads_without_estimate(of.pages)};
             task += plan.tasks();
             partials += plan.partial_bytes();
+            choices += page_choice(plan, of.pages, mods_of(of), nullptr).bytes;
         }
         const auto job = [&](int i) {
             const attention_item of = items_(i);
-            return attention{
-                keys_, values_, of.mods ? *of.mods : mods, of.pages, plan_of(of), layer, rotations_.at(layer),
-                of.q,  of.out,  places[i].partials};
+            const attention_plan plan = plan_of(of);
+            return attention{keys_,
+                             values_,
+                             mods_of(of),
+                             of.pages,
+                             plan,
+                             layer,
+                             rotations_.at(layer),
+                             of.q,
+                             of.out,
+                             places[i].partials,
+                             page_choice(plan, of.pages, mods_of(of), places[i].choice),
+                             places[i].by_scores};
         };
-        std::byte* const scratch_memory = partials;
+        std::byte* const scratch_memory = memory + place_bytes_ + partial_bytes_ + choice_bytes_;
         std::atomic<int> next{0};
-        ex.parallel_for(workers(threads), [&](int worker) {
-            const scratch mine =
-                scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
-            int i = 0;
-            for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
-                while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
-                job(i).run(task - places[i].first_task, mine);
-            }
-        });
+        const auto each_task = [&](const auto& run_task) {
+            next = 0;
+            ex.parallel_for(workers(threads), [&](int worker) {
+                const scratch mine =
+                    scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
+                int i = 0;
+                for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
+                    while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
+                    run_task(job(i), task - places[i].first_task, mine);
+                }
+            });
+        };
+        if (selects_ || skips_)
+            each_task([](const attention& of, int task, const scratch& s) {
+                if (of.choice.floors) of.bound_sums(task, s);
+            });
+        if (selects_) {
+            each_task([](const attention& of, int task, const scratch& s) {
+                if (of.choice.selection) of.rank(task, s);
+            });
+            each_task([](const attention& of, int task, const scratch&) {
+                if (of.choice.selection) of.choose(task);
+            });
+        }
+        each_task([](const attention& of, int task, const scratch& s) { of.run(task, s); });
         const auto merge = [&](int i) {
             const auto mine = job(i);
             if (!mine.plan.split()) return;
             for (int head = 0; head < mine.plan.kv_heads; ++head)
                 for (int row = 0; row < mine.plan.rows(); ++row) mine.merge(head, row);
         };
-        if (count_ == 1) return merge(0);
-        if (partial_bytes_ == 0) return;
-        next = 0;
-        ex.parallel_for(larger(1, smaller(threads, count_)), [&](int) {
-            for (int i = next.fetch_add(1); i < count_; i = next.fetch_add(1)) merge(i);
-        });
+        if (count_ == 1) {
+            merge(0);
+        } else if (partial_bytes_ > 0) {
+            next = 0;
+            ex.parallel_for(larger(1, smaller(threads, count_)), [&](int) {
+                for (int i = next.fetch_add(1); i < count_; i = next.fetch_add(1)) merge(i);
+            });
+        }
+        for (int i = 0; reports_ && i < count_; ++i) job(i).report();
     }
 
 private:
@@ -112,13 +154,35 @@ private:
     struct place {
         int first_task;
         float* partials;
+        std::byte* choice;
+        bool by_scores;
     };
 
     scratch scratch_of(std::byte* memory) const {
-        return {keys_, values_, largest_, geometry_, rotations_.any(), memory};
+        return {keys_, values_, largest_, geometry_, {rotations_.any(), selects_, skips_}, memory};
     }
     attention_plan plan_of(const attention_item& of) const noexcept {
-        return {shape_, geometry_, of.pages.tokens, of.q.heads, of.q.tokens, query_rows_};
+        return {shape_,
+                geometry_,
+                of.pages.tokens,
+                of.q.heads,
+                of.q.tokens,
+                query_rows_,
+                mods_of(of).skipping() != nullptr};
+    }
+    const mods_view& mods_of(const attention_item& of) const noexcept { return of.mods ? *of.mods : mods_; }
+
+    /// Estimates are compared with estimates only: one page of keys without decides for all pages of a sequence.
+    bool lacks_estimates() const noexcept {
+        for (int i = 0; i < keys_.size(); ++i)
+            if (i > 0 && !keys_[i].functions().estimate_scores) return true;
+        return false;
+    }
+    bool reads_without_estimate(const layer_pages& pages) const noexcept {
+        for (int e = 0; e < pages.entries(); ++e)
+            if (const int f = pages.at(e).keys->format; f > 0 && !keys_[f].functions().estimate_scores)
+                return true;
+        return false;
     }
 
     const format_table& keys_;
@@ -127,10 +191,12 @@ private:
     page_geometry geometry_;
     const rotation_table& rotations_;
     attention_items items_;
+    const mods_view& mods_;
     int count_, query_rows_;
     int tasks_ = 0;
-    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, query_rows_};
-    std::size_t place_bytes_ = 0, partial_bytes_ = 0, scratch_bytes_ = 0;
+    bool selects_ = false, skips_ = false, reports_ = false;
+    attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, query_rows_, false};
+    std::size_t place_bytes_ = 0, partial_bytes_ = 0, choice_bytes_ = 0, scratch_bytes_ = 0;
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -5,9 +5,11 @@
 //   cross_attention   the same for queries that are no tokens of the sequence
 //   sliding_window    the last W tokens up to itself                       sink_window: and the first S
 //   prefix_lm         causal, and the first P tokens for all queries       Raffel et al., arXiv 1910.10683, section 3.2
+//   token_ranges      tokens of given ranges, per query or for all         models that choose by themselves, block-sparse masks
 //   document_mask     tokens of its own document                           several documents packed into one sequence
 //
-// Positions are those of the sequence: 0 is its first token. Every mask answers for pages in O(1), documents in O(log documents).
+// Positions are those of the sequence: 0 is its first token. Every mask answers for pages in O(1), documents and ranges
+// in O(log) of their number, ranges that differ between queries for every query of a block.
 #pragma once
 
 #include <algorithm>
@@ -116,6 +118,79 @@ struct document_mask {
         for (std::size_t i = 1; i < starts.size(); ++i)
             detail::expect(starts[i - 1] <= starts[i], "document ", i, " starts at ", starts[i],
                            ", before document ", i - 1, " at ", starts[i - 1]);
+    }
+};
+
+/// A query attends to the tokens of given ranges, causally unless `bidirectional` or `cross_attention` is a part as well. Pages without such a
+/// token are not read. The spans are not copied.
+struct token_ranges {
+    std::span<const token_range>
+        ranges;  ///< of a query: ascending, without overlap, each with at least one token
+    /// Empty: all queries attend to all `ranges`. Else query i attends to ranges [starts[i], starts[i + 1]): one entry per query, and the end.
+    std::span<const int> starts = {};
+    /// With `starts`: the position of query 0, tokens() - q.tokens after the tokens were appended (0 for cross_attention). Queries at other
+    /// positions attend to nothing.
+    int first_query = 0;
+
+    std::span<const token_range> of(int q_pos) const noexcept {
+        if (starts.empty()) return ranges;
+        const int i = q_pos - first_query;
+        if (i < 0 || i + 1 >= static_cast<int>(starts.size())) return {};
+        const auto at = static_cast<std::size_t>(i);
+        return ranges.subspan(static_cast<std::size_t>(starts[at]),
+                              static_cast<std::size_t>(starts[at + 1] - starts[at]));
+    }
+
+    bool mask(int q_pos, int k_pos) const noexcept {
+        return page_of(q_pos, k_pos, k_pos + 1) != page_visibility::none;
+    }
+    void mask_row(float* scores, int n, int q_pos, int first_k) const noexcept {
+        const auto own = of(q_pos);
+        int t = 0;
+        for (auto r = ending_after(own, first_k); r != own.end() && r->begin < first_k + n; ++r) {
+            for (; t < r->begin - first_k; ++t) scores[t] = hidden_score;
+            t = r->end - first_k;
+        }
+        for (; t < n; ++t) scores[t] = hidden_score;
+    }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const noexcept {
+        if (starts.empty()) return page_of(first_q, first_k, end_k);
+        page_visibility seen = page_of(first_q, first_k, end_k);
+        for (int q = first_q + 1; q <= last_q && seen != page_visibility::some; ++q)
+            if (page_of(q, first_k, end_k) != seen) seen = page_visibility::some;
+        return seen;
+    }
+    /// O(ranges)
+    void check(int) const {
+        const auto all = static_cast<int>(ranges.size());
+        std::size_t query = 0;
+        for (std::size_t i = 0; i < starts.size(); ++i)
+            detail::expect(starts[i] >= 0 && starts[i] <= all && (i == 0 || starts[i - 1] <= starts[i]),
+                           "the ranges of query ", i, " start at ", starts[i], " of ", all,
+                           " ranges: starts ascend");
+        for (std::size_t i = 0; i < ranges.size(); ++i) {
+            const token_range& r = ranges[i];
+            bool first = i == 0;
+            for (; query < starts.size() && starts[query] <= static_cast<int>(i); ++query)
+                first = first || starts[query] == static_cast<int>(i);
+            detail::expect(r.begin >= 0 && r.begin < r.end && (first || ranges[i - 1].end <= r.begin),
+                           "range ", i, " of tokens is [", r.begin, ", ", r.end,
+                           "): ranges of a query have at least one token and ascend");
+        }
+    }
+
+private:
+    static std::span<const token_range>::iterator ending_after(std::span<const token_range> own,
+                                                               int token) noexcept {
+        return std::upper_bound(own.begin(), own.end(), token,
+                                [](int t, const token_range& r) { return t < r.end; });
+    }
+    /// What one query sees.
+    page_visibility page_of(int q_pos, int first_k, int end_k) const noexcept {
+        const auto own = of(q_pos);
+        const auto r = ending_after(own, first_k);
+        if (r == own.end() || r->begin >= end_k) return page_visibility::none;
+        return r->begin <= first_k && r->end >= end_k ? page_visibility::all : page_visibility::some;
     }
 };
 

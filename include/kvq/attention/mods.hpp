@@ -10,6 +10,8 @@
 //   void score_row(float* scores, int n, int q_head, int q_pos, int first_k) const    the same for n keys, in place
 //   float scale(int head_dim) const             instead of 1 / sqrt(head_dim)
 //   float sink_logit(int q_head) const          takes part in the softmax sum of every row of the head, without a value
+//   const selected_pages* selection() const     only the best pages are read (selection.hpp)
+//   const skipped_values* skipping() const      values of pages with hardly any weight are not read (selection.hpp)
 //   void check(int q_heads) const               raises kvq::error for parameters out of range; called first in every attention
 //   static constexpr bool is_causal = false     lifts the causal mask, which holds otherwise
 //   static constexpr bool has_query_positions = false    q_pos is the number of the query in q, not its position in the sequence
@@ -27,6 +29,7 @@
 
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
+#include "selection.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -71,6 +74,14 @@ concept own_sink = requires(M& m) {
     { m.sink_logit(0) } -> std::convertible_to<float>;
 };
 template <class M>
+concept own_selection = requires(M& m) {
+    { m.selection() } -> std::same_as<const selected_pages*>;
+};
+template <class M>
+concept own_skipping = requires(M& m) {
+    { m.skipping() } -> std::same_as<const skipped_values*>;
+};
+template <class M>
 concept own_check = requires(M& m) {
     m.check(1);
 };
@@ -113,13 +124,14 @@ constexpr bool has_query_positions() noexcept {
 
 template <class M>
 concept any_hook = masking<M> || scoring<M> || own_scale<const M> || own_sink<const M> ||
-    own_check<const M> || own_direction<M>;
+    own_selection<const M> || own_skipping<const M> || own_check<const M> || own_direction<M>;
 template <class M>
 constexpr bool const_hooks() noexcept {
     return pair_mask<M> == pair_mask<const M> && row_mask<M> == row_mask<const M> &&
            page_mask<M> == page_mask<const M> && pair_score<M> == pair_score<const M> &&
            row_score<M> == row_score<const M> && own_scale<M> == own_scale<const M> &&
-           own_sink<M> == own_sink<const M> && own_check<M> == own_check<const M>;
+           own_sink<M> == own_sink<const M> && own_selection<M> == own_selection<const M> &&
+           own_skipping<M> == own_skipping<const M> && own_check<M> == own_check<const M>;
 }
 
 /// Says at compile time what is wrong with a type.
@@ -177,7 +189,7 @@ void change_row(const M& m, float* scores, int n, int q_head, int q_pos, int fir
 
 }  // namespace detail
 
-/// Several masks and score modifiers as one. At most one part has a scale, at most one a sink_logit. The causal mask
+/// Several masks and score modifiers as one. At most one part each has a scale, a sink_logit, a selection, a skipping. The causal mask
 /// holds unless a part lifts it; `causal{}` among the parts keeps it in any case.
 template <class... Parts>
 class mods : public detail::direction<(detail::own_direction<Parts> || ...),
@@ -185,6 +197,10 @@ class mods : public detail::direction<(detail::own_direction<Parts> || ...),
     static_assert((0 + ... + int{detail::own_scale<const Parts>}) <= 1, "kvq::mods: two parts have a scale");
     static_assert((0 + ... + int{detail::own_sink<const Parts>}) <= 1,
                   "kvq::mods: two parts have a sink_logit");
+    static_assert((0 + ... + int{detail::own_selection<const Parts>}) <= 1,
+                  "kvq::mods: two parts have a selection");
+    static_assert((0 + ... + int{detail::own_skipping<const Parts>}) <= 1,
+                  "kvq::mods: two parts have a skipping");
 
 public:
     constexpr explicit mods(Parts... parts) : parts_(std::move(parts)...) {
@@ -246,6 +262,20 @@ public:
         });
         return of_part;
     }
+    const selected_pages* selection() const requires(detail::own_selection<const Parts> || ...) {
+        const selected_pages* of_part = nullptr;
+        each([&](const auto& part) {
+            if constexpr (detail::own_selection<decltype(part)>) of_part = part.selection();
+        });
+        return of_part;
+    }
+    const skipped_values* skipping() const requires(detail::own_skipping<const Parts> || ...) {
+        const skipped_values* of_part = nullptr;
+        each([&](const auto& part) {
+            if constexpr (detail::own_skipping<decltype(part)>) of_part = part.skipping();
+        });
+        return of_part;
+    }
     void check(int q_heads) const {
         each([&](const auto& part) {
             if constexpr (detail::own_check<decltype(part)>) part.check(q_heads);
@@ -271,6 +301,8 @@ public:
           is_causal_(!detail::lifts_causal<M>()),
           has_query_positions_(detail::has_query_positions<M>()) {
         detail::require_mods<M>();
+        if constexpr (detail::own_selection<const M>) selection_ = m.selection();
+        if constexpr (detail::own_skipping<const M>) skipping_ = m.skipping();
         if constexpr (detail::own_check<const M>)
             check_ = [](const void* of, int q_heads) { static_cast<const M*>(of)->check(q_heads); };
         if constexpr (detail::own_scale<const M>)
@@ -301,6 +333,10 @@ public:
     bool has_query_positions() const noexcept { return has_query_positions_; }
     bool has_sink() const noexcept { return sink_logit_ != nullptr; }
     bool changes_scores() const noexcept { return score_row_ != nullptr; }
+    /// Null: all pages are read.
+    const selected_pages* selection() const noexcept { return selection_; }
+    /// Null: all values are read.
+    const skipped_values* skipping() const noexcept { return skipping_; }
 
     /// Raises kvq::error for parameters out of range, or for another number of query heads.
     void check(int q_heads) const {
@@ -335,6 +371,8 @@ public:
 private:
     const void* object_;
     bool is_causal_, has_query_positions_;
+    const selected_pages* selection_ = nullptr;
+    const skipped_values* skipping_ = nullptr;
     void (*check_)(const void*, int) = nullptr;
     float (*scale_)(const void*, int) = nullptr;
     float (*sink_logit_)(const void*, int) = nullptr;

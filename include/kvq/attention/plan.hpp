@@ -14,6 +14,7 @@
 #include "../core/shape.hpp"
 #include "../format/format_table.hpp"
 #include "../page/layer_pages.hpp"
+#include "held_pages.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
@@ -21,31 +22,15 @@ inline constexpr int most_query_rows = 128;   // of any backend
 inline constexpr int attention_chunk = 2048;  // keys per softmax state, about
 inline constexpr int enough_tasks = 64;       // below this, chunks become tasks of their own
 
-/// Cuts a buffer into aligned parts. Without a buffer it only counts bytes.
-class carver {
-public:
-    explicit carver(std::byte* memory) noexcept : memory_(memory) {}
-    std::byte* take(std::size_t bytes) noexcept {
-        std::byte* const p = memory_ ? memory_ + used_ : nullptr;
-        used_ += round_up(bytes, std::size_t{64});
-        return p;
-    }
-    float* floats(std::size_t n) noexcept { return reinterpret_cast<float*>(take(n * sizeof(float))); }
-    std::size_t used() const noexcept { return used_; }
-
-private:
-    std::byte* memory_;
-    std::size_t used_ = 0;
-};
-
 /// The shape of one attention call and its division into tasks.
 struct attention_plan {
     int kv_heads, group, query_tokens, dim, value_dim;
     int tokens, chunk_tokens;
     int block_rows;  // query rows per task: half of the maximum if the maximum gives too few tasks
+    bool skips;      // values: states hold the weights that were left out as well
 
     attention_plan(const cache_shape& s, const page_geometry& g, int key_tokens, int q_heads, int q_tokens,
-                   int most_rows) noexcept
+                   int most_rows, bool skips_values) noexcept
         : kv_heads(s.kv_heads),
           group(q_heads / s.kv_heads),
           query_tokens(q_tokens),
@@ -54,7 +39,8 @@ struct attention_plan {
           tokens(key_tokens),
           chunk_tokens(larger(1, attention_chunk / g.page_tokens) * g.page_tokens),
           block_rows(most_rows > 64 && kv_heads * ceil_div(rows(), most_rows) < enough_tasks ? most_rows / 2
-                                                                                             : most_rows) {}
+                                                                                             : most_rows),
+          skips(skips_values) {}
 
     int rows() const noexcept { return group * query_tokens; }
     int row_blocks() const noexcept { return ceil_div(rows(), block_rows); }
@@ -63,7 +49,9 @@ struct attention_plan {
     bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
     int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
     /// Floats of one row's partial state.
-    std::size_t state_floats() const noexcept { return static_cast<std::size_t>(value_dim) + 2; }
+    std::size_t state_floats() const noexcept {
+        return static_cast<std::size_t>(value_dim) + (skips ? 3 : 2);
+    }
     std::size_t partial_bytes() const noexcept {
         return split() ? round_up(static_cast<std::size_t>(kv_heads) * static_cast<std::size_t>(rows()) *
                                       static_cast<std::size_t>(chunks()) * state_floats() * sizeof(float),
@@ -85,6 +73,11 @@ inline int attention_rows(const format_table& keys, const format_table& values) 
 constexpr int planned_tokens(int index, const page_geometry& g) noexcept {
     return index == 0 ? g.longest_page() : g.page_tokens;
 }
+
+/// Which parts of the scratch memory the calls of a batch need.
+struct scratch_use {
+    bool rotates, estimates, skips;
+};
 
 /// One worker's scratch memory.
 struct attention_scratch {
@@ -111,13 +104,15 @@ struct attention_scratch {
     float* output;               // [rows][value_dim], the running state
     float* part;                 // [rows][value_dim], the current chunk
     float* rotated;              // [rows][value_dim] per transforming value format
+    float* estimate;             // scratch of estimates of scores, if they are used
+    held_pages* held;            // if values may be skipped
     format_space* key_spaces;    // [keys.size()]
     format_space* value_spaces;  // [values.size()], which share one workspace
     int scores_stride;
     std::size_t bytes;
 
     attention_scratch(const format_table& keys, const format_table& values, const attention_plan& plan,
-                      const page_geometry& g, bool rotates, std::byte* memory) {
+                      const page_geometry& g, const scratch_use& use, std::byte* memory) {
         carver c(memory);
         const int n = smaller(plan.rows(), plan.block_rows);
         const auto rows = static_cast<std::size_t>(n);
@@ -126,12 +121,14 @@ struct attention_scratch {
         scores_stride = round_up(g.longest_page(), 16) + 16;
         query = c.floats(rows * dim + 16);
         turned = c.floats(keys.transforming() * rows * dim + 16);
-        moved = c.floats(rotates ? (1 + keys.transforming()) * rows * dim + 16 : 0);
+        moved = c.floats(use.rotates ? (1 + keys.transforming()) * rows * dim + 16 : 0);
         shifts = reinterpret_cast<shift_state*>(c.take(sizeof(shift_state)));
         scores = c.floats(rows * static_cast<std::size_t>(scores_stride));
         output = c.floats(rows * value_dim + 16);
         part = c.floats(rows * value_dim + 16);
         rotated = c.floats(values.transforming() * rows * value_dim + 16);
+        estimate = c.floats(use.estimates ? estimate_floats(keys, plan, g) : 0);
+        held = use.skips ? held_pages::carve(c, n, plan.chunk_tokens, g) : nullptr;
         key_spaces = spaces(c, keys);
         value_spaces = spaces(c, values);
         const auto workspace_bytes = [&](const format_table& table, int i, tensor role, int channels) {
@@ -159,6 +156,15 @@ struct attention_scratch {
     }
 
 private:
+    static std::size_t estimate_floats(const format_table& keys, const attention_plan& plan,
+                                       const page_geometry& g) {
+        std::size_t most = 0;
+        for (int i = 0; i < keys.size(); ++i)
+            if (const format_functions& f = keys[i].functions(); f.estimate_floats)
+                most =
+                    larger(most, f.estimate_floats(keys[i].scheme(), {tensor::key, g.page_tokens, plan.dim}));
+        return most;
+    }
     static format_space* spaces(carver& c, const format_table& table) {
         const auto n = static_cast<std::size_t>(table.size());
         auto* const all = reinterpret_cast<format_space*>(c.take(n * sizeof(format_space)));

@@ -90,9 +90,10 @@ public:
                static_cast<std::size_t>(shape_.kv_heads);
     }
 
-    /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
-    [[nodiscard]] std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1,
-                                                  int threads = 1) const;
+    /// Workspace that attend() needs for q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads. mods: those of
+    /// the call, of which only selected_pages and skipped_values take memory (and a little more for every cut of a sequence).
+    [[nodiscard]] std::size_t attention_workspace(int tokens, int q_heads, int q_tokens = 1, int threads = 1,
+                                                  const mods_view& mods = causal{}) const;
 
     /// Attention of one layer for many sequences at once, of any length and any number of queries. All threads share one list of tasks,
     /// which saves a start and an end per sequence. Outputs are those of sequence::attend, bit for bit. Takes its scratch

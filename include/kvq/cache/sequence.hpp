@@ -416,7 +416,8 @@ inline void cache::check_member(const sequence* s, std::size_t i) const {
                    " of the batch is not one of this cache");
 }
 
-inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tokens, int threads) const {
+inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tokens, int threads,
+                                              const mods_view& mods) const {
     detail::expect(
         tokens >= 0 && tokens <= (std::numeric_limits<int>::max)() - options_.page_tokens && q_tokens >= 0 &&
             (q_heads < 1 || q_tokens <= (std::numeric_limits<int>::max)() / q_heads),
@@ -432,7 +433,8 @@ inline std::size_t cache::attention_workspace(int tokens, int q_heads, int q_tok
     const detail::attention_items items{&item, 0, 1, [](const void* of, int, int) {
                                             return *static_cast<const detail::attention_item*>(of);
                                         }};
-    return detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items).bytes(threads);
+    return detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items, mods)
+        .bytes(threads);
 }
 
 inline void cache::attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
@@ -445,8 +447,8 @@ inline void cache::attend_items(int layer, const detail::attention_items& items,
     detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
     if (rows == 0) return;
     const int threads = executor.concurrency();
-    const detail::attention_batch all(keys_, values_, shape_, geometry(), rotations_, items);
-    all.run(layer, mods, executor, threads, space.reserve(all.bytes(threads)));
+    const detail::attention_batch all(keys_, values_, shape_, geometry(), rotations_, items, mods);
+    all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
 }
 
 inline void cache::attend(int layer, std::span<const attention_request> batch, const mods_view& mods,

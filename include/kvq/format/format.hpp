@@ -94,6 +94,14 @@ struct format_functions {
                    std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                    std::ptrdiff_t ahead, std::byte* workspace);
 
+    /// Null for formats whose keys have no parameters of channels. An estimate of the products of `rows` vectors with tokens [first, end) of
+    /// a block of keys, from parameters alone (kernels/score_estimate.hpp); with spread 1 it is at least the largest product.
+    void (*estimate_scores)(const void* scheme, const block_shape&, block_id, const std::byte* block,
+                            const float* x, std::ptrdiff_t x_stride, int rows, int first, int end,
+                            float spread, float* out, std::ptrdiff_t ahead, float* scratch);
+    /// Floats of `scratch`.
+    std::size_t (*estimate_floats)(const void* scheme, const block_shape&);
+
     format_description (*describe)(const void* scheme, const block_shape&);
 
     void (*transform_query)(const void* scheme, const block_shape&, block_id, float* x);

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "../backends/kernels/block_product.hpp"
+#include "../backends/kernels/score_estimate.hpp"
 #include "../backends/kernels/softmax.hpp"
 #include "../backends/scalar.hpp"
 #include "../core/text.hpp"
@@ -131,6 +132,21 @@ struct scheme_table {
         static_cast<const product*>(plan)->finish(shape, id, block, x, x_stride, rows, cols, y, y_stride, add,
                                                   ahead, workspace);
     }
+    using estimate = kernels::score_estimate<Backend, Scheme>;
+    static void estimate_scores(const void* scheme, const block_shape& shape, block_id id,
+                                const std::byte* block, const float* x, std::ptrdiff_t x_stride, int rows,
+                                int first, int end, float spread, float* out, std::ptrdiff_t ahead,
+                                float* scratch) {
+        if constexpr (estimate::available)
+            estimate::run(of(scheme), shape, id, block, x, x_stride, rows, first, end, spread, out, ahead,
+                          scratch);
+    }
+    static std::size_t estimate_floats(const void* scheme, const block_shape& shape) {
+        if constexpr (estimate::available)
+            return estimate::scratch_floats(of(scheme), shape);
+        else
+            return 0;
+    }
     static format_description describe(const void* scheme, const block_shape& shape) {
         return Backend::describe(of(scheme), shape);
     }
@@ -169,6 +185,8 @@ struct scheme_table {
         &make_plan,
         &begin,
         &finish,
+        estimate::available ? &estimate_scores : nullptr,
+        estimate::available ? &estimate_floats : nullptr,
         &describe,
         transforming<Scheme> ? &transform_query : nullptr,
         transforming<Scheme> ? &restore_output : nullptr};

@@ -1,0 +1,80 @@
+// Reading only the pages that matter: two parts of `mods` beside masks and score modifiers, each off unless asked for.
+//
+//   selected_pages{.tokens = 4096}   the best pages of every kv head, about so many tokens, and all pages of 16 bit
+//   skipped_values{.mass = 1e-3f}    values of pages whose weights are at most so much of a row, together, are not read
+//
+// selected_pages acts like a mask that attention makes: its outputs are those of dense attention under a mask that shows the
+// chosen pages, bit for bit. Pages are ranked by an estimate of their scores from parameters alone (format_functions::estimate_scores);
+// Tang et al., arXiv 2406.10774, rank by an upper bound from minima and maxima that are stored for it.
+// skipped_values keeps all scores, so that maximum, sum and log-sum-exp of a row stay exact: |error of a channel| <= mass left out *
+// largest |value| of the channel, and mass left out <= `mass` for every row.
+// Contract: which pages are read depends on the sequence, the queries and the options, not on threads or other members of a batch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../core/error.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+/// Tokens [begin, end) of a sequence.
+struct token_range {
+    int begin = 0, end = 0;
+    bool operator==(const token_range&) const = default;
+};
+
+/// Tokens that queries [first_query, last_query] of the call read in a kv head.
+struct chosen_tokens {
+    int layer, kv_head, first_query, last_query;
+    token_range tokens;
+};
+
+/// What selected_pages did. Calls add to it after their last task; set it to {} to begin again.
+struct selection_report {
+    std::int64_t pages = 0;  ///< pages that masks show, once for every kv head and block of query rows
+    std::int64_t read = 0;   ///< those that were read
+    /// Runs of read pages are appended, if it is not null. They lie in the order of requests, kv heads, blocks of rows and tokens.
+    std::vector<chosen_tokens>* chosen = nullptr;
+};
+
+/// What skipped_values did. Calls add to it after their last task; set it to {} to begin again.
+struct skipping_report {
+    std::int64_t pages = 0;    ///< value pages that were seen, once for every kv head and block of query rows
+    std::int64_t skipped = 0;  ///< those that were not read
+    std::int64_t rows = 0;     ///< query tokens x query heads
+    double left_out = 0.0;     ///< sum over rows of the share of weights that was left out
+    float most_left_out = 0.0f;  ///< of one row
+};
+
+/// Queries attend to the best pages. A page is chosen for all query heads of a kv head and all rows of a block of queries (one token in
+/// decode), by its estimated weight in all of them. Always read: 16-bit pages (sinks and recent tokens), the first page, the last two, and pages
+/// that hold tokens of the queries.
+/// Where a page of keys has a format without an estimate (no parameters per channel), pages are ranked by their scores themselves, so
+/// that keys are read and values of other pages are not.
+struct selected_pages {
+    int tokens;  ///< at least 1: the best ceil(tokens / page_tokens) pages
+    selection_report* report = nullptr;
+
+    const selected_pages* selection() const noexcept { return this; }
+    void check(int) const {
+        detail::expect(tokens >= 1, "selected_pages reads at least 1 token, got ", tokens);
+    }
+};
+
+/// Values of the pages with the smallest weights are not read, as long as their weights are at most `mass` of the sum of every row.
+/// `mass` is shared out by tokens, so that it bounds the whole row. The sum is bounded from below by what is known when a chunk
+/// of about 2048 tokens has all its scores: the sum of the chunk, and that of the first page and the last two.
+struct skipped_values {
+    float mass;  ///< at least 0, less than 1; with 0 the outputs are those without it, bit for bit
+    skipping_report* report = nullptr;
+
+    const skipped_values* skipping() const noexcept { return this; }
+    void check(int) const {
+        detail::expect(mass >= 0.0f && mass < 1.0f,
+                       "skipped_values leaves out at least 0 and less than 1 of the weights, got ",
+                       static_cast<double>(mass));
+    }
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

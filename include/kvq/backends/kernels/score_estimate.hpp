@@ -1,0 +1,189 @@
+// An estimate of the scores of a block of keys from its parameters alone: which pages are worth reading (attention/selection.hpp).
+//
+//   x^[t][c] in r_t * [m_c - h_c, m_c + h_c]           m, h: middle and half of the range of the codes of channel c
+//   estimate = max over groups of tokens of  sum_c q_c m_c + spread * sum_c |q_c| h_c,   times the extreme token scale
+//
+// spread = 1 gives an upper bound of all scores, up to float rounding. Contract: reads parameters only; cost per group of tokens
+// and row: two multiply-adds per channel.
+// Source: the bound is that of Quest, arXiv 2406.10774, section 3.2, with the stored grid instead of stored minima and maxima.
+#pragma once
+
+#include <algorithm>
+
+#include "folded.hpp"
+
+namespace kvq::inline KVQ_TAGGED::kernels {
+
+template <class Backend, class Scheme>
+class score_estimate {
+    using lanes = typename Backend::lanes;
+    using floats = typename lanes::floats;
+
+    static constexpr bool folded_columns() {
+        if constexpr (foldable<Scheme> && detail::supports<Scheme>(tensor::key))
+            return Scheme::fold(tensor::key).col_scale && !Scheme::fold(tensor::key).row_bias;
+        else
+            return false;
+    }
+
+public:
+    /// Do the parameters bound the keys of a block?
+    static constexpr bool available = segmented<Scheme> || folded_columns();
+
+    /// Floats of scratch.
+    static std::size_t scratch_floats(const Scheme& scheme, const block_shape& shape) {
+        const axes of = axes_of(scheme, shape);
+        return 3 * padded(of.cols) + 2 * padded(of.rows);
+    }
+
+    /// out[i] for `rows` vectors x of shape.dim floats, x_stride apart, and tokens [first, end) of the block. ahead: distance to the
+    /// block whose estimate is next, for prefetching.
+    static void run(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
+                    const float* x, std::ptrdiff_t x_stride, int rows, int first, int end, float spread,
+                    float* out, std::ptrdiff_t ahead, float* scratch) {
+        const axes of = axes_of(scheme, shape);
+        const std::size_t bytes = scheme.block_bytes(shape);
+        for (std::size_t at = parameters(scheme, shape); at < bytes; at += 64)
+            detail::prefetch(block + ahead + at);
+        float* const scale = scratch;
+        float* const bias = scale + padded(of.cols);
+        float* const token_scale = bias + 2 * padded(of.cols);
+        constexpr bool has_token_scales = [] {
+            if constexpr (foldable<Scheme>)
+                return Scheme::fold(tensor::key).row_scale;
+            else
+                return false;
+        }();
+        if constexpr (segmented<Scheme>)
+            scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
+                std::fill_n(bias + padded(of.cols) + segment.first, segment.columns,
+                            static_cast<float>((1 << Bits) - 1));
+            });
+        for (int rg = first / of.rows.group; rg * of.rows.group < end; ++rg) {
+            load(scheme, shape, id, block, rg, scale, bias, bias + padded(of.cols));
+            for (int i = 0; i < rows;) {
+                const int queries = next_query_block(rows - i);
+                float estimate[query_block] = {};
+                for (int cg = 0; cg < of.cols.groups(); ++cg) {
+                    float middle[query_block], half[query_block];
+                    const int slot = of.cols.group_begin(cg);
+                    with_queries(queries, [&](auto n) {
+                        sum_channels<decltype(n)::value>(scale + slot, bias + slot,
+                                                         x + i * x_stride + cg * of.cols.group, x_stride,
+                                                         of.cols.group_size(cg), middle, half);
+                    });
+                    float least = 1.0f, most = 1.0f;
+                    if constexpr (has_token_scales) {
+                        scheme.template row_parameters<Backend>(shape, id, block, cg, token_scale,
+                                                                token_scale + padded(of.rows));
+                        const int from = detail::larger(first, rg * of.rows.group),
+                                  to = detail::smaller(end, rg * of.rows.group + of.rows.group_size(rg));
+                        least = most = token_scale[of.rows.slot(from)];
+                        for (int t = from + 1; t < to; ++t) {
+                            least = detail::smaller(least, token_scale[of.rows.slot(t)]);
+                            most = detail::larger(most, token_scale[of.rows.slot(t)]);
+                        }
+                    }
+                    for (int k = 0; k < queries; ++k)
+                        estimate[k] += detail::larger(least * middle[k], most * middle[k]) +
+                                       spread * detail::larger(-least, most) * half[k];
+                }
+                for (int k = 0; k < queries; ++k)
+                    out[i + k] =
+                        rg == first / of.rows.group ? estimate[k] : detail::larger(out[i + k], estimate[k]);
+                i += queries;
+            }
+        }
+    }
+
+private:
+    struct axes {
+        grouped_axis rows, cols;
+    };
+    static axes axes_of(const Scheme& scheme, const block_shape& shape) {
+        if constexpr (segmented<Scheme>) {
+            const auto codes = scheme.columns(shape).codes(shape);
+            return {codes.rows(), codes.cols};
+        } else {
+            const auto codes = scheme.codes(shape);
+            return {codes.rows(), codes.cols};
+        }
+    }
+    static std::size_t parameters(const Scheme& scheme, const block_shape& shape) {
+        if constexpr (segmented<Scheme>)
+            return scheme.columns(shape).parameters;
+        else
+            return scheme.codes(shape).bytes();
+    }
+    static std::size_t padded(const grouped_axis& axis) {
+        return static_cast<std::size_t>(detail::round_up(axis.padded_size(), 16)) + 16;
+    }
+
+    /// The middle of a code's range, and its half, as multiples of the scale.
+    static constexpr float middle_code() {
+        if constexpr (segmented<Scheme>)
+            return 0.5f;  // scales are multiplied with the largest code
+        else
+            return 0.5f * static_cast<float>((1 << Scheme::code_bits) - 1) -
+                   static_cast<float>(Scheme::zero_code);
+    }
+    static constexpr float half_codes() {
+        if constexpr (segmented<Scheme>)
+            return 0.5f;
+        else
+            return 0.5f * static_cast<float>((1 << Scheme::code_bits) - 1);
+    }
+    static constexpr bool has_bias() {
+        if constexpr (segmented<Scheme>)
+            return true;
+        else
+            return Scheme::fold(tensor::key).col_bias;
+    }
+
+    static void load(const Scheme& scheme, const block_shape& shape, block_id id, const std::byte* block,
+                     int row_group, float* scale, float* bias, [[maybe_unused]] const float* tops) {
+        if constexpr (segmented<Scheme>)
+            scheme.columns(shape).template load<Backend>(block, row_group, scale, bias, tops);
+        else
+            scheme.template col_parameters<Backend>(shape, id, block, row_group, scale, bias);
+    }
+
+    /// Sums over the channels of a column group, for `Rows` vectors.
+    template <int Rows>
+    static void sum_channels(const float* scale, const float* bias, const float* x, std::ptrdiff_t x_stride,
+                             int n, float* middle, float* half) {
+        floats m[Rows], h[Rows];
+        for (int r = 0; r < Rows; ++r) m[r] = h[r] = lanes::splat_float(0.0f);
+        const floats to_middle = lanes::splat_float(middle_code()),
+                     to_half = lanes::splat_float(half_codes());
+        int c = 0;
+        for (; c + lanes::width <= n; c += lanes::width) {
+            const floats s = lanes::load_floats(scale + c);
+            floats of_middle;
+            if constexpr (has_bias())
+                of_middle = lanes::multiply_add(s, to_middle, lanes::load_floats(bias + c));
+            else
+                of_middle = lanes::multiply(s, to_middle);
+            const floats of_half = lanes::multiply(s, to_half);
+            KVQ_UNROLL
+            for (int r = 0; r < Rows; ++r) {
+                const floats q = lanes::load_floats(x + r * x_stride + c);
+                m[r] = lanes::multiply_add(q, of_middle, m[r]);
+                h[r] = lanes::multiply_add(lanes::abs(q), of_half, h[r]);
+            }
+        }
+        for (int r = 0; r < Rows; ++r) {
+            middle[r] = lanes::sum(m[r]);
+            half[r] = lanes::sum(h[r]);
+            for (int k = c; k < n; ++k) {
+                const float q = x[r * x_stride + k];
+                float at = scale[k] * middle_code();
+                if constexpr (has_bias()) at += bias[k];
+                middle[r] += q * at;
+                half[r] += (q < 0.0f ? -q : q) * scale[k] * half_codes();
+            }
+        }
+    }
+};
+
+}  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: double arithmetic. Estimates of scores from parameters alone: with spread 1 they bound every score, and those of
+// vectors agree with portable ones. Built for several -march.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <kvq/backends/simd.hpp>
+#include <kvq/schemes/presets.hpp>
+
+#include "support/channel_plans.hpp"
+#include "support/quantized_blocks.hpp"
+#include "support/scheme_list.hpp"
+#include "support/typed_cache.hpp"
+
+namespace {
+
+using token_scaled = kvq::channel_grid<kvq::grid{.bits = {4}, .group = 32}, kvq::min_max, kvq::coded,
+                                       kvq::token_scales<kvq::coded>>;
+
+/// dim: of all blocks; 0: any.
+void check_estimates(test::generator& random, const kvq::format& portable, const kvq::format& vectors,
+                     int dim_of_all = 0) {
+    REQUIRE((portable.functions().estimate_scores != nullptr));
+    REQUIRE((vectors.functions().estimate_scores != nullptr));
+    for (int round = 0; round < 25; ++round) {
+        const kvq::block_shape shape{
+            kvq::tensor::key, random.pick(std::vector<int>{1, 4, 7, 32, 64, 100, 128}),
+            dim_of_all > 0 ? dim_of_all : random.pick(std::vector<int>{1, 3, 8, 16, 40, 64, 80, 128, 130})};
+        const int rows = random.between(1, 9), dim = shape.dim;
+        const kvq::block_id id{0, 0};
+        std::vector<float> values = random.normals(shape.values(), random.any_magnitude(-6, 6));
+        for (float& x : values) {
+            if (random.one_in(50)) x *= 30.0f;
+            if (random.one_in(200))
+                x = random.one_in(2) ? std::nanf("") : std::numeric_limits<float>::infinity();
+        }
+        if (round % 5 == 4) std::fill(values.begin(), values.end(), 0.0f);
+        std::vector<std::byte> block(portable.block_bytes(shape) + 64);
+        std::vector<float> copy = values, scratch(shape.values());
+        const kvq::format_functions& f = portable.functions();
+        f.quantize_values(portable.scheme(), shape, id, copy.data(), block.data());
+        std::vector<float> keys(shape.values());
+        f.dequantize(portable.scheme(), shape, id, block.data(), kvq::float_type::fp32, keys.data(), dim,
+                     scratch.data());
+        const std::vector<float> q = random.normals(static_cast<std::size_t>(rows * dim), 2.0f);
+        std::vector<float> turned = q;
+        if (f.transforms)
+            for (int i = 0; i < rows; ++i)
+                f.transform_query(portable.scheme(), shape, id, turned.data() + i * dim);
+        const int first = random.between(0, shape.tokens - 1), end = random.between(first + 1, shape.tokens);
+        const float spread = random.one_in(2) ? 1.0f : random.uniform();
+        std::vector<float> estimates[2];
+        for (const kvq::format* of : {&portable, &vectors}) {
+            std::vector<float> out(static_cast<std::size_t>(rows), -7.0f);
+            std::vector<float> space(of->functions().estimate_floats(of->scheme(), shape));
+            of->functions().estimate_scores(of->scheme(), shape, id, block.data(), turned.data(), dim, rows,
+                                            first, end, spread, out.data(), 0, space.data());
+            estimates[of == &vectors] = out;
+        }
+        INFO("round ", round, ": ", shape.tokens, " x ", dim, ", tokens ", first, " to ", end, ", spread ",
+             spread);
+        for (int i = 0; i < rows; ++i) {
+            double terms = 1e-30, largest = -std::numeric_limits<double>::infinity();
+            for (int t = first; t < end; ++t) {
+                double score = 0.0, size = 0.0;
+                for (int c = 0; c < dim; ++c) {
+                    const double term = static_cast<double>(q[static_cast<std::size_t>(i * dim + c)]) *
+                                        static_cast<double>(keys[static_cast<std::size_t>(t * dim + c)]);
+                    score += term;
+                    size += std::fabs(term);
+                }
+                largest = std::fmax(largest, score);
+                terms = std::fmax(terms, size);
+            }
+            const auto at = static_cast<std::size_t>(i);
+            const double a = static_cast<double>(estimates[0][at]), b = static_cast<double>(estimates[1][at]);
+            CHECK(std::isfinite(a));
+            // Terms of the bound are as large as those of the scores, and half a range more.
+            CHECK(std::fabs(a - b) <= 1e-5 * (std::fabs(a) + 10.0 * terms));
+            if (spread == 1.0f) CHECK(a >= largest - 1e-5 * terms);
+        }
+    }
+}
+
+template <class Scheme>
+void check_scheme(const Scheme& scheme) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    check_estimates(random, kvq::make_format<kvq::scalar>(scheme), kvq::make_format<kvq::simd<>>(scheme));
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("estimates bound the scores of keys with parameters of channels", Scheme,
+                   kvq::affine<1 KVQ_COMMA kvq::per_channel<32>>,
+                   kvq::affine<4 KVQ_COMMA kvq::per_channel<64>>,
+                   kvq::affine<3 KVQ_COMMA kvq::per_channel<7> KVQ_COMMA kvq::params<kvq::bfloat16>>,
+                   kvq::affine<8 KVQ_COMMA kvq::per_channel<0>>,
+                   test::symmetric_scheme<4 KVQ_COMMA kvq::per_channel<32> KVQ_COMMA kvq::float16>,
+                   kvq::std4::keys, kvq::hi6::keys, kvq::low2::keys, kvq::mix4::keys, token_scaled,
+                   kvq::hadamard<kvq::affine<4 KVQ_COMMA kvq::per_channel<32>>>) {
+    check_scheme(Scheme{});
+}
+
+TEST_CASE_TEMPLATE("estimates of keys with a plan of widths", Scheme, kvq::low2::keys, kvq::mix4::keys) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const int dim : {8, 64, 96}) {
+        const auto scheme = test::with_random_plan<Scheme>(random, {1, 1, dim});
+        check_estimates(random, kvq::make_format<kvq::scalar>(scheme), kvq::make_format<kvq::simd<>>(scheme),
+                        dim);
+    }
+}
+
+TEST_CASE("formats without parameters of channels have no estimate") {
+    const auto estimated = [](const kvq::format& f) { return f.functions().estimate_scores != nullptr; };
+    CHECK(!estimated(kvq::make_format<kvq::scalar>(kvq::affine<4>{})));
+    CHECK(!estimated(kvq::make_format<kvq::scalar>(kvq::int8{})));
+    CHECK(!estimated(kvq::make_format<kvq::scalar>(kvq::full<kvq::float16>{})));
+    CHECK(!estimated(kvq::make_format<kvq::scalar>(test::make_scheme<test::magnitude_bytes>())));
+}
