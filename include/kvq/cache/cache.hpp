@@ -100,6 +100,16 @@ public:
     void attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
                 executor_view executor, workspace& space) const;
 
+    /// Takes the memory of a step of many sequences over all layers ahead of it: pages, tables, and `space` for q_heads query heads on
+    /// `threads` threads. After it, prefill() or append() of request.tokens tokens in every layer, in any order of the layers, and attend()
+    /// of request.q_tokens queries with `space`, take no memory, for one sequence or for the whole batch. So what they
+    /// still raise are errors of arguments, of schemes of your own and of encoders that allocate (docs/architecture.md), and none of them
+    /// in the middle of a step. Memory counts in byte_budget and in usage().reserved; sequence::prefill_bytes() is a lower bound. What
+    /// is left goes back when the last layer has its tokens; the next reserve() of the sequence gives back what it did not use,
+    /// release_reserved() at once. In between the sequences must not be changed nor forked. Raises kvq::error, kvq::out_of_memory or
+    /// std::bad_alloc; nothing is reserved then. O(sequences * layers + added pages)
+    void reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space);
+
     /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of any length beside
     /// sequences that decode one token. Every sequence gets the same pages and outputs as alone, bit for bit, on any number of
     /// threads. Takes scratch from `space`. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; all sequences are then
@@ -162,6 +172,10 @@ private:
     std::size_t scratch_floats() const noexcept {
         return static_cast<std::size_t>(options_.page_tokens) *
                static_cast<std::size_t>(detail::larger(shape_.dim(tensor::key), shape_.dim(tensor::value)));
+    }
+    /// Scratch of one thread that quantizes.
+    std::size_t scratch_bytes() const noexcept {
+        return detail::round_up(scratch_floats() * sizeof(float), std::size_t{64});
     }
     void attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                       executor_view executor, workspace& space) const;

@@ -44,9 +44,10 @@ struct usage_report {
     std::size_t rollback = 0;     ///< 16-bit copies kept so that a short trim is exact
     std::size_t bookkeeping = 0;  ///< page headers and tables
     std::size_t workspace = 0;    ///< scratch for quantizing
-    std::size_t bytes = 0;        ///< sum of all of the above except `slack`
-    std::size_t not_finite = 0;   ///< NaN and infinities quantized so far
-    int tokens = 0;               ///< of the longest layer
+    std::size_t reserved = 0;    ///< for the next step (cache::reserve): pages with their headers, and tables
+    std::size_t bytes = 0;       ///< sum of all of the above except `slack`
+    std::size_t not_finite = 0;  ///< NaN and infinities quantized so far
+    int tokens = 0;              ///< of the longest layer
 };
 
 namespace detail {
