@@ -115,15 +115,10 @@ public:
         }
     }
 
-    /// Merges the chunks of one row of one head, in token order. Uses the row's first partial as accumulator.
-    void merge(int head, int row) const {
-        float* const first = partial(head, row, 0);
-        softmax_state running{first[0], first[1], first + 2};
-        for (int chunk = 1; chunk < plan.chunks(); ++chunk) {
-            float* const p = partial(head, row, chunk);
-            running.merge({p[0], p[1], p + 2}, plan.value_dim);
-        }
-        finish(running, head, row);
+    /// Merges the chunks of every row of a block, in token order, after their tasks. index: task / chunks.
+    void merge(int index) const {
+        const int head = index / plan.row_blocks(), first = index % plan.row_blocks() * plan.block_rows;
+        for (int row = first; row < smaller(first + plan.block_rows, plan.rows()); ++row) merge(head, row);
     }
 
 private:
@@ -137,6 +132,16 @@ private:
         row_flags bad;  // rows that are not finite
     };
 
+    /// Uses the row's first partial as accumulator.
+    void merge(int head, int row) const {
+        float* const first = partial(head, row, 0);
+        softmax_state running{first[0], first[1], first + 2};
+        for (int chunk = 1; chunk < plan.chunks(); ++chunk) {
+            float* const p = partial(head, row, chunk);
+            running.merge({p[0], p[1], p + 2}, plan.value_dim);
+        }
+        finish(running, head, row);
+    }
     float* partial(int head, int row, int chunk) const noexcept {
         const auto index = (static_cast<std::size_t>(head) * static_cast<std::size_t>(plan.rows()) +
                             static_cast<std::size_t>(row)) *

@@ -2,6 +2,7 @@
 //
 //   task = one kv head, one block of query rows and, where there are few of those, one chunk of keys, of one sequence
 //
+// The thread that ends the last chunk of a block merges its chunks, so there is one list of tasks and no thread waits in between.
 // Contract: every sequence gets the bits that it gets alone, on any number of threads: work is cut by the shape of each sequence, and chunks
 // are merged in token order. No list of tasks is allocated; memory is bytes(threads), taken from the caller.
 #pragma once
@@ -51,11 +52,13 @@ public:
             const attention_plan plan = plan_of(items_(i));
             tasks_ += plan.tasks();
             partial_bytes_ += plan.partial_bytes();
+            merges_ += plan.merges();
             if (plan.rows() <= most_rows && i > 0) continue;
             most_rows = plan.rows();
             largest_ = plan;
         }
-        place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64});
+        place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64}) +
+                       round_up(static_cast<std::size_t>(merges_) * sizeof(counter), std::size_t{64});
         if (count > 0) scratch_bytes_ = scratch_of(nullptr).bytes;
     }
 
@@ -69,9 +72,12 @@ public:
         if (tasks_ == 0) return;
         auto* const places = reinterpret_cast<place*>(memory);
         std::byte* partials = memory + place_bytes_;
+        auto* left = reinterpret_cast<counter*>(
+            memory + round_up(static_cast<std::size_t>(count_) * sizeof(place), std::size_t{64}));
         for (int i = 0, task = 0; i < count_; ++i) {
             const attention_plan plan = plan_of(items_(i));
-            new (places + i) place{task, reinterpret_cast<float*>(partials)};
+            new (places + i) place{task, reinterpret_cast<float*>(partials), left};
+            for (int merge = 0; merge < plan.merges(); ++merge) new (left++) counter(plan.chunks());
             task += plan.tasks();
             partials += plan.partial_bytes();
         }
@@ -84,34 +90,32 @@ public:
         std::byte* const scratch_memory = partials;
         std::atomic<int> next{0};
         ex.parallel_for(workers(threads), [&](int worker) {
+            int taken = next.fetch_add(1, std::memory_order_relaxed);
+            if (taken >= tasks_) return;  // a thread that comes late
             const scratch mine =
                 scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
-            int i = 0;
-            for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
-                while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
-                job(i).run(task - places[i].first_task, mine);
+            // From the last task to the first: later blocks of rows see more keys, and short tasks at the end let threads end together.
+            for (int i = count_ - 1; taken < tasks_; taken = next.fetch_add(1, std::memory_order_relaxed)) {
+                int task = tasks_ - 1 - taken;
+                while (places[i].first_task > task) --i;
+                task -= places[i].first_task;
+                const attention of = job(i);
+                of.run(task, mine);
+                if (!of.plan.split()) continue;
+                const int block = task / of.plan.chunks();
+                if (places[i].left[block].fetch_sub(1, std::memory_order_acq_rel) == 1) of.merge(block);
             }
-        });
-        const auto merge = [&](int i) {
-            const auto mine = job(i);
-            if (!mine.plan.split()) return;
-            for (int head = 0; head < mine.plan.kv_heads; ++head)
-                for (int row = 0; row < mine.plan.rows(); ++row) mine.merge(head, row);
-        };
-        if (count_ == 1) return merge(0);
-        if (partial_bytes_ == 0) return;
-        next = 0;
-        ex.parallel_for(larger(1, smaller(threads, count_)), [&](int) {
-            for (int i = next.fetch_add(1); i < count_; i = next.fetch_add(1)) merge(i);
         });
     }
 
 private:
     using scratch = attention_scratch;
-    /// Index of the first task of an item, and its partial states.
+    using counter = std::atomic<int>;
+    /// Index of the first task of an item, its partial states, and for each of its blocks the number of chunks to come.
     struct place {
         int first_task;
         float* partials;
+        counter* left;
     };
 
     scratch scratch_of(std::byte* memory) const {
@@ -128,7 +132,7 @@ private:
     const rotation_table& rotations_;
     attention_items items_;
     int count_, query_rows_;
-    int tasks_ = 0;
+    int tasks_ = 0, merges_ = 0;
     attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, query_rows_};
     std::size_t place_bytes_ = 0, partial_bytes_ = 0, scratch_bytes_ = 0;
 };

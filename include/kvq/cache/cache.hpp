@@ -32,7 +32,7 @@ public:
           keys_(tensor::key, window_of(options), options.keys),
           values_(tensor::value, window_of(options), options.values.empty() ? options.keys : options.values),
           rotations_(options.rotary, shape.layers, shape.head_dim),
-          pool_(options.memory, options.byte_budget) {
+          pool_(options.memory, options.byte_budget, options.preallocate) {
         for (const layer_format& f : options.layers) {
             expect_listed(tensor::key, f.key);
             expect_listed(tensor::value, f.value);
@@ -77,6 +77,9 @@ public:
     /// Bytes of all pages of all sequences, each counted once.
     [[nodiscard]] std::size_t bytes_in_use() const noexcept { return pool_.bytes_in_use(); }
 
+    /// Bytes that the cache holds for pages: byte_budget if they are allocated up front, else bytes_in_use().
+    [[nodiscard]] std::size_t bytes_held() const noexcept { return pool_.bytes_held(); }
+
     /// Index of the format that a layer's pages are quantized to; 0 if they stay in the window format.
     int target_format(tensor role, int layer) const {
         const layer_format f =
@@ -107,7 +110,7 @@ public:
     /// in the middle of a step. Memory counts in byte_budget and in usage().reserved; sequence::prefill_bytes() is a lower bound. What
     /// is left goes back when the last layer has its tokens; the next reserve() of the sequence gives back what it did not use,
     /// release_reserved() at once. In between the sequences must not be changed nor forked. Raises kvq::error, kvq::out_of_memory or
-    /// std::bad_alloc; nothing is reserved then. O(sequences * layers + added pages)
+    /// std::bad_alloc; nothing is reserved then. Defined in cache/reserve.hpp. O(sequences * layers + added pages)
     void reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space);
 
     /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of any length beside
@@ -137,6 +140,8 @@ private:
         detail::expect(options.memory != nullptr, "a cache needs a memory resource");
         detail::expect(options.sinks >= 0, "sinks must not be negative, got ", options.sinks);
         detail::expect(options.recent >= 0, "recent must not be negative, got ", options.recent);
+        detail::expect(!options.preallocate || options.byte_budget != page_pool::no_budget,
+                       "a cache can allocate its pages up front only within a byte_budget");
         detail::expect(options.rollback >= 0, "rollback must not be negative, got ", options.rollback);
         detail::expect(options.page_tokens >= 1 && options.page_tokens <= 65536,
                        "page_tokens must be between 1 and 65536, got ", options.page_tokens);

@@ -2,7 +2,7 @@
 //
 //   chunk c(cache, track, layer, n, chunk_pages::..., stock);
 //   c.stage();          takes all memory, from the stock if a step was reserved; the layer holds n tokens more, not written yet
-//   c.write(k, v, ...); writes the 16-bit values of the tokens
+//   c.write(k, v, ...); writes the 16-bit values of the tokens; or, on any threads, c.write_head() for every head of K and V
 //                       prefill attends here: no token of the chunk is quantized yet
 //   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: quantizes pages that lie behind the recent window
 //   c.commit();         puts the quantized pages into their places; cannot fail
@@ -128,17 +128,49 @@ public:
         write(tensor::key, k, scratch);
         write(tensor::value, v, scratch);
     }
+    /// For chunk_pages::after_attend.
+    void write_head(tensor tensor_of, const input_view& source, int head) {
+        const auto role = static_cast<std::size_t>(tensor_of);
+        for (int i = first_written_; i < track_->size(); ++i) {
+            const page_span& s = (*track_)[i];
+            const int from = larger(s.first_token, before_);
+            write_tokens(cache_->window(), *s.pages[role], tensor_of, source.dim, source, head,
+                         from - before_, s.end() - from, from - s.first_token);
+        }
+    }
 
-    /// Number of jobs of quantize().
+private:
+    void write(tensor tensor_of, const input_view& source, float* scratch) {
+        const auto role = static_cast<std::size_t>(tensor_of);
+        const int dim = cache_->shape().dim(tensor_of);
+        for (int i = first_written_; i < track_->size(); ++i) {
+            const page_span& s = (*track_)[i];
+            const int from = larger(s.first_token, before_);
+            page& to = s.pages[role] ? *s.pages[role] : *temporary_[role];
+            write_tokens(cache_->window(), to, tensor_of, dim, source, from - before_, s.end() - from,
+                         from - s.first_token);
+            if (!s.pages[role])
+                convert_page(cache_->table(tensor_of), cache_->shape(), layer_, to, *quantized(i, role),
+                             scratch);
+        }
+    }
+
+public:
+    /// Number of jobs of quantize(): one for every head of a page.
     int jobs() const noexcept { return jobs_; }
     /// scratch: page_tokens * max(head_dim, value_dim) floats.
     void quantize(int job, float* scratch) {
+        const int heads = cache_->shape().kv_heads, head = job % heads;
+        int index = job / heads;
         for (std::size_t at = 0; at < quantized_.size(); ++at) {
             const int i = track_->committed + static_cast<int>(at / 2);
             const page_ref& from = filled_[at] ? filled_[at] : (*track_)[i].pages[at % 2];
-            if (!quantized_[at] || quantized_[at]->format == 0 || !from || job-- > 0) continue;
-            convert_page(cache_->table(static_cast<tensor>(at % 2)), cache_->shape(), layer_, *from,
-                         *quantized_[at], scratch);
+            if (!quantized_[at] || quantized_[at]->format == 0 || !from || index-- > 0) continue;
+            page& to = *quantized_[at];
+            const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)),
+                                                      cache_->shape(), layer_, *from, to, head, scratch);
+            if (head == 0) add(to.not_finite, from->not_finite);
+            add(to.not_finite, found);
             return;
         }
     }
@@ -253,19 +285,9 @@ private:
         stock_->filled.swap(filled_);
         stock_->quantized.swap(quantized_);
     }
-    void write(tensor tensor_of, const input_view& source, float* scratch) {
-        const auto role = static_cast<std::size_t>(tensor_of);
-        const int dim = cache_->shape().dim(tensor_of);
-        for (int i = first_written_; i < track_->size(); ++i) {
-            const page_span& s = (*track_)[i];
-            const int from = larger(s.first_token, before_);
-            page& to = s.pages[role] ? *s.pages[role] : *temporary_[role];
-            write_tokens(cache_->window(), to, tensor_of, dim, source, from - before_, s.end() - from,
-                         from - s.first_token);
-            if (!s.pages[role])
-                convert_page(cache_->table(tensor_of), cache_->shape(), layer_, to, *quantized(i, role),
-                             scratch);
-        }
+    /// On several threads.
+    static void add(std::uint32_t& sum, std::uint32_t n) noexcept {
+        if (n > 0) __atomic_fetch_add(&sum, n, __ATOMIC_RELAXED);
     }
     page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens, stock_); }
     page_ref& quantized(int i, std::size_t role) {
@@ -328,7 +350,7 @@ private:
             }
             filled_.back() = std::move(filled);
             quantized_.back() = new_page(*cache_, role, target, capacity, stock_);
-            jobs_ += s.pages[role] ? 1 : 0;
+            jobs_ += s.pages[role] ? cache_->shape().kv_heads : 0;
         }
     }
 

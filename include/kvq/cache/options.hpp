@@ -29,7 +29,10 @@ struct cache_options {
     int page_tokens = 64;     ///< tokens per page; multiples of 32 waste no bytes
     int rollback = 16;        ///< a trim by up to this many tokens is exact even if their pages are quantized
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
-    std::vector<layer_format> layers = {};           ///< empty: the first listed format everywhere
+    /// Allocates byte_budget when the cache is made, in one piece; pages take multiples of 64 bytes of it. Pages of several sizes
+    /// may leave free pieces that fit none of them: then kvq::out_of_memory comes before the budget is used up.
+    bool preallocate = false;
+    std::vector<layer_format> layers = {};  ///< empty: the first listed format everywhere
     /// How the model rotates keys before they are appended: once for all layers, or once per layer; a layer without positions has a
     /// rotary_embedding{}. Empty: not known, so that keys cannot move (sequence::erase, shift and splice).
     std::vector<rotary_embedding> rotary = {};

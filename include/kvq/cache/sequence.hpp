@@ -361,20 +361,7 @@ private:
         return {*cache_, tracks_[static_cast<std::size_t>(layer)], layer, n, when, &stock_};
     }
     /// Fills the stock for prefill() of n tokens in every layer; strong guarantee.
-    void reserve_step(int n) {
-        detail::page_stock fresh(memory());
-        for (const detail::layer_track& track : tracks_) {
-            const std::size_t commits = detail::chunk::for_each_need(
-                *cache_, track, n, detail::chunk_pages::after_attend,
-                [&](std::size_t bytes) { fresh.takes(bytes); },
-                [&](std::size_t bytes) { fresh.gives_back(bytes); });
-            const std::size_t table =
-                detail::table_capacity(static_cast<std::size_t>(track.size_after(n, geometry())));
-            fresh.end_layer(table > track.spans.capacity() ? table : 0, commits);
-        }
-        fresh.fill(cache_->pool());
-        stock_.swap(fresh);
-    }
+    void reserve_step(int n);
     std::size_t added_bytes(int n, detail::chunk_pages when) const {
         std::size_t held = 0, most = 0;
         for (const detail::layer_track& track : tracks_) {
@@ -501,15 +488,26 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
         }
     } const undo{batch};
     int jobs = 0;
+    long long tokens = 0;
     for (const prefill_request& r : batch) {
+        tokens += r.k.tokens;
         if (r.k.tokens == 0) continue;
         detail::chunk& chunk = r.sequence->staged_.emplace(
             r.sequence->new_chunk(layer, r.k.tokens, detail::chunk_pages::after_attend));
         chunk.stage();
         jobs += chunk.jobs();
     }
-    for (const prefill_request& r : batch)
-        if (r.k.tokens > 0) r.sequence->staged_->write(r.k, r.v, nullptr);
+    const int heads = shape_.kv_heads, writes = static_cast<int>(batch.size()) * 2 * heads;
+    const auto write = [&](int i) {
+        const prefill_request& r = batch[static_cast<std::size_t>(i / (2 * heads))];
+        const tensor role = i % (2 * heads) < heads ? tensor::key : tensor::value;
+        if (r.k.tokens > 0) r.sequence->staged_->write_head(role, role == tensor::key ? r.k : r.v, i % heads);
+    };
+    // Few tokens are written sooner than threads are called.
+    if (tokens < 64)
+        serial_executor{}.parallel_for(writes, write);
+    else
+        executor.parallel_for(writes, write);
     attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
     const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
     std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch_bytes());
@@ -536,62 +534,6 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
         executor.parallel_for(workers, quantize);
     for (const prefill_request& r : batch)
         if (r.sequence->staged_) r.sequence->staged_->commit();
-}
-
-inline void cache::reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space) {
-    detail::expect(q_heads >= 1 && q_heads % shape_.kv_heads == 0, "a step with ", q_heads,
-                   " query heads, not a multiple of the ", shape_.kv_heads, " kv heads");
-    detail::expect(threads >= 1, "a step on ", threads, " threads");
-    long long rows = 0;
-    for (std::size_t i = 0; i < batch.size(); ++i) {
-        const step_request& r = batch[i];
-        check_member(r.sequence, i);
-        for (std::size_t j = 0; j < i; ++j)
-            detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
-                           " again");
-        for (const detail::layer_track& track : r.sequence->tracks_) {
-            r.sequence->check_added(track, r.tokens);
-            sequence::check_no_draft(track);
-        }
-        detail::expect(r.q_tokens >= 0, "a step with ", r.q_tokens, " query tokens");
-        rows += static_cast<long long>(r.q_tokens) * q_heads;
-    }
-    detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
-    // Nothing is reserved unless everything is.
-    struct reserved_steps {
-        std::span<const step_request> batch;
-        bool done = false;
-        ~reserved_steps() {
-            if (done) return;
-            for (const step_request& r : batch) r.sequence->release_reserved();
-        }
-    } all{batch};
-    for (const step_request& r : batch) r.sequence->release_reserved();
-    std::size_t bytes = static_cast<std::size_t>(threads) * scratch_bytes();
-    for (int layer = 0; layer < shape_.layers; ++layer) {
-        struct step {
-            std::span<const step_request> batch;
-            int q_heads;
-        } const of{batch, q_heads};
-        const detail::attention_items items{
-            &of, layer, static_cast<int>(batch.size()), [](const void* s, int at, int i) {
-                const step& step_of = *static_cast<const step*>(s);
-                const step_request& r = step_of.batch[static_cast<std::size_t>(i)];
-                layer_pages pages = r.sequence->pages(at);
-                pages.tokens += r.tokens;
-                const token_view<float> q(nullptr, r.q_tokens, step_of.q_heads,
-                                          r.sequence->shape().dim(tensor::key));
-                return detail::attention_item{pages, q, q, nullptr};
-            }};
-        if (rows > 0)
-            bytes = detail::larger(
-                bytes, detail::attention_batch(keys_, values_, shape_, geometry(), rotations_, items)
-                           .bytes(threads));
-    }
-    space.reserve(bytes);
-    for (const step_request& r : batch)
-        if (r.tokens > 0) r.sequence->reserve_step(r.tokens);
-    all.done = true;
 }
 
 }  // namespace kvq::inline KVQ_TAGGED

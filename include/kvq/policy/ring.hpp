@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "../cache/sequence.hpp"
+#include "../cache/reserve.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
