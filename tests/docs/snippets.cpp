@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // The C++ examples of README.md and docs/, each in the surroundings that it supposes. Compiled; check.py sees to it that none is
 // missing or differs.
+#include <functional>
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/eigen.hpp>
 #include <kvq/adapters/paged.hpp>
@@ -169,6 +170,24 @@ void pool(kvq::cache& cache, int layer, const std::vector<kvq::prefill_request>&
           kvq::workspace& workspace) {
     kvq::thread_pool threads(8);
     cache.prefill(layer, batch, kvq::causal{}, threads, workspace);
+}
+
+void reserve(kvq::cache& cache, std::span<request> running, int layers, int q_heads,
+             kvq::thread_pool& threads, kvq::workspace& workspace,
+             const std::function<void(int)>& prefill_layer) {
+    std::vector<kvq::step_request> step;
+    for (request& r : running) step.push_back({&r.sequence, r.k.tokens, r.q.tokens});
+    cache.reserve(step, q_heads, threads.concurrency(), workspace);
+    for (int layer = 0; layer < layers; ++layer) prefill_layer(layer);
+}
+
+std::size_t preallocate(kvq::cache_shape shape, const kvq::format_list& keys, const kvq::format_list& values,
+                        int most_sequences, int q_heads, int threads) {
+    kvq::cache cache(
+        shape, {.keys = keys, .values = values, .byte_budget = std::size_t{8} << 30, .preallocate = true});
+    const std::size_t bytes =
+        kvq::footprint(cache, 0, most_sequences, {.q_heads = q_heads, .threads = threads}).total;
+    return bytes;
 }
 
 void prefix(kvq::cache& cache, numbers prompt, numbers all_tokens, std::span<kvq::sequence* const> live,
