@@ -242,3 +242,37 @@ TEST_CASE_TEMPLATE("prefill and attend in a team and on a pool: the bits and pag
         team.check();
     }
 }
+
+TEST_CASE("chunks that are merged by whoever ends last: the bits of one thread") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 8};
+    test::kivi_cache cache(shape, {.recent = 32, .page_tokens = 64});
+    const test::stream s(random, shape, 9000);
+    std::vector<kvq::sequence> held;
+    for (const int tokens : {9000, 3, 2500}) {
+        held.push_back(cache.new_sequence());
+        held.back().append(0, s.k.slice(0, tokens), s.v.slice(0, tokens));
+    }
+    const auto q = test::random_tensor(random, 3, 4, 8);
+    const auto run = [&](const kvq::executor_view& threads) {
+        std::vector<float> all;
+        std::vector<test::tensor<float>> out;
+        std::vector<kvq::attention_request> batch;
+        out.reserve(held.size());
+        for (const auto& sequence : held) {
+            out.emplace_back(3, 4, 8);
+            batch.push_back({&sequence, q.view(), out.back().view()});
+        }
+        kvq::workspace space;
+        cache.attend(0, std::span<const kvq::attention_request>(batch), kvq::causal{}, threads, space);
+        for (const auto& o : out) all.insert(all.end(), o.values().begin(), o.values().end());
+        return all;
+    };
+    const auto expected = run(kvq::serial_executor{});
+    for (const int threads : {2, 4}) {
+        const kvq::thread_pool pool(threads);
+        for (int i = 0; i < 20; ++i) REQUIRE(run(pool) == expected);
+    }
+}

@@ -88,14 +88,17 @@ public:
                 of.q,  of.out,  places[i].partials};
         };
         std::byte* const scratch_memory = partials;
-        std::atomic<int> next{0};
+        struct alignas(64) {  // written by all threads; what they read is elsewhere
+            std::atomic<int> task{0};
+        } next;
         ex.parallel_for(workers(threads), [&](int worker) {
-            int taken = next.fetch_add(1, std::memory_order_relaxed);
+            int taken = next.task.fetch_add(1, std::memory_order_relaxed);
             if (taken >= tasks_) return;  // a thread that comes late
             const scratch mine =
                 scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
             // From the last task to the first: later blocks of rows see more keys, and short tasks at the end let threads end together.
-            for (int i = count_ - 1; taken < tasks_; taken = next.fetch_add(1, std::memory_order_relaxed)) {
+            for (int i = count_ - 1; taken < tasks_;
+                 taken = next.task.fetch_add(1, std::memory_order_relaxed)) {
                 int task = tasks_ - 1 - taken;
                 while (places[i].first_task > task) --i;
                 task -= places[i].first_task;
