@@ -155,6 +155,7 @@ TEST_CASE_TEMPLATE("after reserve() a step over all layers takes no memory: any 
         const auto q = test::random_tensor(random, longest, group * shape.kv_heads, shape.head_dim);
         const engine<C> engine{random, cache, shape, s, q};
         const kvq::thread_pool pool(3);
+        const kvq::serial_executor serial;
         {
             std::vector<typename C::sequence_type> held, others;
             for (int i = 0; i < 3; ++i) held.push_back(cache.new_sequence());
@@ -179,7 +180,7 @@ TEST_CASE_TEMPLATE("after reserve() a step over all layers takes no memory: any 
                 }
                 const auto in_use = cache.bytes_in_use(), bytes = memory.bytes() - space.size();
                 const kvq::executor_view threads =
-                    random.one_in(2) ? kvq::executor_view(pool) : kvq::executor_view(kvq::serial_executor{});
+                    random.one_in(2) ? kvq::executor_view(pool) : kvq::executor_view(serial);
                 const auto reserve = [&] {
                     cache.reserve(batch, group * shape.kv_heads, threads.concurrency(), space);
                 };

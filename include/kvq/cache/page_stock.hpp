@@ -19,8 +19,11 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 class page_stock {
 public:
+    std::pmr::vector<page_ref> filled,
+        quantized;  ///< empty lists of a chunk, with room for one layer's commits
+
     explicit page_stock(std::pmr::memory_resource* memory) noexcept
-        : shelves_(memory), pages_(memory), tables_(memory), filled(memory), quantized(memory) {}
+        : filled(memory), quantized(memory), shelves_(memory), pages_(memory), tables_(memory) {}
 
     /// What one step needs, layer by layer: takes(bytes) and gives_back(bytes) of pages' data, then end_layer(). Then fill().
     void takes(std::size_t bytes) { ++shelf_of(bytes).stay; }
@@ -32,8 +35,10 @@ public:
     /// table: spans that the layer must have room for, if it has not; commits: spans that it commits.
     void end_layer(std::size_t table, std::size_t commits) {
         for (shelf& s : shelves_) s.most_back = larger(s.most_back, std::exchange(s.back, 0));
-        tables_.emplace_back();
-        if (table > 0) tables_.back().reserve(table);
+        if (table > 0) {
+            tables_.resize(static_cast<std::size_t>(layers_) + 1);
+            tables_.back().reserve(table);
+        }
         commits_ = larger(commits_, commits);
         ++layers_;
     }
@@ -133,10 +138,6 @@ private:
     std::pmr::vector<std::pmr::vector<page_span>> tables_;
     int layers_ = 0;
     std::size_t commits_ = 0;
-
-public:
-    std::pmr::vector<page_ref> filled,
-        quantized;  ///< empty lists of a chunk, with room for one layer's commits
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::detail
