@@ -44,7 +44,7 @@ private:
     std::exception_ptr first_;
 };
 
-inline constexpr std::chrono::microseconds longest_spin{50};
+inline constexpr std::chrono::microseconds longest_spin{100};
 
 /// Returns when `a` is not `old` any more. Whoever changes `a` calls one of its notify functions.
 inline void wait_while(const std::atomic<std::uint32_t>& a, std::uint32_t old) noexcept {
