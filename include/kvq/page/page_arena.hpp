@@ -12,7 +12,7 @@
 #include <mutex>
 #include <new>
 
-#include "../core/shape.hpp"
+#include "../core/bits.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
