@@ -182,11 +182,11 @@ void reserve(kvq::cache& cache, std::span<request> running, int layers, int q_he
 }
 
 std::size_t preallocate(kvq::cache_shape shape, const kvq::format_list& keys, const kvq::format_list& values,
-                        int most_sequences, int q_heads, int threads) {
+                        int tokens, int q_heads, int threads) {
     kvq::cache cache(
         shape, {.keys = keys, .values = values, .byte_budget = std::size_t{8} << 30, .preallocate = true});
     const std::size_t bytes =
-        kvq::footprint(cache, 0, most_sequences, {.q_heads = q_heads, .threads = threads}).total;
+        kvq::footprint(cache, tokens, 1, {.q_heads = q_heads, .threads = threads}).total;
     return bytes;
 }
 

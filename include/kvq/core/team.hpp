@@ -43,7 +43,7 @@ public:
             return;
         }
         run(op, members{&tasks_, nth});
-        for (std::uint32_t here = entered_.load(std::memory_order_acquire); here != all;
+        for (std::uint32_t here = entered_.load(std::memory_order_acquire); here < all;
              here = entered_.load(std::memory_order_acquire))
             detail::wait_while(entered_, here);
         entered_.store(0, std::memory_order_relaxed);
