@@ -109,7 +109,7 @@ public:
           sequence_(cache_.new_sequence()),
           q_(random_query(s)),
           out_(q_.size()),
-          threads_(bench::make_pool(s.threads)) {
+          threads_(s.threads) {
         for_random_tokens(s, [&](int, int n, const std::vector<float>& k, const std::vector<float>& v) {
             sequence_.append(0, kvq::token_view(k.data(), n, s.kv_heads, s.head_dim),
                              kvq::token_view(v.data(), n, s.kv_heads, s.head_dim));
@@ -150,7 +150,7 @@ private:
     kvq::cache cache_;
     kvq::sequence sequence_;
     std::vector<float> q_, out_;
-    bench::pool threads_;
+    kvq::thread_pool threads_;
     kvq::workspace space_;
 };
 

@@ -44,7 +44,7 @@ public:
           floats(total * 4, &memory()),
           codes(total * 2, &memory()),
           more(total * 2, &memory()),
-          executor_(bench::make_pool(s.threads)) {}
+          executor_(s.threads) {}
 
     /// Median time of f(block) over all blocks.
     double time(const std::function<void(int)>& f) const {
@@ -100,7 +100,7 @@ private:
         static bench::huge_page_resource huge;
         return huge;
     }
-    bench::pool executor_;
+    kvq::thread_pool executor_;
 };
 
 class report {

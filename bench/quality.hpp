@@ -11,7 +11,7 @@
 #include <atomic>
 #include <cstdio>
 #include <functional>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <nlohmann/json.hpp>
 
@@ -253,7 +253,7 @@ inline void run(const std::vector<std::string>& paths, const std::vector<std::st
             for (int head = 0; head < l.k.heads; ++head) jobs.push_back({&l, head, &s.formats});
         }
     std::vector<std::vector<head_result>> results(jobs.size());
-    const kvq::thread_executor threads(chosen.threads);
+    const kvq::thread_pool threads(chosen.threads);
     std::atomic<std::size_t> next{0};
     threads.parallel_for(chosen.threads, [&](int) {
         for (std::size_t job = next.fetch_add(1); job < jobs.size(); job = next.fetch_add(1))

@@ -5,7 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <kvq/backends/simd.hpp>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/kvq.hpp>
 #include <nlohmann/json.hpp>
 
@@ -55,7 +55,7 @@ double seconds_of(const std::function<void()>& work) {
 double quantize_seconds(const kvq::cache& cache, const kvq::sequence& s, int format, int threads) {
     const kvq::format& f = cache.options().keys[format];
     const kvq::cache_shape& shape = cache.shape();
-    const kvq::thread_executor executor(threads);
+    const kvq::thread_pool executor(threads);
     const kvq::block_shape block{kvq::tensor::key, cache.options().page_tokens, shape.head_dim};
     return seconds_of([&] {
         executor.parallel_for(threads, [&](int t) {
@@ -136,8 +136,7 @@ int main(int argc, char** argv) {
             kvq::sequence* const one = &sequence;
             kvq::requantize_report done;
             const double seconds = seconds_of([&] {
-                done =
-                    cache.requantize(std::span(&one, 1), request, {}, kvq::thread_executor(threads), space);
+                done = cache.requantize(std::span(&one, 1), request, {}, kvq::thread_pool(threads), space);
             });
             // Above the pages that there were, in 16-bit pages; and what the dry run said of it.
             const double peak = (static_cast<double>(memory.peak()) - static_cast<double>(before)) /

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <memory_resource>
 #include <random>
 #include <stdexcept>
@@ -40,18 +40,6 @@ inline std::vector<float> random_floats(std::size_t n, unsigned seed) {
     for (float& f : x) f = normal(random);
     return x;
 }
-
-/// Threads that wait between calls as those of an engine do, where the compiler has OpenMP; else started for every call.
-#if defined(_OPENMP)
-using pool = kvq::openmp_executor;
-inline pool make_pool(int threads) {
-    omp_set_num_threads(threads);
-    return {};
-}
-#else
-using pool = kvq::thread_executor;
-inline pool make_pool(int threads) { return pool(threads); }
-#endif
 
 /// Median nanoseconds of one call of each, by Google Benchmark: of CPU time on one thread (what else the machine does then
 /// counts less), of real time on several. Repetitions of all are mixed at random, so that a machine whose speed changes does not
@@ -102,7 +90,7 @@ inline double median_ns(const std::function<void()>& work, int threads, double s
 inline double read_bandwidth(std::size_t bytes, int threads) {
     static huge_page_resource memory;
     std::pmr::vector<std::uint64_t> data(bytes / 8 + 64, 1, &memory);
-    const pool executor = make_pool(threads);
+    const kvq::thread_pool executor(threads);
     std::vector<std::uint64_t> sums(static_cast<std::size_t>(threads) * 8);
     const auto read = [&] {
         executor.parallel_for(threads, [&](int t) {

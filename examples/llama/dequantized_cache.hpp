@@ -20,7 +20,7 @@ public:
           quantized_(static_cast<std::size_t>(shape.layers), 0) {}
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out, worker_pool& workers) override {
+                 rows out, kvq::thread_pool& workers) override {
         // Attention reads the chunk in 16 bit.
         rows_.prefill(layer, in_16_bit(keys), in_16_bit(values), queries, out, workers);
         sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),

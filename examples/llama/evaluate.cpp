@@ -1,6 +1,5 @@
 #include "evaluate.hpp"
 
-#include "parallel.hpp"
 #include "progress.hpp"
 #include "stopwatch.hpp"
 #include "tokenizer.hpp"
@@ -74,7 +73,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
     std::vector<std::vector<window_result>> by_window(windows);
     {
         progress_bar progress(static_cast<int>(windows * schemes.size()), settings.show_progress);
-        run_parallel(static_cast<int>(windows), settings.threads, [&](int window) {
+        kvq::thread_pool(settings.threads).parallel_for(static_cast<int>(windows), [&](int window) {
             const std::size_t index = static_cast<std::size_t>(window), begin = index * step;
             const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
             by_window[index] = evaluate_window(llama, text, schemes, settings.chunk, progress);

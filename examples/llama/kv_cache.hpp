@@ -1,8 +1,9 @@
 // The cache interface of the model; one sequence of one model.
 #pragma once
 
+#include <kvq/core/thread_pool.hpp>
+
 #include "checkpoint.hpp"
-#include "worker_pool.hpp"
 
 #include <cstddef>
 #include <limits>
@@ -20,7 +21,7 @@ public:
     // [tokens][kv_heads * head_dim], queries and out [tokens][heads * head_dim]. Every query attends to its own token and all tokens
     // before it. The chunk, and all tokens that were 16 bit before it, are read in 16 bit: pages are quantized after attention.
     virtual void prefill(int layer, const const_rows& keys, const const_rows& values,
-                         const const_rows& queries, rows out, worker_pool& workers) = 0;
+                         const const_rows& queries, rows out, kvq::thread_pool& workers) = 0;
 
     // Removes every token from position `tokens` on, in all layers.
     virtual void trim(int tokens) = 0;

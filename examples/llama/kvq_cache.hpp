@@ -27,7 +27,7 @@ public:
         : shape_(shape), cache_(quantized_cache_shape(shape), options), sequence_(cache_.new_sequence()) {}
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out, worker_pool& workers) override {
+                 rows out, kvq::thread_pool& workers) override {
         sequence_.prefill(layer, kvq::tokens_of(keys, shape_.kv_heads),
                           kvq::tokens_of(values, shape_.kv_heads), kvq::tokens_of(queries, shape_.heads),
                           kvq::tokens_of(out, shape_.heads), kvq::causal{}, workers, workspace_);

@@ -14,7 +14,7 @@ struct activations {
     explicit activations(int threads = 1) : workers(threads) {}
 
     matrix states, input, queries, keys, values, attention, gate, up;
-    worker_pool workers;
+    kvq::thread_pool workers;
 };
 
 class model {

@@ -19,7 +19,7 @@ public:
     const std::vector<recorded>& layers() const { return layers_; }
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out, worker_pool& workers) override {
+                 rows out, kvq::thread_pool& workers) override {
         recorded& of = layers_[static_cast<std::size_t>(layer)];
         add(of.keys, keys);
         add(of.values, values);

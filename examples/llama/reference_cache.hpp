@@ -17,7 +17,7 @@ public:
         : shape_(shape), layers_(static_cast<std::size_t>(shape.layers)) {}
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
-                 rows out, worker_pool& workers) override {
+                 rows out, kvq::thread_pool& workers) override {
         layer_rows& rows_of = layers_[static_cast<std::size_t>(layer)];
         add(rows_of.keys, keys);
         add(rows_of.values, values);
@@ -67,7 +67,8 @@ private:
     }
 
     // Attention for the queries of the last tokens.
-    void attend(const layer_rows& rows_of, const const_rows& queries, rows out, worker_pool& workers) const {
+    void attend(const layer_rows& rows_of, const const_rows& queries, rows out,
+                kvq::thread_pool& workers) const {
         constexpr Eigen::Index block = 64;  // queries at once: their scores fit the CPU cache
         const Eigen::Index head_dim = shape_.head_dim(), kv_dim = shape_.kv_dim();
         const Eigen::Index before = static_cast<Eigen::Index>(rows_of.keys.size()) / kv_dim - queries.rows();

@@ -1,7 +1,6 @@
 #include "slot.hpp"
 
 #include "divergence.hpp"
-#include "parallel.hpp"
 #include "progress.hpp"
 #include "tokenizer.hpp"
 
@@ -92,7 +91,7 @@ std::vector<slot_result> run_slot(const model& llama, std::span<const int> token
 
     std::vector<slot_result> results(schemes.size());
     progress_bar progress(static_cast<int>(schemes.size()) * settings.turns, settings.show_progress);
-    run_parallel(static_cast<int>(schemes.size()), settings.threads, [&](int index) {
+    kvq::thread_pool(settings.threads).parallel_for(static_cast<int>(schemes.size()), [&](int index) {
         const scheme_choice& scheme = schemes[static_cast<std::size_t>(index)];
         slot_result& result = results[static_cast<std::size_t>(index)];
         result.scheme = scheme.label;

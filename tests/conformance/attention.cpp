@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <kvq/backends/simd.hpp>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
@@ -90,7 +90,7 @@ TEST_CASE("SIMD attention: same bits on one thread and on many, alone and in a b
         sequence.attend(0, q.view(), expected.view());
         kvq::workspace space;
         for (int threads = 1; threads <= 4; ++threads) {
-            sequence.attend(0, q.view(), out.view(), kvq::causal{}, kvq::thread_executor(threads), space);
+            sequence.attend(0, q.view(), out.view(), kvq::causal{}, kvq::thread_pool(threads), space);
             CHECK(out.values() == expected.values());
         }
         sequence.attend(0, q.slice(rows - 1, 1), last.view());

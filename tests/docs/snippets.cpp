@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT
 // The C++ examples of README.md and docs/, each in the surroundings that it supposes. Compiled; check.py sees to it that none is
 // missing or differs.
+#include <functional>
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/eigen.hpp>
 #include <kvq/adapters/paged.hpp>
 #include <kvq/backends/simd.hpp>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/team.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/format/find_format.hpp>
 #include <kvq/io/file.hpp>
 #include <kvq/kvq.hpp>
@@ -135,14 +137,52 @@ struct request {
     tokens_out out;
 };
 std::vector<std::size_t> continuous(kvq::cache& cache, int layer, int tokens, std::span<request> running,
-                                    kvq::workspace& workspace, int threads) {
+                                    kvq::workspace& workspace, kvq::thread_pool& threads) {
     std::vector<kvq::prefill_request> batch;
     for (request& r : running) batch.push_back({&r.sequence, r.k, r.v, r.q, r.out});
-    cache.prefill(layer, batch, kvq::causal{}, kvq::thread_executor(threads), workspace);
+    cache.prefill(layer, batch, kvq::causal{}, threads, workspace);
 
     std::vector<std::size_t> wanted;
     for (request& r : running) wanted.push_back(r.sequence.prefill_bytes(tokens));
     return wanted;
+}
+
+struct node {
+    kvq::cache& cache;
+    kvq::workspace& workspace;
+    kvq::team& team;
+    int layer;
+    std::vector<kvq::prefill_request> batch;
+};
+void run_node(int nth, node& n) {
+    n.team.enter(nth, [&](kvq::executor_view threads) {
+        n.cache.prefill(n.layer, n.batch, kvq::causal{}, threads, n.workspace);
+    });
+}
+void after_the_graph(kvq::team& team) { team.check(); }
+
+void pool(kvq::cache& cache, int layer, const std::vector<kvq::prefill_request>& batch,
+          kvq::workspace& workspace) {
+    kvq::thread_pool threads(8);
+    cache.prefill(layer, batch, kvq::causal{}, threads, workspace);
+}
+
+void reserve(kvq::cache& cache, std::span<request> running, int layers, int q_heads,
+             kvq::thread_pool& threads, kvq::workspace& workspace,
+             const std::function<void(int)>& prefill_layer) {
+    std::vector<kvq::step_request> step;
+    for (request& r : running) step.push_back({&r.sequence, r.k.tokens, r.q.tokens});
+    cache.reserve(step, q_heads, threads.concurrency(), workspace);
+    for (int layer = 0; layer < layers; ++layer) prefill_layer(layer);
+}
+
+std::size_t preallocate(kvq::cache_shape shape, const kvq::format_list& keys, const kvq::format_list& values,
+                        int tokens, int q_heads, int threads) {
+    kvq::cache cache(
+        shape, {.keys = keys, .values = values, .byte_budget = std::size_t{8} << 30, .preallocate = true});
+    const std::size_t bytes =
+        kvq::footprint(cache, tokens, 1, {.q_heads = q_heads, .threads = threads}).total;
+    return bytes;
 }
 
 void prefix(kvq::cache& cache, numbers prompt, numbers all_tokens, std::span<kvq::sequence* const> live,
@@ -193,7 +233,7 @@ void presets(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
 namespace attention {
 
 void masks(kvq::sequence& sequence, kvq::sequence& encoder, int layer, tokens_in k, tokens_in v, tokens_in q,
-           tokens_out out, kvq::thread_executor& executor, kvq::workspace& workspace) {
+           tokens_out out, kvq::thread_pool& executor, kvq::workspace& workspace) {
     sequence.attend(layer, q, out, kvq::sliding_window{4096});
     sequence.attend(layer, q, out,
                     kvq::mods{kvq::softcap{50.0f}, kvq::sink_window{.tokens = 4096, .sinks = 4}});
@@ -239,7 +279,7 @@ void pages(kvq::sequence& sequence, int layer, tokens_in q, tokens_out out) {
 
 void requests(kvq::cache& cache, std::vector<kvq::sequence>& sequences, std::vector<tokens_in>& q,
               std::vector<tokens_out>& out, std::vector<kvq::token_tree>& trees, int layer,
-              kvq::thread_executor& executor, kvq::workspace& workspace) {
+              kvq::thread_pool& executor, kvq::workspace& workspace) {
     std::vector<kvq::attention_request> batch;
     for (std::size_t i = 0; i < trees.size(); ++i)
         batch.push_back({.sequence = &sequences[i], .q = q[i], .out = out[i], .mods = trees[i]});

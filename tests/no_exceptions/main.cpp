@@ -1,18 +1,37 @@
 // SPDX-License-Identifier: MIT
 // Built with -fno-exceptions: kvq::error and kvq::out_of_memory reach the handler with their message. A handler must not return;
 // those of this program end it, with 0 if the message is the right one.
+#include <atomic>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/paged.hpp>
+#include <kvq/core/team.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>
+#include <new>
+#include <thread>
 
 static_assert(!KVQ_EXCEPTIONS);
+
+namespace {
+
+std::atomic<int> allocations{0};
+
+}  // namespace
+
+void* operator new(std::size_t bytes) {
+    ++allocations;
+    if (void* const p = std::malloc(bytes)) return p;
+    std::abort();
+}
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 
 namespace {
 
@@ -61,6 +80,29 @@ int budget() {
     return 1;
 }
 
+/// The executors share work without exceptions, and without memory.
+int threads() {
+    const kvq::thread_pool pool(3);
+    kvq::team team;
+    std::atomic<int> sum{0};
+    const auto add = [&](int i) { sum += i; };
+    std::thread others[2];
+    std::atomic<bool> go{false};
+    const auto operations = [&] {
+        go.wait(false);
+        for (int i = 0; i < 100; ++i)
+            team.enter(3, [&](kvq::executor_view all) { all.parallel_for(5, add); });
+    };
+    for (std::thread& t : others) t = std::thread(operations);
+    const int before = allocations;
+    for (int i = 0; i < 100; ++i) pool.parallel_for(5, add);
+    go = true;
+    go.notify_all();
+    operations();
+    for (std::thread& t : others) t.join();
+    return sum == 2000 && allocations == before && !team.failed() ? 0 : 1;
+}
+
 /// Prints and aborts.
 int default_handler() {
     std::signal(SIGABRT, [](int) { std::_Exit(0); });
@@ -75,6 +117,7 @@ int main(int count, char** arguments) {
     if (is("default_handler")) return default_handler();
     kvq::current_error_handler() = expect_message;
     if (is("works")) return works();
+    if (is("threads")) return threads();
     if (is("argument")) return argument();
     if (is("budget")) return budget();
     return 2;

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
@@ -112,15 +112,11 @@ TEST_CASE_TEMPLATE("the result does not depend on the executor or the number of 
                 kvq::workspace space;
                 for (int threads = 1; threads <= 4; ++threads) {
                     std::fill(out.values().begin(), out.values().end(), -1.0f);
-                    sequence.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::thread_executor(threads),
+                    sequence.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::thread_pool(threads),
                                     space);
                     CHECK(out.values() == expected.values());
                     CHECK(space.size() >= cache.attention_workspace(tokens, 4, rows, threads));
                 }
-#if defined(_OPENMP)
-                sequence.attend(layer, q.view(), out.view(), kvq::causal{}, kvq::openmp_executor{}, space);
-                CHECK(out.values() == expected.values());
-#endif
             }
         });
 }
@@ -177,7 +173,7 @@ TEST_CASE_TEMPLATE("a batch gives every sequence what it gets alone, on any numb
                 CHECK(lse[i] == wanted);
             }
         };
-        for (const int threads : {1, 3}) check(kvq::causal{}, kvq::thread_executor(threads));
+        for (const int threads : {1, 3}) check(kvq::causal{}, kvq::thread_pool(threads));
         check(kvq::sliding_window{100}, backwards{});
         check(kvq::softcap{5.0f}, kvq::serial_executor{});
     }
@@ -287,7 +283,7 @@ TEST_CASE("outputs over parts of the keys and their log-sum-exp make the output 
 
 TEST_CASE("an executor may run tasks in any order") {
     static_assert(kvq::executor<backwards> && kvq::executor<kvq::serial_executor> &&
-                  kvq::executor<kvq::thread_executor>);
+                  kvq::executor<kvq::thread_pool>);
     test::generator random(test::seed());
     with_sequence<test::kivi_cache>(random, 5000, [&](const auto&, const auto& sequence, int layer) {
         const auto q = test::random_tensor(random, 2, 4, 48);

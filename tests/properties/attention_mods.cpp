@@ -5,7 +5,7 @@
 
 #include <algorithm>
 #include <functional>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"
@@ -150,8 +150,8 @@ std::vector<float> attended(const kvq::sequence& s, const kvq::cache_shape& shap
     std::fill(out.values().begin(), out.values().end(), -1.0f);
     std::vector<float> sums(static_cast<std::size_t>(qv.tokens * qv.heads), 77.0f);
     kvq::workspace space;
-    s.attend(layer, qv, kvq::output_view(out.view()).with_lse(sums.data()), mods,
-             kvq::thread_executor(threads), space);
+    s.attend(layer, qv, kvq::output_view(out.view()).with_lse(sums.data()), mods, kvq::thread_pool(threads),
+             space);
     if (lse) *lse = sums;
     return out.values();
 }
@@ -412,7 +412,7 @@ TEST_CASE("a batch: one mask for all, or one for each request, as alone") {
                 {&sequences[i], streams[i].k.view(), streams[i].v.view(), q[i].view(), out[i].view(), mods});
         }
         kvq::workspace space;
-        const kvq::thread_executor threads(random.between(1, 4));
+        const kvq::thread_pool threads(random.between(1, 4));
         if (prefill)
             cache.prefill(0, prefills, all, threads, space);
         else

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <kvq/backends/simd.hpp>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"
@@ -161,7 +161,7 @@ TEST_CASE_TEMPLATE(
             }
             kvq::workspace space;
             cache.prefill(layer, std::span<const kvq::prefill_request>(batch), kvq::causal{},
-                          kvq::thread_executor(threads), space);
+                          kvq::thread_pool(threads), space);
             for (std::size_t i = 0; i < held.size(); ++i) {
                 INFO("round ", round, " threads ", threads, " sequence ", i);
                 REQUIRE(out[i].back() == -77.0f);

@@ -5,7 +5,7 @@
 #include <array>
 #include <atomic>
 
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/ladder.hpp"
@@ -484,14 +484,14 @@ TEST_CASE(
         failing::calls_left = at;
         bool failed = false;
         try {
-            cache.requantize(all, request, {}, kvq::thread_executor(3), space);
+            cache.requantize(all, request, {}, kvq::thread_pool(3), space);
         } catch (const std::bad_alloc&) {
             failed = true;
         }
         CHECK(failed);
         CHECK(test::contents(cache, untouched) == before);
         failing::calls_left = 1 << 30;
-        CHECK(cache.requantize(all, request, {}, kvq::thread_executor(3), space).pages_left == 0);
+        CHECK(cache.requantize(all, request, {}, kvq::thread_pool(3), space).pages_left == 0);
         CHECK(test::contents(cache, sequence) == test::contents(cache, wanted));
     }
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
-#include <kvq/core/thread_executor.hpp>
 #include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"

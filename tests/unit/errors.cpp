@@ -4,7 +4,7 @@
 
 #include <atomic>
 #include <functional>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <limits>
 #include <memory>
 
@@ -160,7 +160,7 @@ TEST_CASE("attend, trim and dequantize refuse what does not fit, and write nothi
     check_message([&] { sequence.dequantize(0, kvq::tensor::key, 0, no_keys); },
                   {"out", "no data", "1 tokens"});
     check_message([&] { (void)sequence.pages(2); }, {"layer 2", "2 layers"});
-    check_message([] { kvq::thread_executor executor(0); }, {"thread", "0"});
+    check_message([] { const kvq::thread_pool pool(0); }, {"thread", "0"});
 
     CHECK(std::vector<float>(4096, -1.0f) == to);
     CHECK(test::contents(cache, sequence, true) == held);
@@ -306,13 +306,9 @@ TEST_CASE("what a task throws reaches the caller, after all tasks have ended") {
                         std::bad_alloc);
         return ended.load();
     };
-    CHECK(run(kvq::thread_executor(3), 3) == 3);
-    CHECK(run(kvq::thread_executor(3), 1) == 0);
+    CHECK(run(kvq::thread_pool(3), 3) == 3);
+    CHECK(run(kvq::thread_pool(3), 1) == 0);
     run(kvq::serial_executor{}, 2);
-#if defined(_OPENMP)
-    CHECK(run(kvq::openmp_executor{}, 3) == 3);
-    CHECK(run(kvq::openmp_executor{}, 1) == 0);
-#endif
 }
 
 TEST_CASE("errors belong to the families that callers already catch") {

@@ -159,16 +159,10 @@ public:
         if (plan.skips) count_values(task, s.held->seen, s.held->skipped);
     }
 
-    /// Merges the chunks of one row of one head, in token order. Uses the row's first partial as accumulator.
-    void merge(int head, int row) const {
-        float* const first = partial(head, row, 0);
-        softmax_state running{first[0], first[1], first + 2};
-        float left = plan.skips ? first[2 + plan.value_dim] : 0.0f;
-        for (int chunk = 1; chunk < plan.chunks(); ++chunk) {
-            float* const p = partial(head, row, chunk);
-            merge(running, {p[0], p[1], p + 2}, left, plan.skips ? p + 2 + plan.value_dim : nullptr);
-        }
-        finish(running, left, head, row);
+    /// Merges the chunks of every row of a block, in token order, after their tasks. index: task / chunks.
+    void merge(int index) const {
+        const int head = index / plan.row_blocks(), first = index % plan.row_blocks() * plan.block_rows;
+        for (int row = first; row < smaller(first + plan.block_rows, plan.rows()); ++row) merge(head, row);
     }
 
     /// Adds what was chosen and skipped to the reports. After run() and merge() of all tasks and rows.
@@ -210,6 +204,17 @@ private:
         row_flags bad;  // rows that are not finite
     };
 
+    /// Uses the row's first partial as accumulator.
+    void merge(int head, int row) const {
+        float* const first = partial(head, row, 0);
+        softmax_state running{first[0], first[1], first + 2};
+        float left = plan.skips ? first[2 + plan.value_dim] : 0.0f;
+        for (int chunk = 1; chunk < plan.chunks(); ++chunk) {
+            float* const p = partial(head, row, chunk);
+            merge(running, {p[0], p[1], p + 2}, left, plan.skips ? p + 2 + plan.value_dim : nullptr);
+        }
+        finish(running, left, head, row);
+    }
     float* partial(int head, int row, int chunk) const noexcept {
         const auto index = (static_cast<std::size_t>(head) * static_cast<std::size_t>(plan.rows()) +
                             static_cast<std::size_t>(row)) *

@@ -2,6 +2,7 @@
 //
 //   task = one kv head, one block of query rows and, where there are few of those, one chunk of keys, of one sequence
 //
+// The thread that ends the last chunk of a block merges its chunks, so there is one list of tasks and no thread waits in between.
 // Contract: every sequence gets the bits that it gets alone, on any number of threads: work is cut by the shape of each sequence, and chunks
 // are merged in token order. No list of tasks is allocated; memory is bytes(threads), taken from the caller.
 #pragma once
@@ -58,11 +59,13 @@ public:
             selects_ = selects_ || choice.selection;
             skips_ = skips_ || choice.skipping;
             reports_ = reports_ || mods_of(of).selection() || mods_of(of).skipping();
+            merges_ += plan.merges();
             if (plan.rows() <= most_rows && i > 0) continue;
             most_rows = plan.rows();
             largest_ = plan;
         }
-        place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64});
+        place_bytes_ = round_up(static_cast<std::size_t>(count) * sizeof(place), std::size_t{64}) +
+                       round_up(static_cast<std::size_t>(merges_) * sizeof(counter), std::size_t{64});
         if (count > 0) scratch_bytes_ = scratch_of(nullptr).bytes;
     }
 
@@ -78,12 +81,15 @@ public:
         auto* const places = reinterpret_cast<place*>(memory);
         std::byte* partials = memory + place_bytes_;
         std::byte* choices = partials + partial_bytes_;
+        auto* left = reinterpret_cast<counter*>(
+            memory + round_up(static_cast<std::size_t>(count_) * sizeof(place), std::size_t{64}));
         const bool by_scores = selects_ && lacks_estimates();
         for (int i = 0, task = 0; i < count_; ++i) {
             const attention_item of = items_(i);
             const attention_plan plan = plan_of(of);
-            new (places + i) place{task, reinterpret_cast<float*>(partials), choices,
+            new (places + i) place{task, reinterpret_cast<float*>(partials), left, choices,
                                    by_scores && reads_without_estimate(of.pages)};
+            for (int merge = 0; merge < plan.merges(); ++merge) new (left++) counter(plan.chunks());
             task += plan.tasks();
             partials += plan.partial_bytes();
             choices += page_choice(plan, of.pages, mods_of(of), nullptr).bytes;
@@ -105,55 +111,55 @@ public:
                              places[i].by_scores};
         };
         std::byte* const scratch_memory = memory + place_bytes_ + partial_bytes_ + choice_bytes_;
-        std::atomic<int> next{0};
+        struct alignas(64) {  // written by all threads; what they read is elsewhere
+            std::atomic<int> task{0};
+        } next;
         const auto each_task = [&](const auto& run_task) {
-            next = 0;
+            next.task = 0;
             ex.parallel_for(workers(threads), [&](int worker) {
+                int taken = next.task.fetch_add(1, std::memory_order_relaxed);
+                if (taken >= tasks_) return;  // a thread that comes late
                 const scratch mine =
                     scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
-                int i = 0;
-                for (int task = next.fetch_add(1); task < tasks_; task = next.fetch_add(1)) {
-                    while (i + 1 < count_ && places[i + 1].first_task <= task) ++i;
-                    run_task(job(i), task - places[i].first_task, mine);
+                // From the last task to the first: later blocks of rows see more keys, and short tasks at the end let threads end
+                // together.
+                for (int i = count_ - 1; taken < tasks_;
+                     taken = next.task.fetch_add(1, std::memory_order_relaxed)) {
+                    const int task = tasks_ - 1 - taken;
+                    while (places[i].first_task > task) --i;
+                    run_task(job(i), task - places[i].first_task, mine, places[i]);
                 }
             });
         };
         if (selects_ || skips_)
-            each_task([](const attention& of, int task, const scratch& s) {
+            each_task([](const attention& of, int task, const scratch& s, const place&) {
                 if (of.choice.floors) of.bound_sums(task, s);
             });
         if (selects_) {
-            each_task([](const attention& of, int task, const scratch& s) {
+            each_task([](const attention& of, int task, const scratch& s, const place&) {
                 if (of.choice.selection) of.rank(task, s);
             });
-            each_task([](const attention& of, int task, const scratch&) {
+            each_task([](const attention& of, int task, const scratch&, const place&) {
                 if (of.choice.selection) of.choose(task);
             });
         }
-        each_task([](const attention& of, int task, const scratch& s) { of.run(task, s); });
-        const auto merge = [&](int i) {
-            const auto mine = job(i);
-            if (!mine.plan.split()) return;
-            for (int head = 0; head < mine.plan.kv_heads; ++head)
-                for (int row = 0; row < mine.plan.rows(); ++row) mine.merge(head, row);
-        };
-        if (count_ == 1) {
-            merge(0);
-        } else if (partial_bytes_ > 0) {
-            next = 0;
-            ex.parallel_for(larger(1, smaller(threads, count_)), [&](int) {
-                for (int i = next.fetch_add(1); i < count_; i = next.fetch_add(1)) merge(i);
-            });
-        }
+        each_task([](const attention& of, int task, const scratch& s, const place& at) {
+            of.run(task, s);
+            if (!of.plan.split()) return;
+            const int block = task / of.plan.chunks();
+            if (at.left[block].fetch_sub(1, std::memory_order_acq_rel) == 1) of.merge(block);
+        });
         for (int i = 0; reports_ && i < count_; ++i) job(i).report();
     }
 
 private:
     using scratch = attention_scratch;
-    /// Index of the first task of an item, and its partial states.
+    using counter = std::atomic<int>;
+    /// Index of the first task of an item, its partial states, for each of its blocks the number of chunks to come, and what is chosen.
     struct place {
         int first_task;
         float* partials;
+        counter* left;
         std::byte* choice;
         bool by_scores;
     };
@@ -193,7 +199,7 @@ private:
     attention_items items_;
     const mods_view& mods_;
     int count_, query_rows_;
-    int tasks_ = 0;
+    int tasks_ = 0, merges_ = 0;
     bool selects_ = false, skips_ = false, reports_ = false;
     attention_plan largest_{shape_, geometry_, 0, shape_.kv_heads, 1, query_rows_, false};
     std::size_t place_bytes_ = 0, partial_bytes_ = 0, choice_bytes_ = 0, scratch_bytes_ = 0;

@@ -2,6 +2,7 @@
 //
 //   cache.attend(layer, attention requests, ...)     sequences of any length, any number of queries each
 //   cache.prefill(layer, prefill requests, ...)      chunks of prompts beside sequences that decode one token
+//   cache.reserve(step requests, ...)                the memory of prefill and attend in all layers, ahead of them
 //
 // Contract: every sequence gets the same outputs and pages as alone, bit for bit.
 #pragma once
@@ -31,6 +32,14 @@ struct prefill_request {
     input_view k, v;
     query_view q;
     output_view out;
+    std::optional<mods_view> mods = {};  ///< as in attention_request
+};
+
+/// One sequence's part of a step over all layers, for cache::reserve.
+struct step_request {
+    kvq::sequence* sequence;
+    int tokens;                          ///< new tokens in every layer
+    int q_tokens = 1;                    ///< query tokens in every layer; 0: no attention
     std::optional<mods_view> mods = {};  ///< as in attention_request
 };
 

@@ -32,7 +32,7 @@ public:
           keys_(tensor::key, window_of(options), options.keys),
           values_(tensor::value, window_of(options), options.values.empty() ? options.keys : options.values),
           rotations_(options.rotary, shape.layers, shape.head_dim),
-          pool_(options.memory, options.byte_budget) {
+          pool_(options.memory, options.byte_budget, options.preallocate) {
         for (const layer_format& f : options.layers) {
             expect_listed(tensor::key, f.key);
             expect_listed(tensor::value, f.value);
@@ -77,6 +77,9 @@ public:
     /// Bytes of all pages of all sequences, each counted once.
     [[nodiscard]] std::size_t bytes_in_use() const noexcept { return pool_.bytes_in_use(); }
 
+    /// Bytes that the cache holds for pages: byte_budget if they are allocated up front, else bytes_in_use().
+    [[nodiscard]] std::size_t bytes_held() const noexcept { return pool_.bytes_held(); }
+
     /// Index of the format that a layer's pages are quantized to; 0 if they stay in the window format.
     int target_format(tensor role, int layer) const {
         const layer_format f =
@@ -100,6 +103,17 @@ public:
     /// from `space`. Raises kvq::error before anything is written.
     void attend(int layer, std::span<const attention_request> batch, const mods_view& mods,
                 executor_view executor, workspace& space) const;
+
+    /// Takes the memory of a step of many sequences over all layers ahead of it: pages, tables, and `space` for q_heads query heads on
+    /// `threads` threads under `mods`. After it, prefill() or append() of request.tokens tokens in every layer, in any order of the
+    /// layers, and attend() of request.q_tokens queries with `space`, take no memory, for one sequence or for the whole batch. They still
+    /// raise kvq::error for bad arguments, and what schemes of your own and encoders that allocate raise (docs/adapters.md). Memory counts
+    /// in byte_budget and in usage().reserved; sequence::prefill_bytes() is a lower bound. What is left goes back when the last layer has
+    /// its tokens; the next reserve() of the sequence gives back what it did not use, release_reserved() at once. In between the sequences
+    /// must not be changed nor forked. Raises kvq::error, kvq::out_of_memory or std::bad_alloc; nothing is reserved then.
+    /// Defined in cache/reserve.hpp. O(sequences * layers + added pages)
+    void reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
+                 const mods_view& mods = causal{});
 
     /// sequence::prefill of one layer for many sequences at once (continuous batching): prompts in chunks of any length beside
     /// sequences that decode one token. Every sequence gets the same pages and outputs as alone, bit for bit, on any number of
@@ -128,6 +142,8 @@ private:
         detail::expect(options.memory != nullptr, "a cache needs a memory resource");
         detail::expect(options.sinks >= 0, "sinks must not be negative, got ", options.sinks);
         detail::expect(options.recent >= 0, "recent must not be negative, got ", options.recent);
+        detail::expect(!options.preallocate || options.byte_budget != page_pool::no_budget,
+                       "a cache can allocate its pages up front only within a byte_budget");
         detail::expect(options.rollback >= 0, "rollback must not be negative, got ", options.rollback);
         detail::expect(options.page_tokens >= 1 && options.page_tokens <= 65536,
                        "page_tokens must be between 1 and 65536, got ", options.page_tokens);
@@ -163,6 +179,10 @@ private:
     std::size_t scratch_floats() const noexcept {
         return static_cast<std::size_t>(options_.page_tokens) *
                static_cast<std::size_t>(detail::larger(shape_.dim(tensor::key), shape_.dim(tensor::value)));
+    }
+    /// Scratch of one thread that quantizes.
+    std::size_t scratch_bytes() const noexcept {
+        return detail::round_up(scratch_floats() * sizeof(float), std::size_t{64});
     }
     void attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                       executor_view executor, workspace& space) const;

@@ -1,8 +1,8 @@
 // New tokens of one layer on their way into a sequence: reserve memory, write 16-bit pages, commit pages.
 //
-//   chunk c(cache, track, layer, n, chunk_pages::...);
-//   c.stage();          takes all memory; the layer holds n tokens more, not written yet
-//   c.write(k, v, ...); writes the 16-bit values of the tokens
+//   chunk c(cache, track, layer, n, chunk_pages::..., stock);
+//   c.stage();          takes all memory, from the stock if a step was reserved; the layer holds n tokens more, not written yet
+//   c.write(k, v, ...); writes the 16-bit values of the tokens; or, on any threads, c.write_head() for every head of K and V
 //                       prefill attends here: no token of the chunk is quantized yet
 //   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: quantizes pages that lie behind the recent window
 //   c.commit();         puts the quantized pages into their places; cannot fail
@@ -17,6 +17,7 @@
 #include "cache.hpp"
 #include "convert.hpp"
 #include "layer_track.hpp"
+#include "page_stock.hpp"
 #include "window.hpp"
 
 namespace kvq::inline KVQ_TAGGED::detail {
@@ -27,20 +28,26 @@ enum class chunk_pages : bool {
     after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
 };
 
-inline page_ref new_window_page(cache& of, int role, int tokens) {
-    const std::size_t bytes = of.page_bytes(static_cast<tensor>(role), 0, tokens);
-    page_ref p = of.pool().allocate(bytes, 0, tokens);
-    std::memset(p->data(), 0, bytes);
+inline page_ref new_page(cache& of, int role, int format, int tokens, page_stock* stock = nullptr) {
+    const std::size_t bytes = of.page_bytes(static_cast<tensor>(role), format, tokens);
+    if (stock)
+        if (page_ref p = stock->take(bytes, format, tokens)) return p;
+    return of.pool().allocate(bytes, format, tokens);
+}
+inline page_ref new_window_page(cache& of, int role, int tokens, page_stock* stock = nullptr) {
+    page_ref p = new_page(of, role, 0, tokens, stock);
+    std::memset(p->data(), 0, p->bytes);
     return p;
 }
 
 /// A copy of the 16-bit page of a span that was closed before it was full, to be committed: the last token is repeated behind it, so
 /// that what is not there sets no scale.
-inline page_ref filled_page(cache& of, const page& from, int role, int tokens, int capacity) {
+inline page_ref filled_page(cache& of, const page& from, int role, int tokens, int capacity,
+                            page_stock* stock = nullptr) {
     const auto tensor_of = static_cast<tensor>(role);
     const int dim = of.shape().dim(tensor_of), heads = of.shape().kv_heads;
     const float_type window = of.table(tensor::key).window_type();
-    page_ref p = new_window_page(of, role, capacity);
+    page_ref p = new_window_page(of, role, capacity, stock);
     p->not_finite = from.not_finite;
     copy_tokens(window, from, *p, tensor_of, dim, heads, tokens);
     for (int t = tokens; t < capacity; ++t)
@@ -50,21 +57,28 @@ inline page_ref filled_page(cache& of, const page& from, int role, int tokens, i
 
 class chunk {
 public:
-    chunk(cache& of, layer_track& track, int layer, int tokens, chunk_pages when) noexcept
+    /// stock: of the sequence; or null.
+    chunk(cache& of, layer_track& track, int layer, int tokens, chunk_pages when, page_stock* stock) noexcept
         : cache_(&of),
           track_(&track),
+          stock_(stock),
           layer_(layer),
           before_(track.tokens),
           after_(track.tokens + tokens),
           when_(when),
           spans_before_(track.size()),
           filled_(of.pool().memory()),
-          quantized_(of.pool().memory()) {}
+          quantized_(of.pool().memory()) {
+        if (!stock_) return;
+        filled_.swap(stock_->filled);
+        quantized_.swap(stock_->quantized);
+    }
     chunk(const chunk&) = delete;
     chunk& operator=(const chunk&) = delete;
     chunk(chunk&& other) noexcept
         : cache_(other.cache_),
           track_(std::exchange(other.track_, nullptr)),
+          stock_(other.stock_),
           layer_(other.layer_),
           before_(other.before_),
           after_(other.after_),
@@ -81,13 +95,19 @@ public:
         track_->spans.erase(track_->spans.begin() + spans_before_, track_->spans.end());
         if (last_before_.pages[0]) track_->spans.back() = std::move(last_before_);
         track_->tokens = before_;
+        end_lists();
     }
 
     /// Raises kvq::out_of_memory or std::bad_alloc, before anything is written.
     void stage() {
         layer_track& track = *track_;
         const page_geometry g = cache_->geometry();
-        track.spans.reserve(table_capacity(static_cast<std::size_t>(track.size_after(after_ - before_, g))));
+        const std::size_t table =
+            table_capacity(static_cast<std::size_t>(track.size_after(after_ - before_, g)));
+        if (stock_)
+            stock_->grow(track.spans, static_cast<std::size_t>(layer_), table);
+        else
+            track.spans.reserve(table);
         first_written_ = track.has_open_span() ? spans_before_ - 1 : spans_before_;
         if (track.has_open_span() && after_ > before_) stage_open_span();
         if (track.has_span_to_close() && after_ > before_) {
@@ -95,8 +115,12 @@ public:
             track.spans.back().room = track.spans.back().skip + track.spans.back().tokens;
         }
         for (int at = track.tokens; at < after_; at = track.tokens) stage_span(at);
-        for (int i = track.committed; i < track.size() && track.is_due(track[i], after_, g); ++i)
-            stage_commit(i);
+        int due = track.committed;
+        while (due < track.size() && track.is_due(track[due], after_, g)) ++due;
+        const std::size_t places = 2 * static_cast<std::size_t>(due - track.committed);
+        filled_.reserve(places);
+        quantized_.reserve(places);
+        for (int i = track.committed; i < due; ++i) stage_commit(i);
     }
 
     /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim]. scratch: as for quantize(); null for chunk_pages::after_attend.
@@ -104,101 +128,18 @@ public:
         write(tensor::key, k, scratch);
         write(tensor::value, v, scratch);
     }
-
-    /// Number of jobs of quantize().
-    int jobs() const noexcept { return jobs_; }
-    /// scratch: page_tokens * max(head_dim, value_dim) floats.
-    void quantize(int job, float* scratch) {
-        for (std::size_t at = 0; at < quantized_.size(); ++at) {
-            const int i = track_->committed + static_cast<int>(at / 2);
-            const page_ref& from = filled_[at] ? filled_[at] : (*track_)[i].pages[at % 2];
-            if (!quantized_[at] || quantized_[at]->format == 0 || !from || job-- > 0) continue;
-            convert_page(cache_->table(static_cast<tensor>(at % 2)), cache_->shape(), layer_, *from,
-                         *quantized_[at], scratch);
-            return;
+    /// For chunk_pages::after_attend.
+    void write_head(tensor tensor_of, const input_view& source, int head) {
+        const auto role = static_cast<std::size_t>(tensor_of);
+        for (int i = first_written_; i < track_->size(); ++i) {
+            const page_span& s = (*track_)[i];
+            const int from = larger(s.first_token, before_);
+            write_tokens(cache_->window(), *s.pages[role], tensor_of, source.dim, source, head,
+                         from - before_, s.end() - from, from - s.first_token);
         }
-    }
-
-    void commit() noexcept {
-        layer_track& track = *track_;
-        const page_geometry g = cache_->geometry();
-        const int rollback = cache_->options().rollback;
-        for (std::size_t at = 0; at < quantized_.size(); ++at) {
-            if (!quantized_[at]) continue;
-            const int i = track.committed + static_cast<int>(at / 2);
-            page_span& s = track[i];
-            page_ref& page = s.pages[at % 2];
-            if (filled_[at]) page = std::move(filled_[at]);
-            if (quantized_[at]->format == 0) {  // a page that was filled, and stays 16 bit
-                page = std::move(quantized_[at]);
-                continue;
-            }
-            if (page && layer_track::keeps_copies(s, after_, g, rollback)) s.copies[at % 2] = std::move(page);
-            page = std::move(quantized_[at]);
-        }
-        track.committed += static_cast<int>(quantized_.size() / 2);
-        track.drop_copies(g, rollback);
-        track_ = nullptr;
-    }
-
-    /// Bytes that stage() takes from the pool, and how many of them commit() gives back.
-    struct needs {
-        std::size_t taken = 0, returned = 0;
-    };
-    static needs needs_of(const cache& of, const layer_track& track, int tokens, chunk_pages when) {
-        const page_geometry g = of.geometry();
-        const int after = track.tokens + tokens;
-        needs n;
-        bool temporary[2] = {};
-        const auto add_span = [&](int first, int room, bool sinks, bool is_new) {
-            const page_span whole{first, room, room, {}, {}, 0, sinks};
-            const int capacity = g.capacity(sinks);
-            const bool due = layer_track::is_due(whole, after, g);
-            const bool kept = layer_track::keeps_copies(whole, after, g, of.options().rollback);
-            for (int role = 0; role < 2; ++role) {
-                const int target = due && !sinks ? track.targets[role] : 0;
-                if (target != 0) n.taken += allocation(of, role, target, capacity);
-                if (due && room < capacity) {
-                    const std::size_t filled = allocation(of, role, 0, capacity);
-                    n.taken += filled;
-                    n.returned += target != 0 && !kept ? filled : 0;
-                }
-                if (!is_new) continue;
-                const bool passes = target != 0 && !kept;
-                if (passes && when == chunk_pages::at_once && std::exchange(temporary[role], true)) continue;
-                const std::size_t bytes =
-                    allocation(of, role, 0, g.window_tokens(first, smaller(room, after - first), room));
-                n.taken += bytes;
-                n.returned += passes ? bytes : 0;
-            }
-        };
-        int at = track.tokens;
-        for (int i = track.committed; i < track.size(); ++i) {
-            const page_span& s = track[i];
-            const bool last = i == track.size() - 1;
-            if (last && track.has_open_span()) {
-                const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
-                for (int role = 0; role < 2; ++role)
-                    if (needs_copy(s, role, shown))
-                        n.taken += allocation(of, role, 0, g.window_tokens(s.first_token, shown, s.room));
-                at = s.first_token + shown;
-            }
-            add_span(s.first_token, last && track.has_span_to_close() ? s.tokens : s.room, s.sinks, false);
-        }
-        for (bool sinks = track.begins_with_sinks(g); at < after; sinks = false) {
-            add_span(at, g.capacity(sinks), sinks, true);
-            at += smaller(g.capacity(sinks), after - at);
-        }
-        return n;
     }
 
 private:
-    static bool needs_copy(const page_span& s, int role, int tokens) noexcept {
-        return s.pages[role].shared() || s.pages[role]->tokens < tokens;
-    }
-    static std::size_t allocation(const cache& of, int role, int format, int tokens) {
-        return page_pool::allocation(of.page_bytes(static_cast<tensor>(role), format, tokens));
-    }
     void write(tensor tensor_of, const input_view& source, float* scratch) {
         const auto role = static_cast<std::size_t>(tensor_of);
         const int dim = cache_->shape().dim(tensor_of);
@@ -213,7 +154,142 @@ private:
                              scratch);
         }
     }
-    page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens); }
+
+public:
+    /// Number of jobs of quantize(): one for every head of a page.
+    int jobs() const noexcept { return jobs_; }
+    /// scratch: page_tokens * max(head_dim, value_dim) floats.
+    void quantize(int job, float* scratch) {
+        const int heads = cache_->shape().kv_heads, head = job % heads;
+        int index = job / heads;
+        for (std::size_t at = 0; at < quantized_.size(); ++at) {
+            const int i = track_->committed + static_cast<int>(at / 2);
+            const page_ref& from = filled_[at] ? filled_[at] : (*track_)[i].pages[at % 2];
+            if (!quantized_[at] || quantized_[at]->format == 0 || !from || index-- > 0) continue;
+            page& to = *quantized_[at];
+            const std::uint32_t found = convert_block(cache_->table(static_cast<tensor>(at % 2)),
+                                                      cache_->shape(), layer_, *from, to, head, scratch);
+            if (head == 0) add(to.not_finite, from->not_finite);
+            add(to.not_finite, found);
+            return;
+        }
+    }
+
+    void commit() noexcept {
+        layer_track& track = *track_;
+        const page_geometry g = cache_->geometry();
+        const int rollback = cache_->options().rollback;
+        for (std::size_t at = 0; at < quantized_.size(); ++at) {
+            if (!quantized_[at]) continue;
+            const int i = track.committed + static_cast<int>(at / 2);
+            page_span& s = track[i];
+            page_ref& page = s.pages[at % 2];
+            if (filled_[at]) put(page, filled_[at]);
+            if (quantized_[at]->format == 0) {  // a page that was filled, and stays 16 bit
+                put(page, quantized_[at]);
+                continue;
+            }
+            if (page && layer_track::keeps_copies(s, after_, g, rollback)) s.copies[at % 2] = std::move(page);
+            put(page, quantized_[at]);
+        }
+        track.committed += static_cast<int>(quantized_.size() / 2);
+        track.drop_copies(g, rollback);
+        track_ = nullptr;
+        end_lists();
+        if (!stock_) return;
+        for (page_ref& p : temporary_) stock_->give_back(std::move(p));
+        stock_->end_step();
+    }
+
+    /// Bytes that stage() takes from the pool, and how many of them commit() gives back.
+    struct needs {
+        std::size_t taken = 0, returned = 0;
+    };
+    static needs needs_of(const cache& of, const layer_track& track, int tokens, chunk_pages when) {
+        needs n;
+        for_each_need(
+            of, track, tokens, when, [&](std::size_t bytes) { n.taken += page_pool::allocation(bytes); },
+            [&](std::size_t bytes) { n.returned += page_pool::allocation(bytes); });
+        return n;
+    }
+    /// Calls take(bytes of data) for every page that stage() takes, and give_back(bytes) for those of them that commit() gives back.
+    /// Returns the number of spans that are committed.
+    template <class Take, class GiveBack>
+    static std::size_t for_each_need(const cache& of, const layer_track& track, int tokens, chunk_pages when,
+                                     Take&& take, GiveBack&& give_back) {
+        const page_geometry g = of.geometry();
+        const int after = track.tokens + tokens;
+        const auto bytes_of = [&](int role, int format, int n) {
+            return of.page_bytes(static_cast<tensor>(role), format, n);
+        };
+        std::size_t commits = 0;
+        bool temporary[2] = {};
+        const auto add_span = [&](int first, int room, bool sinks, bool is_new) {
+            const page_span whole{first, room, room, {}, {}, 0, sinks};
+            const int capacity = g.capacity(sinks);
+            const bool due = layer_track::is_due(whole, after, g);
+            const bool kept = layer_track::keeps_copies(whole, after, g, of.options().rollback);
+            commits += due;
+            for (int role = 0; role < 2; ++role) {
+                const int target = due && !sinks ? track.targets[role] : 0;
+                if (target != 0) take(bytes_of(role, target, capacity));
+                if (due && room < capacity) {
+                    const std::size_t filled = bytes_of(role, 0, capacity);
+                    take(filled);
+                    if (target != 0 && !kept) give_back(filled);
+                }
+                if (!is_new) continue;
+                const bool passes = target != 0 && !kept;
+                if (passes && when == chunk_pages::at_once && std::exchange(temporary[role], true)) continue;
+                const std::size_t bytes =
+                    bytes_of(role, 0, g.window_tokens(first, smaller(room, after - first), room));
+                take(bytes);
+                if (passes) give_back(bytes);
+            }
+        };
+        int at = track.tokens;
+        for (int i = track.committed; i < track.size(); ++i) {
+            const page_span& s = track[i];
+            const bool last = i == track.size() - 1;
+            if (last && track.has_open_span()) {
+                const int shown = s.tokens + smaller(tokens, s.room - s.tokens);
+                for (int role = 0; role < 2; ++role)
+                    if (needs_copy(s, role, shown))
+                        take(bytes_of(role, 0, g.window_tokens(s.first_token, shown, s.room)));
+                at = s.first_token + shown;
+            }
+            add_span(s.first_token, last && track.has_span_to_close() ? s.tokens : s.room, s.sinks, false);
+        }
+        for (bool sinks = track.begins_with_sinks(g); at < after; sinks = false) {
+            add_span(at, g.capacity(sinks), sinks, true);
+            at += smaller(g.capacity(sinks), after - at);
+        }
+        return commits;
+    }
+
+private:
+    static bool needs_copy(const page_span& s, int role, int tokens) noexcept {
+        return s.pages[role].shared() || s.pages[role]->tokens < tokens;
+    }
+    /// Moves a page to its place. The page that was there goes back to the stock.
+    void put(page_ref& place, page_ref& p) noexcept {
+        std::swap(place, p);
+        if (stock_) stock_->give_back(std::move(p));
+        p = page_ref{};
+    }
+    /// The stock gets its lists back.
+    void end_lists() noexcept {
+        filled_.clear();
+        quantized_.clear();
+        if (!stock_ || !stock_->reserved()) return;
+        stock_->filled.swap(filled_);
+        stock_->quantized.swap(quantized_);
+    }
+    /// On several threads.
+    static void add(std::uint32_t& sum, std::uint32_t n) noexcept {
+        if (n > 0) __atomic_fetch_add(&sum, n, __ATOMIC_RELAXED);
+    }
+    page_ref window_page(int role, int tokens) { return new_window_page(*cache_, role, tokens, stock_); }
     page_ref& quantized(int i, std::size_t role) {
         return quantized_[2 * static_cast<std::size_t>(i - track_->committed) + role];
     }
@@ -266,20 +342,21 @@ private:
             quantized_.emplace_back();
             filled_.emplace_back();
             page_ref filled;
-            if (s.room < capacity) filled = filled_page(*cache_, *s.pages[role], role, s.tokens, capacity);
+            if (s.room < capacity)
+                filled = filled_page(*cache_, *s.pages[role], role, s.tokens, capacity, stock_);
             if (target == 0) {
                 quantized_.back() = std::move(filled);
                 continue;
             }
             filled_.back() = std::move(filled);
-            quantized_.back() = cache_->pool().allocate(
-                cache_->page_bytes(static_cast<tensor>(role), target, capacity), target, capacity);
-            jobs_ += s.pages[role] ? 1 : 0;
+            quantized_.back() = new_page(*cache_, role, target, capacity, stock_);
+            jobs_ += s.pages[role] ? cache_->shape().kv_heads : 0;
         }
     }
 
     cache* cache_;
     layer_track* track_;
+    page_stock* stock_;
     int layer_, before_, after_;
     chunk_pages when_;
     int spans_before_, first_written_ = 0;

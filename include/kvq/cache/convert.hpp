@@ -27,40 +27,44 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// Fills `to`, in the format of `to`, with the values of `from`. scratch: shape.values() floats of one block.
-inline void convert_page(const format_table& table, const cache_shape& shape, int layer, const page& from,
-                         page& to, float* scratch) {
+/// Fills block `h` of `to`, in the format of `to`, with the values of `from`. Returns the number of values that it found not finite.
+/// scratch: shape.values() floats of one block. Blocks may be filled on several threads. A 16-bit page must be zero: odd rows and columns
+/// leave gaps in its blocks.
+inline std::uint32_t convert_block(const format_table& table, const cache_shape& shape, int layer,
+                                   const page& from, page& to, int h, float* scratch) {
     const block_shape block{table.role(), from.tokens, shape.dim(table.role())};
     const format &source_format = table[from.format], &target_format = table[to.format];
     const format_functions &read = source_format.functions(), &write = target_format.functions();
     const std::size_t from_bytes = source_format.block_bytes(block),
                       to_bytes = target_format.block_bytes(block);
-    to.not_finite = from.not_finite;
-    // Odd rows and columns leave gaps in a block of 16-bit values. Gaps are zero.
-    if (to.format == 0) std::memset(to.data(), 0, to.bytes);
     const default_arithmetic arithmetic;
-    for (int h = 0; h < shape.kv_heads; ++h) {
-        const block_id id{layer, h};
-        const std::byte* const source = from.data() + from_bytes * static_cast<std::size_t>(h);
-        std::byte* const target = to.data() + to_bytes * static_cast<std::size_t>(h);
-        if (from.format == 0) {
-            to.not_finite += write.quantize(target_format.scheme(), block, id, table.window_type(), source,
-                                            target, scratch);
-            continue;
-        }
-        read.dequantize(source_format.scheme(), block, id, source, float_type::fp32, scratch, block.dim,
-                        scratch);
-        if (to.format == 0) {
-            for (std::size_t i = 0; i < block.values(); ++i) to.not_finite += !is_finite(scratch[i]);
-            write.write_tokens(block, target, float_type::fp32, scratch, block.dim, block.tokens, 0);
-            continue;
-        }
-        float token_scales[most_quantized];
-        const bool known = read.read_token_scales != nullptr;
-        if (known) read.read_token_scales(source_format.scheme(), block, source, token_scales);
-        to.not_finite += write.requantize_values(target_format.scheme(), block, id, scratch,
-                                                 known ? token_scales : nullptr, target);
+    const block_id id{layer, h};
+    const std::byte* const source = from.data() + from_bytes * static_cast<std::size_t>(h);
+    std::byte* const target = to.data() + to_bytes * static_cast<std::size_t>(h);
+    if (from.format == 0)
+        return write.quantize(target_format.scheme(), block, id, table.window_type(), source, target,
+                              scratch);
+    read.dequantize(source_format.scheme(), block, id, source, float_type::fp32, scratch, block.dim, scratch);
+    std::uint32_t not_finite = 0;
+    if (to.format == 0) {
+        for (std::size_t i = 0; i < block.values(); ++i) not_finite += !is_finite(scratch[i]);
+        write.write_tokens(block, target, float_type::fp32, scratch, block.dim, block.tokens, 0);
+        return not_finite;
     }
+    float token_scales[most_quantized];
+    const bool known = read.read_token_scales != nullptr;
+    if (known) read.read_token_scales(source_format.scheme(), block, source, token_scales);
+    return write.requantize_values(target_format.scheme(), block, id, scratch, known ? token_scales : nullptr,
+                                   target);
+}
+
+/// Fills `to`, in the format of `to`, with the values of `from`. scratch: shape.values() floats of one block.
+inline void convert_page(const format_table& table, const cache_shape& shape, int layer, const page& from,
+                         page& to, float* scratch) {
+    if (to.format == 0) std::memset(to.data(), 0, to.bytes);
+    to.not_finite = from.not_finite;
+    for (int h = 0; h < shape.kv_heads; ++h)
+        to.not_finite += convert_block(table, shape, layer, from, to, h, scratch);
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -129,7 +129,7 @@ public:
             d.shorter = table < d.track->spans.capacity();
             if (d.shorter) d.table.reserve(table);
             if (accepted == 0) continue;
-            chunks_.emplace_back(*cache_, *d.track, d.layer, accepted, chunk_pages::at_once);
+            chunks_.emplace_back(*cache_, *d.track, d.layer, accepted, chunk_pages::at_once, nullptr);
             chunks_.back().stage();
         }
         for (std::size_t i = 0; i < chunks_.size(); ++i) {

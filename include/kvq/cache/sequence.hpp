@@ -19,6 +19,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 
 #include "draft.hpp"
@@ -179,6 +180,9 @@ public:
         return most + detail::draft_pages_bytes(*cache_, n);
     }
 
+    /// Gives back what cache::reserve took for this sequence and what no step has used.
+    void release_reserved() noexcept { stock_.clear(); }
+
     /// A sequence with the same tokens that shares every page.
     [[nodiscard]] sequence fork() const { return {*this, 0}; }
 
@@ -264,7 +268,8 @@ public:
                 }
             }
         }
-        u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace;
+        u.reserved = stock_.page_bytes() + stock_.list_bytes();
+        u.bytes = u.quantized + u.window + u.rollback + u.bookkeeping + u.workspace + u.reserved;
         return u;
     }
 
@@ -279,14 +284,15 @@ private:
     friend class cache;
     friend struct detail::sequence_access;
 
-    explicit sequence(cache& of) : cache_(&of), tracks_(memory()), scratch_(memory()) {
+    explicit sequence(cache& of) : cache_(&of), tracks_(memory()), scratch_(memory()), stock_(memory()) {
         tracks_.reserve(static_cast<std::size_t>(shape().layers));
         for (int i = 0; i < shape().layers; ++i)
             tracks_.emplace_back(memory(), of.target_format(tensor::key, i),
                                  of.target_format(tensor::value, i));
         reserve_scratch();
     }
-    sequence(const sequence& other, int) : cache_(other.cache_), tracks_(memory()), scratch_(memory()) {
+    sequence(const sequence& other, int)
+        : cache_(other.cache_), tracks_(memory()), scratch_(memory()), stock_(memory()) {
         tracks_.reserve(other.tracks_.size());
         for (const detail::layer_track& track : other.tracks_) tracks_.emplace_back(track, memory());
         reserve_scratch();
@@ -351,9 +357,11 @@ private:
         detail::expect(x.data != nullptr || x.tokens == 0, name, " has no data for ", x.tokens, " tokens");
     }
 
-    detail::chunk new_chunk(int layer, int n, detail::chunk_pages when) {
-        return {*cache_, tracks_[static_cast<std::size_t>(layer)], layer, n, when};
+    detail::chunk new_chunk(int layer, int n, detail::chunk_pages when) noexcept {
+        return {*cache_, tracks_[static_cast<std::size_t>(layer)], layer, n, when, &stock_};
     }
+    /// Fills the stock for prefill() of n tokens in every layer; strong guarantee.
+    void reserve_step(int n);
     std::size_t added_bytes(int n, detail::chunk_pages when) const {
         std::size_t held = 0, most = 0;
         for (const detail::layer_track& track : tracks_) {
@@ -382,6 +390,8 @@ private:
     cache* cache_;
     std::pmr::vector<detail::layer_track> tracks_;
     std::pmr::vector<float> scratch_;
+    detail::page_stock stock_;             // of the next step, if it was reserved
+    std::optional<detail::chunk> staged_;  // during cache::prefill
 };
 
 namespace detail {
@@ -472,33 +482,51 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
         r.sequence->check_chunk(layer, r.k, r.v);
         r.sequence->check_attention(layer, r.q, r.out, r.mods ? *r.mods : mods, r.k.tokens);
     }
-    std::pmr::vector<detail::chunk> chunks(pool_.memory());
-    chunks.reserve(batch.size());
+    // Chunks that are not committed put the former state back.
+    struct staged_chunks {
+        std::span<const prefill_request> batch;
+        ~staged_chunks() {
+            for (const prefill_request& r : batch) r.sequence->staged_.reset();
+        }
+    } const undo{batch};
     int jobs = 0;
+    long long tokens = 0;
     for (const prefill_request& r : batch) {
+        tokens += r.k.tokens;
         if (r.k.tokens == 0) continue;
-        chunks.push_back(r.sequence->new_chunk(layer, r.k.tokens, detail::chunk_pages::after_attend));
-        chunks.back().stage();
-        jobs += chunks.back().jobs();
+        detail::chunk& chunk = r.sequence->staged_.emplace(
+            r.sequence->new_chunk(layer, r.k.tokens, detail::chunk_pages::after_attend));
+        chunk.stage();
+        jobs += chunk.jobs();
     }
-    std::size_t written = 0;
-    for (const prefill_request& r : batch)
-        if (r.k.tokens > 0) chunks[written++].write(r.k, r.v, nullptr);
+    const int heads = shape_.kv_heads, writes = static_cast<int>(batch.size()) * 2 * heads;
+    const auto write = [&](int i) {
+        const prefill_request& r = batch[static_cast<std::size_t>(i / (2 * heads))];
+        const tensor role = i % (2 * heads) < heads ? tensor::key : tensor::value;
+        if (r.k.tokens > 0) r.sequence->staged_->write_head(role, role == tensor::key ? r.k : r.v, i % heads);
+    };
+    // Few tokens are written sooner than threads are called.
+    if (tokens < 64)
+        serial_executor{}.parallel_for(writes, write);
+    else
+        executor.parallel_for(writes, write);
     attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
     const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));
-    const std::size_t scratch = detail::round_up(scratch_floats() * sizeof(float), std::size_t{64});
-    std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch);
+    std::byte* const memory = space.reserve(static_cast<std::size_t>(workers) * scratch_bytes());
     std::atomic<int> next{0};
     const auto quantize = [&](int worker) {
-        auto* const floats = reinterpret_cast<float*>(memory + static_cast<std::size_t>(worker) * scratch);
+        auto* const floats =
+            reinterpret_cast<float*>(memory + static_cast<std::size_t>(worker) * scratch_bytes());
         for (int job = next.fetch_add(1); job < jobs; job = next.fetch_add(1)) {
             int first = 0;
-            for (detail::chunk& c : chunks) {
-                if (job < first + c.jobs()) {
-                    c.quantize(job - first, floats);
+            for (const prefill_request& r : batch) {
+                if (!r.sequence->staged_) continue;
+                const int own = r.sequence->staged_->jobs();
+                if (job < first + own) {
+                    r.sequence->staged_->quantize(job - first, floats);
                     break;
                 }
-                first += c.jobs();
+                first += own;
             }
         }
     };
@@ -506,7 +534,8 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
         quantize(0);
     else
         executor.parallel_for(workers, quantize);
-    for (detail::chunk& c : chunks) c.commit();
+    for (const prefill_request& r : batch)
+        if (r.sequence->staged_) r.sequence->staged_->commit();
 }
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -14,15 +14,19 @@
 
 namespace kvq::inline KVQ_TAGGED::detail {
 
-/// Writes tokens [from, from + count) of `source` to positions [at, at + count) of every block of a window page.
+/// Writes tokens [from, from + count) of head `h` of `source` to positions [at, at + count) of block `h` of a window page.
+inline void write_tokens(const format& window, page& p, tensor role, int dim, const input_view& source, int h,
+                         int from, int count, int at) {
+    if (count == 0) return;
+    const block_shape shape{role, p.tokens, dim};
+    const default_arithmetic arithmetic;
+    window.functions().write_tokens(shape, p.data() + window.block_bytes(shape) * static_cast<std::size_t>(h),
+                                    source.type, source.at(from, h), source.token_stride(), count, at);
+}
+/// The same for all heads.
 inline void write_tokens(const format& window, page& p, tensor role, int dim, const input_view& source,
                          int from, int count, int at) {
-    const block_shape shape{role, p.tokens, dim};
-    const std::size_t block_bytes = window.block_bytes(shape);
-    const default_arithmetic arithmetic;
-    for (int h = 0; h < source.heads && count > 0; ++h)
-        window.functions().write_tokens(shape, p.data() + block_bytes * static_cast<std::size_t>(h),
-                                        source.type, source.at(from, h), source.token_stride(), count, at);
+    for (int h = 0; h < source.heads; ++h) write_tokens(window, p, role, dim, source, h, from, count, at);
 }
 
 /// Copies the first `count` tokens of a window page to a new (zeroed) page, which may have memory for more or fewer tokens.

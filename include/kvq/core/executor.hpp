@@ -5,7 +5,8 @@
 //                                           that runs out of memory): after the last task ends, the caller must get one of the errors
 //
 // Results never depend on the executor: tasks are cut by shape, and partial results are merged in a fixed order.
-// serial_executor: everything on the calling thread. thread_executor, openmp_executor: core/thread_executor.hpp.
+// serial_executor: everything on the calling thread. thread_pool (core/thread_pool.hpp): threads that wait for work. team (core/team.hpp):
+// the threads of an engine that sends all of them into every operation, of ggml and OpenMP for example.
 // oneTBB: struct { int concurrency() const; void parallel_for(int n, auto f) { tbb::parallel_for(0, n, f); } };
 #pragma once
 

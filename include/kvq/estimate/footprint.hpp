@@ -2,6 +2,7 @@
 // down by age (cache/step_down.hpp).
 //
 //   total = sequences * (pages + rollback + bookkeeping + workspace) + attention workspace
+//   With cache_options::preallocate pages, rollback and page headers lie in byte_budget bytes; `unused` is the rest of them.
 //
 // Contract: equal to the allocations of the cache, byte for byte, after tokens were appended, in whole prompts or one by one
 // (tests/unit/footprint.cpp counts with a memory resource). Cuts add to it: a trim into a quantized page leaves a page that shows
@@ -32,6 +33,7 @@ struct footprint_report {
     std::size_t bookkeeping = 0;  ///< page headers and tables
     std::size_t workspace = 0;    ///< scratch for quantizing
     std::size_t attention = 0;    ///< workspace of one attention call
+    std::size_t unused = 0;       ///< of the byte budget, if it is allocated up front: bytes without a page
     std::size_t total = 0;        ///< the sum of the above
     /// Upper bound of the bytes that a call adds temporarily, to those held before or after it.
     std::size_t transient = 0;
@@ -111,6 +113,7 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         detail::add_layer(of, tensor::key, layer, tokens, use.chunk, policy, f);
         detail::add_layer(of, tensor::value, layer, tokens, use.chunk, policy, f);
     }
+    const std::size_t headers = f.bookkeeping;
     // The capacity of the table of spans, and the lists of a chunk.
     const auto spans = static_cast<std::size_t>(of.geometry().spans(tokens));
     const std::size_t table = detail::table_capacity(spans) * sizeof(page_span);
@@ -127,7 +130,12 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         *part *= static_cast<std::size_t>(sequences);
     }
     if (use.q_heads > 0) f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
-    f.total = f.quantized + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention;
+    if (of.options().preallocate) {
+        const std::size_t used =
+            f.quantized + f.window + f.rollback + headers * static_cast<std::size_t>(sequences);
+        f.unused = of.options().byte_budget - detail::smaller(used, of.options().byte_budget);
+    }
+    f.total = f.quantized + f.window + f.rollback + f.bookkeeping + f.workspace + f.attention + f.unused;
     return f;
 }
 
@@ -152,7 +160,9 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
         };
         const auto holds = [&](int m) {
             const footprint_report f = footprint(of, m, sequences, use, policy);
-            return f.total + (m > 0 ? f.transient : 0) <= budget;
+            const std::size_t more = m > 0 ? f.transient : 0;
+            if (of.options().preallocate) return f.total <= budget && more <= f.unused;
+            return f.total + more <= budget;
         };
         for (int m = static_cast<int>(detail::larger(0LL, n - period)); m <= n; ++m)
             if ((m == n || falls(m)) && !holds(m)) return false;

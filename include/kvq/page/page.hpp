@@ -12,10 +12,12 @@
 #include <cstdint>
 #include <limits>
 #include <memory_resource>
+#include <optional>
 #include <utility>
 
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
+#include "page_arena.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -67,8 +69,12 @@ class page_pool {
 public:
     static constexpr std::size_t no_budget = (std::numeric_limits<std::size_t>::max)();
 
-    explicit page_pool(std::pmr::memory_resource* memory, std::size_t budget = no_budget) noexcept
-        : memory_(memory), budget_(budget) {}
+    /// preallocate: the budget, which must be a number of bytes then, is allocated now, in one piece for all pages.
+    explicit page_pool(std::pmr::memory_resource* memory, std::size_t budget = no_budget,
+                       bool preallocate = false)
+        : memory_(memory), budget_(budget) {
+        if (preallocate) arena_.emplace(memory, budget);
+    }
     page_pool(const page_pool&) = delete;
     page_pool& operator=(const page_pool&) = delete;
 
@@ -84,6 +90,14 @@ public:
             if (total > budget_ || used > budget_ - total) detail::raise<out_of_memory>(total, used, budget_);
         } while (!in_use_.compare_exchange_weak(used, used + total, std::memory_order_relaxed));
         void* memory = nullptr;
+        if (arena_) {
+            memory = arena_->allocate(total);
+            if (!memory) {
+                in_use_.fetch_sub(total, std::memory_order_relaxed);
+                detail::raise<out_of_memory>(total, used, budget_, arena_->longest());
+            }
+            return page_in(memory, bytes, format, tokens);
+        }
 #if KVQ_EXCEPTIONS
         try {
             memory = memory_->allocate(total, alignof(page));
@@ -94,6 +108,20 @@ public:
 #else
         memory = memory_->allocate(total, alignof(page));
 #endif
+        return page_in(memory, bytes, format, tokens);
+    }
+
+    /// Bytes of all pages, headers included.
+    std::size_t bytes_in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
+    /// Bytes taken from the memory resource for pages: the budget if it was allocated up front, else those in use.
+    std::size_t bytes_held() const noexcept { return arena_ ? budget_ : bytes_in_use(); }
+    std::size_t pages_in_use() const noexcept { return pages_.load(std::memory_order_relaxed); }
+    std::size_t budget() const noexcept { return budget_; }
+    std::pmr::memory_resource* memory() const noexcept { return memory_; }
+
+private:
+    friend class page_ref;
+    page_ref page_in(void* memory, std::size_t bytes, int format, int tokens) noexcept {
         page* const p = ::new (memory) page;
         p->format = format;
         p->tokens = tokens;
@@ -102,25 +130,20 @@ public:
         pages_.fetch_add(1, std::memory_order_relaxed);
         return page_ref(p);
     }
-
-    /// Bytes of all pages, headers included.
-    std::size_t bytes_in_use() const noexcept { return in_use_.load(std::memory_order_relaxed); }
-    std::size_t pages_in_use() const noexcept { return pages_.load(std::memory_order_relaxed); }
-    std::size_t budget() const noexcept { return budget_; }
-    std::pmr::memory_resource* memory() const noexcept { return memory_; }
-
-private:
-    friend class page_ref;
     void free(page* p) noexcept {
         const std::size_t total = allocation(p->bytes);
         p->~page();
-        memory_->deallocate(p, total, alignof(page));
+        if (arena_)
+            arena_->deallocate(p, total);
+        else
+            memory_->deallocate(p, total, alignof(page));
         in_use_.fetch_sub(total, std::memory_order_relaxed);
         pages_.fetch_sub(1, std::memory_order_relaxed);
     }
 
     std::pmr::memory_resource* memory_;
     std::size_t budget_;
+    std::optional<detail::page_arena> arena_;
     std::atomic<std::size_t> in_use_{0};
     std::atomic<std::size_t> pages_{0};
 };

@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "../cache/sequence.hpp"
+#include "../cache/reserve.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -104,6 +104,13 @@ public:
         sequence_.prefill(layer, k, v, q, out, mods{sink_window{options_.window, sinks()}, more}, executor,
                           space);
         drop(tokens);
+    }
+
+    /// cache::reserve for the next append() or prefill() of `tokens` tokens in every layer. Drops what that call would drop, before it.
+    void reserve(int tokens, int q_tokens, int q_heads, int threads, workspace& space) {
+        drop(droppable());
+        const step_request one{&sequence_, tokens, q_tokens};
+        detail::sequence_access::cache(sequence_).reserve(std::span(&one, 1), q_heads, threads, space);
     }
 
     /// As sequence::attend, over the window. Raises kvq::error when part of a query's window was dropped: queries of

@@ -1,0 +1,56 @@
+// The ready-made executor (core/executor.hpp): threads that stay and sleep when there is no work.
+//
+//   kvq::thread_pool threads(8);                                       seven threads, and the one that calls
+//   cache.prefill(layer, batch, kvq::causal{}, threads, workspace);
+//
+// For engines without threads of their own; those that send all of their threads into an operation: core/team.hpp.
+#pragma once
+
+#include <thread>
+#include <vector>
+
+#include "error.hpp"
+#include "executor.hpp"
+#include "task_list.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+class thread_pool {
+public:
+    /// Starts threads - 1 threads; the calling thread of parallel_for() is the other one. Raises kvq::error below 1.
+    explicit thread_pool(int threads) : threads_(threads) {
+        detail::expect(threads >= 1, "a thread_pool needs at least 1 thread, got ", threads);
+        helpers_.all.reserve(static_cast<std::size_t>(threads - 1));
+        for (int i = 1; i < threads; ++i)
+            helpers_.all.emplace_back([this] { tasks_.help([this] { return helpers_.stop.load(); }); });
+    }
+    thread_pool(const thread_pool&) = delete;
+    thread_pool& operator=(const thread_pool&) = delete;
+
+    int concurrency() const noexcept { return threads_; }
+    /// Calls f(0) ... f(n-1) and returns when all have ended; then raises the first error of a task. Allocates nothing. May be called from
+    /// any thread; while another call is going on, and from a task, it runs its tasks on the calling thread alone.
+    template <class F>
+    void parallel_for(int n, F&& f) const {
+        tasks_.run(n, f);
+    }
+
+private:
+    // Joins also those threads that were started before one could not be.
+    struct helpers {
+        detail::task_list& tasks;
+        std::atomic<bool> stop{false};
+        std::vector<std::thread> all{};
+        ~helpers() {
+            stop = true;
+            tasks.wake();
+            for (std::thread& t : all) t.join();
+        }
+    };
+
+    int threads_;
+    mutable detail::task_list tasks_;
+    helpers helpers_{tasks_};
+};
+
+}  // namespace kvq::inline KVQ_TAGGED
