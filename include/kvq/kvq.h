@@ -204,10 +204,9 @@ KVQ_API kvq_status kvq_format_dequantize(const kvq_format* format, const kvq_pag
 /// Two pages that hold the keys and the values of the same tokens of a layer, all kv heads.
 typedef struct kvq_page {
     const void *keys, *values;
-    int32_t key_format, value_format;  // kvq_cache_find_format; 0 is the window format
-    int32_t capacity;                  // tokens that the pages have memory for (kvq_page_shape.tokens)
-    int32_t skip, tokens;  // tokens [skip, skip + tokens) of the pages are shown; tokens is at least 1
-    int32_t reserved;      // 0
+    int32_t key_format, value_format;      // kvq_cache_find_format; 0 is the window format
+    int32_t key_capacity, value_capacity;  // tokens that the pages have memory for (kvq_page_shape.tokens)
+    int32_t skip, tokens;  // tokens [skip, skip + tokens) of both pages are shown; tokens is at least 1
     int64_t shift;         // positions by which the keys moved since they were rotated (kvq_sequence_shift)
 } kvq_page;
 
