@@ -82,11 +82,11 @@ kvq_status kvq_cache_attend_pages(const kvq_cache* cache, int32_t layer, const k
         for (int32_t i = 0; i < count; ++i) {
             const kvq_page& p = pages[i];
             list.add({static_cast<const std::byte*>(p.keys), static_cast<const std::byte*>(p.values),
-                      p.key_format, p.value_format, p.key_capacity, p.value_capacity, p.skip, p.tokens, p.shift});
+                      p.key_format, p.value_format, p.key_capacity, p.value_capacity, p.skip, p.tokens,
+                      p.shift});
         }
         list.attend(query_of(q, "q"), output_of(out, "out").with_lse(o.lse), mods.view(),
                     executor_of(o.executor), space);
     });
 }
-
 }

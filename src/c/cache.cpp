@@ -27,8 +27,7 @@ void each_name(const std::string& names, const char* what, Use&& use) {
 
 rotary_embedding rotary_of(const kvq_rotary& r) {
     expect(r.layout == KVQ_HALF_SPLIT || r.layout == KVQ_INTERLEAVED, KVQ_ERROR_ARGUMENT,
-           "the layout of a rotary embedding is ", r.layout,
-           ", neither KVQ_HALF_SPLIT nor KVQ_INTERLEAVED");
+           "the layout of a rotary embedding is ", r.layout, ", neither KVQ_HALF_SPLIT nor KVQ_INTERLEAVED");
     expect_list(r.frequencies, r.frequency_count, "frequencies");
     rotary_embedding e;
     e.dims = r.dims;
@@ -168,8 +167,8 @@ kvq_status kvq_cache_get_format(const kvq_cache* cache, kvq_role role, int32_t i
         place(out, "out");
         const kvq::tensor of = role_of(role);
         const auto& table = state.cache.table(of);
-        expect(index >= 0 && index < table.size(), KVQ_ERROR_ARGUMENT, "format ", index,
-               " is not among the ", table.size(), " of the cache");
+        expect(index >= 0 && index < table.size(), KVQ_ERROR_ARGUMENT, "format ", index, " is not among the ",
+               table.size(), " of the cache");
         std::string name = table[index].name();
         for (const auto& n : state.names_of(of))
             if (n.listed == index - 1) name = n.name;
@@ -189,8 +188,8 @@ kvq_status kvq_rotary_llama3(int32_t dims, double base, double factor, double lo
                              double high_freq_factor, double original_context, double* frequencies) {
     return guard([&] {
         place(frequencies, "frequencies");
-        const auto f = kvq::llama3_frequencies(
-            dims, base, {factor, low_freq_factor, high_freq_factor, original_context});
+        const auto f = kvq::llama3_frequencies(dims, base,
+                                               {factor, low_freq_factor, high_freq_factor, original_context});
         std::copy(f.begin(), f.end(), frequencies);
     });
 }
@@ -199,10 +198,8 @@ kvq_status kvq_rotary_yarn(int32_t dims, double base, double factor, double orig
                            double beta_fast, double beta_slow, double* frequencies) {
     return guard([&] {
         place(frequencies, "frequencies");
-        const auto f =
-            kvq::yarn_frequencies(dims, base, {factor, original_context, beta_fast, beta_slow});
+        const auto f = kvq::yarn_frequencies(dims, base, {factor, original_context, beta_fast, beta_slow});
         std::copy(f.begin(), f.end(), frequencies);
     });
 }
-
 }

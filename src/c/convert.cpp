@@ -82,10 +82,9 @@ kvq_status kvq_cache_requantize(kvq_cache* cache, kvq_sequence* const* sequences
             done = state->cache.requantize(all, wanted, limit, executor, space);
         }
         if (report)
-            write_struct(report,
-                         kvq_requantize_report{0, done.pages, done.pages_left, done.bytes_before,
-                                               done.bytes_after, done.bytes_peak, done.bytes_freed,
-                                               done.workspace});
+            write_struct(report, kvq_requantize_report{0, done.pages, done.pages_left, done.bytes_before,
+                                                       done.bytes_after, done.bytes_peak, done.bytes_freed,
+                                                       done.workspace});
     });
 }
 
@@ -122,5 +121,4 @@ kvq_status kvq_cache_longest_context(const kvq_cache* cache, size_t budget, cons
         *tokens = kvq::longest_context(state.cache, budget, e.sequences, e.use, e.policy);
     });
 }
-
 }

@@ -22,7 +22,8 @@ const builtin_format* listed_formats(std::int32_t& count) {
 
 bool is_preset(const char* format_name) {
     bool found = false;
-    for_each_preset([&]<class Preset>(Preset) { found = found || std::strcmp(Preset::name, format_name) == 0; });
+    for_each_preset(
+        [&]<class Preset>(Preset) { found = found || std::strcmp(Preset::name, format_name) == 0; });
     return found;
 }
 
@@ -40,8 +41,7 @@ struct caller_page {
     int heads, layer, first_head;
     std::size_t block_bytes;
 
-    caller_page(const kvq_format* handle, const kvq_page_shape* given)
-        : f(get(handle, "format").format) {
+    caller_page(const kvq_format* handle, const kvq_page_shape* given) : f(get(handle, "format").format) {
         const kvq_page_shape& s = place(given, "shape");
         const tensor role = role_of(s.role);
         expect(s.tokens >= 1 && s.tokens <= 65536, KVQ_ERROR_ARGUMENT, "a page has 1 to 65536 tokens, not ",
@@ -53,8 +53,8 @@ struct caller_page {
         expect(s.heads >= 1, KVQ_ERROR_ARGUMENT, "a page has at least 1 head, got ", s.heads);
         detail::check_shape({1, s.heads, s.dim, 0});
         const cache_shape& of = get(handle, "format").model;
-        expect(of.layers == 0 || (s.layer < of.layers && s.first_head <= of.kv_heads - s.heads &&
-                                  s.dim == of.dim(role)),
+        expect(of.layers == 0 ||
+                   (s.layer < of.layers && s.first_head <= of.kv_heads - s.heads && s.dim == of.dim(role)),
                KVQ_ERROR_ARGUMENT, "a page of layer ", s.layer, ", heads from ", s.first_head, " on, ", s.dim,
                " channels, but the format was made for ", of.layers, " layers of ", of.kv_heads, " heads x ",
                of.dim(role));
@@ -67,7 +67,9 @@ struct caller_page {
 
     std::size_t bytes() const { return block_bytes * static_cast<std::size_t>(heads); }
     /// Scratch of floats, then a block of plain values.
-    std::size_t scratch_bytes() const { return detail::round_up(block.values() * sizeof(float), std::size_t{64}); }
+    std::size_t scratch_bytes() const {
+        return detail::round_up(block.values() * sizeof(float), std::size_t{64});
+    }
     std::size_t workspace_bytes() const {
         return scratch_bytes() + values_format(float_type::fp32).block_bytes(block);
     }
@@ -81,13 +83,13 @@ struct caller_page {
                "page is not at an address that is a multiple of 16");
         expect(reinterpret_cast<std::uintptr_t>(workspace) % 64 == 0, KVQ_ERROR_ARGUMENT,
                "workspace is not at an address that is a multiple of 64");
-        expect(page_bytes == bytes(), KVQ_ERROR_ARGUMENT, "a page of this shape has ", bytes(), " bytes, not ",
-               page_bytes);
+        expect(page_bytes == bytes(), KVQ_ERROR_ARGUMENT, "a page of this shape has ", bytes(),
+               " bytes, not ", page_bytes);
         expect(given_bytes >= workspace_bytes(), KVQ_ERROR_ARGUMENT, "the workspace has ", given_bytes,
                " bytes, a page of this shape needs ", workspace_bytes());
-        expect(x->tokens == block.tokens && x->heads == heads && x->dim == block.dim, KVQ_ERROR_ARGUMENT, name,
-               " is ", x->tokens, " tokens x ", x->heads, " heads x ", x->dim, " channels but the page is ",
-               block.tokens, " x ", heads, " x ", block.dim);
+        expect(x->tokens == block.tokens && x->heads == heads && x->dim == block.dim, KVQ_ERROR_ARGUMENT,
+               name, " is ", x->tokens, " tokens x ", x->heads, " heads x ", x->dim,
+               " channels but the page is ", block.tokens, " x ", heads, " x ", block.dim);
         expect(x->data != nullptr, KVQ_ERROR_HANDLE, name, " has no data");
     }
 };
@@ -165,7 +167,8 @@ kvq_status kvq_format_quantize(const kvq_format* format, const kvq_page_shape* s
         std::byte* const block_of_values = static_cast<std::byte*>(workspace) + to.scratch_bytes();
         std::size_t count = 0;
         for (int h = 0; h < to.heads; ++h) {
-            std::byte* const block = static_cast<std::byte*>(page) + to.block_bytes * static_cast<std::size_t>(h);
+            std::byte* const block =
+                static_cast<std::byte*>(page) + to.block_bytes * static_cast<std::size_t>(h);
             // A format of plain values writes tokens itself; others read a block of the type of the values.
             const bool holds_values = to.f.holds_values();
             std::byte* const written = holds_values ? block : block_of_values;
@@ -174,8 +177,8 @@ kvq_status kvq_format_quantize(const kvq_format* format, const kvq_page_shape* s
             writer.functions().write_tokens(to.block, written, from.type, from.at(0, h), from.token_stride(),
                                             from.tokens, 0);
             if (!holds_values)
-                count += to.f.functions().quantize(to.f.scheme(), to.block, to.id(h), from.type, written, block,
-                                                   scratch);
+                count += to.f.functions().quantize(to.f.scheme(), to.block, to.id(h), from.type, written,
+                                                   block, scratch);
         }
         if (not_finite) *not_finite = count;
     });
@@ -196,5 +199,4 @@ kvq_status kvq_format_dequantize(const kvq_format* format, const kvq_page_shape*
                 to.at(0, h), to.token_stride(), static_cast<float*>(workspace));
     });
 }
-
 }

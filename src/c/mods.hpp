@@ -53,8 +53,8 @@ public:
             m_.window > 0 || m_.prefix > 0 || m_.documents > 0 || tree_ || m_.mask_row != nullptr;
         const bool scored = m_.softcap != 0.0f || m_.alibi_heads > 0 || m_.score_row != nullptr;
         return (m_.direction == KVQ_CAUSAL && m_.prefix == 0 ? causal : 0u) |
-               (m_.direction != KVQ_CROSS ? positions : 0u) | (masked ? masks : 0u) |
-               (scored ? scores : 0u) | (m_.sink_heads > 0 ? sinks : 0u);
+               (m_.direction != KVQ_CROSS ? positions : 0u) | (masked ? masks : 0u) | (scored ? scores : 0u) |
+               (m_.sink_heads > 0 ? sinks : 0u);
     }
     bool has_window() const noexcept { return m_.window > 0; }
 
@@ -120,7 +120,8 @@ struct hooks {
 
     float scale(int head_dim) const { return of->scale(head_dim); }
     void check(int q_heads) const { of->check(q_heads); }
-    void mask_row(float* row, int n, int q_pos, int first_k) const requires((Flags & mods_parts::masks) != 0) {
+    void mask_row(float* row, int n, int q_pos, int first_k) const
+        requires((Flags & mods_parts::masks) != 0) {
         of->mask_row(row, n, q_pos, first_k);
     }
     page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const

@@ -44,8 +44,8 @@ struct ring_call {
 
     ring_call(const kvq_attend_options* options, const kvq::cache& of)
         : o(read_optional(options, "options")), mods(o.mods, "options.mods"), space(o.workspace, of) {
-        expect(!mods.has_window(), KVQ_ERROR_ARGUMENT, "a ring has its window already: options.mods.window is ",
-               "for sequences");
+        expect(!mods.has_window(), KVQ_ERROR_ARGUMENT,
+               "a ring has its window already: options.mods.window is ", "for sequences");
     }
 };
 
@@ -208,9 +208,8 @@ kvq_status kvq_ring_attend(const kvq_ring* ring, int32_t layer, const kvq_tensor
         ring_call c(options, r.of->cache);
         const kvq::output_view to = output_of(out, "out").with_lse(c.o.lse);
         const kvq::executor_view executor = executor_of(c.o.executor);
-        c.mods.use([&](const auto& mods) {
-            r.ring.attend(layer, query_of(q, "q"), to, mods, executor, c.space);
-        });
+        c.mods.use(
+            [&](const auto& mods) { r.ring.attend(layer, query_of(q, "q"), to, mods, executor, c.space); });
     });
 }
 
@@ -247,5 +246,4 @@ kvq_status kvq_ring_held(const kvq_ring* ring, kvq_sequence** out) {
         *out = make<kvq_sequence>(r.of, r.ring.held().fork());
     });
 }
-
 }

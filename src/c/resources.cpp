@@ -81,5 +81,4 @@ kvq_status kvq_executor_create_threads(int32_t threads, kvq_executor** out) {
 }
 
 kvq_status kvq_executor_free(kvq_executor* executor) { return free_handle(executor, "executor"); }
-
 }

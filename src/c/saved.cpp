@@ -152,5 +152,4 @@ kvq_status kvq_receiver_finish(kvq_receiver* receiver, int32_t tokens, kvq_seque
         },
         KVQ_ERROR_DATA);
 }
-
 }

@@ -67,9 +67,8 @@ kvq_status kvq_sequence_prefill(kvq_sequence* sequence, int32_t layer, const kvq
 
 kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                const kvq_tensor* v) {
-    return guard([&] {
-        get(sequence, "sequence").sequence.append(layer, input_of(k, "k"), input_of(v, "v"));
-    });
+    return guard(
+        [&] { get(sequence, "sequence").sequence.append(layer, input_of(k, "k"), input_of(v, "v")); });
 }
 
 kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
@@ -84,9 +83,8 @@ kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, cons
 
 kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
                                      const kvq_tensor* v) {
-    return guard([&] {
-        get(sequence, "sequence").sequence.append_draft(layer, input_of(k, "k"), input_of(v, "v"));
-    });
+    return guard(
+        [&] { get(sequence, "sequence").sequence.append_draft(layer, input_of(k, "k"), input_of(v, "v")); });
 }
 
 kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path, int32_t count) {
@@ -152,10 +150,9 @@ kvq_status kvq_sequence_get_pages(const kvq_sequence* sequence, int32_t layer, k
         place(count, "count") = all.entries();
         for (int i = 0; i < all.entries() && i < capacity; ++i) {
             const kvq::layer_pages::entry e = all.at(i);
-            pages[i] = {e.keys->data(),  e.values->data(),  e.keys->format, e.values->format,
-                        e.keys->tokens,  e.values->tokens, e.skip,         e.tokens, e.shift};
+            pages[i] = {e.keys->data(),   e.values->data(), e.keys->format, e.values->format, e.keys->tokens,
+                        e.values->tokens, e.skip,           e.tokens,       e.shift};
         }
     });
 }
-
 }

@@ -49,10 +49,8 @@ kvq_status kvq_statistics_load(const void* data, size_t bytes, kvq_statistics** 
         [&] {
             expect_data(data, "data");
             place(out, "out");
-            *out = make<kvq_statistics>(
-                kvq::calibration::load({static_cast<const std::byte*>(data), bytes}));
+            *out = make<kvq_statistics>(kvq::calibration::load({static_cast<const std::byte*>(data), bytes}));
         },
         KVQ_ERROR_DATA);
 }
-
 }

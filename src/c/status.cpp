@@ -72,9 +72,15 @@ extern "C" {
 const char* kvq_last_error(void) { return kvq::c::last_message; }
 
 const char* kvq_status_name(kvq_status status) {
-    static const char* const names[] = {
-        "KVQ_OK",         "KVQ_ERROR_ARGUMENT", "KVQ_ERROR_HANDLE",      "KVQ_ERROR_STRUCT",  "KVQ_ERROR_MEMORY",
-        "KVQ_ERROR_DATA", "KVQ_ERROR_CALLBACK", "KVQ_ERROR_UNSUPPORTED", "KVQ_ERROR_INTERNAL"};
+    static const char* const names[] = {"KVQ_OK",
+                                        "KVQ_ERROR_ARGUMENT",
+                                        "KVQ_ERROR_HANDLE",
+                                        "KVQ_ERROR_STRUCT",
+                                        "KVQ_ERROR_MEMORY",
+                                        "KVQ_ERROR_DATA",
+                                        "KVQ_ERROR_CALLBACK",
+                                        "KVQ_ERROR_UNSUPPORTED",
+                                        "KVQ_ERROR_INTERNAL"};
     return status >= 0 && status <= KVQ_ERROR_INTERNAL ? names[status] : "unknown status";
 }
 
@@ -83,5 +89,4 @@ const char* kvq_version(void) {
 }
 
 int32_t kvq_abi_version(void) { return KVQ_ABI_VERSION; }
-
 }
