@@ -65,7 +65,11 @@ def _frequencies(function: Callable, dims: int, *others: float) -> List[float]:
 
 
 def _names(names: Optional[Names]) -> Optional[str]:
-    return names if names is None or isinstance(names, str) else ",".join(names)
+    if names is None or isinstance(names, str):
+        return names
+    if isinstance(names, int):
+        raise TypeError(f"a format name is a {type(names).__name__}, not a str")
+    return ",".join(names)
 
 
 class Cache(Handle):

@@ -141,11 +141,8 @@ class Handle:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __copy__(self):
-        raise TypeError(f"a {type(self).__name__} is not copied; a sequence has fork()")
-
-    __deepcopy__ = __copy__
-    __reduce__ = __copy__
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(f"a {type(self).__name__} is not copied; a sequence has fork(), save() and to_bytes()")
 
 
 def handle_of(x: Any, of: type, name: str) -> int:
