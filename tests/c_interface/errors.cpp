@@ -4,6 +4,7 @@
 #include <kvq/kvq.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -206,7 +207,7 @@ void refuses_bad_pointers(const char* name, kvq_status (*f)(P...), std::initiali
 
 /// The status of a call, and that its message has a text.
 void check_refused(kvq_status got, kvq_status wanted, const char* text, int line) {
-    INFO("line ", line, ": ", kvq_status_name(got), ": ", message());
+    INFO("line ", line, ": ", std::string(kvq_status_name(got)), ": ", message());
     CHECK(got == wanted);
     CHECK(message().find(text) != std::string::npos);
 }
@@ -369,9 +370,8 @@ TEST_CASE("a handle that is freed twice, and sequences that outlive their cache"
     CHECK(kvq_sequence_attend(f.s, 0, &f.q.t, &f.out.t, nullptr) == KVQ_OK);
     CHECK(kvq_sequence_append(f.s, 0, &f.k.t, &f.v.t) == KVQ_OK);
     f.cache = nullptr;
-    for (const kvq_status (*free)() :
-         {+[] { return kvq_cache_free(nullptr); }, +[] { return kvq_ring_free(nullptr); }})
-        CHECK(free() == KVQ_OK);
+    CHECK(kvq_cache_free(nullptr) == KVQ_OK);
+    CHECK(kvq_ring_free(nullptr) == KVQ_OK);
 }
 
 TEST_CASE("handles of another cache are refused") {
@@ -545,7 +545,8 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_ring_trim(f.ring, -1), KVQ_ERROR_ARGUMENT, "-1");
     auto request = init<kvq_requantize_request>();
     kvq_sequence* const twice[] = {f.s, f.s};
-    CHECK_REFUSED(kvq_cache_requantize(f.cache, twice, 2, &request, nullptr), KVQ_ERROR_ARGUMENT, "twice");
+    CHECK_REFUSED(kvq_cache_requantize(f.cache, twice, 2, &request, nullptr), KVQ_ERROR_ARGUMENT,
+                  "is sequence 0 again");
     request.keys = "low2";
     CHECK_REFUSED(kvq_cache_requantize(f.cache, twice, 1, &request, nullptr), KVQ_ERROR_ARGUMENT,
                   "lists no key format");
@@ -673,7 +674,7 @@ TEST_CASE("callbacks that fail") {
     }
     CHECK_REFUSED(kvq_receiver_accept(f.receiver, f.message.data(), f.message.size() - 1), KVQ_ERROR_DATA,
                   "truncated");
-    f.message.back() ^= std::byte{1};
+    f.message.back() = ~f.message.back();
     CHECK_REFUSED(kvq_receiver_accept(f.receiver, f.message.data(), f.message.size()), KVQ_ERROR_DATA,
                   "damaged");
     CHECK_REFUSED(kvq_receiver_finish(f.receiver, 100, &f.made), KVQ_ERROR_DATA, "0 tokens");
@@ -725,17 +726,22 @@ TEST_CASE(
     REQUIRE(kvq_cache_create(&o, &cache) == KVQ_OK);
     REQUIRE(kvq_sequence_create(cache, &s) == KVQ_OK);
     rows k(70, kv_heads), v(70, kv_heads), q(2, q_heads), out(2, q_heads);
+    const auto bytes_in_use = [&] {
+        auto info = init<kvq_cache_info>();
+        REQUIRE(kvq_cache_get_info(cache, &info) == KVQ_OK);
+        return info.bytes_in_use;
+    };
     int failures = 0;
     for (int step = 0; step < 3; ++step)
         for (int allowed = 0;; ++allowed) {
-            const std::ptrdiff_t held = m.held;
+            const std::size_t held = bytes_in_use();
             m.left = allowed;
             const kvq_status status = kvq_sequence_prefill(s, 0, &k.t, &v.t, &q.t, &out.t, nullptr);
             m.left = 1 << 30;
             if (status == KVQ_OK) break;
             ++failures;
             REQUIRE(status == KVQ_ERROR_MEMORY);
-            CHECK(m.held == held);
+            CHECK(bytes_in_use() == held);
             std::int32_t tokens = 0;
             CHECK(kvq_sequence_tokens(s, 0, &tokens) == KVQ_OK);
             CHECK(tokens == 70 * step);
