@@ -22,7 +22,6 @@ macro_rules! report {
         }
     };
 }
-pub(crate) use report;
 
 report!(
     /// The options in force, and what all sequences of a cache hold together.
@@ -83,17 +82,29 @@ report!(
         workspace,
     }
 );
-report!(
-    StepDownReport from kvq_step_down_report {
-        /// That changed.
-        pages,
-        /// In the pool of the cache, as the next two.
-        bytes_before,
-        bytes_after, bytes_peak,
-        /// 0: the budget is still exceeded.
-        fits,
+/// Sizes in the pool of the cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepDownReport {
+    /// That changed.
+    pub pages: usize,
+    pub bytes_before: usize,
+    pub bytes_after: usize,
+    pub bytes_peak: usize,
+    /// false: the budget is still exceeded.
+    pub fits: bool,
+}
+impl StepDownReport {
+    pub(crate) fn from_c(c: &sys::kvq_step_down_report) -> Self {
+        StepDownReport {
+            pages: c.pages,
+            bytes_before: c.bytes_before,
+            bytes_after: c.bytes_after,
+            bytes_peak: c.bytes_peak,
+            fits: c.fits != 0,
+        }
     }
-);
+}
 
 /// Which pages change to which formats.
 #[derive(Default)]
