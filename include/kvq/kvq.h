@@ -215,7 +215,7 @@ typedef struct kvq_page {
 enum {
     KVQ_CAUSAL = 0,         // a query attends to itself and the tokens before it
     KVQ_BIDIRECTIONAL = 1,  // to all tokens of the sequence
-    KVQ_CROSS = 2  // to all tokens; queries are no tokens of the sequence, and any number of them is allowed
+    KVQ_CROSS = 2           // to all tokens; queries are not of the sequence, any number of them is allowed
 };
 enum { KVQ_PAGE_NONE = 0, KVQ_PAGE_SOME = 1, KVQ_PAGE_ALL = 2 };
 
@@ -282,20 +282,19 @@ typedef struct kvq_cache_options {
     size_t size;
     int32_t layers, kv_heads, head_dim;
     int32_t value_dim;  // 0: head_dim
-    const char*
-        keys;  // names, separated by commas. Pages are quantized to the first one; kvq_cache_requantize takes all
-    const char* values;   // NULL: as keys
+    /// Names, separated by commas. Pages are quantized to the first one; kvq_cache_requantize and others take all. values: NULL: as keys.
+    const char *keys, *values;
     const char* window;   // fp32, fp16 or bf16; NULL: fp16
     int32_t page_tokens;  // 0: 128; multiples of 32 waste no bytes
     int32_t sinks;        // first tokens, always in the window format; 0: 4; KVQ_NONE
     int32_t recent;       // at least so many newest tokens are in the window format; 0: 32; KVQ_NONE
     int32_t rollback;     // a trim by up to so many tokens is exact; 0: 16; KVQ_NONE
     size_t byte_budget;   // for all pages; 0: none
-    const kvq_layer_formats*
-        layer_formats;         // NULL, or [layers]; names that keys and values do not list are added to them
-    const kvq_rotary* rotary;  // NULL: keys cannot move
-    int32_t rotary_count;      // 1: for all layers; or `layers`
-    int32_t reserved;          // 0
+    /// NULL, or [layers]. Names that `keys` and `values` do not list are added to them.
+    const kvq_layer_formats* layer_formats;
+    const kvq_rotary* rotary;          // NULL: keys cannot move
+    int32_t rotary_count;              // 1: for all layers; or `layers`
+    int32_t reserved;                  // 0
     const kvq_statistics* statistics;  // NULL, or for all keys whose format takes them
     const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
 } kvq_cache_options;

@@ -115,7 +115,7 @@ extern "C" {
 
 kvq_status kvq_cache_create(const kvq_cache_options* options, kvq_cache** out) {
     return guard([&] {
-        const kvq_cache_options o = read_struct(options, "options");
+        const kvq_cache_options o = read_reserved(options, "options");
         place(out, "out");
         *out = make<kvq_cache>(std::make_shared<cache_state>(o));
     });

@@ -7,7 +7,7 @@
 namespace kvq::c {
 
 step_down_policy policy_of(const kvq_step_down_policy* given, const cache_state& of) {
-    const kvq_step_down_policy p = read_struct(given, "policy");
+    const kvq_step_down_policy p = read_reserved(given, "policy");
     expect_list(p.tiers, p.tier_count, "tiers");
     step_down_policy policy;
     for (std::int32_t i = 0; i < p.tier_count; ++i) {
@@ -57,7 +57,7 @@ kvq_status kvq_cache_requantize(kvq_cache* cache, kvq_sequence* const* sequences
     return guard([&] {
         const shared_cache& state = get(cache, "cache").state;
         const std::vector<kvq::sequence*> all = sequences_of(sequences, count, state);
-        const kvq_requantize_request r = read_struct(request, "request");
+        const kvq_requantize_request r = read_reserved(request, "request");
         if (report) expect_struct(report, "report");
         expect(r.most_nanoseconds >= 0, KVQ_ERROR_ARGUMENT, "most_nanoseconds is ", r.most_nanoseconds);
         kvq::requantize_request wanted;

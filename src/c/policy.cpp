@@ -164,7 +164,7 @@ kvq_status kvq_prefix_cache_get_statistics(const kvq_prefix_cache* store,
 kvq_status kvq_ring_create(const kvq_sequence* sequence, const kvq_ring_options* options, kvq_ring** out) {
     return guard([&] {
         const kvq_sequence& s = get(sequence, "sequence");
-        const kvq_ring_options o = read_struct(options, "options");
+        const kvq_ring_options o = read_reserved(options, "options");
         place(out, "out");
         const kvq::ring_options wanted{
             o.window, or_default(o.slack, 16),

@@ -41,11 +41,21 @@ T read_struct(const T* s, const char* name) {
                " is not zero, but this library knows ", sizeof(T));
     return known;
 }
+/// The same for a struct with a member that later versions may use.
+template <class T>
+T read_reserved(const T* s, const char* name) {
+    const T known = read_struct(s, name);
+    expect(known.reserved == 0, KVQ_ERROR_STRUCT, name, ".reserved is ", known.reserved, ", not 0");
+    return known;
+}
 /// NULL: all zero.
 template <class T>
 T read_optional(const T* s, const char* name) {
     if (s == nullptr) return T{};
-    return read_struct(s, name);
+    if constexpr (requires(T t) { t.reserved; })
+        return read_reserved(s, name);
+    else
+        return read_struct(s, name);
 }
 
 template <class T>

@@ -415,6 +415,9 @@ TEST_CASE("structs of a wrong size") {
     CHECK_REFUSED(kvq_cache_create(&newer.now, &f.made_cache), KVQ_ERROR_STRUCT, "is not zero");
     newer.later[1] = 0;
     CHECK(kvq_cache_create(&newer.now, &f.made_cache) == KVQ_OK);
+    o = usual_options();
+    o.reserved = 1;
+    CHECK_REFUSED(kvq_cache_create(&o, &f.made_cache), KVQ_ERROR_STRUCT, "reserved is 1");
     struct {
         kvq_usage now = init<kvq_usage>();
         std::size_t later = 5;

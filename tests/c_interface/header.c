@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* kvq.h alone, twice, in C99 and in C++98. */
 #include <kvq/kvq.h>
-#include <kvq/kvq.h>
 
 int use_header(void);
 int use_header(void) {
