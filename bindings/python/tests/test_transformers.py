@@ -120,7 +120,7 @@ class Model:
             q, k, v = ((h @ w).view(*h.shape[:2], -1, D).transpose(1, 2) for w in (wq, wk, wv))
             q, k = self.rotated(q, positions), self.rotated(k, positions)
             k, v = cache.update(k, v, layer, {"cache_position": None})
-            out, _ = attention(self, q, k, v, given, scaling=D**-0.5, dropout=0.0, sliding_window=self.window)
+            out, _ = attention(self, q, k, v, given, scaling=0.3, dropout=0.0, sliding_window=self.window)
             x = x + out.reshape(*ids.shape, -1).contiguous() @ wo
         return x @ self.words.T
 
@@ -198,6 +198,11 @@ class StandIn(unittest.TestCase):
         mask = torch.cat([mask, torch.tensor([[1], [0], [1]])], dim=1)
         self.both(self.ids[:, :1], ours, theirs, mask)
         self.assertEqual([len(s) for s in ours.layers[1].sequences], [74, 93, 124])
+        ours.crop(110)
+        theirs.layers = {i: (k[:, :, :110], v[:, :, :110]) for i, (k, v) in theirs.layers.items()}
+        self.assertEqual([len(s) for s in ours.layers[0].sequences], [60, 90, 110])
+        mask = torch.cat([mask[:, :110], torch.tensor([[1], [1], [1]])], dim=1)
+        self.both(self.ids[:, :1], ours, theirs, mask)
         other = mask.clone()
         other[2, 0] = 0
         with self.assertRaisesRegex(kvq.ArgumentError, "cached tokens cannot be hidden"):
