@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from ctypes import (CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p)
-from typing import Any
+from typing import Any, Dict
 
 from ._errors import ArgumentError
 
@@ -40,6 +40,11 @@ def in_range(of: type, value: Any, what: str) -> int:
 
 
 class _Struct(ctypes.Structure):
+    _ranged: Dict[str, type] = {}  # members that are checked, by name
+
+    def __init_subclass__(cls) -> None:
+        cls._ranged = {name: of for name, of in cls._fields_ if of in RANGES}
+
     def __init__(self, **members: Any) -> None:
         super().__init__()
         if self._fields_[0][0] == "size":
@@ -48,8 +53,8 @@ class _Struct(ctypes.Structure):
             setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        of = dict(self._fields_)[name]
-        super().__setattr__(name, in_range(of, value, name) if of in RANGES else value)
+        of = self._ranged.get(name)
+        super().__setattr__(name, value if of is None else in_range(of, value, name))
 
 
 # ---- callbacks -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 import array
 import ctypes
 import sys
-from typing import Any, Iterable, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Optional, Sequence, Tuple
 
 from . import _abi
 from ._errors import ArgumentError, UnsupportedError
@@ -13,8 +13,11 @@ Tensor = Any
 """A numpy array or a torch tensor on the CPU, [tokens][heads][dim], channels contiguous, of dtype float32, float16 or bfloat16.
 In numpy bfloat16 is that of ml_dtypes, or uint16 with the bits."""
 
-_NUMPY = {"float32": _abi.FP32, "float16": _abi.FP16, "bfloat16": _abi.BF16, "uint16": _abi.BF16}
-_TORCH = {"torch.float32": _abi.FP32, "torch.float16": _abi.FP16, "torch.bfloat16": _abi.BF16}
+_NAMES = {
+    "float32": _abi.FP32, "float16": _abi.FP16, "bfloat16": _abi.BF16, "uint16": _abi.BF16,
+    "torch.float32": _abi.FP32, "torch.float16": _abi.FP16, "torch.bfloat16": _abi.BF16,
+}
+_numbers: Dict[Any, int] = {}  # by dtype
 
 
 def is_torch(x: Any) -> bool:
@@ -27,8 +30,31 @@ def is_numpy(x: Any) -> bool:
     return numpy is not None and isinstance(x, numpy.ndarray)
 
 
-def _parts(x: Tensor, name: str, write: bool) -> Tuple[int, str, Tuple[int, ...], Tuple[int, ...], int]:
-    """Address, dtype, shape, strides in values, bytes of a value."""
+def _number(x: Tensor, name: str) -> int:
+    """The dtype as the library has it."""
+    dtype = x.dtype
+    number = _numbers.get(dtype)
+    if number is None:
+        text = getattr(dtype, "name", None) or str(dtype)
+        if not getattr(dtype, "isnative", True):
+            raise ArgumentError(f"kvq: {name} is {dtype}, in another order of bytes than this machine's")
+        number = _NAMES.get(text)
+        if number is None:
+            raise ArgumentError(f"kvq: {name} is {text}, none of float32, float16 and bfloat16")
+        _numbers[dtype] = number
+    return number
+
+
+def _memory(x: Tensor, name: str, write: bool) -> Tuple[int, Tuple[int, ...]]:
+    """Address, and strides in values."""
+    if is_numpy(x):
+        if write and not x.flags.writeable:
+            raise ArgumentError(f"kvq: {name} cannot be written")
+        bytes_of = x.itemsize
+        strides = tuple([s // bytes_of for s in x.strides])
+        if any([s * bytes_of != of for s, of in zip(strides, x.strides)]):
+            raise ArgumentError(f"kvq: {name} has strides of {x.strides} bytes, not multiples of {bytes_of}")
+        return x.ctypes.data, strides
     if is_torch(x):
         if x.device.type != "cpu":
             raise UnsupportedError(
@@ -36,25 +62,15 @@ def _parts(x: Tensor, name: str, write: bool) -> Tuple[int, str, Tuple[int, ...]
             )
         if str(x.layout) != "torch.strided":
             raise ArgumentError(f"kvq: {name} is {x.layout}, not torch.strided")
-        return x.data_ptr(), str(x.dtype), tuple(x.shape), tuple(x.stride()), x.element_size()
-    if is_numpy(x):
-        if write and not x.flags.writeable:
-            raise ArgumentError(f"kvq: {name} cannot be written")
-        if not x.dtype.isnative:
-            raise ArgumentError(f"kvq: {name} is {x.dtype}, in another order of bytes than this machine's")
-        bytes_of = x.dtype.itemsize
-        if any(s % bytes_of for s in x.strides):
-            raise ArgumentError(f"kvq: {name} has strides of {x.strides} bytes, not multiples of {bytes_of}")
-        return x.ctypes.data, x.dtype.name, x.shape, tuple(s // bytes_of for s in x.strides), bytes_of
+        return x.data_ptr(), x.stride()
     raise TypeError(f"{name} is a {type(x).__name__}, neither a numpy array nor a torch tensor")
 
 
 def tensor(x: Tensor, name: str, write: bool = False) -> _abi.kvq_tensor:
     """x as the library takes it. x must live until the call returns."""
-    address, dtype, shape, strides, _ = _parts(x, name, write)
-    number = (_TORCH if dtype.startswith("torch.") else _NUMPY).get(dtype)
-    if number is None:
-        raise ArgumentError(f"kvq: {name} is {dtype}, none of float32, float16 and bfloat16")
+    address, strides = _memory(x, name, write)
+    number = _number(x, name)
+    shape = x.shape
     if len(shape) != 3:
         raise ArgumentError(f"kvq: {name} has shape {list(shape)}, not [tokens][heads][dim]")
     tokens, heads, dim = shape
@@ -66,18 +82,21 @@ def tensor(x: Tensor, name: str, write: bool = False) -> _abi.kvq_tensor:
     repeats = (token_stride == 0 and tokens > 1) or (head_stride == 0 and heads > 1)
     if dim > 0 and ((repeats and write) or (token_stride == 0 and head_stride == 0 and tokens * heads > 0)):
         raise ArgumentError(f"kvq: {name} has strides {list(strides)}: tokens or heads share memory, so copy it")
-    return _abi.kvq_tensor(
-        data=address, dtype=number, tokens=tokens, heads=heads, dim=dim, token_stride=token_stride, head_stride=head_stride
-    )
+    if max(shape) >= 2**31:
+        raise ArgumentError(f"kvq: {name} has shape {list(shape)}, more than 32 bits can count")
+    c = _abi.kvq_tensor.__new__(_abi.kvq_tensor)
+    ctypes.Structure.__init__(c, address, number, tokens, heads, dim, token_stride, head_stride)  # checked above
+    return c
 
 
 def rows(x: Optional[Tensor], shape: Sequence[int], name: str) -> Optional[int]:
     """The address of a dense float32 array of this shape that is written."""
     if x is None:
         return None
-    address, dtype, got, strides, _ = _parts(x, name, write=True)
-    if dtype not in ("float32", "torch.float32") or tuple(got) != tuple(shape):
-        raise ArgumentError(f"kvq: {name} is {dtype} {list(got)}, not float32 {list(shape)}")
+    address, strides = _memory(x, name, write=True)
+    got = x.shape
+    if str(x.dtype) not in ("float32", "torch.float32") or tuple(got) != tuple(shape):
+        raise ArgumentError(f"kvq: {name} is {x.dtype} {list(got)}, not float32 {list(shape)}")
     dense = 1
     for n, stride in zip(reversed(got), reversed(strides)):
         if n > 1 and stride != dense:
