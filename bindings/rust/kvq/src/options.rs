@@ -40,19 +40,15 @@ impl Workspace {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Direction {
     /// A query attends to itself and the tokens before it.
+    #[default]
     Causal,
     /// To all tokens of the sequence.
     Bidirectional,
     /// To all tokens; queries are no tokens of the sequence, and any number of them is allowed.
     Cross,
-}
-impl Default for Direction {
-    fn default() -> Self {
-        Direction::Causal
-    }
 }
 
 /// What queries attend to, and changes of scores. Masks are joined with AND. Empty lists and None: not there.
@@ -84,9 +80,11 @@ pub struct Mods {
 impl Mods {
     /// A struct that points into self.
     pub(crate) fn to_c(&self) -> Result<sys::kvq_mods> {
-        let not_zero = |x: Option<f32>, what: &str| match x {
-            Some(x) if x == 0.0 => Err(Error::argument(format!("{} is 0; None is the default", what))),
-            _ => Ok(x.unwrap_or(0.0)),
+        let not_zero = |x: Option<f32>, what: &str| {
+            if x == Some(0.0) {
+                return Err(Error::argument(format!("{} is 0; None is the default", what)));
+            }
+            Ok(x.unwrap_or(0.0))
         };
         if self.window == Some(0) {
             return Err(Error::argument("window is 0, which must be at least 1, or None".into()));

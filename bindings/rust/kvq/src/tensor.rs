@@ -45,6 +45,14 @@ pub struct Tensor<'a, T: Value> {
 }
 
 /// Values [tokens][heads][dim] that are written.
+///
+/// ```compile_fail
+/// let mut memory = vec![0f32; 4];
+/// let out = kvq::TensorMut::new(&mut memory, 1, 1, 4)?;
+/// let other = kvq::TensorMut::new(&mut memory, 1, 1, 4)?; // borrowed by `out`
+/// drop((out, other));
+/// # Ok::<(), kvq::Error>(())
+/// ```
 pub struct TensorMut<'a, T: Value> {
     pub(crate) c: sys::kvq_tensor,
     of: PhantomData<&'a mut [T]>,

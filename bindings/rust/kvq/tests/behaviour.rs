@@ -411,7 +411,7 @@ fn sequences() {
 #[test]
 fn batches() {
     let cache = Cache::new(&options("std4")).unwrap();
-    let mut alone = vec![filled(&cache, 40), filled(&cache, 90)];
+    let mut alone = [filled(&cache, 40), filled(&cache, 90)];
     let mut together: Vec<_> = alone.iter().map(|s| s.fork().unwrap()).collect();
     let (x, q) = (values(5, KV * D), values(6, Q * D));
     let (k, q) = (Tensor::new(&x, 1, KV, D).unwrap(), Tensor::new(&q, 1, Q, D).unwrap());
