@@ -539,8 +539,10 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_statistics_create(most, 1 << 16, 1 << 20, 1, &f.made_statistics), KVQ_ERROR_ARGUMENT,
                   "larger than memory");
     CHECK_REFUSED(kvq_statistics_load(f.page, 20, &f.made_statistics), KVQ_ERROR_DATA, "not a calibration");
-    CHECK_REFUSED(kvq_workspace_reserve(f.workspace, std::numeric_limits<std::size_t>::max() / 2),
-                  KVQ_ERROR_MEMORY, "memory");
+    auto nothing = init<kvq_allocator>();
+    nothing.allocate = [](void*, std::size_t, std::size_t) -> void* { return nullptr; };
+    nothing.deallocate = [](void*, void*, std::size_t, std::size_t) {};
+    CHECK_REFUSED(kvq_workspace_create(&nothing, 64, &f.made_workspace), KVQ_ERROR_MEMORY, "memory");
     auto footprint = init<kvq_footprint>();
     CHECK_REFUSED(kvq_cache_get_footprint(f.cache, -1, nullptr, &footprint), KVQ_ERROR_ARGUMENT, "-1");
     auto ring_options = init<kvq_ring_options>();
