@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cache/cache.hpp"
+#include "cache/page_list.hpp"
 #include "cache/preset_options.hpp"
 #include "cache/rearrange.hpp"
 #include "cache/reserve.hpp"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Every C++ example of README.md and docs/ stands, word by word, in one of the files that are compiled.
+"""Every C, C++, Python and Rust example of README.md and docs/ stands, word by word, in one of the files that are compiled or run.
 
     check.py FOLDER SNIPPETS...     FOLDER: of the repository
 
@@ -22,7 +22,7 @@ def main():
     found = 0
     missing = []
     for document in [folder / "README.md", *sorted((folder / "docs").glob("*.md"))]:
-        for block in re.findall(r"```cpp\n(.*?)```", document.read_text(), re.S):
+        for block in re.findall(r"```(?:cpp|c|python|rust)\n(.*?)```", document.read_text(), re.S):
             parts = [bare(part) for part in re.sub(r"//[^\n]*", "", block).split("...")]
             if all(part in compiled for part in parts):
                 found += 1

@@ -21,6 +21,7 @@
 namespace kvq::inline KVQ_TAGGED {
 
 class sequence;
+class page_list;
 
 class cache {
 public:
@@ -137,6 +138,8 @@ public:
                                  const requantize_limit& limit, executor_view executor, workspace& space);
 
 private:
+    friend class page_list;
+
     static const cache_options& checked(const cache_shape& shape, const cache_options& options) {
         detail::check_shape(shape);
         detail::expect(options.memory != nullptr, "a cache needs a memory resource");
@@ -175,6 +178,23 @@ private:
                        number, " is not among the ", table(role).listed(), " listed ones");
     }
     void check_member(const sequence* s, std::size_t i) const;
+    /// held: tokens of the layer, those of the call included.
+    void check_attention(int layer, int held, const query_view& q, const output_view& out,
+                         const mods_view& mods) const {
+        detail::expect(q.heads >= 1 && q.heads % shape_.kv_heads == 0, "q has ", q.heads,
+                       " heads, not a multiple of the ", shape_.kv_heads, " kv heads");
+        detail::expect(q.dim == shape_.dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
+                       shape_.dim(tensor::key));
+        detail::expect(out.tokens == q.tokens && out.heads == q.heads && out.dim == shape_.dim(tensor::value),
+                       "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens,
+                       " x ", q.heads, " x ", shape_.dim(tensor::value));
+        const int most = mods.has_query_positions() ? held : (std::numeric_limits<int>::max)() / q.heads;
+        detail::expect(q.tokens >= 0 && q.tokens <= most, "q has ", q.tokens, " tokens but layer ", layer,
+                       " holds ", held);
+        detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
+        detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
+        mods.check(q.heads);
+    }
     /// Floats that quantizing one block takes as scratch.
     std::size_t scratch_floats() const noexcept {
         return static_cast<std::size_t>(options_.page_tokens) *

@@ -313,24 +313,6 @@ private:
         detail::expect(layer >= 0 && layer < layers, "layer ", layer, " is not among the ", layers,
                        " layers of the cache");
     }
-    void check_attention(int layer, const query_view& q, const output_view& out, const mods_view& mods,
-                         int added = 0) const {
-        const int held = tokens(layer) + added;
-        detail::expect(q.heads >= 1 && q.heads % shape().kv_heads == 0, "q has ", q.heads,
-                       " heads, not a multiple of the ", shape().kv_heads, " kv heads");
-        detail::expect(q.dim == shape().dim(tensor::key), "q has head_dim ", q.dim, " but keys have ",
-                       shape().dim(tensor::key));
-        detail::expect(
-            out.tokens == q.tokens && out.heads == q.heads && out.dim == shape().dim(tensor::value),
-            "out is ", out.tokens, " x ", out.heads, " x ", out.dim, " but must be ", q.tokens, " x ",
-            q.heads, " x ", shape().dim(tensor::value));
-        const int most = mods.has_query_positions() ? held : (std::numeric_limits<int>::max)() / q.heads;
-        detail::expect(q.tokens >= 0 && q.tokens <= most, "q has ", q.tokens, " tokens but layer ", layer,
-                       " holds ", held);
-        detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
-        detail::expect(out.data != nullptr || q.tokens == 0, "out has no data for ", out.tokens, " tokens");
-        mods.check(q.heads);
-    }
     void check_added(const detail::layer_track& track, int n) const {
         detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - track.tokens - page_tokens(),
                        "a sequence of ", track.tokens, " tokens cannot take ", n, " more");
@@ -465,8 +447,8 @@ inline void cache::attend(int layer, std::span<const attention_request> batch, c
                           executor_view executor, workspace& space) const {
     for (std::size_t i = 0; i < batch.size(); ++i) {
         check_member(batch[i].sequence, i);
-        batch[i].sequence->check_attention(layer, batch[i].q, batch[i].out,
-                                           batch[i].mods ? *batch[i].mods : mods);
+        check_attention(layer, batch[i].sequence->tokens(layer), batch[i].q, batch[i].out,
+                        batch[i].mods ? *batch[i].mods : mods);
     }
     attend_items(layer, detail::items_of(batch, layer), mods, executor, space);
 }
@@ -480,7 +462,7 @@ inline void cache::prefill(int layer, std::span<const prefill_request> batch, co
             detail::expect(batch[j].sequence != r.sequence, "sequence ", i, " of the batch is sequence ", j,
                            " again");
         r.sequence->check_chunk(layer, r.k, r.v);
-        r.sequence->check_attention(layer, r.q, r.out, r.mods ? *r.mods : mods, r.k.tokens);
+        check_attention(layer, r.sequence->tokens(layer) + r.k.tokens, r.q, r.out, r.mods ? *r.mods : mods);
     }
     // Chunks that are not committed put the former state back.
     struct staged_chunks {

@@ -31,9 +31,11 @@ struct alignas(64) page {
     std::int32_t tokens = 0;       ///< capacity
     std::size_t bytes = 0;         ///< bytes of data
     page_pool* pool = nullptr;
+    /// Behind the header; of a page in a page_list (cache/page_list.hpp) in memory of the caller.
+    std::byte* memory = reinterpret_cast<std::byte*>(this + 1);
 
-    std::byte* data() noexcept { return reinterpret_cast<std::byte*>(this + 1); }
-    const std::byte* data() const noexcept { return reinterpret_cast<const std::byte*>(this + 1); }
+    std::byte* data() noexcept { return memory; }
+    const std::byte* data() const noexcept { return memory; }
 };
 static_assert(sizeof(page) == 64);
 

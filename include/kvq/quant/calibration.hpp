@@ -34,6 +34,10 @@ public:
     explicit calibration(const cache_shape& shape, bool products = false)
         : shape_(shape), products_(products) {
         detail::check_shape(shape);
+        const double sums =
+            1.0 * shape.layers * shape.kv_heads * shape.head_dim * (products ? shape.head_dim + 2.0 : 3.0);
+        detail::expect(sums < 0x1p58, "a calibration of ", shape.layers, " layers, ", shape.kv_heads,
+                       " heads, ", shape.head_dim, " channels is larger than memory");
         keys_.resize(blocks() * channels());
         key_squares_.resize(blocks() * channels());
         queries_.resize(blocks() * (products ? channels() * channels() : channels()));

@@ -1,0 +1,29 @@
+"""KV caches of transformers in few bits, and attention on them.
+
+    import kvq, numpy as np
+    cache = kvq.Cache(layers=32, kv_heads=8, head_dim=128, keys="std4")
+    sequence = cache.new_sequence()
+    out = sequence.prefill(layer, k, v, q)      # [tokens][heads][dim], numpy or torch
+
+Tensors are numpy arrays or torch tensors of the CPU, read and written in place. docs/python.md is the guide.
+"""
+from ._attention import Mods, Threads, Workspace
+from ._cache import Cache, Rotary
+from ._errors import (ArgumentError, CallbackError, DataError, Error, HandleError, InternalError, OutOfMemoryError,
+                      StructError, UnsupportedError)
+from ._formats import Format, FormatDescription, FormatEntry, Statistics, formats
+from ._library import library as _library
+from ._prefix_cache import Match, PrefixCache, PrefixCacheStatistics
+from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, Tier, Usage)
+from ._sequence import Receiver, Ring, Sequence
+
+__version__: str = _library.kvq_version().decode()
+"""Of the library."""
+
+__all__ = [
+    "ArgumentError", "Cache", "CacheInfo", "CallbackError", "DataError", "Error", "Footprint", "Format",
+    "FormatDescription", "FormatEntry", "HandleError", "InternalError", "Match", "Mods", "OutOfMemoryError",
+    "PrefixCache", "PrefixCacheStatistics", "Receiver", "RequantizeReport", "Ring", "Rotary", "Sequence", "Statistics",
+    "StepDownPolicy", "StepDownReport", "StructError", "Threads", "Tier", "UnsupportedError", "Usage", "Workspace",
+    "formats",
+]

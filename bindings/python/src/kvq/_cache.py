@@ -1,0 +1,289 @@
+"""Caches."""
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+from typing import Any, BinaryIO, Callable, Dict, Iterable, List, Optional, Sequence as List_, Tuple, Union
+
+from . import _abi
+from ._attention import Call, Mods, Threads, Workspace, choice
+from ._errors import ArgumentError
+from ._formats import Format, Statistics, from_c, role_of
+from ._library import Handle, ask, count, handle_of, handles, library, limit, optional_handle, text
+from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, policy_to_c, query_to_c)
+from ._sequence import Attended, File, Sequence, save_options
+from ._tensors import Tensor, floats, tensor, view
+
+Names = Union[str, Iterable[str]]
+_LAYOUTS = {"half_split": _abi.HALF_SPLIT, "interleaved": _abi.INTERLEAVED}
+
+
+class Rotary:
+    """How a layer rotates keys before they are appended, so that they can move later.
+
+    dims           rotated channels, even
+    first_channel  the first of them
+    layout         "half_split": pairs (j, j + dims / 2); "interleaved": pairs (2 j, 2 j + 1)
+    base           frequencies base^(-2 j / dims)
+    frequencies    instead of base: radians per position of each pair, [dims / 2]
+    rotate         instead of all of the above: f(row, by) rotates a float32 row of head_dim channels by `by` positions more, in place.
+                   Called from any thread; it must not raise: an exception is printed, and ends no call
+    """
+
+    def __init__(self, dims: int = 0, *, first_channel: int = 0, layout: str = "half_split", base: float = 10000.0,
+                 frequencies: Optional[Iterable[float]] = None,
+                 rotate: Optional[Callable[[Any, int], None]] = None) -> None:
+        self._c = _abi.kvq_rotary(
+            dims=dims, first_channel=first_channel, layout=choice(_LAYOUTS, layout, "layout"), base=base)
+        if frequencies is not None:
+            held = floats(frequencies, ctypes.c_double)
+            self._c.frequencies, self._c.frequency_count = held, len(held)
+        if rotate is not None:
+            f = rotate
+            self._c.rotate = _abi.rotate_function(lambda _, row, n, by: f(view(row, n), by))
+
+    @classmethod
+    def llama3(cls, dims: int, *, base: float = 500000.0, factor: float = 8.0, low_freq_factor: float = 1.0,
+               high_freq_factor: float = 4.0, original_context: float = 8192, **others: Any) -> "Rotary":
+        """rope_scaling "llama3"; defaults: Llama 3.1."""
+        return cls(dims, frequencies=_frequencies(
+            library.kvq_rotary_llama3, dims, base, factor, low_freq_factor, high_freq_factor, original_context), **others)
+
+    @classmethod
+    def yarn(cls, dims: int, *, base: float = 10000.0, factor: float, original_context: float, beta_fast: float = 32.0,
+             beta_slow: float = 1.0, **others: Any) -> "Rotary":
+        """rope_scaling "yarn"."""
+        return cls(dims, frequencies=_frequencies(
+            library.kvq_rotary_yarn, dims, base, factor, original_context, beta_fast, beta_slow), **others)
+
+
+def _frequencies(function: Callable, dims: int, *others: float) -> List[float]:
+    held = (ctypes.c_double * max(_abi.in_range(ctypes.c_int32, dims, "dims") // 2, 1))()
+    function(dims, *others, held)
+    return list(held)
+
+
+def _names(names: Optional[Names]) -> Optional[str]:
+    if names is None or isinstance(names, str):
+        return names
+    if isinstance(names, int):
+        raise TypeError(f"a format name is a {type(names).__name__}, not a str")
+    return ",".join(names)
+
+
+class Cache(Handle):
+    """Keys and values of any number of sequences, in pages of quantized blocks.
+
+    layers, kv_heads, head_dim  of the model
+    keys           formats by name: a str with commas, or several. Pages are quantized to the first one; requantize takes all
+    values         None: as keys
+    value_dim      channels of values; None: head_dim
+    window         "fp32", "fp16" or "bf16": the format of sinks and recent tokens
+    page_tokens    tokens of a page; None: 128. Multiples of 32 waste no bytes
+    sinks          first tokens, always in the window format; None: 4
+    recent         at least so many newest tokens are in the window format; None: 32
+    rollback       a trim by up to so many tokens is exact; None: 16
+    byte_budget    bytes of all pages; None: no limit
+    layer_formats  {layer: (keys, values)} by name, None for the first one of the cache
+    rotary         how keys were rotated, for all layers or one per layer; None: keys cannot move
+    statistics     for all keys whose format takes them
+
+    Takes no memory for pages yet. A closed cache lives on until its last sequence is closed.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", values: Optional[Names] = None,
+                 *, value_dim: Optional[int] = None, window: Optional[str] = None, page_tokens: Optional[int] = None,
+                 sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
+                 byte_budget: Optional[int] = None,
+                 layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
+                 rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None) -> None:
+        o = _abi.kvq_cache_options(
+            layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim or 0, keys=text(_names(keys)),
+            values=text(_names(values)), window=text(window), page_tokens=page_tokens or 0, sinks=count(sinks),
+            recent=count(recent), rollback=count(rollback), byte_budget=limit(byte_budget, "byte_budget"))
+        o.statistics = optional_handle(statistics, Statistics, "statistics")
+        if layer_formats is not None:
+            of_layers = (_abi.kvq_layer_formats * max(o.layers, 0))()
+            for layer, (of_keys, of_values) in layer_formats.items():
+                if not 0 <= layer < o.layers:
+                    raise ArgumentError(f"kvq: layer_formats has layer {layer}, the cache has {o.layers} layers")
+                of_layers[layer] = _abi.kvq_layer_formats(keys=text(of_keys), values=text(of_values))
+            o.layer_formats = of_layers
+        self._rotary = [rotary] if isinstance(rotary, Rotary) else list(rotary or [])  # callbacks are kept
+        if self._rotary:
+            o.rotary = (_abi.kvq_rotary * len(self._rotary))(*[r._c for r in self._rotary])
+            o.rotary_count = len(self._rotary)
+        super().__init__(ask(library.kvq_cache_create, ctypes.byref(o)), library.kvq_cache_free)
+        self.value_dim = self.info().value_dim
+
+    def info(self) -> CacheInfo:
+        """The options in force, and bytes and pages in use."""
+        c = _abi.kvq_cache_info()
+        library.kvq_cache_get_info(self, ctypes.byref(c))
+        none = ctypes.c_size_t(-1).value
+        return from_c(CacheInfo, c, byte_budget=None if c.byte_budget == none else c.byte_budget)
+
+    def new_sequence(self) -> Sequence:
+        """An empty sequence."""
+        return Sequence(self, ask(library.kvq_sequence_create, self))
+
+    def add_format(self, format: Format, name: Optional[str] = None) -> None:
+        """Adds a format, of its role, for requantize. name: None for its own. No other call on the cache or its sequences may run at
+        the same time."""
+        library.kvq_cache_add_format(self, role_of(format.role), handle_of(format, Format, "format"), text(name))
+
+    def workspace_bytes(self, tokens: int, q_heads: int, q_tokens: int = 1, threads: int = 1) -> int:
+        """Bytes of workspace for attention of q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads."""
+        return ask(library.kvq_cache_workspace_bytes, self, tokens, q_heads, q_tokens, threads, out=ctypes.c_size_t)
+
+    # ---- many sequences in one call ----
+
+    def attend(self, layer: int, sequences: List_[Sequence], q: List_[Tensor], out: Optional[List_[Tensor]] = None, *,
+               mods: Union[None, Mods, List_[Optional[Mods]]] = None, lse: Optional[List_[Tensor]] = None,
+               threads: Optional[Threads] = None, workspace: Optional[Workspace] = None) -> List[Tensor]:
+        """Sequence.attend for many sequences, whose tasks all threads share. Every sequence gets the bits that it gets alone.
+
+        q, out, lse: one per sequence. mods: one for all, or one per sequence
+        """
+        return self._batch(library.kvq_cache_attend, _abi.kvq_attend_request, layer, sequences, {}, q, out, mods, lse,
+                           threads, workspace)
+
+    def prefill(self, layer: int, sequences: List_[Sequence], k: List_[Tensor], v: List_[Tensor], q: List_[Tensor],
+                out: Optional[List_[Tensor]] = None, *, mods: Union[None, Mods, List_[Optional[Mods]]] = None,
+                lse: Optional[List_[Tensor]] = None, threads: Optional[Threads] = None,
+                workspace: Optional[Workspace] = None) -> List[Tensor]:
+        """Sequence.prefill for many sequences, every one once: chunks of any length beside sequences that decode one token. On an error
+        all are unchanged."""
+        return self._batch(library.kvq_cache_prefill, _abi.kvq_prefill_request, layer, sequences, {"k": k, "v": v}, q, out,
+                           mods, lse, threads, workspace)
+
+    def _batch(self, function: Callable, request: type, layer: int, sequences: List_[Sequence],
+               inputs: Dict[str, List_[Tensor]], q: List_[Tensor], out: Optional[List_[Tensor]], mods: Any,
+               lse: Optional[List_[Tensor]], threads: Optional[Threads], workspace: Optional[Workspace]) -> List[Tensor]:
+        n = len(sequences)
+        own = list(mods) if isinstance(mods, (list, tuple)) else []
+        given = {**inputs, "q": q, "out": out, "lse": lse, "mods": own or None}
+        for name, values in given.items():
+            if values is not None and len(values) != n:
+                raise ArgumentError(f"kvq: {name} has {len(values)} entries for {n} sequences")
+        call = Call(None if own else mods, threads, workspace, others=own)
+        requests, results = (request * n)(), []
+        for i, r in enumerate(requests):
+            a = Attended(self, q[i], None if out is None else out[i], None if lse is None else lse[i])
+            r.sequence = handle_of(sequences[i], Sequence, f"sequences[{i}]")
+            r.q, r.out, r.lse = a.q, a.out, a.lse
+            for name, values in inputs.items():
+                setattr(r, name, tensor(values[i], f"{name}[{i}]"))
+            if own and own[i] is not None:
+                r.mods = ctypes.pointer(own[i]._c)
+            results.append(a.result)
+        call.run(function, self, layer, requests, n)
+        return results
+
+    # ---- other formats for pages that exist ----
+
+    def requantize(self, sequences: Iterable[Sequence], keys: Optional[str] = None, values: Optional[str] = None, *,
+                   layers: Optional[Tuple[int, int]] = None, tokens: Optional[Tuple[int, int]] = None,
+                   only_smaller: bool = False, new_pages: bool = False, dry_run: bool = False,
+                   most_pages: Optional[int] = None, most_seconds: Optional[float] = None,
+                   threads: Optional[Threads] = None, workspace: Optional[Workspace] = None) -> RequantizeReport:
+        """Changes the format of pages; pages that the sequences share stay shared.
+
+        keys, values  listed formats by name; None: unchanged
+        layers        [first, last); None: all
+        tokens        only pages that lie wholly in tokens [first, last); None: all
+        only_smaller  skips pages that would not shrink
+        new_pages     pages quantized from now on take these formats, too
+        dry_run       reports only
+        most_pages, most_seconds  no further page is begun after so many; None: no limit. The first page is always done
+
+        OutOfMemoryError: the budget has no room for one more page per thread; pages that were converted until then stay so.
+        """
+        c = _abi.kvq_requantize_request(keys=text(keys), values=text(values), only_smaller=int(only_smaller),
+                                        new_pages=int(new_pages), dry_run=int(dry_run),
+                                        most_pages=limit(most_pages, "most_pages"))
+        for name, given in (("layer", layers), ("token", tokens)):
+            if given is not None:
+                first, last = given
+                if not 0 <= first < last:
+                    raise ArgumentError(f"kvq: {name}s [{first}, {last}) are none")
+                setattr(c, f"first_{name}", first)
+                setattr(c, f"last_{name}", last)
+        if most_seconds is not None:
+            c.most_nanoseconds = max(int(most_seconds * 1e9), 1)
+        c.executor = optional_handle(threads, Threads, "threads")
+        c.workspace = optional_handle(workspace, Workspace, "workspace")
+        report = _abi.kvq_requantize_report()
+        library.kvq_cache_requantize(self, *handles(sequences, Sequence, "a sequence"), ctypes.byref(c), ctypes.byref(report))
+        return from_c(RequantizeReport, report)
+
+    def step_down(self, sequences: Iterable[Sequence], policy: StepDownPolicy,
+                  threads: Optional[Threads] = None) -> StepDownReport:
+        """Applies a policy, between decode steps. OutOfMemoryError: as requantize."""
+        report = _abi.kvq_step_down_report()
+        library.kvq_cache_step_down(self, *handles(sequences, Sequence, "a sequence"), ctypes.byref(policy_to_c(policy)),
+                                    optional_handle(threads, Threads, "threads"), ctypes.byref(report))
+        return from_c(StepDownReport, report)
+
+    # ---- estimates ----
+
+    def footprint(self, tokens: int, *, sequences: int = 1, q_heads: Optional[int] = None, q_tokens: int = 1,
+                  threads: int = 1, chunk: Optional[int] = None, policy: Optional[StepDownPolicy] = None) -> Footprint:
+        """Bytes of sequences of `tokens` tokens, equal to what will be allocated.
+
+        q_heads  None: without the workspace of attention
+        chunk    most tokens of one prefill; None: append only
+        """
+        c = _abi.kvq_footprint()
+        library.kvq_cache_get_footprint(
+            self, tokens, ctypes.byref(query_to_c(sequences, q_heads, q_tokens, threads, chunk, policy)), ctypes.byref(c))
+        return from_c(Footprint, c)
+
+    def longest_context(self, budget: int, *, sequences: int = 1, q_heads: Optional[int] = None, q_tokens: int = 1,
+                        threads: int = 1, chunk: Optional[int] = None, policy: Optional[StepDownPolicy] = None) -> int:
+        """The longest context that fits `budget` bytes at every length up to it; -1: not even an empty one."""
+        return ask(library.kvq_cache_longest_context, self, budget,
+                   ctypes.byref(query_to_c(sequences, q_heads, q_tokens, threads, chunk, policy)), out=ctypes.c_int32)
+
+    # ---- saved sequences ----
+
+    def restore(self, source: File, model: Optional[str] = None, *, convert: bool = False) -> Sequence:
+        """A sequence from a file of Sequence.save.
+
+        source   a path, or a binary file that is open for reading
+        model    the text that was saved; None: any
+        convert  pages may change to the formats and the layout of this cache
+        """
+        if hasattr(source, "read"):
+            return self._read(source.read, model, convert)
+        return Sequence(self, ask(library.kvq_sequence_restore_file, self, save_options(model, convert), os.fsencode(source)))
+
+    def from_bytes(self, data: bytes, model: Optional[str] = None, *, convert: bool = False) -> Sequence:
+        """A sequence from Sequence.to_bytes."""
+        import io
+
+        return self._read(io.BytesIO(data).read, model, convert)
+
+    def _read(self, read: Callable[[int], bytes], model: Optional[str], convert: bool) -> Sequence:
+        raised: List[BaseException] = []
+
+        def give(_: Any, to: int, most: int) -> int:
+            try:
+                part = read(most)
+                if len(part) > most:
+                    raise ArgumentError(f"kvq: read({most}) returned {len(part)} bytes")
+                ctypes.memmove(to, bytes(part), len(part))
+                return len(part)
+            except BaseException as e:  # it cannot cross the library
+                raised.append(e)
+                return 0
+
+        callback = _abi.read_function(give)
+        try:
+            pointer = ask(library.kvq_sequence_restore, self, save_options(model, convert), callback, None)
+        except Exception:
+            if raised:
+                raise raised[0] from None
+            raise
+        return Sequence(self, pointer)

@@ -1,0 +1,139 @@
+"""What calls report, and policies. All bytes are of memory unless said otherwise."""
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, List, Optional, Sequence, Tuple
+
+from . import _abi
+from ._library import limit, text
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """The options in force, and what all sequences of a cache hold together."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    page_tokens: int
+    sinks: int
+    recent: int
+    rollback: int
+    byte_budget: Optional[int]
+    bytes_in_use: int
+    """Of all pages, each counted once, headers included."""
+    pages_in_use: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes of a sequence. A shared page counts in every sequence that holds it."""
+
+    quantized: int
+    """Quantized pages."""
+    window: int
+    """16- and 32-bit pages."""
+    slack: int
+    """Part of `window` that holds no token yet."""
+    rollback: int
+    """16-bit copies of quantized pages."""
+    bookkeeping: int
+    """Page headers and tables."""
+    workspace: int
+    """Scratch for quantizing."""
+    bytes: int
+    """The sum of all of the above but `slack`."""
+    not_finite: int
+    """Number of NaN and infinities that were quantized."""
+    tokens: int
+    """Of the longest layer."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that sequences of a length will take, equal to what will be allocated. The first five are those of Usage."""
+
+    quantized: int
+    window: int
+    rollback: int
+    bookkeeping: int
+    workspace: int
+    attention: int
+    """Workspace of one attention call."""
+    total: int
+    """The sum of the above."""
+    transient: int
+    """Upper bound of what a call adds temporarily."""
+
+
+@dataclass(frozen=True)
+class RequantizeReport:
+    pages: int
+    """That were converted, or would be."""
+    pages_left: int
+    """Of the request, not yet converted."""
+    bytes_before: int
+    """In the pool of the cache, as the next two."""
+    bytes_after: int
+    bytes_peak: int
+    bytes_freed: int
+    workspace: int
+    """Scratch during the call."""
+
+
+@dataclass(frozen=True)
+class StepDownReport:
+    pages: int
+    """That changed."""
+    bytes_before: int
+    """In the pool of the cache, as the next two."""
+    bytes_after: int
+    bytes_peak: int
+    fits: bool
+    """False: the budget is still exceeded."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """From `age` tokens behind the newest one on, pages have these formats, by name; None: the first one of the cache."""
+
+    age: int
+    keys: Optional[str] = None
+    values: Optional[str] = None
+
+
+@dataclass(frozen=True)
+class StepDownPolicy:
+    """How formats narrow with age.
+
+    tiers                        ages ascending, formats from wide to narrow
+    first_layers_kept, last_...  layers that no tier touches
+    byte_budget                  bytes of the pool, beyond which the oldest pages go down further; None: none
+    """
+
+    tiers: Sequence[Tier] = ()
+    first_layers_kept: int = 0
+    last_layers_kept: int = 0
+    byte_budget: Optional[int] = None
+
+
+def policy_to_c(policy: StepDownPolicy) -> _abi.kvq_step_down_policy:
+    """A struct that keeps what it points to."""
+    if not isinstance(policy, StepDownPolicy):
+        raise TypeError(f"policy is a {type(policy).__name__}, not a kvq.StepDownPolicy")
+    tiers = [_abi.kvq_tier(age=t.age, keys=text(t.keys), values=text(t.values)) for t in policy.tiers]
+    return _abi.kvq_step_down_policy(
+        tiers=(_abi.kvq_tier * len(tiers))(*tiers), tier_count=len(tiers), first_layers_kept=policy.first_layers_kept,
+        last_layers_kept=policy.last_layers_kept, byte_budget=limit(policy.byte_budget, "byte_budget"))
+
+
+def query_to_c(sequences: int, q_heads: Optional[int], q_tokens: int, threads: int, chunk: Optional[int],
+               policy: Optional[StepDownPolicy]) -> _abi.kvq_footprint_query:
+    """The question of an estimate."""
+    c = _abi.kvq_footprint_query(sequences=sequences, q_heads=q_heads or 0, q_tokens=q_tokens, threads=threads,
+                                 chunk=chunk or 0)
+    if policy is not None:
+        c.policy = ctypes.pointer(policy_to_c(policy))
+    return c

@@ -1,0 +1,255 @@
+"""Sequences of a cache."""
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, BinaryIO, Iterable, List, Optional, Tuple, TYPE_CHECKING, Union
+
+from . import _abi
+from ._attention import Call, Mods, Threads, Workspace
+from ._formats import from_c, messages, role_of, stream, written
+from ._library import Handle, ask, handle_of, library, text
+from ._reports import RequantizeReport, StepDownPolicy, StepDownReport, Usage
+from ._tensors import Tensor, empty_beside, integers, rows, tensor
+
+if TYPE_CHECKING:
+    from ._cache import Cache
+
+File = Union[str, "os.PathLike[str]", BinaryIO]
+
+
+def save_options(model: Optional[str], convert: bool = False) -> Any:
+    return ctypes.byref(_abi.kvq_save_options(model=text(model), convert=int(convert)))
+
+
+class Attended:
+    """The tensors of an attention call as the library takes them."""
+
+    def __init__(self, cache: "Cache", q: Tensor, out: Optional[Tensor], lse: Optional[Tensor]) -> None:
+        self.q = tensor(q, "q")
+        self.result = out
+        if out is None:
+            self.result = empty_beside(q, (self.q.tokens, self.q.heads, cache.value_dim))
+        self.out = tensor(self.result, "out", write=True)
+        self.lse = rows(lse, (self.q.tokens, self.q.heads), "lse")
+
+
+class TokenStore(Handle):
+    """What sequences and rings have in common."""
+
+    _kind = ""
+    cache: "Cache"
+
+    def __init__(self, cache: "Cache", pointer: int) -> None:
+        super().__init__(pointer, self._function("free"))
+        self.cache = cache  # lives as long, with what its callbacks need
+
+    @classmethod
+    def _function(cls, name: str) -> Any:
+        return getattr(library, f"kvq_{cls._kind}_{name}")
+
+    def prefill(self, layer: int, k: Tensor, v: Tensor, q: Tensor, out: Optional[Tensor] = None, *,
+                mods: Optional[Mods] = None, lse: Optional[Tensor] = None, threads: Optional[Threads] = None,
+                workspace: Optional[Workspace] = None) -> Tensor:
+        """Appends n tokens to a layer and attends for the last m of them: one call for each layer of a chunk of the prompt, or of a decode
+        step. Attention reads the chunk in 16 bit; pages behind the recent window are quantized afterwards.
+
+        k    [n][kv_heads][head_dim], rotated if the model has rotary positions
+        v    [n][kv_heads][value_dim], of the dtype of k
+        q    [m][q_heads][head_dim], m at most n unless mods say otherwise; q_heads is a multiple of kv_heads
+        out  [m][q_heads][value_dim]; None: new memory of the dtype of q
+        lse  None, or float32 [m][q_heads], gets the natural logarithm of each softmax sum
+
+        Returns out, softmax(q K^T) V. On an error the sequence is unchanged.
+        """
+        a = Attended(self.cache, q, out, lse)
+        Call(mods, threads, workspace, a.lse).run(
+            self._function("prefill"), self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(tensor(v, "v")),
+            ctypes.byref(a.q), ctypes.byref(a.out))
+        return a.result
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Appends n tokens to a layer, without queries. k, v: as of prefill"""
+        self._function("append")(self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(tensor(v, "v")))
+
+    def attend(self, layer: int, q: Tensor, out: Optional[Tensor] = None, *, mods: Optional[Mods] = None,
+               lse: Optional[Tensor] = None, threads: Optional[Threads] = None,
+               workspace: Optional[Workspace] = None) -> Tensor:
+        """softmax(q K^T) V for the last m tokens of a layer. q, out, lse: as of prefill. Returns out."""
+        a = Attended(self.cache, q, out, lse)
+        Call(mods, threads, workspace, a.lse).run(
+            self._function("attend"), self, layer, ctypes.byref(a.q), ctypes.byref(a.out))
+        return a.result
+
+    def append_draft(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under Mods(tree_parents=...)."""
+        self._function("append_draft")(self, layer, ctypes.byref(tensor(k, "k")), ctypes.byref(tensor(v, "v")))
+
+    def keep(self, path: Iterable[int]) -> None:
+        """Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a
+        draft."""
+        self._function("keep")(self, *integers(path, "path"))
+
+    def trim(self, tokens: int) -> None:
+        """Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact."""
+        self._function("trim")(self, tokens)
+
+
+class Sequence(TokenStore):
+    """Tokens of one text. Made by Cache.new_sequence, fork and others.
+
+    One thread at a time calls methods that change a sequence; attend, usage, save and other reading methods may run together.
+    Different sequences are independent.
+    """
+
+    _kind = "sequence"
+
+    def fork(self) -> "Sequence":
+        """A sequence with the same tokens that shares every page."""
+        return Sequence(self.cache, ask(library.kvq_sequence_fork, self))
+
+    def __len__(self) -> int:
+        return self.tokens()
+
+    def __bool__(self) -> bool:
+        return True  # also without tokens
+
+    def tokens(self, layer: Optional[int] = None) -> int:
+        """Tokens of a layer; None: of the longest one."""
+        return ask(library.kvq_sequence_tokens, self, _abi.ALL_LAYERS if layer is None else _layer(layer),
+                   out=ctypes.c_int32)
+
+    def erase(self, first: int, last: int) -> None:
+        """Removes tokens [first, last); those behind them move to the front, keys included. Needs Cache(rotary=...) if keys move."""
+        library.kvq_sequence_erase(self, first, last)
+
+    def shift(self, first: int, last: int, by: int) -> None:
+        """Moves the rotary positions of the keys of tokens [first, last) by `by`. Needs Cache(rotary=...)."""
+        library.kvq_sequence_shift(self, first, last, by)
+
+    def splice(self, other: "Sequence", first: int, last: int) -> None:
+        """Appends tokens [first, last) of another sequence of the cache (or this one), whose pages are shared."""
+        library.kvq_sequence_splice(self, handle_of(other, Sequence, "other"), first, last)
+
+    def append_bytes(self, n: int) -> int:
+        """Upper bound of the bytes that appending n tokens to every layer takes."""
+        return ask(library.kvq_sequence_append_bytes, self, n, out=ctypes.c_size_t)
+
+    def prefill_bytes(self, n: int) -> int:
+        """Upper bound of the bytes that prefill of n tokens in every layer takes."""
+        return ask(library.kvq_sequence_prefill_bytes, self, n, out=ctypes.c_size_t)
+
+    def draft_bytes(self, n: int) -> int:
+        """Upper bound of the bytes that n drafted tokens in every layer, and the keep of any path, take."""
+        return ask(library.kvq_sequence_draft_bytes, self, n, out=ctypes.c_size_t)
+
+    def dequantize(self, layer: int, role: str, out: Tensor, first: int = 0) -> Tensor:
+        """Writes the values of tokens [first, first + n) of a layer's keys (role "key") or values ("value") to out, [n][kv_heads][dim],
+        rounded once. Returns out."""
+        library.kvq_sequence_dequantize(
+            self, layer, role_of(role), first, ctypes.byref(tensor(out, "out", write=True)))
+        return out
+
+    def usage(self) -> Usage:
+        """Bytes of this sequence."""
+        c = _abi.kvq_usage()
+        library.kvq_sequence_get_usage(self, ctypes.byref(c))
+        return from_c(Usage, c)
+
+    def requantize(self, keys: Optional[str] = None, values: Optional[str] = None, **others: Any) -> RequantizeReport:
+        """Cache.requantize for this sequence alone."""
+        return self.cache.requantize([self], keys, values, **others)
+
+    def step_down(self, policy: StepDownPolicy, threads: Optional[Threads] = None) -> StepDownReport:
+        """Cache.step_down for this sequence alone."""
+        return self.cache.step_down([self], policy, threads)
+
+    def save(self, to: File, model: str = "") -> None:
+        """Writes a safetensors file. to: a path, renamed when it is complete, or a binary file that is open for writing.
+
+        model: any text by which the model is recognized
+        """
+        if hasattr(to, "write"):
+            stream(lambda write: library.kvq_sequence_save(self, save_options(model), write, None), to.write)
+        else:
+            library.kvq_sequence_save_file(self, save_options(model), os.fsencode(to))
+
+    def to_bytes(self, model: str = "") -> bytes:
+        """The file of save() as bytes, for Cache.from_bytes."""
+        return written(lambda write: library.kvq_sequence_save(self, save_options(model), write, None))
+
+    def send_pages(self, layer: int) -> List[bytes]:
+        """The pages of a layer as messages to a process that decodes on, for Receiver.accept."""
+        return messages(lambda write: library.kvq_sequence_send_pages(self, layer, write, None))
+
+
+class Receiver(Handle):
+    """Collects the messages of one sequence, in any order. One thread at a time."""
+
+    def __init__(self, cache: "Cache") -> None:
+        self.cache = cache
+        super().__init__(ask(library.kvq_receiver_create, cache), library.kvq_receiver_free)
+
+    def accept(self, message: bytes) -> None:
+        """Takes one whole message of Sequence.send_pages."""
+        message = bytes(message)
+        library.kvq_receiver_accept(self, message, len(message))
+
+    def finish(self, tokens: Optional[int] = None) -> Sequence:
+        """The sequence, once every layer has `tokens` tokens (None: as many as the messages say). The receiver is then empty."""
+        return Sequence(self.cache, ask(library.kvq_receiver_finish, self, -1 if tokens is None else _layer(tokens)))
+
+
+class Ring(TokenStore):
+    """A sequence without an end: a query attends to itself, the window - 1 tokens before it, and the sinks of the cache. Positions count
+    from the first token ever appended. Pages that no query attends to any more are freed. mods must not have a window.
+
+    sequence        the ring goes on behind its tokens, of which every layer has the same number; it is not changed
+    window          tokens
+    slack           a trim by so many tokens is always possible; None: 16
+    sinks_in_cache  sinks move along, directly before the window; needs Cache(rotary=...)
+    first_token     tokens of the text before the first one that the sequence holds behind its sinks; 0: it begins there
+    """
+
+    _kind = "ring"
+
+    def __init__(self, sequence: Sequence, window: int, *, slack: Optional[int] = None, sinks_in_cache: bool = False,
+                 first_token: int = 0) -> None:
+        from ._library import count
+
+        options = _abi.kvq_ring_options(window=window, slack=count(slack), sinks_in_cache=int(sinks_in_cache),
+                                        first_token=first_token)
+        of = handle_of(sequence, Sequence, "sequence")
+        super().__init__(sequence.cache, ask(library.kvq_ring_create, of, ctypes.byref(options)))
+
+    def fork(self) -> "Ring":
+        """A ring with the same tokens that shares every page."""
+        made = Ring.__new__(Ring)
+        TokenStore.__init__(made, self.cache, ask(library.kvq_ring_fork, self))
+        return made
+
+    def _tokens(self, layer: Optional[int]) -> Tuple[int, int]:
+        tokens, first = ctypes.c_int64(), ctypes.c_int64()
+        library.kvq_ring_tokens(self, _abi.ALL_LAYERS if layer is None else _layer(layer), ctypes.byref(tokens),
+                                ctypes.byref(first))
+        return tokens.value, first.value
+
+    def tokens(self, layer: Optional[int] = None) -> int:
+        """Tokens appended so far to a layer; None: to the longest one."""
+        return self._tokens(layer)[0]
+
+    def first_token(self, layer: Optional[int] = None) -> int:
+        """The position from which on every token is held."""
+        return self._tokens(layer)[1]
+
+    def held(self) -> Sequence:
+        """The held tokens as a sequence, a fork: to save, to measure or to dequantize."""
+        return Sequence(self.cache, ask(library.kvq_ring_held, self))
+
+
+def _layer(number: int) -> int:
+    if number < 0:
+        from ._errors import ArgumentError
+
+        raise ArgumentError(f"kvq: {number} is negative")
+    return number

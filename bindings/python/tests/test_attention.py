@@ -1,0 +1,247 @@
+"""Attention against double precision: formats, masks, dtypes, strides, batches, drafts, rings."""
+import unittest
+
+import numpy as np
+from support import attention, generator
+
+import kvq
+
+LAYERS, KV, Q, D, DV = 1, 2, 6, 48, 32
+
+
+class Base(unittest.TestCase):
+    def setUp(self):
+        self.rng = generator(self.id())
+
+    def tensor(self, n, heads, dim=D, dtype=np.float32):
+        return self.rng.standard_normal((n, heads, dim)).astype(dtype)
+
+    def cache(self, keys="fp32", values=None, **others):
+        others = {"value_dim": DV, "window": "fp32", "page_tokens": 32, **others}
+        return kvq.Cache(LAYERS, KV, D, keys, values, **others)
+
+    def filled(self, n, *arguments, **others):
+        """A sequence of n tokens with its keys and values."""
+        s = self.cache(*arguments, **others).new_sequence()
+        k, v = self.tensor(n, KV), self.tensor(n, KV, DV)
+        s.append(0, k, v)
+        return s, k, v
+
+    def expect(self, out, expected, tolerance=1e-5):
+        self.assertEqual(out.shape, expected.shape)
+        worst = np.abs(np.asarray(out, dtype=np.float64) - expected).max()
+        self.assertLessEqual(worst, tolerance)
+
+
+class Attend(Base):
+    def test_prefill_and_decode(self):
+        s = self.cache().new_sequence()
+        ks, vs = [], []
+        for n in (70, 1, 1, 33, 1):
+            k, v, q = self.tensor(n, KV), self.tensor(n, KV, DV), self.tensor(n, Q)
+            lse = np.empty((n, Q), np.float32)
+            out = s.prefill(0, k, v, q, lse=lse)
+            ks.append(k)
+            vs.append(v)
+            expected, expected_lse = attention(q, np.concatenate(ks), np.concatenate(vs))
+            self.expect(out, expected)
+            self.expect(lse, expected_lse)
+        self.assertEqual((len(s), s.tokens(0), s.tokens()), (106, 106, 106))
+
+    def test_quantized_pages(self):
+        """Over what the pages hold: dequantized keys and values."""
+        for keys, values in (("std4", None), ("kivi-4-g32", "int8"), ("affine-3-g16", "affine-2-g32"), ("low3", None)):
+            with self.subTest(keys=keys):
+                s, k, v = self.filled(200, keys, values, sinks=2, recent=8)
+                held_k = s.dequantize(0, "key", np.empty_like(k))
+                held_v = s.dequantize(0, "value", np.empty_like(v))
+                self.assertGreater(np.abs(held_k - k).max(), 1e-3)
+                self.assertTrue((held_k[:2] == k[:2]).all() and (held_k[-8:] == k[-8:]).all())
+                q = self.tensor(3, Q)
+                # 16-bit fixed-point queries and weights: about 2^-15 of the largest one.
+                self.expect(s.attend(0, q), attention(q, held_k, held_v)[0], 1e-3)
+                part = s.dequantize(0, "key", np.empty((5, KV, D), np.float32), first=100)
+                self.assertTrue((part == held_k[100:105]).all())
+
+    def test_masks_and_modifiers(self):
+        s, k, v = self.filled(90)
+        q = self.tensor(4, Q)
+        slopes = np.exp2(-np.arange(1, Q + 1.0)).astype(np.float32)
+        logits = self.rng.standard_normal(Q).astype(np.float32)
+        starts = [0, 20, 61]
+        document = np.searchsorted(starts, np.arange(90), side="right")
+        for mods, how in (
+            (dict(window=10), dict(visible=lambda i, j: i - 10 < j <= i)),
+            (dict(window=10, window_sinks=3), dict(visible=lambda i, j: j <= i and (j > i - 10 or j < 3))),
+            (dict(direction="bidirectional"), dict(visible=lambda i, j: True)),
+            (dict(direction="cross"), dict(visible=lambda i, j: True)),
+            (dict(prefix=88), dict(visible=lambda i, j: j <= max(i, 87))),
+            (dict(document_starts=starts), dict(visible=lambda i, j: j <= i and document[i] == document[j])),
+            (dict(scale=0.3, softcap=2.0), dict(scale=float(np.float32(0.3)), softcap=2.0)),
+            (dict(alibi_slopes=slopes), dict(bias=lambda h, i, j: -slopes[h] * abs(i - j))),
+            (dict(sink_logits=logits), dict(sink_logits=logits.astype(float))),
+            (dict(window=30, sink_logits=list(logits)),
+             dict(visible=lambda i, j: i - 30 < j <= i, sink_logits=logits.astype(float))),
+        ):
+            with self.subTest(mods=mods):
+                lse = np.empty((4, Q), np.float32)
+                out = s.attend(0, q, mods=kvq.Mods(**mods), lse=lse)
+                expected, expected_lse = attention(q, k, v, **how)
+                self.expect(out, expected)
+                self.expect(lse, expected_lse)
+
+    def test_own_functions(self):
+        s, k, v = self.filled(90)
+        q = self.tensor(4, Q)
+        pages = []
+
+        def row(scores, query, first_key):
+            keys = first_key + np.arange(len(scores))
+            scores[(keys % 3 == query % 3) | (keys < 32)] = -np.inf
+
+        def page(first_query, last_query, first_key, end_key):
+            pages.append((first_key, end_key))
+            return "none" if end_key <= 32 else "some"
+
+        def change(scores, head, query, first_key):
+            scores += 0.01 * head * (first_key + np.arange(len(scores), dtype=np.float32))
+
+        mods = kvq.Mods(mask_row=row, mask_page=page, score_row=change)
+        expected, _ = attention(q, k, v, visible=lambda i, j: j <= i and j % 3 != i % 3 and j >= 32,
+                                bias=lambda h, i, j: 0.01 * h * j)
+        out = s.attend(0, q, mods=mods)
+        self.assertTrue(any(end <= 32 for _, end in pages))
+        self.expect(out, expected, 2e-5)
+
+    def test_exceptions_of_own_functions(self):
+        s, _, _ = self.filled(50)
+        q = self.tensor(1, Q)
+
+        def raises(*_):
+            raise KeyError("of the mask")
+
+        for name in ("mask_row", "score_row"):
+            for threads in (None, kvq.Threads(2)):
+                with self.assertRaisesRegex(KeyError, "of the mask"):
+                    s.attend(0, q, mods=kvq.Mods(**{name: raises}), threads=threads)
+        with self.assertRaisesRegex(kvq.ArgumentError, "mask_page is 'perhaps', none of none, some, all"):
+            s.attend(0, q, mods=kvq.Mods(mask_row=lambda *_: None, mask_page=lambda *_: "perhaps"))
+        s.attend(0, q, mods=kvq.Mods(mask_row=lambda *_: None))
+
+    def test_dtypes(self):
+        """Inputs of any dtype, and outputs rounded once."""
+        k, v, q = self.tensor(40, KV), self.tensor(40, KV, DV), self.tensor(3, Q)
+        bits = {t: lambda x: x.astype(np.float16) for t in ("float16",)}
+        bits["bfloat16"] = lambda x: (x.view(np.uint32) >> 16).astype(np.uint16)
+        exact = {"float16": lambda x: x.astype(np.float32),
+                 "bfloat16": lambda x: (x.astype(np.uint32) << 16).view(np.float32)}
+        for name in bits:
+            with self.subTest(dtype=name):
+                given = [bits[name](x) for x in (k, v, q)]
+                wide = [exact[name](x) for x in given]
+                s, w = self.cache().new_sequence(), self.cache().new_sequence()
+                out, expected = s.prefill(0, *given), w.prefill(0, *wide)
+                self.assertEqual(out.dtype, given[2].dtype)
+                self.assertTrue((s.attend(0, given[2], np.empty((3, Q, DV), np.float32)) == expected).all())
+                step = 2.0**-10 if name == "float16" else 2.0**-7
+                self.expect(exact[name](out), expected, step * np.abs(expected).max())
+
+    def test_strides(self):
+        """[heads][tokens][dim] transposed, a slice, a reversed view: no copy, the same bits."""
+        k, v, q = self.tensor(20, KV), self.tensor(20, KV, DV), self.tensor(20, Q)
+        expected = self.cache().new_sequence().prefill(0, k, v, q)
+        by_head = [np.ascontiguousarray(x.transpose(1, 0, 2)).transpose(1, 0, 2) for x in (k, v, q)]
+        wide = [np.concatenate([x, np.full_like(x, np.nan)], axis=1)[:, : x.shape[1]] for x in (k, v, q)]
+        backward = [x[::-1].copy()[::-1] for x in (k, v, q)]
+        for given in (by_head, wide, backward):
+            self.assertTrue((self.cache().new_sequence().prefill(0, *given) == expected).all())
+        memory = np.full((Q, 20, DV + 3), 7, np.float32)
+        out = memory[:, :, :DV].transpose(1, 0, 2)
+        result = self.cache().new_sequence().prefill(0, k, v, q, out)
+        self.assertIs(result, out)
+        self.assertTrue((out == expected).all() and (memory[:, :, DV:] == 7).all())
+        # One row of all heads, many times: heads have a stride, tokens none.
+        same = np.broadcast_to(k[:1], k.shape)
+        self.assertTrue((self.cache().new_sequence().prefill(0, same, v, q)
+                         == self.cache().new_sequence().prefill(0, same.copy(), v, q)).all())
+
+    def test_threads_and_workspace(self):
+        s, _, _ = self.filled(500, "std4", recent=16)
+        q = self.tensor(2, Q)
+        expected = s.attend(0, q)
+        workspace = kvq.Workspace()
+        workspace.reserve(s.cache.workspace_bytes(500, Q, 2, 3))
+        size = workspace.bytes
+        with kvq.Threads(3) as threads:
+            out = s.attend(0, q, threads=threads, workspace=workspace)
+        self.assertTrue((out == expected).all())
+        self.assertEqual(workspace.bytes, size)
+
+    def test_batch(self):
+        cache = self.cache("std4", recent=16)
+        lengths, new = (5, 130, 64), (1, 7, 1)
+        alone, together, ks, vs, qs = [], [], [], [], []
+        for n, m in zip(lengths, new):
+            s = cache.new_sequence()
+            s.append(0, self.tensor(n, KV), self.tensor(n, KV, DV))
+            alone.append(s)
+            together.append(s.fork())
+            ks.append(self.tensor(m, KV))
+            vs.append(self.tensor(m, KV, DV))
+            qs.append(self.tensor(m, Q))
+        mods = [None, kvq.Mods(window=20), kvq.Mods(softcap=5.0)]
+        lse = [np.empty((m, Q), np.float32) for m in new]
+        outs = cache.prefill(0, together, ks, vs, qs, mods=mods, lse=lse)
+        for i, s in enumerate(alone):
+            own = np.empty((new[i], Q), np.float32)
+            self.assertTrue((s.prefill(0, ks[i], vs[i], qs[i], mods=mods[i], lse=own) == outs[i]).all())
+            self.assertTrue((own == lse[i]).all())
+        outs = cache.attend(0, together, qs, mods=kvq.Mods(window=9), threads=kvq.Threads(2))
+        for i, s in enumerate(alone):
+            self.assertTrue((s.attend(0, qs[i], mods=kvq.Mods(window=9)) == outs[i]).all())
+
+    def test_drafts(self):
+        s, k, v = self.filled(40)
+        parents = [-1, 0, 0, 1, -1]
+        dk, dv, q = self.tensor(5, KV), self.tensor(5, KV, DV), self.tensor(5, Q)
+        s.append_draft(0, dk, dv)
+        out = s.attend(0, q, mods=kvq.Mods(tree_parents=parents, tree_first=40))
+
+        def visible(i, j):
+            while i >= 40:
+                if i == j:
+                    return True
+                i = parents[i - 40] + 40 if parents[i - 40] >= 0 else -1
+            return j < 40
+
+        self.expect(out, attention(q, np.concatenate([k, dk]), np.concatenate([v, dv]), visible=visible)[0])
+        s.keep(np.array([0, 1, 3]))
+        self.assertEqual(len(s), 43)
+        kept_k, kept_v = np.concatenate([k, dk[[0, 1, 3]]]), np.concatenate([v, dv[[0, 1, 3]]])
+        self.expect(s.attend(0, q[:1]), attention(q[:1], kept_k, kept_v)[0])
+
+    def test_ring(self):
+        s, k, v = self.filled(30, sinks=2, recent=8)
+        ring = kvq.Ring(s, 16, slack=4)
+        fork = ring.fork()
+        ks, vs = [k], [v]
+        for n in (50, 1, 1, 60, 1):
+            k, v, q = self.tensor(n, KV), self.tensor(n, KV, DV), self.tensor(n, Q)
+            ks.append(k)
+            vs.append(v)
+            out = ring.prefill(0, k, v, q)
+            expected, _ = attention(q, np.concatenate(ks), np.concatenate(vs),
+                                    visible=lambda i, j: j <= i and (j > i - 16 or j < 2))
+            self.expect(out, expected)
+        self.assertEqual((ring.tokens(), fork.tokens(), len(s)), (143, 30, 30))
+        self.assertGreater(ring.first_token(), 0)
+        self.assertLess(len(ring.held()), 143)
+        ring.trim(140)
+        self.assertEqual(ring.tokens(0), 140)
+        ring.append(0, k, v)
+        with self.assertRaises(kvq.ArgumentError):
+            ring.attend(0, q, mods=kvq.Mods(window=3))
+
+
+if __name__ == "__main__":
+    unittest.main()

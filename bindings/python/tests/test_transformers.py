@@ -1,0 +1,281 @@
+"""kvq.transformers: against stand-ins of what it uses of transformers and a small model; against the package where it is installed.
+
+Skipped without torch.
+"""
+import importlib
+import sys
+import types
+import unittest
+
+try:
+    import torch
+except ImportError:
+    torch = None
+try:
+    import transformers as real_package
+except ImportError:
+    real_package = None
+
+import kvq
+
+LAYERS, KV, Q, D, WIDTH, WORDS = 2, 2, 4, 16, 32, 50
+
+
+def stand_in():
+    """Modules with the names and the calls of transformers.cache_utils.Cache and of both registries."""
+
+    class CacheLayerMixin:
+        def __init__(self):
+            self.keys = self.values = None
+            self.is_initialized = False
+
+    class Cache:
+        def __init__(self, layers=None, layer_class_to_replicate=None, **_):
+            self.layers = layers or []
+            self.layer_class_to_replicate = layer_class_to_replicate
+
+        def update(self, keys, values, layer_idx, *args, **kwargs):
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self.layer_class_to_replicate())
+            return self.layers[layer_idx].update(keys, values, *args, **kwargs)
+
+        def get_seq_length(self, layer_idx=0):
+            return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+
+        def get_mask_sizes(self, query, layer_idx):
+            return self.layers[layer_idx].get_mask_sizes(query)
+
+        def __getattr__(self, name):  # crop, reorder_cache, ...: every layer
+            return lambda *a: [getattr(layer, name)(*a) for layer in self.__dict__["layers"]]
+
+    class Registry:
+        functions = None
+
+        @classmethod
+        def register(cls, name, function):
+            cls.functions[name] = function
+
+    package, caches = types.ModuleType("transformers"), types.ModuleType("transformers.cache_utils")
+    package.AttentionInterface = type("AttentionInterface", (Registry,), {"functions": {}})
+    package.AttentionMaskInterface = type("AttentionMaskInterface", (Registry,), {"functions": {}})
+    package.cache_utils = caches
+    caches.Cache, caches.CacheLayerMixin = Cache, CacheLayerMixin
+    return package, caches
+
+
+class Everything:
+    """A cache that keeps all keys and values, and eager attention on it."""
+
+    def __init__(self):
+        self.layers = {}
+
+    def get_seq_length(self):
+        return self.layers[0][0].shape[2] if self.layers else 0
+
+    def update(self, k, v, layer, *_):
+        if layer in self.layers:
+            k, v = (torch.cat([old, new], dim=2) for old, new in zip(self.layers[layer], (k, v)))
+        self.layers[layer] = k, v
+        return k, v
+
+
+def eager(module, q, k, v, mask, scaling, dropout=0.0, sliding_window=None, **_):
+    k, v = (x.repeat_interleave(Q // KV, dim=1) for x in (k, v))
+    n, m = k.shape[2], q.shape[2]
+    i, j = torch.arange(n - m, n)[:, None], torch.arange(n)[None, :]
+    seen = j <= i
+    if sliding_window:
+        seen &= j > i - sliding_window
+    seen = seen[None, None] & (torch.ones(1, n, dtype=torch.bool) if mask is None else mask.bool())[:, None, None, :]
+    scores = (q.double() @ k.double().transpose(2, 3) * scaling).masked_fill(~seen, -1e30)
+    return (scores.softmax(-1) @ v.double()).to(q.dtype).transpose(1, 2), None
+
+
+class Model:
+    """Attention layers in the way of modeling_llama.py, with random weights."""
+
+    is_causal = True
+    window = None
+
+    def __init__(self):
+        def matrix(*shape):
+            return torch.randn(*shape) / shape[0] ** 0.5
+
+        self.words = torch.randn(WORDS, WIDTH)
+        self.weights = [[matrix(WIDTH, h * D) for h in (Q, KV, KV)] + [matrix(Q * D, WIDTH)] for _ in range(LAYERS)]
+
+    def rotated(self, x, positions):
+        angles = positions[:, None, :, None] * 10000.0 ** (-torch.arange(D // 2) * 2.0 / D)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+
+    def __call__(self, ids, cache, attention, mask=None, mask_function=None):
+        past = cache.get_seq_length()
+        real = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long) if mask is None else mask
+        positions = (real.cumsum(-1) - 1).clamp(min=0)[:, past:]
+        given = mask if mask_function is None else mask_function(batch_size=ids.shape[0], attention_mask=mask)
+        x = self.words[ids]
+        for layer, (wq, wk, wv, wo) in enumerate(self.weights):
+            h = x / x.norm(dim=-1, keepdim=True) * WIDTH**0.5
+            q, k, v = ((h @ w).view(*h.shape[:2], -1, D).transpose(1, 2) for w in (wq, wk, wv))
+            q, k = self.rotated(q, positions), self.rotated(k, positions)
+            k, v = cache.update(k, v, layer, {"cache_position": None})
+            out, _ = attention(self, q, k, v, given, scaling=0.3, dropout=0.0, sliding_window=self.window)
+            x = x + out.reshape(*ids.shape, -1).contiguous() @ wo
+        return x @ self.words.T
+
+
+@unittest.skipIf(torch is None, "torch is not there")
+class StandIn(unittest.TestCase):
+    def setUp(self):
+        package, caches = stand_in()
+        kept = {name: sys.modules.get(name) for name in ("transformers", "transformers.cache_utils", "kvq.transformers")}
+        sys.modules.update({"transformers": package, "transformers.cache_utils": caches})
+        sys.modules.pop("kvq.transformers", None)
+        self.module = importlib.import_module("kvq.transformers")
+
+        def back():
+            for name, module in kept.items():
+                if module is None:
+                    sys.modules.pop(name, None)
+                else:
+                    sys.modules[name] = module
+
+        self.addCleanup(back)
+        self.attention = package.AttentionInterface.functions["kvq"]
+        self.mask = package.AttentionMaskInterface.functions["kvq"]
+        torch.manual_seed(3)
+        self.model = Model()
+        self.ids = torch.randint(0, WORDS, (3, 120))
+
+    def both(self, ids, ours, theirs, mask=None):
+        """Logits of real tokens, equal in both."""
+        out = self.model(ids, ours, self.attention, mask, self.mask)
+        expected = self.model(ids, theirs, eager, mask)
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -ids.shape[1] :].bool()
+        self.assertLess((out - expected)[real].abs().max().item(), 1e-3)
+        return out
+
+    def exact(self, **others):
+        return self.module.Cache("fp32", window="fp32", page_tokens=32, **others)
+
+    def test_prefill_and_decode(self):
+        for threads in (None, kvq.Threads(2)):
+            ours, theirs = self.exact(threads=threads), Everything()
+            for ids in (self.ids, self.ids[:, :1], self.ids[:, 1:2], self.ids[:, 5:20]):
+                self.both(ids, ours, theirs)
+            self.assertEqual(ours.get_seq_length(), 137)
+            self.assertEqual(ours.get_mask_sizes(1, 0), (138, 0))
+            self.assertEqual(ours.get_mask_sizes(torch.arange(4), 1), (141, 0))
+            self.assertGreater(ours.bytes(), 0)
+
+    def test_quantized(self):
+        """Near what 16 bit gives, in fewer bytes."""
+        used, errors = [], []
+        expected = Everything()
+        self.model(self.ids, expected, eager)
+        last = self.model(self.ids[:, :1], expected, eager)
+        for keys in ("fp16", "std4"):
+            cache = self.module.Cache(keys, sinks=2, recent=8, page_tokens=32, rollback=0)
+            self.model(self.ids, cache, self.attention)
+            errors.append((self.model(self.ids[:, :1], cache, self.attention) - last).abs().max().item())
+            used.append(cache.bytes())
+        self.assertLess(errors[0], 0.1)
+        self.assertLess(errors[0], errors[1])
+        self.assertLess(errors[1], 0.2 * last.abs().max().item())
+        self.assertLess(used[1], 0.7 * used[0])
+
+    def test_padding(self):
+        """Left and right padding, and a row that is all padding."""
+        mask = torch.ones(3, 120, dtype=torch.long)
+        mask[0, :50] = 0
+        mask[1, 90:] = 0
+        ours, theirs = self.exact(), Everything()
+        self.both(self.ids, ours, theirs, mask)
+        for _ in range(3):
+            mask = torch.cat([mask, torch.tensor([[1], [1], [1]])], dim=1)
+            self.both(self.ids[:, :1], ours, theirs, mask)
+        mask = torch.cat([mask, torch.tensor([[1], [0], [1]])], dim=1)
+        self.both(self.ids[:, :1], ours, theirs, mask)
+        self.assertEqual([len(s) for s in ours.layers[1].sequences], [74, 93, 124])
+        ours.crop(110)
+        theirs.layers = {i: (k[:, :, :110], v[:, :, :110]) for i, (k, v) in theirs.layers.items()}
+        self.assertEqual([len(s) for s in ours.layers[0].sequences], [60, 90, 110])
+        mask = torch.cat([mask[:, :110], torch.tensor([[1], [1], [1]])], dim=1)
+        self.both(self.ids[:, :1], ours, theirs, mask)
+        other = mask.clone()
+        other[2, 0] = 0
+        with self.assertRaisesRegex(kvq.ArgumentError, "cached tokens cannot be hidden"):
+            self.model(self.ids[:, :1], ours, self.attention, torch.cat([other, other[:, :1] + 1], dim=1))
+
+    def test_sliding_window(self):
+        self.model.window = 40
+        ours, theirs = self.exact(), Everything()
+        self.both(self.ids, ours, theirs)
+        self.both(self.ids[:, :1], ours, theirs)
+
+    def test_beams_and_crops(self):
+        ours, theirs = self.exact(), Everything()
+        self.both(self.ids, ours, theirs)
+        chosen = torch.tensor([2, 2, 0])
+        ours.reorder_cache(chosen)
+        theirs.layers = {i: (k[chosen], v[chosen]) for i, (k, v) in theirs.layers.items()}
+        self.both(self.ids[:, :2], ours, theirs)
+        ours.crop(100)
+        theirs.layers = {i: (k[:, :, :100], v[:, :, :100]) for i, (k, v) in theirs.layers.items()}
+        self.both(self.ids[:, :2], ours, theirs)
+        ours.crop(-2)
+        self.assertEqual(ours.get_seq_length(), 100)
+        ours.batch_repeat_interleave(2)
+        ours.batch_select_indices(torch.tensor([0, 2, 4]))
+        self.assertEqual(len(ours.layers[0].sequences), 3)
+        theirs.layers = {i: (k[:, :, :100], v[:, :, :100]) for i, (k, v) in theirs.layers.items()}
+        self.both(self.ids[:, :1], ours, theirs)
+        ours.reset()
+        self.both(self.ids, ours, Everything())
+
+    def test_misuse(self):
+        cache = self.exact()
+        self.model(self.ids, cache, eager)  # the first chunk needs no cache
+        with self.assertRaisesRegex(kvq.ArgumentError, 'load it with attn_implementation="kvq"'):
+            self.model(self.ids, cache, eager)
+        with self.assertRaisesRegex(kvq.ArgumentError, "needs past_key_values"):
+            self.model(self.ids, Everything(), self.attention)
+        cache = self.exact()
+        self.model(self.ids, cache, self.attention)
+        with self.assertRaisesRegex(kvq.ArgumentError, "a batch of 2 for a cache of 3"):
+            self.model(self.ids[:2], cache, self.attention)
+        q = torch.zeros(1, Q, 1, D)
+        key = torch.zeros(1, KV, 1, D)
+        for options, text in (({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal"), ({"head_mask": q}, "head_mask")):
+            k, v = self.exact().update(key, key, 0)
+            with self.assertRaisesRegex(kvq.UnsupportedError, text):
+                self.attention(self.model, q, k, v, None, **options)
+
+
+@unittest.skipIf(real_package is None, "transformers is not there")
+class Real(unittest.TestCase):
+    def test_generate(self):
+        """Ids equal to those of the package's own cache: greedy, padded, beams."""
+        import kvq.transformers
+
+        torch.manual_seed(3)
+        config = real_package.LlamaConfig(
+            vocab_size=200, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+        model = real_package.LlamaForCausalLM(config).eval()
+        ids = torch.randint(2, 200, (3, 40))
+        mask = torch.ones_like(ids)
+        mask[1, :15] = 0
+        for options in ({}, {"num_beams": 3}):
+            with self.subTest(options=options):
+                options = dict(attention_mask=mask, max_new_tokens=20, do_sample=False, **options)
+                model.set_attn_implementation("eager")
+                expected = model.generate(ids, **options)
+                model.set_attn_implementation("kvq")
+                cache = kvq.transformers.Cache("fp32", window="fp32")
+                self.assertTrue(torch.equal(model.generate(ids, past_key_values=cache, **options), expected))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,792 @@
+//! The C interface of kvq (include/kvq/kvq.h) as it is: see there what everything means. The crate `kvq` is the safe way to it.
+//!
+//! tests/abi.rs of the crate kvq compares sizes, offsets and constants with those of the C compiler.
+#![allow(non_camel_case_types)]
+
+use core::ffi::c_void;
+use std::os::raw::c_char;
+
+pub type kvq_status = i32;
+pub type kvq_role = i32;
+pub type kvq_dtype = i32;
+
+pub const KVQ_OK: i32 = 0;
+pub const KVQ_ERROR_ARGUMENT: i32 = 1;
+pub const KVQ_ERROR_HANDLE: i32 = 2;
+pub const KVQ_ERROR_STRUCT: i32 = 3;
+pub const KVQ_ERROR_MEMORY: i32 = 4;
+pub const KVQ_ERROR_DATA: i32 = 5;
+pub const KVQ_ERROR_CALLBACK: i32 = 6;
+pub const KVQ_ERROR_UNSUPPORTED: i32 = 7;
+pub const KVQ_ERROR_INTERNAL: i32 = 8;
+pub const KVQ_KEY: i32 = 0;
+pub const KVQ_VALUE: i32 = 1;
+pub const KVQ_FP32: i32 = 0;
+pub const KVQ_FP16: i32 = 1;
+pub const KVQ_BF16: i32 = 2;
+pub const KVQ_CAUSAL: i32 = 0;
+pub const KVQ_BIDIRECTIONAL: i32 = 1;
+pub const KVQ_CROSS: i32 = 2;
+pub const KVQ_PAGE_NONE: i32 = 0;
+pub const KVQ_PAGE_SOME: i32 = 1;
+pub const KVQ_PAGE_ALL: i32 = 2;
+pub const KVQ_HALF_SPLIT: i32 = 0;
+pub const KVQ_INTERLEAVED: i32 = 1;
+pub const KVQ_MATCH_EXACT: i32 = 0;
+pub const KVQ_MATCH_SUPERSEQUENCE: i32 = 1;
+pub const KVQ_MATCH_PREFIX: i32 = 2;
+pub const KVQ_MATCH_LCP: i32 = 3;
+pub const KVQ_MISS: i32 = 4;
+pub const KVQ_MISS_SHORT_PREFIX: i32 = 5;
+pub const KVQ_MISS_SHORT_LCP: i32 = 6;
+pub const KVQ_STORED: i32 = 0;
+pub const KVQ_STORE_DUPLICATE: i32 = 1;
+pub const KVQ_STORE_TOO_LARGE: i32 = 2;
+pub const KVQ_NONE: i32 = -1;
+pub const KVQ_ALL_LAYERS: i32 = -1;
+pub const KVQ_ABI_VERSION: i32 = 1;
+
+#[repr(C)]
+pub struct kvq_format {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_statistics {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_executor {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_workspace {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_cache {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_sequence {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_receiver {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_prefix_cache {
+    _private: [u8; 0],
+}
+#[repr(C)]
+pub struct kvq_ring {
+    _private: [u8; 0],
+}
+
+pub type kvq_task = Option<unsafe extern "C" fn(task_data: *mut c_void, index: i32)>;
+pub type kvq_write = Option<unsafe extern "C" fn(user: *mut c_void, data: *const c_void, bytes: usize) -> i32>;
+pub type kvq_read = Option<unsafe extern "C" fn(user: *mut c_void, to: *mut c_void, bytes: usize) -> usize>;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_tensor {
+    pub data: *mut c_void,
+    pub dtype: kvq_dtype,
+    pub tokens: i32,
+    pub heads: i32,
+    pub dim: i32,
+    pub token_stride: isize,
+    pub head_stride: isize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_allocator {
+    pub size: usize,
+    pub allocate: Option<unsafe extern "C" fn(user: *mut c_void, bytes: usize, alignment: usize) -> *mut c_void>,
+    pub deallocate:
+        Option<unsafe extern "C" fn(user: *mut c_void, memory: *mut c_void, bytes: usize, alignment: usize)>,
+    pub user: *mut c_void,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_executor_callbacks {
+    pub size: usize,
+    pub concurrency: i32,
+    pub parallel_for:
+        Option<unsafe extern "C" fn(user: *mut c_void, n: i32, task: kvq_task, task_data: *mut c_void) -> i32>,
+    pub user: *mut c_void,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_format_entry {
+    pub size: usize,
+    pub name: *const c_char,
+    pub keys: i32,
+    pub values: i32,
+    pub takes_statistics: i32,
+    pub group: i32,
+    pub preset: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_format_description {
+    pub size: usize,
+    pub name: *const c_char,
+    pub backend: *const c_char,
+    pub bits: f64,
+    pub block_bytes: usize,
+    pub quantize: i32,
+    pub dequantize: i32,
+    pub attend: i32,
+    pub dequantizes_first: i32,
+    pub holds_values: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_page_shape {
+    pub role: kvq_role,
+    pub tokens: i32,
+    pub heads: i32,
+    pub dim: i32,
+    pub layer: i32,
+    pub first_head: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_page {
+    pub keys: *const c_void,
+    pub values: *const c_void,
+    pub key_format: i32,
+    pub value_format: i32,
+    pub key_capacity: i32,
+    pub value_capacity: i32,
+    pub skip: i32,
+    pub tokens: i32,
+    pub shift: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_mods {
+    pub size: usize,
+    pub direction: i32,
+    pub window: i32,
+    pub window_sinks: i32,
+    pub prefix: i32,
+    pub document_starts: *const i32,
+    pub documents: i32,
+    pub tree_parents: *const i32,
+    pub tree_tokens: i32,
+    pub tree_first: i32,
+    pub scale: f32,
+    pub softcap: f32,
+    pub alibi_slopes: *const f32,
+    pub alibi_heads: i32,
+    pub sink_heads: i32,
+    pub sink_logits: *const f32,
+    pub mask_row: Option<unsafe extern "C" fn(user: *mut c_void, scores: *mut f32, n: i32, query: i32, first_key: i32)>,
+    pub mask_page: Option<
+        unsafe extern "C" fn(user: *mut c_void, first_query: i32, last_query: i32, first_key: i32, end_key: i32) -> i32,
+    >,
+    pub score_row: Option<
+        unsafe extern "C" fn(user: *mut c_void, scores: *mut f32, n: i32, query_head: i32, query: i32, first_key: i32),
+    >,
+    pub user: *mut c_void,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_rotary {
+    pub dims: i32,
+    pub first_channel: i32,
+    pub layout: i32,
+    pub frequency_count: i32,
+    pub base: f64,
+    pub frequencies: *const f64,
+    pub rotate: Option<unsafe extern "C" fn(user: *mut c_void, row: *mut f32, head_dim: i32, by: i64)>,
+    pub user: *mut c_void,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_layer_formats {
+    pub keys: *const c_char,
+    pub values: *const c_char,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_cache_options {
+    pub size: usize,
+    pub layers: i32,
+    pub kv_heads: i32,
+    pub head_dim: i32,
+    pub value_dim: i32,
+    pub keys: *const c_char,
+    pub values: *const c_char,
+    pub window: *const c_char,
+    pub page_tokens: i32,
+    pub sinks: i32,
+    pub recent: i32,
+    pub rollback: i32,
+    pub byte_budget: usize,
+    pub layer_formats: *const kvq_layer_formats,
+    pub rotary: *const kvq_rotary,
+    pub rotary_count: i32,
+    pub reserved: i32,
+    pub statistics: *const kvq_statistics,
+    pub allocator: *const kvq_allocator,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_cache_info {
+    pub size: usize,
+    pub layers: i32,
+    pub kv_heads: i32,
+    pub head_dim: i32,
+    pub value_dim: i32,
+    pub page_tokens: i32,
+    pub sinks: i32,
+    pub recent: i32,
+    pub rollback: i32,
+    pub byte_budget: usize,
+    pub bytes_in_use: usize,
+    pub pages_in_use: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_attend_options {
+    pub size: usize,
+    pub mods: *const kvq_mods,
+    pub executor: *mut kvq_executor,
+    pub workspace: *mut kvq_workspace,
+    pub lse: *mut f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_usage {
+    pub size: usize,
+    pub quantized: usize,
+    pub window: usize,
+    pub slack: usize,
+    pub rollback: usize,
+    pub bookkeeping: usize,
+    pub workspace: usize,
+    pub bytes: usize,
+    pub not_finite: usize,
+    pub tokens: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_attend_request {
+    pub sequence: *const kvq_sequence,
+    pub q: kvq_tensor,
+    pub out: kvq_tensor,
+    pub lse: *mut f32,
+    pub mods: *const kvq_mods,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_prefill_request {
+    pub sequence: *mut kvq_sequence,
+    pub k: kvq_tensor,
+    pub v: kvq_tensor,
+    pub q: kvq_tensor,
+    pub out: kvq_tensor,
+    pub lse: *mut f32,
+    pub mods: *const kvq_mods,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_requantize_request {
+    pub size: usize,
+    pub keys: *const c_char,
+    pub values: *const c_char,
+    pub first_layer: i32,
+    pub last_layer: i32,
+    pub first_token: i32,
+    pub last_token: i32,
+    pub only_smaller: i32,
+    pub new_pages: i32,
+    pub dry_run: i32,
+    pub reserved: i32,
+    pub most_pages: usize,
+    pub most_nanoseconds: i64,
+    pub executor: *mut kvq_executor,
+    pub workspace: *mut kvq_workspace,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_requantize_report {
+    pub size: usize,
+    pub pages: usize,
+    pub pages_left: usize,
+    pub bytes_before: usize,
+    pub bytes_after: usize,
+    pub bytes_peak: usize,
+    pub bytes_freed: usize,
+    pub workspace: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_tier {
+    pub age: i32,
+    pub reserved: i32,
+    pub keys: *const c_char,
+    pub values: *const c_char,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_step_down_policy {
+    pub size: usize,
+    pub tiers: *const kvq_tier,
+    pub tier_count: i32,
+    pub first_layers_kept: i32,
+    pub last_layers_kept: i32,
+    pub reserved: i32,
+    pub byte_budget: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_step_down_report {
+    pub size: usize,
+    pub pages: usize,
+    pub bytes_before: usize,
+    pub bytes_after: usize,
+    pub bytes_peak: usize,
+    pub fits: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_footprint_query {
+    pub size: usize,
+    pub sequences: i32,
+    pub q_heads: i32,
+    pub q_tokens: i32,
+    pub threads: i32,
+    pub chunk: i32,
+    pub reserved: i32,
+    pub policy: *const kvq_step_down_policy,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_footprint {
+    pub size: usize,
+    pub quantized: usize,
+    pub window: usize,
+    pub rollback: usize,
+    pub bookkeeping: usize,
+    pub workspace: usize,
+    pub attention: usize,
+    pub total: usize,
+    pub transient: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_save_options {
+    pub size: usize,
+    pub model: *const c_char,
+    pub convert: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_prefix_cache_options {
+    pub size: usize,
+    pub byte_limit: usize,
+    pub max_entries: i32,
+    pub min_prefix_tokens: i32,
+    pub min_quantize_tokens: i32,
+    pub reserved: i32,
+    pub keys: *const c_char,
+    pub values: *const c_char,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_prefix_cache_statistics {
+    pub size: usize,
+    pub fetches: [usize; 7],
+    pub tokens_saved: usize,
+    pub stored: usize,
+    pub duplicates: usize,
+    pub rejections: usize,
+    pub replaced: usize,
+    pub evictions: usize,
+    pub entries: usize,
+    pub bytes: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_ring_options {
+    pub size: usize,
+    pub window: i32,
+    pub slack: i32,
+    pub sinks_in_cache: i32,
+    pub reserved: i32,
+    pub first_token: i64,
+}
+
+extern "C" {
+    pub fn kvq_last_error() -> *const c_char;
+    pub fn kvq_status_name(status: kvq_status) -> *const c_char;
+    pub fn kvq_version() -> *const c_char;
+    pub fn kvq_abi_version() -> i32;
+    pub fn kvq_workspace_create(
+        allocator: *const kvq_allocator,
+        bytes: usize,
+        out: *mut *mut kvq_workspace,
+    ) -> kvq_status;
+    pub fn kvq_workspace_free(workspace: *mut kvq_workspace) -> kvq_status;
+    pub fn kvq_workspace_reserve(workspace: *mut kvq_workspace, bytes: usize) -> kvq_status;
+    pub fn kvq_workspace_bytes(workspace: *const kvq_workspace, bytes: *mut usize) -> kvq_status;
+    pub fn kvq_executor_create(callbacks: *const kvq_executor_callbacks, out: *mut *mut kvq_executor) -> kvq_status;
+    pub fn kvq_executor_create_threads(threads: i32, out: *mut *mut kvq_executor) -> kvq_status;
+    pub fn kvq_executor_free(executor: *mut kvq_executor) -> kvq_status;
+    pub fn kvq_format_count(count: *mut i32) -> kvq_status;
+    pub fn kvq_format_list(index: i32, entry: *mut kvq_format_entry) -> kvq_status;
+    pub fn kvq_format_find(
+        name: *const c_char,
+        role: kvq_role,
+        statistics: *const kvq_statistics,
+        out: *mut *mut kvq_format,
+    ) -> kvq_status;
+    pub fn kvq_format_free(format: *mut kvq_format) -> kvq_status;
+    pub fn kvq_format_describe(
+        format: *const kvq_format,
+        role: kvq_role,
+        tokens: i32,
+        dim: i32,
+        description: *mut kvq_format_description,
+    ) -> kvq_status;
+    pub fn kvq_format_page_bytes(
+        format: *const kvq_format,
+        shape: *const kvq_page_shape,
+        page_bytes: *mut usize,
+        workspace_bytes: *mut usize,
+    ) -> kvq_status;
+    pub fn kvq_format_quantize(
+        format: *const kvq_format,
+        shape: *const kvq_page_shape,
+        values: *const kvq_tensor,
+        page: *mut c_void,
+        page_bytes: usize,
+        workspace: *mut c_void,
+        workspace_bytes: usize,
+        not_finite: *mut usize,
+    ) -> kvq_status;
+    pub fn kvq_format_dequantize(
+        format: *const kvq_format,
+        shape: *const kvq_page_shape,
+        page: *const c_void,
+        page_bytes: usize,
+        out: *const kvq_tensor,
+        workspace: *mut c_void,
+        workspace_bytes: usize,
+    ) -> kvq_status;
+    pub fn kvq_rotary_llama3(
+        dims: i32,
+        base: f64,
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_context: f64,
+        frequencies: *mut f64,
+    ) -> kvq_status;
+    pub fn kvq_rotary_yarn(
+        dims: i32,
+        base: f64,
+        factor: f64,
+        original_context: f64,
+        beta_fast: f64,
+        beta_slow: f64,
+        frequencies: *mut f64,
+    ) -> kvq_status;
+    pub fn kvq_cache_create(options: *const kvq_cache_options, out: *mut *mut kvq_cache) -> kvq_status;
+    pub fn kvq_cache_free(cache: *mut kvq_cache) -> kvq_status;
+    pub fn kvq_cache_get_info(cache: *const kvq_cache, info: *mut kvq_cache_info) -> kvq_status;
+    pub fn kvq_cache_add_format(
+        cache: *mut kvq_cache,
+        role: kvq_role,
+        format: *const kvq_format,
+        name: *const c_char,
+    ) -> kvq_status;
+    pub fn kvq_cache_find_format(
+        cache: *const kvq_cache,
+        role: kvq_role,
+        name: *const c_char,
+        index: *mut i32,
+    ) -> kvq_status;
+    pub fn kvq_cache_get_format(
+        cache: *const kvq_cache,
+        role: kvq_role,
+        index: i32,
+        out: *mut *mut kvq_format,
+    ) -> kvq_status;
+    pub fn kvq_cache_workspace_bytes(
+        cache: *const kvq_cache,
+        tokens: i32,
+        q_heads: i32,
+        q_tokens: i32,
+        threads: i32,
+        bytes: *mut usize,
+    ) -> kvq_status;
+    pub fn kvq_sequence_create(cache: *mut kvq_cache, out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_sequence_free(sequence: *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_sequence_fork(sequence: *const kvq_sequence, out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_sequence_tokens(sequence: *const kvq_sequence, layer: i32, tokens: *mut i32) -> kvq_status;
+    pub fn kvq_sequence_prefill(
+        sequence: *mut kvq_sequence,
+        layer: i32,
+        k: *const kvq_tensor,
+        v: *const kvq_tensor,
+        q: *const kvq_tensor,
+        out: *const kvq_tensor,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_sequence_append(
+        sequence: *mut kvq_sequence,
+        layer: i32,
+        k: *const kvq_tensor,
+        v: *const kvq_tensor,
+    ) -> kvq_status;
+    pub fn kvq_sequence_attend(
+        sequence: *const kvq_sequence,
+        layer: i32,
+        q: *const kvq_tensor,
+        out: *const kvq_tensor,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_sequence_append_draft(
+        sequence: *mut kvq_sequence,
+        layer: i32,
+        k: *const kvq_tensor,
+        v: *const kvq_tensor,
+    ) -> kvq_status;
+    pub fn kvq_sequence_keep(sequence: *mut kvq_sequence, path: *const i32, count: i32) -> kvq_status;
+    pub fn kvq_sequence_trim(sequence: *mut kvq_sequence, tokens: i32) -> kvq_status;
+    pub fn kvq_sequence_erase(sequence: *mut kvq_sequence, first: i32, last: i32) -> kvq_status;
+    pub fn kvq_sequence_shift(sequence: *mut kvq_sequence, first: i32, last: i32, by: i64) -> kvq_status;
+    pub fn kvq_sequence_splice(
+        sequence: *mut kvq_sequence,
+        other: *const kvq_sequence,
+        first: i32,
+        last: i32,
+    ) -> kvq_status;
+    pub fn kvq_sequence_append_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
+    pub fn kvq_sequence_prefill_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
+    pub fn kvq_sequence_draft_bytes(sequence: *const kvq_sequence, n: i32, bytes: *mut usize) -> kvq_status;
+    pub fn kvq_sequence_dequantize(
+        sequence: *const kvq_sequence,
+        layer: i32,
+        role: kvq_role,
+        first: i32,
+        out: *const kvq_tensor,
+    ) -> kvq_status;
+    pub fn kvq_sequence_get_usage(sequence: *const kvq_sequence, usage: *mut kvq_usage) -> kvq_status;
+    pub fn kvq_sequence_get_pages(
+        sequence: *const kvq_sequence,
+        layer: i32,
+        pages: *mut kvq_page,
+        capacity: i32,
+        count: *mut i32,
+    ) -> kvq_status;
+    pub fn kvq_cache_attend(
+        cache: *const kvq_cache,
+        layer: i32,
+        requests: *const kvq_attend_request,
+        count: i32,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_cache_prefill(
+        cache: *mut kvq_cache,
+        layer: i32,
+        requests: *const kvq_prefill_request,
+        count: i32,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_cache_attend_pages(
+        cache: *const kvq_cache,
+        layer: i32,
+        pages: *const kvq_page,
+        count: i32,
+        q: *const kvq_tensor,
+        out: *const kvq_tensor,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_cache_requantize(
+        cache: *mut kvq_cache,
+        sequences: *const *mut kvq_sequence,
+        count: i32,
+        request: *const kvq_requantize_request,
+        report: *mut kvq_requantize_report,
+    ) -> kvq_status;
+    pub fn kvq_cache_step_down(
+        cache: *mut kvq_cache,
+        sequences: *const *mut kvq_sequence,
+        count: i32,
+        policy: *const kvq_step_down_policy,
+        executor: *mut kvq_executor,
+        report: *mut kvq_step_down_report,
+    ) -> kvq_status;
+    pub fn kvq_cache_get_footprint(
+        cache: *const kvq_cache,
+        tokens: i32,
+        query: *const kvq_footprint_query,
+        footprint: *mut kvq_footprint,
+    ) -> kvq_status;
+    pub fn kvq_cache_longest_context(
+        cache: *const kvq_cache,
+        budget: usize,
+        query: *const kvq_footprint_query,
+        tokens: *mut i32,
+    ) -> kvq_status;
+    pub fn kvq_sequence_save(
+        sequence: *const kvq_sequence,
+        options: *const kvq_save_options,
+        write: kvq_write,
+        user: *mut c_void,
+    ) -> kvq_status;
+    pub fn kvq_sequence_save_file(
+        sequence: *const kvq_sequence,
+        options: *const kvq_save_options,
+        path: *const c_char,
+    ) -> kvq_status;
+    pub fn kvq_sequence_restore(
+        cache: *mut kvq_cache,
+        options: *const kvq_save_options,
+        read: kvq_read,
+        user: *mut c_void,
+        out: *mut *mut kvq_sequence,
+    ) -> kvq_status;
+    pub fn kvq_sequence_restore_file(
+        cache: *mut kvq_cache,
+        options: *const kvq_save_options,
+        path: *const c_char,
+        out: *mut *mut kvq_sequence,
+    ) -> kvq_status;
+    pub fn kvq_sequence_send_pages(
+        sequence: *const kvq_sequence,
+        layer: i32,
+        write: kvq_write,
+        user: *mut c_void,
+    ) -> kvq_status;
+    pub fn kvq_receiver_create(cache: *mut kvq_cache, out: *mut *mut kvq_receiver) -> kvq_status;
+    pub fn kvq_receiver_free(receiver: *mut kvq_receiver) -> kvq_status;
+    pub fn kvq_receiver_accept(receiver: *mut kvq_receiver, message: *const c_void, bytes: usize) -> kvq_status;
+    pub fn kvq_receiver_finish(receiver: *mut kvq_receiver, tokens: i32, out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_prefix_cache_create(
+        cache: *mut kvq_cache,
+        options: *const kvq_prefix_cache_options,
+        out: *mut *mut kvq_prefix_cache,
+    ) -> kvq_status;
+    pub fn kvq_prefix_cache_free(store: *mut kvq_prefix_cache) -> kvq_status;
+    pub fn kvq_prefix_cache_lookup(
+        store: *const kvq_prefix_cache,
+        tokens: *const i32,
+        count: i32,
+        matched: *mut i32,
+        found: *mut i32,
+    ) -> kvq_status;
+    pub fn kvq_prefix_cache_fetch(
+        store: *mut kvq_prefix_cache,
+        tokens: *const i32,
+        count: i32,
+        matched: *mut i32,
+        found: *mut i32,
+        out: *mut *mut kvq_sequence,
+    ) -> kvq_status;
+    pub fn kvq_prefix_cache_store(
+        store: *mut kvq_prefix_cache,
+        tokens: *const i32,
+        count: i32,
+        sequence: *const kvq_sequence,
+        outcome: *mut i32,
+    ) -> kvq_status;
+    pub fn kvq_prefix_cache_erase(
+        store: *mut kvq_prefix_cache,
+        tokens: *const i32,
+        count: i32,
+        erased: *mut i32,
+    ) -> kvq_status;
+    pub fn kvq_prefix_cache_clear(store: *mut kvq_prefix_cache) -> kvq_status;
+    pub fn kvq_prefix_cache_release(store: *mut kvq_prefix_cache, bytes: usize, released: *mut usize) -> kvq_status;
+    pub fn kvq_prefix_cache_step_down(
+        store: *mut kvq_prefix_cache,
+        live: *const *mut kvq_sequence,
+        count: i32,
+        policy: *const kvq_step_down_policy,
+        executor: *mut kvq_executor,
+        report: *mut kvq_step_down_report,
+    ) -> kvq_status;
+    pub fn kvq_prefix_cache_get_statistics(
+        store: *const kvq_prefix_cache,
+        statistics: *mut kvq_prefix_cache_statistics,
+    ) -> kvq_status;
+    pub fn kvq_ring_create(
+        sequence: *const kvq_sequence,
+        options: *const kvq_ring_options,
+        out: *mut *mut kvq_ring,
+    ) -> kvq_status;
+    pub fn kvq_ring_free(ring: *mut kvq_ring) -> kvq_status;
+    pub fn kvq_ring_fork(ring: *const kvq_ring, out: *mut *mut kvq_ring) -> kvq_status;
+    pub fn kvq_ring_prefill(
+        ring: *mut kvq_ring,
+        layer: i32,
+        k: *const kvq_tensor,
+        v: *const kvq_tensor,
+        q: *const kvq_tensor,
+        out: *const kvq_tensor,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_ring_append(ring: *mut kvq_ring, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor) -> kvq_status;
+    pub fn kvq_ring_attend(
+        ring: *const kvq_ring,
+        layer: i32,
+        q: *const kvq_tensor,
+        out: *const kvq_tensor,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_ring_append_draft(
+        ring: *mut kvq_ring,
+        layer: i32,
+        k: *const kvq_tensor,
+        v: *const kvq_tensor,
+    ) -> kvq_status;
+    pub fn kvq_ring_keep(ring: *mut kvq_ring, path: *const i32, count: i32) -> kvq_status;
+    pub fn kvq_ring_trim(ring: *mut kvq_ring, tokens: i64) -> kvq_status;
+    pub fn kvq_ring_tokens(ring: *const kvq_ring, layer: i32, tokens: *mut i64, first_token: *mut i64) -> kvq_status;
+    pub fn kvq_ring_held(ring: *const kvq_ring, out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_statistics_create(
+        layers: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        products: i32,
+        out: *mut *mut kvq_statistics,
+    ) -> kvq_status;
+    pub fn kvq_statistics_free(statistics: *mut kvq_statistics) -> kvq_status;
+    pub fn kvq_statistics_add_keys(statistics: *mut kvq_statistics, layer: i32, k: *const kvq_tensor) -> kvq_status;
+    pub fn kvq_statistics_add_queries(statistics: *mut kvq_statistics, layer: i32, q: *const kvq_tensor) -> kvq_status;
+    pub fn kvq_statistics_save(statistics: *const kvq_statistics, write: kvq_write, user: *mut c_void) -> kvq_status;
+    pub fn kvq_statistics_load(data: *const c_void, bytes: usize, out: *mut *mut kvq_statistics) -> kvq_status;
+}

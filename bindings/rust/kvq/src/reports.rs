@@ -1,0 +1,262 @@
+//! What calls report, and policies. All sizes are bytes of memory unless said otherwise.
+use std::ptr;
+
+use kvq_sys as sys;
+
+use crate::{
+    error::{init, int, limit, Result, Text},
+    options::{Threads, Workspace},
+};
+
+/// A struct of C with the same members.
+macro_rules! report {
+    ($(#[$attribute:meta])* $name:ident from $c:ident { $($(#[$doc:meta])* $member:ident,)* }) => {
+        $(#[$attribute])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct $name { $($(#[$doc])* pub $member: usize,)* }
+        impl $name {
+            pub(crate) fn from_c(c: &kvq_sys::$c) -> Self {
+                $name { $($member: c.$member as usize,)* }
+            }
+        }
+    };
+}
+
+report!(
+    /// The options in force, and what all sequences of a cache hold together.
+    CacheInfo from kvq_cache_info {
+        layers, kv_heads, head_dim, value_dim, page_tokens, sinks, recent, rollback,
+        /// usize::MAX: none.
+        byte_budget,
+        /// Of all pages, each counted once, headers included.
+        bytes_in_use,
+        pages_in_use,
+    }
+);
+report!(
+    /// Bytes of a sequence. A shared page counts in every sequence that holds it.
+    Usage from kvq_usage {
+        /// Quantized pages.
+        quantized,
+        /// 16- and 32-bit pages.
+        window,
+        /// Part of `window` that holds no token yet.
+        slack,
+        /// 16-bit copies of quantized pages.
+        rollback,
+        /// Page headers and tables.
+        bookkeeping,
+        /// Scratch for quantizing.
+        workspace,
+        /// The sum of all of the above but `slack`.
+        bytes,
+        /// Number of NaN and infinities that were quantized.
+        not_finite,
+        /// Of the longest layer.
+        tokens,
+    }
+);
+report!(
+    /// Bytes that sequences of a length will take, equal to what will be allocated. The first five are those of [`Usage`].
+    Footprint from kvq_footprint {
+        quantized, window, rollback, bookkeeping, workspace,
+        /// Workspace of one attention call.
+        attention,
+        /// The sum of the above.
+        total,
+        /// Upper bound of what a call adds temporarily.
+        transient,
+    }
+);
+report!(
+    RequantizeReport from kvq_requantize_report {
+        /// That were converted, or would be.
+        pages,
+        /// Of the request, not yet converted.
+        pages_left,
+        /// In the pool of the cache, as the next two.
+        bytes_before,
+        bytes_after, bytes_peak, bytes_freed,
+        /// Scratch during the call.
+        workspace,
+    }
+);
+/// Sizes in the pool of the cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StepDownReport {
+    /// That changed.
+    pub pages: usize,
+    pub bytes_before: usize,
+    pub bytes_after: usize,
+    pub bytes_peak: usize,
+    /// false: the budget is still exceeded.
+    pub fits: bool,
+}
+impl StepDownReport {
+    pub(crate) fn from_c(c: &sys::kvq_step_down_report) -> Self {
+        StepDownReport {
+            pages: c.pages,
+            bytes_before: c.bytes_before,
+            bytes_after: c.bytes_after,
+            bytes_peak: c.bytes_peak,
+            fits: c.fits != 0,
+        }
+    }
+}
+
+/// Which pages change to which formats.
+#[derive(Default)]
+pub struct Requantize<'a> {
+    /// Listed formats by name; None: unchanged.
+    pub keys: Option<&'a str>,
+    pub values: Option<&'a str>,
+    /// [first, last); None: all.
+    pub layers: Option<(usize, usize)>,
+    /// Only pages that lie wholly in tokens [first, last); None: all.
+    pub tokens: Option<(usize, usize)>,
+    /// Skips pages that would not shrink.
+    pub only_smaller: bool,
+    /// Pages quantized from now on take these formats, too.
+    pub new_pages: bool,
+    /// In this call; None: all.
+    pub most_pages: Option<usize>,
+    /// After which no page is begun. The first page is always done.
+    pub most_time: Option<std::time::Duration>,
+    pub threads: Option<&'a mut Threads>,
+    pub workspace: Option<&'a mut Workspace>,
+}
+
+/// A struct of C and the texts it points to.
+pub(crate) struct RequantizeC {
+    pub(crate) c: sys::kvq_requantize_request,
+    _texts: [Text; 2],
+}
+impl Requantize<'_> {
+    pub(crate) fn to_c(&self, dry_run: bool) -> Result<RequantizeC> {
+        let texts = [Text::optional(self.keys)?, Text::optional(self.values)?];
+        let range = |r: Option<(usize, usize)>, what: &str| match r {
+            Some((first, last)) if first >= last => Err(crate::Error::argument(format!(
+                "{} [{}, {}) are none",
+                what, first, last
+            ))),
+            Some((first, last)) => Ok((int(first, what)?, int(last, what)?)),
+            None => Ok((0, 0)),
+        };
+        let (layers, tokens) = (range(self.layers, "layers")?, range(self.tokens, "tokens")?);
+        let c = init!(kvq_requantize_request {
+            keys: texts[0].as_ptr(),
+            values: texts[1].as_ptr(),
+            first_layer: layers.0,
+            last_layer: layers.1,
+            first_token: tokens.0,
+            last_token: tokens.1,
+            only_smaller: self.only_smaller as i32,
+            new_pages: self.new_pages as i32,
+            dry_run: dry_run as i32,
+            most_pages: limit(self.most_pages, "most_pages")?,
+            most_nanoseconds: self
+                .most_time
+                .map_or(0, |t| (t.as_nanos().min(i64::MAX as u128) as i64).max(1)),
+            executor: self.threads.as_ref().map_or(ptr::null_mut(), |t| t.raw()),
+            workspace: self.workspace.as_ref().map_or(ptr::null_mut(), |w| w.raw()),
+        });
+        Ok(RequantizeC { c, _texts: texts })
+    }
+}
+
+/// From `age` tokens behind the newest one on, pages have these formats, by name; None: the first one of the cache.
+#[derive(Clone, Debug, Default)]
+pub struct Tier {
+    pub age: usize,
+    pub keys: Option<String>,
+    pub values: Option<String>,
+}
+
+/// How formats narrow with age.
+#[derive(Clone, Debug, Default)]
+pub struct StepDownPolicy {
+    /// Ages ascending, formats from wide to narrow.
+    pub tiers: Vec<Tier>,
+    /// Layers that no tier touches.
+    pub first_layers_kept: usize,
+    pub last_layers_kept: usize,
+    /// Bytes of the pool, beyond which the oldest pages go down further.
+    pub byte_budget: Option<usize>,
+}
+
+pub(crate) struct PolicyC {
+    pub(crate) c: sys::kvq_step_down_policy,
+    _tiers: Vec<sys::kvq_tier>,
+    _texts: Vec<Text>,
+}
+impl StepDownPolicy {
+    pub(crate) fn to_c(&self) -> Result<PolicyC> {
+        let mut texts = Vec::new();
+        let mut tiers = Vec::new();
+        for t in &self.tiers {
+            let (keys, values) = (Text::optional(t.keys.as_ref())?, Text::optional(t.values.as_ref())?);
+            tiers.push(sys::kvq_tier {
+                age: int(t.age, "age")?,
+                reserved: 0,
+                keys: keys.as_ptr(),
+                values: values.as_ptr(),
+            });
+            texts.extend([keys, values]);
+        }
+        let c = init!(kvq_step_down_policy {
+            tiers: tiers.as_ptr(),
+            tier_count: int(tiers.len(), "tiers")?,
+            first_layers_kept: int(self.first_layers_kept, "first_layers_kept")?,
+            last_layers_kept: int(self.last_layers_kept, "last_layers_kept")?,
+            byte_budget: limit(self.byte_budget, "byte_budget")?,
+        });
+        Ok(PolicyC {
+            c,
+            _tiers: tiers,
+            _texts: texts,
+        })
+    }
+}
+
+/// What an estimate is about. `FootprintQuery::default()`: one sequence, without the workspace of attention.
+#[derive(Clone, Debug, Default)]
+pub struct FootprintQuery {
+    /// 0: 1
+    pub sequences: usize,
+    /// 0: without the workspace of attention.
+    pub q_heads: usize,
+    /// 0: 1
+    pub q_tokens: usize,
+    /// 0: 1
+    pub threads: usize,
+    /// Most tokens of one prefill; 0: append only.
+    pub chunk: usize,
+    pub policy: Option<StepDownPolicy>,
+}
+
+pub(crate) struct QueryC {
+    c: sys::kvq_footprint_query,
+    policy: Option<PolicyC>,
+}
+impl QueryC {
+    pub(crate) fn c(&mut self) -> &sys::kvq_footprint_query {
+        self.c.policy = self.policy.as_ref().map_or(ptr::null(), |p| &p.c);
+        &self.c
+    }
+}
+impl FootprintQuery {
+    pub(crate) fn to_c(&self) -> Result<QueryC> {
+        Ok(QueryC {
+            policy: self.policy.as_ref().map(StepDownPolicy::to_c).transpose()?,
+            c: init!(kvq_footprint_query {
+                sequences: int(self.sequences, "sequences")?,
+                q_heads: int(self.q_heads, "q_heads")?,
+                q_tokens: int(self.q_tokens, "q_tokens")?,
+                threads: int(self.threads, "threads")?,
+                chunk: int(self.chunk, "chunk")?,
+            }),
+        })
+    }
+}

@@ -1,0 +1,190 @@
+//! Sequences of a cache.
+use std::{io::Write, os::raw::c_void, path::Path};
+
+use kvq_sys as sys;
+
+use crate::{
+    cache::Cache,
+    error::{ask, check, handle, init, int, Error, Result, Text},
+    formats::Role,
+    io::{with_callback, with_writer},
+    options::{AttendOptions, Call},
+    reports::Usage,
+    tensor::{Tensor, TensorMut, Value},
+};
+
+pub(crate) fn path_text(path: &Path) -> Result<Text> {
+    Text::new(
+        path.to_str()
+            .ok_or_else(|| Error::argument(format!("the path {:?} is no UTF-8", path)))?,
+    )
+}
+
+/// Methods that sequences and rings have in common.
+macro_rules! token_store {
+    ($prefill:ident, $append:ident, $attend:ident, $append_draft:ident, $keep:ident) => {
+        /// Appends n tokens to a layer and attends for the last m of them: one call for each layer of a chunk of the prompt, or of a
+        /// decode step. Attention reads the chunk in 16 bit; pages behind the recent window are quantized afterwards.
+        ///
+        /// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]; q_heads is
+        /// a multiple of kv_heads. out gets softmax(q K^T) V.
+        pub fn prefill<T: Value, Q: Value, O: Value>(
+            &mut self,
+            layer: usize,
+            k: &Tensor<T>,
+            v: &Tensor<T>,
+            q: &Tensor<Q>,
+            out: &mut TensorMut<O>,
+            mut options: AttendOptions,
+        ) -> Result<()> {
+            let mut call = Call::new(&mut options, Some(&q.c))?;
+            let layer = int(layer, "layer")?;
+            check(unsafe { sys::$prefill(self.raw(), layer, &k.c, &v.c, &q.c, &out.c, call.options()) })
+        }
+        /// Appends n tokens to a layer, without queries.
+        pub fn append<T: Value>(&mut self, layer: usize, k: &Tensor<T>, v: &Tensor<T>) -> Result<()> {
+            check(unsafe { sys::$append(self.raw(), int(layer, "layer")?, &k.c, &v.c) })
+        }
+        /// out = softmax(q K^T) V for the last m tokens of a layer.
+        pub fn attend<Q: Value, O: Value>(
+            &self,
+            layer: usize,
+            q: &Tensor<Q>,
+            out: &mut TensorMut<O>,
+            mut options: AttendOptions,
+        ) -> Result<()> {
+            let mut call = Call::new(&mut options, Some(&q.c))?;
+            check(unsafe { sys::$attend(self.raw(), int(layer, "layer")?, &q.c, &out.c, call.options()) })
+        }
+        /// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under [`crate::Mods::tree_parents`].
+        pub fn append_draft<T: Value>(&mut self, layer: usize, k: &Tensor<T>, v: &Tensor<T>) -> Result<()> {
+            check(unsafe { sys::$append_draft(self.raw(), int(layer, "layer")?, &k.c, &v.c) })
+        }
+        /// Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a draft.
+        pub fn keep(&mut self, path: &[i32]) -> Result<()> {
+            check(unsafe { sys::$keep(self.raw(), path.as_ptr(), int(path.len(), "path")?) })
+        }
+    };
+}
+pub(crate) use token_store;
+
+handle!(
+    /// Tokens of one text. Different sequences are independent.
+    Sequence,
+    kvq_sequence,
+    kvq_sequence_free
+);
+
+impl Sequence {
+    token_store!(
+        kvq_sequence_prefill,
+        kvq_sequence_append,
+        kvq_sequence_attend,
+        kvq_sequence_append_draft,
+        kvq_sequence_keep
+    );
+
+    /// A sequence with the same tokens that shares every page.
+    pub fn fork(&self) -> Result<Sequence> {
+        Self::make(|out| unsafe { sys::kvq_sequence_fork(self.raw(), out) })
+    }
+    /// Tokens of a layer; None: of the longest one.
+    pub fn tokens(&self, layer: Option<usize>) -> Result<usize> {
+        let layer = layer.map_or(Ok(sys::KVQ_ALL_LAYERS), |l| int(l, "layer"))?;
+        let n: i32 = ask(|out| unsafe { sys::kvq_sequence_tokens(self.raw(), layer, out) })?;
+        Ok(n as usize)
+    }
+    /// Removes every token from position `tokens` on, in all layers. Within `rollback` tokens it is exact.
+    pub fn trim(&mut self, tokens: usize) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_trim(self.raw(), int(tokens, "tokens")?) })
+    }
+    /// Removes tokens [first, last); those behind them move to the front, keys included. Needs [`crate::CacheOptions::rotary`] if keys move.
+    pub fn erase(&mut self, first: usize, last: usize) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_erase(self.raw(), int(first, "first")?, int(last, "last")?) })
+    }
+    /// Moves the rotary positions of the keys of tokens [first, last) by `by`.
+    pub fn shift(&mut self, first: usize, last: usize, by: i64) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_shift(self.raw(), int(first, "first")?, int(last, "last")?, by) })
+    }
+    /// Appends tokens [first, last) of another sequence of the cache, whose pages are shared.
+    pub fn splice(&mut self, other: &Sequence, first: usize, last: usize) -> Result<()> {
+        let (first, last) = (int(first, "first")?, int(last, "last")?);
+        check(unsafe { sys::kvq_sequence_splice(self.raw(), other.raw(), first, last) })
+    }
+
+    /// Upper bound of the bytes that appending n tokens to every layer takes.
+    pub fn append_bytes(&self, n: usize) -> Result<usize> {
+        let n = int(n, "n")?;
+        ask(|out| unsafe { sys::kvq_sequence_append_bytes(self.raw(), n, out) })
+    }
+    /// Upper bound of the bytes that prefill of n tokens in every layer takes.
+    pub fn prefill_bytes(&self, n: usize) -> Result<usize> {
+        let n = int(n, "n")?;
+        ask(|out| unsafe { sys::kvq_sequence_prefill_bytes(self.raw(), n, out) })
+    }
+    /// Upper bound of the bytes that n drafted tokens in every layer, and the keep of any path, take.
+    pub fn draft_bytes(&self, n: usize) -> Result<usize> {
+        let n = int(n, "n")?;
+        ask(|out| unsafe { sys::kvq_sequence_draft_bytes(self.raw(), n, out) })
+    }
+    /// Writes the values of tokens [first, first + n) of a layer's K or V to out, [n][kv_heads][dim], rounded once.
+    pub fn dequantize<T: Value>(&self, layer: usize, role: Role, first: usize, out: &mut TensorMut<T>) -> Result<()> {
+        let (layer, first) = (int(layer, "layer")?, int(first, "first")?);
+        check(unsafe { sys::kvq_sequence_dequantize(self.raw(), layer, role.to_c(), first, &out.c) })
+    }
+    /// Bytes of this sequence.
+    pub fn usage(&self) -> Result<Usage> {
+        let mut c = init!(kvq_usage {});
+        check(unsafe { sys::kvq_sequence_get_usage(self.raw(), &mut c) })?;
+        Ok(Usage::from_c(&c))
+    }
+
+    /// Writes a safetensors file, for [`Cache::restore`]. model: any text by which the model is recognized
+    pub fn save(&self, to: &mut dyn Write, model: &str) -> Result<()> {
+        let model = Text::new(model)?;
+        let options = init!(kvq_save_options { model: model.as_ptr() });
+        with_writer(to, |write, user| {
+            check(unsafe { sys::kvq_sequence_save(self.raw(), &options, write, user) })
+        })
+    }
+    /// The same to a file, which is renamed when it is complete.
+    pub fn save_file(&self, path: &Path, model: &str) -> Result<()> {
+        let (model, path) = (Text::new(model)?, path_text(path)?);
+        let options = init!(kvq_save_options { model: model.as_ptr() });
+        check(unsafe { sys::kvq_sequence_save_file(self.raw(), &options, path.as_ptr()) })
+    }
+    /// The pages of a layer as messages to a process that decodes on, for [`Receiver::accept`].
+    pub fn send_pages(&self, layer: usize) -> Result<Vec<Vec<u8>>> {
+        let layer = int(layer, "layer")?;
+        let mut messages = Vec::new();
+        with_callback(
+            &mut |message| {
+                messages.push(message.to_vec());
+                Ok(())
+            },
+            |write, user| check(unsafe { sys::kvq_sequence_send_pages(self.raw(), layer, write, user) }),
+        )?;
+        Ok(messages)
+    }
+}
+
+handle!(
+    /// Collects the messages of one sequence, in any order.
+    Receiver,
+    kvq_receiver,
+    kvq_receiver_free
+);
+impl Receiver {
+    pub fn new(cache: &Cache) -> Result<Self> {
+        Self::make(|out| unsafe { sys::kvq_receiver_create(cache.raw(), out) })
+    }
+    /// Takes one whole message of [`Sequence::send_pages`].
+    pub fn accept(&mut self, message: &[u8]) -> Result<()> {
+        check(unsafe { sys::kvq_receiver_accept(self.raw(), message.as_ptr() as *const c_void, message.len()) })
+    }
+    /// The sequence, once every layer has `tokens` tokens (None: as many as the messages say). The receiver is then empty.
+    pub fn finish(&mut self, tokens: Option<usize>) -> Result<Sequence> {
+        let tokens = tokens.map_or(Ok(-1), |t| int(t, "tokens"))?;
+        Sequence::make(|out| unsafe { sys::kvq_receiver_finish(self.raw(), tokens, out) })
+    }
+}

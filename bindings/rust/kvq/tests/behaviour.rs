@@ -1,0 +1,649 @@
+//! The safe wrapper: shapes, errors, options, lifetimes. Attention is tested in C++ and Python; here against double precision once.
+use std::io::{self, Read, Write};
+
+use kvq::*;
+
+const KV: usize = 2;
+const Q: usize = 4;
+const D: usize = 32;
+
+/// Values in [-1, 1), other ones for every seed.
+fn values(seed: u32, n: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2654435761).wrapping_add(1);
+    (0..n)
+        .map(|_| {
+            state = state.wrapping_mul(1664525).wrapping_add(1013904223);
+            (state >> 8) as f32 / 8388608.0 - 1.0
+        })
+        .collect()
+}
+
+fn options(keys: &str) -> CacheOptions {
+    CacheOptions {
+        page_tokens: Some(32),
+        recent: Some(8),
+        ..CacheOptions::new(2, KV, D, keys)
+    }
+}
+
+fn filled(cache: &Cache, n: usize) -> Sequence {
+    let mut s = cache.new_sequence().unwrap();
+    for layer in 0..cache.info().unwrap().layers {
+        let (k, v) = (values(layer as u32, n * KV * D), values(7 + layer as u32, n * KV * D));
+        s.append(
+            layer,
+            &Tensor::new(&k, n, KV, D).unwrap(),
+            &Tensor::new(&v, n, KV, D).unwrap(),
+        )
+        .unwrap();
+    }
+    s
+}
+
+fn attended(s: &Sequence, options: AttendOptions) -> Result<Vec<f32>> {
+    let q = values(99, Q * D);
+    let mut out = vec![0f32; Q * D];
+    s.attend(
+        0,
+        &Tensor::new(&q, 1, Q, D)?,
+        &mut TensorMut::new(&mut out, 1, Q, D)?,
+        options,
+    )?;
+    Ok(out)
+}
+
+fn refused<T>(result: Result<T>, status: Status, text: &str) {
+    match result {
+        Ok(_) => panic!("not refused: {}", text),
+        Err(e) => {
+            assert_eq!(e.status(), status, "{}", e);
+            assert!(
+                e.to_string().starts_with("kvq: ") && e.to_string().contains(text),
+                "{}",
+                e
+            );
+        }
+    }
+}
+
+#[test]
+fn attention_in_double_precision() {
+    let n = 70;
+    let cache = Cache::new(&CacheOptions {
+        window: Some("fp32".into()),
+        ..options("fp32")
+    })
+    .unwrap();
+    let s = filled(&cache, n);
+    let (k, v, q) = (values(0, n * KV * D), values(7, n * KV * D), values(99, Q * D));
+    let mut lse = [0f32; Q];
+    let mods = Mods {
+        window: Some(50),
+        softcap: Some(3.0),
+        ..Mods::default()
+    };
+    let out = attended(
+        &s,
+        AttendOptions {
+            mods: Some(&mods),
+            lse: Some(&mut lse),
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    for head in 0..Q {
+        let of = head / (Q / KV);
+        let (mut sum, mut expected) = (0.0, [0.0; D]);
+        for t in n - 50..n {
+            let at = (t * KV + of) * D;
+            let dot: f64 = (0..D).map(|d| q[head * D + d] as f64 * k[at + d] as f64).sum();
+            let weight = (3.0 * (dot / (D as f64).sqrt() / 3.0).tanh()).exp();
+            sum += weight;
+            for d in 0..D {
+                expected[d] += weight * v[at + d] as f64;
+            }
+        }
+        assert!((lse[head] as f64 - sum.ln()).abs() < 1e-5);
+        for d in 0..D {
+            assert!((out[head * D + d] as f64 - expected[d] / sum).abs() < 1e-5);
+        }
+    }
+}
+
+#[test]
+fn tensors() {
+    let mut x = vec![0f32; 100];
+    refused(
+        Tensor::new(&x, 2, 3, 17),
+        Status::Argument,
+        "has 102 values, in a slice of 100 values",
+    );
+    refused(
+        Tensor::new(&x, usize::MAX, 3, 17),
+        Status::Argument,
+        "18446744073709551615 tokens",
+    );
+    refused(
+        Tensor::strided(&x, [3, 2, 10], [40, 20]),
+        Status::Argument,
+        "with strides 40 and 20 ends outside",
+    );
+    refused(
+        Tensor::strided(&x, [3, 2, 10], [usize::MAX, 20]),
+        Status::Argument,
+        "ends outside",
+    );
+    refused(
+        Tensor::strided(&x, [3, 2, 10], [0, 0]),
+        Status::Argument,
+        "more than once",
+    );
+    assert!(Tensor::strided(&x, [5, 2, 10], [20, 10]).is_ok());
+    assert!(Tensor::strided(&x, [5, 2, 10], [0, 10]).is_ok());
+    assert!(Tensor::strided(&x, [0, 2, 10], [0, 0]).is_ok());
+    refused(
+        TensorMut::strided(&mut x, [5, 2, 10], [0, 10]).map(|_| ()),
+        Status::Argument,
+        "more than once",
+    );
+    refused(
+        TensorMut::strided(&mut x, [5, 2, 10], [19, 10]).map(|_| ()),
+        Status::Argument,
+        "more than once",
+    );
+    refused(
+        TensorMut::strided(&mut x, [5, 2, 10], [9, 50]).map(|_| ()),
+        Status::Argument,
+        "more than once",
+    );
+    assert!(TensorMut::strided(&mut x, [5, 2, 10], [10, 50]).is_ok());
+    assert!(TensorMut::strided(&mut x, [1, 2, 10], [0, 10]).is_ok());
+
+    // [heads][tokens][dim] has the bits of [tokens][heads][dim].
+    let cache = Cache::new(&options("int8")).unwrap();
+    let dense = filled(&cache, 10);
+    let (k, v) = (values(0, 10 * KV * D), values(7, 10 * KV * D));
+    let by_head = |x: &[f32]| -> Vec<f32> {
+        (0..KV)
+            .flat_map(|h| (0..10).flat_map(move |t| (0..D).map(move |d| (h, t, d))))
+            .map(|(h, t, d)| x[(t * KV + h) * D + d])
+            .collect()
+    };
+    let (k, v) = (by_head(&k), by_head(&v));
+    let mut moved = cache.new_sequence().unwrap();
+    let strides = [D, 10 * D];
+    moved
+        .append(
+            0,
+            &Tensor::strided(&k, [10, KV, D], strides).unwrap(),
+            &Tensor::strided(&v, [10, KV, D], strides).unwrap(),
+        )
+        .unwrap();
+    assert_eq!(
+        attended(&moved, Default::default()).unwrap(),
+        attended(&dense, Default::default()).unwrap()
+    );
+}
+
+#[test]
+fn sixteen_bits() {
+    let cache = Cache::new(&options("int8")).unwrap();
+    let (mut s, mut t) = (cache.new_sequence().unwrap(), cache.new_sequence().unwrap());
+    let one = vec![F16(0x3c00); KV * D];
+    let same = vec![Bf16(0x3f80); KV * D];
+    s.append(
+        0,
+        &Tensor::new(&one, 1, KV, D).unwrap(),
+        &Tensor::new(&one, 1, KV, D).unwrap(),
+    )
+    .unwrap();
+    t.append(
+        0,
+        &Tensor::new(&same, 1, KV, D).unwrap(),
+        &Tensor::new(&same, 1, KV, D).unwrap(),
+    )
+    .unwrap();
+    assert_eq!(attended(&s, Default::default()).unwrap(), vec![1.0; Q * D]);
+    assert_eq!(attended(&t, Default::default()).unwrap(), vec![1.0; Q * D]);
+    let mut out = vec![F16(0); KV * D];
+    s.dequantize(0, Role::Key, 0, &mut TensorMut::new(&mut out, 1, KV, D).unwrap())
+        .unwrap();
+    assert_eq!(out, one);
+}
+
+#[test]
+fn errors() {
+    refused(
+        Cache::new(&options("std44")),
+        Status::Argument,
+        "no format \"std44\" for keys; the nearest",
+    );
+    refused(Cache::new(&options("a\0b")), Status::Argument, "has a zero in it");
+    refused(
+        Cache::new(&CacheOptions {
+            layers: 1 << 40,
+            ..options("int8")
+        }),
+        Status::Argument,
+        "layers is 1099511627776",
+    );
+    refused(
+        Cache::new(&CacheOptions {
+            byte_budget: Some(0),
+            ..options("int8")
+        }),
+        Status::Argument,
+        "byte_budget is 0",
+    );
+    let formats = vec![(None, None)];
+    refused(
+        Cache::new(&CacheOptions {
+            layer_formats: formats,
+            ..options("int8")
+        }),
+        Status::Argument,
+        "1 entries for 2",
+    );
+    refused(Threads::new(0), Status::Argument, "at least 1 thread, got 0");
+
+    let cache = Cache::new(&options("int8")).unwrap();
+    let mut s = filled(&cache, 20);
+    refused(
+        s.trim(21),
+        Status::Argument,
+        "cannot trim to 21 tokens: the sequence holds 20",
+    );
+    refused(
+        s.trim(1 << 32),
+        Status::Argument,
+        "tokens is 4294967296, more than 2147483647",
+    );
+    refused(s.erase(0, 5), Status::Argument, "keys cannot move");
+    refused(s.tokens(Some(2)), Status::Argument, "2");
+    refused(s.keep(&[1]), Status::Argument, "draft");
+    let k = values(1, 3 * D);
+    refused(
+        s.append(
+            0,
+            &Tensor::new(&k, 1, 3, D).unwrap(),
+            &Tensor::new(&k, 1, 3, D).unwrap(),
+        ),
+        Status::Argument,
+        "k is 3 heads x 32 channels but the cache holds 2 x 32",
+    );
+    let mut lse = [0f32; 3];
+    refused(
+        attended(
+            &s,
+            AttendOptions {
+                lse: Some(&mut lse),
+                ..Default::default()
+            },
+        ),
+        Status::Argument,
+        "lse has 3 values",
+    );
+    let mods = Mods {
+        scale: Some(0.0),
+        ..Mods::default()
+    };
+    refused(
+        attended(
+            &s,
+            AttendOptions {
+                mods: Some(&mods),
+                ..Default::default()
+            },
+        ),
+        Status::Argument,
+        "scale is 0",
+    );
+    let mods = Mods {
+        alibi_slopes: vec![1.0; 3],
+        ..Mods::default()
+    };
+    refused(
+        attended(
+            &s,
+            AttendOptions {
+                mods: Some(&mods),
+                ..Default::default()
+            },
+        ),
+        Status::Argument,
+        "3 slopes",
+    );
+    let other = Cache::new(&options("int8")).unwrap();
+    refused(s.splice(&filled(&other, 3), 0, 3), Status::Handle, "another cache");
+    refused(
+        other.requantize(&mut [&mut s], &Requantize::default()),
+        Status::Handle,
+        "another cache",
+    );
+    let request = Requantize {
+        layers: Some((1, 1)),
+        ..Default::default()
+    };
+    refused(
+        cache.plan_requantize(&[&s], &request),
+        Status::Argument,
+        "layers [1, 1) are none",
+    );
+    assert_eq!(s.tokens(None).unwrap(), 20);
+
+    let small = Cache::new(&CacheOptions {
+        byte_budget: Some(100_000),
+        ..options("fp16")
+    })
+    .unwrap();
+    let used = small.info().unwrap().bytes_in_use;
+    let k = values(1, 4000 * KV * D);
+    let k = Tensor::new(&k, 4000, KV, D).unwrap();
+    refused(
+        small.new_sequence().unwrap().append(0, &k, &k),
+        Status::Memory,
+        "100000",
+    );
+    assert_eq!(small.info().unwrap().bytes_in_use, used);
+}
+
+#[test]
+fn sequences() {
+    let rotary = vec![Rotary::new(D, 10000.0)];
+    let cache = Cache::new(&CacheOptions {
+        rotary,
+        ..options("std4,low2")
+    })
+    .unwrap();
+    let mut s = filled(&cache, 150);
+    let before = attended(&s, Default::default()).unwrap();
+    let mut f = s.fork().unwrap();
+    f.trim(100).unwrap();
+    f.erase(10, 20).unwrap();
+    f.shift(0, 90, 5).unwrap();
+    f.splice(&s, 0, 7).unwrap();
+    assert_eq!((s.tokens(None).unwrap(), f.tokens(Some(1)).unwrap()), (150, 97));
+    assert_eq!(attended(&s, Default::default()).unwrap(), before);
+
+    let mut threads = Threads::new(3).unwrap();
+    let mut workspace = Workspace::new(cache.workspace_bytes(150, Q, 1, 3).unwrap()).unwrap();
+    let size = workspace.bytes().unwrap();
+    let options = AttendOptions {
+        threads: Some(&mut threads),
+        workspace: Some(&mut workspace),
+        ..Default::default()
+    };
+    assert_eq!(attended(&s, options).unwrap(), before);
+    assert_eq!(workspace.bytes().unwrap(), size);
+
+    let request = || Requantize {
+        keys: Some("low2"),
+        values: Some("low2"),
+        ..Default::default()
+    };
+    let plan = cache.plan_requantize(&[&s, &f], &request()).unwrap();
+    let done = cache
+        .requantize(
+            &mut [&mut s, &mut f],
+            &Requantize {
+                threads: Some(&mut threads),
+                ..request()
+            },
+        )
+        .unwrap();
+    assert!(plan.pages > 0 && plan.bytes_after < plan.bytes_before);
+    assert_eq!((done.pages, done.bytes_after), (plan.pages, plan.bytes_after));
+    let tier = Tier {
+        age: 16,
+        keys: Some("low2".into()),
+        values: None,
+    };
+    let policy = StepDownPolicy {
+        tiers: vec![tier],
+        ..Default::default()
+    };
+    assert!(cache.step_down(&mut [&mut s], &policy, None).unwrap().fits);
+    let usage = s.usage().unwrap();
+    assert_eq!((usage.tokens, usage.not_finite), (150, 0));
+    assert!(s.append_bytes(100).unwrap() > 0 && s.prefill_bytes(100).unwrap() > 0 && s.draft_bytes(64).unwrap() > 0);
+}
+
+#[test]
+fn batches() {
+    let cache = Cache::new(&options("std4")).unwrap();
+    let mut alone = [filled(&cache, 40), filled(&cache, 90)];
+    let mut together: Vec<_> = alone.iter().map(|s| s.fork().unwrap()).collect();
+    let (x, q) = (values(5, KV * D), values(6, Q * D));
+    let (k, q) = (Tensor::new(&x, 1, KV, D).unwrap(), Tensor::new(&q, 1, Q, D).unwrap());
+    let mods = Mods {
+        window: Some(9),
+        ..Mods::default()
+    };
+    let (mut outs, mut lse) = (vec![vec![0f32; Q * D]; 2], [0f32; Q]);
+    {
+        let mut requests: Vec<_> = together
+            .iter_mut()
+            .zip(outs.iter_mut())
+            .map(|(s, out)| PrefillRequest::new(s, k, k, q, TensorMut::new(out, 1, Q, D).unwrap()))
+            .collect();
+        let last = requests.pop().unwrap().mods(&mods).lse(&mut lse);
+        requests.push(last);
+        cache.prefill(0, &mut requests, AttendOptions::default()).unwrap();
+    }
+    for (i, s) in alone.iter_mut().enumerate() {
+        let (mut out, mut own) = (vec![0f32; Q * D], [0f32; Q]);
+        let options = AttendOptions {
+            mods: if i == 1 { Some(&mods) } else { None },
+            lse: Some(&mut own),
+            ..Default::default()
+        };
+        s.prefill(0, &k, &k, &q, &mut TensorMut::new(&mut out, 1, Q, D).unwrap(), options)
+            .unwrap();
+        assert_eq!(out, outs[i]);
+        assert!(i == 0 || own == lse);
+    }
+    let mut again = vec![vec![0f32; Q * D]; 2];
+    {
+        let mut requests: Vec<_> = together
+            .iter()
+            .zip(again.iter_mut())
+            .map(|(s, out)| AttendRequest::new(s, q, TensorMut::new(out, 1, Q, D).unwrap()))
+            .collect();
+        cache
+            .attend(
+                0,
+                &mut requests,
+                AttendOptions {
+                    mods: Some(&mods),
+                    ..Default::default()
+                },
+            )
+            .unwrap();
+    }
+    assert_ne!(again[0], outs[0]);
+    assert_eq!(again[1], outs[1]);
+}
+
+struct Broken;
+impl Write for Broken {
+    fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+        Err(io::Error::new(io::ErrorKind::BrokenPipe, "gone"))
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+impl Read for Broken {
+    fn read(&mut self, _: &mut [u8]) -> io::Result<usize> {
+        panic!("of the reader");
+    }
+}
+
+#[test]
+fn files() {
+    let cache = Cache::new(&options("std4")).unwrap();
+    let s = filled(&cache, 77);
+    let mut data = Vec::new();
+    s.save(&mut data, "m").unwrap();
+    let restored = cache.restore(&mut &data[..], Some("m"), false).unwrap();
+    assert_eq!(
+        attended(&restored, Default::default()).unwrap(),
+        attended(&s, Default::default()).unwrap()
+    );
+    refused(
+        cache.restore(&mut &data[..data.len() - 1], None, false),
+        Status::Data,
+        "",
+    );
+    refused(cache.restore(&mut &data[..], Some("n"), false), Status::Data, "");
+    refused(
+        cache.restore_file("/no such/file".as_ref(), None, false),
+        Status::Data,
+        "/no such/file",
+    );
+    refused(s.save(&mut Broken, "m"), Status::Callback, "the writer failed: gone");
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cache.restore(&mut Broken, None, false)));
+    assert_eq!(panicked.unwrap_err().downcast_ref::<&str>(), Some(&"of the reader"));
+
+    let mut receiver = Receiver::new(&cache).unwrap();
+    for layer in (0..2).rev() {
+        for message in s.send_pages(layer).unwrap() {
+            receiver.accept(&message).unwrap();
+        }
+    }
+    let received = receiver.finish(Some(77)).unwrap();
+    assert_eq!(
+        attended(&received, Default::default()).unwrap(),
+        attended(&s, Default::default()).unwrap()
+    );
+    refused(receiver.accept(&[1, 2, 3]), Status::Data, "");
+}
+
+#[test]
+fn rings_and_prefixes() {
+    let cache = Cache::new(&options("std4,low2")).unwrap();
+    let s = filled(&cache, 150);
+    let mut ring = Ring::new(
+        &s,
+        &RingOptions {
+            window: 20,
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    assert_eq!(ring.tokens(None).unwrap().0, 150);
+    let x = values(5, 60 * KV * D);
+    let k = Tensor::new(&x, 60, KV, D).unwrap();
+    for layer in 0..2 {
+        ring.append(layer, &k, &k).unwrap();
+    }
+    let (tokens, first) = ring.fork().unwrap().tokens(Some(0)).unwrap();
+    assert!(tokens == 210 && first > 0);
+    assert!(ring.held().unwrap().tokens(None).unwrap() < 210);
+    ring.trim(205).unwrap();
+    refused(ring.trim(0), Status::Argument, "0");
+
+    let store = PrefixCache::new(
+        &cache,
+        &PrefixCacheOptions {
+            min_prefix_tokens: Some(10),
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    let text: Vec<i32> = (0..150).collect();
+    assert_eq!(store.store(&text, &s).unwrap(), Outcome::Stored);
+    assert_eq!(store.store(&text, &s).unwrap(), Outcome::Duplicate);
+    let (got, found) = store.fetch(&text[..100]).unwrap();
+    assert_eq!(
+        (got.tokens(None).unwrap(), found),
+        (
+            100,
+            Match {
+                kind: MatchKind::Supersequence,
+                tokens: 100
+            }
+        )
+    );
+    assert_eq!(store.lookup(&[1, 2]).unwrap().kind, MatchKind::Miss);
+    assert_eq!(store.statistics().unwrap().entries, 1);
+    assert!(store.erase(&text).unwrap() && !store.erase(&text).unwrap());
+}
+
+#[test]
+fn formats_and_statistics() {
+    assert!(formats()
+        .unwrap()
+        .iter()
+        .any(|f| f.name == "std4" && f.preset && f.keys));
+    let f = Format::find("affine-4-g64", Role::Key).unwrap();
+    let d = f.describe(128, 128).unwrap();
+    assert_eq!((d.bits, d.block_bytes, d.holds_values), (4.5, 9216, false));
+    let x = values(3, 32 * KV * D);
+    let page = f.quantize(&Tensor::new(&x, 32, KV, D).unwrap(), 0, 0).unwrap();
+    let mut y = vec![0f32; x.len()];
+    f.dequantize(&page, &mut TensorMut::new(&mut y, 32, KV, D).unwrap(), 0, 0)
+        .unwrap();
+    assert!(x.iter().zip(&y).all(|(a, b)| (a - b).abs() < 0.1));
+    refused(
+        f.dequantize(&page[1..], &mut TensorMut::new(&mut y, 32, KV, D).unwrap(), 0, 0),
+        Status::Argument,
+        "bytes, not",
+    );
+    refused(Format::find("int9", Role::Key).map(|_| ()), Status::Argument, "int9");
+
+    let mut sums = Statistics::new(2, KV, D, true).unwrap();
+    let x = values(3, 128 * KV * D);
+    for layer in 0..2 {
+        sums.add_keys(layer, &Tensor::new(&x, 128, KV, D).unwrap()).unwrap();
+        sums.add_queries(layer, &Tensor::new(&x, 128, KV, D).unwrap()).unwrap();
+    }
+    let mut data = Vec::new();
+    sums.save(&mut data).unwrap();
+    let loaded = Statistics::load(&data).unwrap();
+    let cache = Cache::with_statistics(&options("low2"), &loaded).unwrap();
+    filled(&cache, 100);
+    refused(Statistics::load(&data[..9]), Status::Data, "");
+
+    let query = FootprintQuery {
+        q_heads: Q,
+        ..Default::default()
+    };
+    let longest = cache.longest_context(1_000_000, &query).unwrap().unwrap();
+    assert!(cache.footprint(longest, &query).unwrap().total <= 1_000_000);
+    assert_eq!(cache.longest_context(0, &query).unwrap(), None);
+    assert!(Rotary::llama3(D, 500000.0, 8.0, 1.0, 4.0, 8192.0).unwrap().frequencies[0] == 1.0);
+    assert!(Rotary::yarn(D, 10000.0, 4.0, 2048.0, 32.0, 1.0).is_ok());
+}
+
+#[test]
+fn lifetimes_and_threads() {
+    fn is_send<T: Send>() {}
+    fn is_sync<T: Sync>() {}
+    is_send::<Cache>();
+    is_sync::<Cache>();
+    is_send::<Sequence>();
+    is_sync::<Sequence>();
+
+    let cache = Cache::new(&options("std4")).unwrap();
+    let s = filled(&cache, 100);
+    let f = s.fork().unwrap();
+    let before = attended(&s, Default::default()).unwrap();
+    drop(s);
+    let store = PrefixCache::new(&cache, &Default::default()).unwrap();
+    drop(cache);
+    let workers: Vec<_> = (0..3)
+        .map(|_| {
+            let (own, before) = (f.fork().unwrap(), before.clone());
+            std::thread::spawn(move || {
+                for _ in 0..10 {
+                    assert_eq!(attended(&own, Default::default()).unwrap(), before);
+                }
+            })
+        })
+        .collect();
+    assert_eq!(attended(&f, Default::default()).unwrap(), before);
+    workers.into_iter().for_each(|w| w.join().unwrap());
+    drop(store);
+    assert_eq!(version().split('.').count(), 3);
+}

@@ -1,0 +1,673 @@
+// kvq in C: caches, sequences, attention and saved files behind handles; formats by name. C99, and C++98 as well.
+//
+//   kvq_cache_options o; KVQ_INIT(o);
+//   o.layers = 32; o.kv_heads = 8; o.head_dim = 128; o.keys = "std4";
+//   kvq_cache* cache; kvq_sequence* s;
+//   if (kvq_cache_create(&o, &cache) != KVQ_OK) puts(kvq_last_error());
+//   kvq_sequence_create(cache, &s);
+//   kvq_sequence_prefill(s, layer, &k, &v, &q, &out, NULL);
+//
+// The program links kvq::library (CMake option KVQ_LIBRARY), static or shared. docs/c_interface.md is the guide.
+//
+// Errors: functions return a status. On any other than KVQ_OK nothing has changed (tensors of outputs aside, which may be written in
+// part), and kvq_last_error() is a sentence with the numbers in it. No function crashes on a null pointer, on a handle that was
+// freed, or on one of another cache. No exception crosses.
+// Structs with a member `size` may grow in later versions. KVQ_INIT(object) sets all members to zero and `size` to sizeof(object).
+// Zero is the default of every member. Other structs stay as they are.
+// Threads: functions that take a const handle may run together on it, others not; different sequences are independent.
+// kvq_sequence_create and kvq_cache_* but kvq_cache_add_format may run together on one cache.
+// Lifetimes: a cache that is freed lives on until its last sequence, ring, store or receiver is freed. Other pointers that an option or
+// a request holds are read during the call only, unless a comment says that they are kept.
+#ifndef KVQ_KVQ_H
+#define KVQ_KVQ_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__GNUC__)
+#define KVQ_API __attribute__((visibility("default")))
+#else
+#define KVQ_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// Grows when a function or a struct of this header changes so that a compiled program no longer fits.
+#define KVQ_ABI_VERSION 1
+
+// ---- status ----------------------------------------------------------------------------------------------------------
+
+typedef int32_t kvq_status;
+enum {
+    KVQ_OK = 0,
+    KVQ_ERROR_ARGUMENT = 1,  // a value out of range, or a shape that does not fit
+    KVQ_ERROR_HANDLE =
+        2,  // a null pointer, a handle that was freed or is of another kind, a handle of another cache
+    KVQ_ERROR_STRUCT = 3,  // the size of a struct is none that this library knows
+    KVQ_ERROR_MEMORY = 4,  // an allocator returned NULL, or the byte budget of the cache would be exceeded
+    KVQ_ERROR_DATA =
+        5,  // a file or a message is damaged, does not fit the cache, or cannot be read or written
+    KVQ_ERROR_CALLBACK = 6,     // a callback reported a failure
+    KVQ_ERROR_UNSUPPORTED = 7,  // this library was built without what the function needs
+    KVQ_ERROR_INTERNAL = 8
+};
+
+/// The message of the last call on this thread that failed; "" if none did. Valid until the next call on this thread.
+KVQ_API const char* kvq_last_error(void);
+/// "KVQ_OK", "KVQ_ERROR_ARGUMENT", ...; "unknown status" for other numbers.
+KVQ_API const char* kvq_status_name(kvq_status status);
+/// The version of the library, such as "0.1.0".
+KVQ_API const char* kvq_version(void);
+/// KVQ_ABI_VERSION of the library.
+KVQ_API int32_t kvq_abi_version(void);
+
+/// Sets all members of an object with a member `size` to their defaults.
+#define KVQ_INIT(object) (memset(&(object), 0, sizeof(object)), (object).size = sizeof(object))
+
+/// Zero tokens, where 0 means the default.
+#define KVQ_NONE (-1)
+/// Every layer.
+#define KVQ_ALL_LAYERS (-1)
+
+// ---- handles ---------------------------------------------------------------------------------------------------------
+// Every *_free takes NULL as well. KVQ_ERROR_HANDLE for a handle that was freed before.
+
+typedef struct kvq_format kvq_format;
+typedef struct kvq_statistics kvq_statistics;
+typedef struct kvq_executor kvq_executor;
+typedef struct kvq_workspace kvq_workspace;
+typedef struct kvq_cache kvq_cache;
+typedef struct kvq_sequence kvq_sequence;
+typedef struct kvq_receiver kvq_receiver;
+typedef struct kvq_prefix_cache kvq_prefix_cache;
+typedef struct kvq_ring kvq_ring;
+
+// ---- tensors ---------------------------------------------------------------------------------------------------------
+
+typedef int32_t kvq_role;
+enum { KVQ_KEY = 0, KVQ_VALUE = 1 };
+
+typedef int32_t kvq_dtype;
+enum { KVQ_FP32 = 0, KVQ_FP16 = 1, KVQ_BF16 = 2 };  // float; IEEE half in a uint16_t; bfloat16 in a uint16_t
+
+/// [tokens][heads][dim] in memory of the caller. Channels are contiguous. Strides count values; both 0: dense. Inputs are not written.
+typedef struct kvq_tensor {
+    void* data;  // may be NULL if tokens is 0
+    kvq_dtype dtype;
+    int32_t tokens, heads, dim;
+    ptrdiff_t token_stride, head_stride;
+} kvq_tensor;
+
+// ---- memory ----------------------------------------------------------------------------------------------------------
+
+/// Memory for pages and tables of a cache, or for a workspace. Both functions are called from any thread.
+typedef struct kvq_allocator {
+    size_t size;
+    /// `alignment` is a power of 2. NULL: no memory; the call that needs it fails with KVQ_ERROR_MEMORY.
+    void* (*allocate)(void* user, size_t bytes, size_t alignment);
+    void (*deallocate)(void* user, void* memory, size_t bytes, size_t alignment);
+    void* user;
+} kvq_allocator;
+
+/// A buffer for the scratch of attention: once it is large enough (kvq_cache_workspace_bytes), calls that are given it allocate
+/// nothing for scratch. It only grows. One call at a time. allocator: NULL for the default; its functions and `user` are kept.
+KVQ_API kvq_status kvq_workspace_create(const kvq_allocator* allocator, size_t bytes, kvq_workspace** out);
+KVQ_API kvq_status kvq_workspace_free(kvq_workspace* workspace);
+/// Makes it at least this large. Contents are lost.
+KVQ_API kvq_status kvq_workspace_reserve(kvq_workspace* workspace, size_t bytes);
+KVQ_API kvq_status kvq_workspace_bytes(const kvq_workspace* workspace, size_t* bytes);
+
+// ---- threads ---------------------------------------------------------------------------------------------------------
+// Wherever a function takes an executor, NULL is the calling thread. Results have the same bits on any number of threads.
+
+typedef void (*kvq_task)(void* task_data, int32_t index);
+
+/// The engine's own threads.
+typedef struct kvq_executor_callbacks {
+    size_t size;
+    int32_t concurrency;  // tasks that may run at once, at least 1
+    /// Calls task(task_data, i) for every i in [0, n), in any order, on any threads, and returns 0 when all have ended. Any other result is
+    /// KVQ_ERROR_CALLBACK; no task may run after the return.
+    int32_t (*parallel_for)(void* user, int32_t n, kvq_task task, void* task_data);
+    void* user;
+} kvq_executor_callbacks;
+
+/// The functions and `user` are kept. An executor serves one call at a time.
+KVQ_API kvq_status kvq_executor_create(const kvq_executor_callbacks* callbacks, kvq_executor** out);
+/// Threads of kvq, at least 1.
+KVQ_API kvq_status kvq_executor_create_threads(int32_t threads, kvq_executor** out);
+KVQ_API kvq_status kvq_executor_free(kvq_executor* executor);
+
+// ---- formats ---------------------------------------------------------------------------------------------------------
+// Names: fp16, bf16, fp32, int8, affine-B-gG, kivi-B-gG (B: 1 to 8 bits; G: values that share a scale), and the presets ref8, hi6,
+// std5, std4, mix4, low3, low2. Any G may be asked for, those listed or others. kvq_format_list names all.
+
+typedef struct kvq_format_entry {
+    size_t size;
+    const char* name;          // lives as long as the program
+    int32_t keys, values;      // 1: for this tensor. K and V of one name may be two entries
+    int32_t takes_statistics;  // 1: keys that can be made from statistics
+    int32_t group;             // the G of the name; 0: none
+    int32_t preset;            // 1: one of the presets
+} kvq_format_entry;
+
+KVQ_API kvq_status kvq_format_count(int32_t* count);
+/// index: 0 to count - 1
+KVQ_API kvq_status kvq_format_list(int32_t index, kvq_format_entry* entry);
+
+/// A format by name, for keys or for values. statistics: NULL, or those from which keys are made, if the format takes them.
+/// KVQ_ERROR_ARGUMENT for an unknown name; the message lists the most similar names.
+KVQ_API kvq_status kvq_format_find(const char* name, kvq_role role, const kvq_statistics* statistics,
+                                   kvq_format** out);
+KVQ_API kvq_status kvq_format_free(kvq_format* format);
+
+typedef struct kvq_format_description {
+    size_t size;
+    const char* name;                      // of the scheme; lives as long as the handle
+    const char* backend;                   // "avx2", ...
+    double bits;                           // per value, parameters included
+    size_t block_bytes;                    // of one head, a multiple of 16
+    int32_t quantize, dequantize, attend;  // 1: in vectors; 0: a portable loop, which is slower
+    int32_t dequantizes_first;             // 1: attention multiplies a dequantized copy of each block
+    int32_t holds_values;                  // 1: fp32, fp16 or bf16, not quantized
+} kvq_format_description;
+
+/// Describes the format for blocks of tokens x dim values. Runs its kernels on a block of zeros.
+KVQ_API kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t tokens, int32_t dim,
+                                       kvq_format_description* description);
+
+// ---- pages in memory of the caller -----------------------------------------------------------------------------------
+// A page is `heads` blocks, one after the other (docs/format.md). It has no header and no pointers; its address is a multiple of 16.
+
+typedef struct kvq_page_shape {
+    kvq_role role;
+    int32_t tokens, heads, dim;  // at least 1 each
+    int32_t layer, first_head;   // of the model, for formats that were made from statistics; else 0
+} kvq_page_shape;
+
+/// Bytes of a page, and of the workspace that quantizing or dequantizing it takes. workspace_bytes may be NULL.
+KVQ_API kvq_status kvq_format_page_bytes(const kvq_format* format, const kvq_page_shape* shape,
+                                         size_t* page_bytes, size_t* workspace_bytes);
+/// Quantizes values [tokens][heads][dim] to `page`. The bytes are those that a cache writes whose window has the type of the values.
+/// workspace: workspace_bytes bytes, a multiple of 64 as address. not_finite: NULL, or gets the number of NaN and infinities.
+KVQ_API kvq_status kvq_format_quantize(const kvq_format* format, const kvq_page_shape* shape,
+                                       const kvq_tensor* values, void* page, size_t page_bytes,
+                                       void* workspace, size_t workspace_bytes, size_t* not_finite);
+/// Dequantizes `page` to out, [tokens][heads][dim], rounded once.
+KVQ_API kvq_status kvq_format_dequantize(const kvq_format* format, const kvq_page_shape* shape,
+                                         const void* page, size_t page_bytes, const kvq_tensor* out,
+                                         void* workspace, size_t workspace_bytes);
+
+/// Two pages that hold the keys and the values of the same tokens of a layer, all kv heads.
+typedef struct kvq_page {
+    const void *keys, *values;
+    int32_t key_format, value_format;      // kvq_cache_find_format; 0 is the window format
+    int32_t key_capacity, value_capacity;  // tokens that the pages have memory for (kvq_page_shape.tokens)
+    int32_t skip, tokens;  // tokens [skip, skip + tokens) of both pages are shown; tokens is at least 1
+    int64_t shift;         // positions by which the keys moved since they were rotated (kvq_sequence_shift)
+} kvq_page;
+
+// ---- masks and score modifiers ---------------------------------------------------------------------------------------
+
+enum {
+    KVQ_CAUSAL = 0,         // a query attends to itself and the tokens before it
+    KVQ_BIDIRECTIONAL = 1,  // to all tokens of the sequence
+    KVQ_CROSS = 2           // to all tokens; queries are not of the sequence, any number of them is allowed
+};
+enum { KVQ_PAGE_NONE = 0, KVQ_PAGE_SOME = 1, KVQ_PAGE_ALL = 2 };
+
+/// What queries attend to, and changes of scores. All zero: causal, scores q k / sqrt(head_dim). Masks are joined with AND. Score
+/// modifiers apply to scaled scores in the order softcap, ALiBi, callback; then masks. Positions are those of the sequence.
+typedef struct kvq_mods {
+    size_t size;
+    int32_t direction;               // KVQ_CAUSAL, ...
+    int32_t window;                  // 0: none; n: itself and the n - 1 tokens before it
+    int32_t window_sinks;            // with a window: also the first tokens
+    int32_t prefix;                  // prefix-LM: all queries see the first `prefix` tokens
+    const int32_t* document_starts;  // as cu_seqlens: ascending, the first one 0; a query sees its document
+    int32_t documents;               // number of document_starts
+    const int32_t* tree_parents;     // a tree of drafted tokens: parents[i] < i, or -1 for the accepted text
+    int32_t tree_tokens;             // 0: no tree; at most 64
+    int32_t tree_first;              // tokens of the layer before the draft
+    float scale;                     // 0: 1 / sqrt(head_dim)
+    float softcap;                   // 0: none; c tanh(score / c)
+    const float* alibi_slopes;       // NULL, or one per query head: score - slope * distance
+    int32_t alibi_heads;             // number of alibi_slopes
+    int32_t sink_heads;              // number of sink_logits
+    const float* sink_logits;        // NULL, or one per query head: one more score in the softmax sum
+    /// Own mask, or NULL: sets scores[i] of hidden keys first_key + i to -infinity. Called from any thread.
+    void (*mask_row)(void* user, float* scores, int32_t n, int32_t query, int32_t first_key);
+    /// NULL, or says what queries [first_query, last_query] see of keys [first_key, end_key): KVQ_PAGE_NONE, ...; needs mask_row.
+    int32_t (*mask_page)(void* user, int32_t first_query, int32_t last_query, int32_t first_key,
+                         int32_t end_key);
+    /// Own score modifier, or NULL: changes n scores of keys from first_key on in place.
+    void (*score_row)(void* user, float* scores, int32_t n, int32_t query_head, int32_t query,
+                      int32_t first_key);
+    void* user;
+} kvq_mods;
+
+// ---- caches ----------------------------------------------------------------------------------------------------------
+
+enum { KVQ_HALF_SPLIT = 0, KVQ_INTERLEAVED = 1 };  // pairs (j, j + dims / 2); pairs (2 j, 2 j + 1)
+
+/// How a layer rotates keys before they are appended. All zero: not at all.
+typedef struct kvq_rotary {
+    int32_t dims;               // rotated channels, even; 0: none
+    int32_t first_channel;      // the first of them
+    int32_t layout;             // KVQ_HALF_SPLIT, ...
+    int32_t frequency_count;    // dims / 2, or 0
+    double base;                // 0: 10000
+    const double* frequencies;  // radians per position of each pair; NULL: base^(-2 j / dims)
+    /// Instead of all of the above, or NULL: rotates a row by `by` positions more. Called from any thread. Kept, and `user`.
+    void (*rotate)(void* user, float* row, int32_t head_dim, int64_t by);
+    void* user;
+} kvq_rotary;
+
+/// Frequencies, [dims / 2], of rope_scaling "llama3": Llama 3.1 has factor 8, low 1, high 4, context 8192.
+KVQ_API kvq_status kvq_rotary_llama3(int32_t dims, double base, double factor, double low_freq_factor,
+                                     double high_freq_factor, double original_context, double* frequencies);
+/// Frequencies, [dims / 2], of rope_scaling "yarn": beta_fast is usually 32, beta_slow 1.
+KVQ_API kvq_status kvq_rotary_yarn(int32_t dims, double base, double factor, double original_context,
+                                   double beta_fast, double beta_slow, double* frequencies);
+
+/// Formats of a layer by name; NULL: the first one of kvq_cache_options.keys or values.
+typedef struct kvq_layer_formats {
+    const char *keys, *values;
+} kvq_layer_formats;
+
+typedef struct kvq_cache_options {
+    size_t size;
+    int32_t layers, kv_heads, head_dim;
+    int32_t value_dim;  // 0: head_dim
+    /// Names, separated by commas. Pages are quantized to the first one; kvq_cache_requantize and others take all. values: NULL: as keys.
+    const char *keys, *values;
+    const char* window;   // fp32, fp16 or bf16; NULL: fp16
+    int32_t page_tokens;  // 0: 128; multiples of 32 waste no bytes
+    int32_t sinks;        // first tokens, always in the window format; 0: 4; KVQ_NONE
+    int32_t recent;       // at least so many newest tokens are in the window format; 0: 32; KVQ_NONE
+    int32_t rollback;     // a trim by up to so many tokens is exact; 0: 16; KVQ_NONE
+    size_t byte_budget;   // for all pages; 0: none
+    /// NULL, or [layers]. Names that `keys` and `values` do not list are added to them.
+    const kvq_layer_formats* layer_formats;
+    const kvq_rotary* rotary;          // NULL: keys cannot move
+    int32_t rotary_count;              // 1: for all layers; or `layers`
+    int32_t reserved;                  // 0
+    const kvq_statistics* statistics;  // NULL, or for all keys whose format takes them
+    const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
+} kvq_cache_options;
+
+/// Takes no memory for pages yet. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.
+KVQ_API kvq_status kvq_cache_create(const kvq_cache_options* options, kvq_cache** out);
+KVQ_API kvq_status kvq_cache_free(kvq_cache* cache);
+
+/// The options in force, defaults filled in.
+typedef struct kvq_cache_info {
+    size_t size;
+    int32_t layers, kv_heads, head_dim, value_dim;
+    int32_t page_tokens, sinks, recent, rollback;
+    size_t byte_budget;   // SIZE_MAX: none
+    size_t bytes_in_use;  // of all pages of all sequences, each counted once, headers included
+    size_t pages_in_use;
+} kvq_cache_info;
+KVQ_API kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info);
+
+/// Adds a format under a name that the cache does not list yet. name: NULL for the name by which the format was found. No other call
+/// on the cache or its sequences may run at the same time.
+KVQ_API kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_format* format,
+                                        const char* name);
+/// The index that pages of a listed format carry (kvq_page); 0 is the window format. An index may stand for several names.
+KVQ_API kvq_status kvq_cache_find_format(const kvq_cache* cache, kvq_role role, const char* name,
+                                         int32_t* index);
+/// The format of pages with this index, as a handle to be freed.
+KVQ_API kvq_status kvq_cache_get_format(const kvq_cache* cache, kvq_role role, int32_t index,
+                                        kvq_format** out);
+
+/// Bytes of workspace for attention of q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads.
+KVQ_API kvq_status kvq_cache_workspace_bytes(const kvq_cache* cache, int32_t tokens, int32_t q_heads,
+                                             int32_t q_tokens, int32_t threads, size_t* bytes);
+
+// ---- sequences -------------------------------------------------------------------------------------------------------
+
+KVQ_API kvq_status kvq_sequence_create(kvq_cache* cache, kvq_sequence** out);
+KVQ_API kvq_status kvq_sequence_free(kvq_sequence* sequence);
+/// A sequence with the same tokens that shares every page.
+KVQ_API kvq_status kvq_sequence_fork(const kvq_sequence* sequence, kvq_sequence** out);
+/// Tokens of a layer; KVQ_ALL_LAYERS: of the longest one.
+KVQ_API kvq_status kvq_sequence_tokens(const kvq_sequence* sequence, int32_t layer, int32_t* tokens);
+
+/// How to attend. NULL instead of a pointer to it: all zero.
+typedef struct kvq_attend_options {
+    size_t size;
+    const kvq_mods* mods;      // NULL: causal
+    kvq_executor* executor;    // NULL: the calling thread
+    kvq_workspace* workspace;  // NULL: memory of the cache's allocator for the duration of the call
+    float*
+        lse;  // NULL, or gets the natural log of each row's softmax sum, [q.tokens][q_heads]. Batches: NULL
+} kvq_attend_options;
+
+/// One call for each layer of a prompt's chunk, or of a decode step: appends k.tokens tokens and computes out = softmax(q K^T) V for the
+/// last q.tokens of them. Attention reads the chunk in 16 bit; pages behind the recent window are quantized afterwards.
+/// k: [n][kv_heads][head_dim], v: [n][kv_heads][value_dim], of one type; q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]; q_heads is
+/// a multiple of kv_heads. KVQ_ERROR_MEMORY: the sequence is unchanged.
+KVQ_API kvq_status kvq_sequence_prefill(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
+                                        const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
+                                        const kvq_attend_options* options);
+/// Appends k.tokens tokens to a layer, without queries.
+KVQ_API kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
+                                       const kvq_tensor* v);
+/// out = softmax(q K^T) V for the last q.tokens tokens of the layer.
+KVQ_API kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
+                                       const kvq_tensor* out, const kvq_attend_options* options);
+
+/// Appends drafted tokens; at most 64 wait at a time, until keep. Attend to them under kvq_mods.tree_parents.
+KVQ_API kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
+                                             const kvq_tensor* v);
+/// Accepts drafted tokens path[0] < path[1] < ..., numbers within the draft, and removes the others, in every layer with a draft.
+KVQ_API kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path, int32_t count);
+
+/// Removes every token from position `tokens` on, in all layers.
+KVQ_API kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens);
+/// Removes tokens [first, last); those behind them move to the front, keys included. Needs kvq_cache_options.rotary if keys move.
+KVQ_API kvq_status kvq_sequence_erase(kvq_sequence* sequence, int32_t first, int32_t last);
+/// Moves the rotary positions of the keys of tokens [first, last) by `by`.
+KVQ_API kvq_status kvq_sequence_shift(kvq_sequence* sequence, int32_t first, int32_t last, int64_t by);
+/// Appends tokens [first, last) of another sequence of the cache (or this one), whose pages are shared.
+KVQ_API kvq_status kvq_sequence_splice(kvq_sequence* sequence, const kvq_sequence* other, int32_t first,
+                                       int32_t last);
+
+/// Upper bounds of the bytes that the call takes from the pool, for n tokens in every layer.
+KVQ_API kvq_status kvq_sequence_append_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes);
+KVQ_API kvq_status kvq_sequence_prefill_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes);
+/// n: at most 64 drafted tokens, and the keep of any path
+KVQ_API kvq_status kvq_sequence_draft_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes);
+
+/// Writes the values of tokens [first, first + out.tokens) of a layer's K or V to out, [n][kv_heads][dim], rounded once.
+KVQ_API kvq_status kvq_sequence_dequantize(const kvq_sequence* sequence, int32_t layer, kvq_role role,
+                                           int32_t first, const kvq_tensor* out);
+
+/// Bytes of a sequence. A shared page counts in every sequence that holds it.
+typedef struct kvq_usage {
+    size_t size;
+    size_t quantized;    // quantized pages
+    size_t window;       // 16- and 32-bit pages
+    size_t slack;        // part of `window` that holds no token yet
+    size_t rollback;     // 16-bit copies of quantized pages
+    size_t bookkeeping;  // page headers and tables
+    size_t workspace;    // scratch for quantizing
+    size_t bytes;        // the sum of all of the above but `slack`
+    size_t not_finite;   // NaN and infinities that were quantized
+    int32_t tokens;      // of the longest layer
+} kvq_usage;
+KVQ_API kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage);
+
+/// The pages of a layer in the order of their tokens, to read them; valid until the sequence changes. Writes at most `capacity`
+/// entries; count gets the number of all. pages may be NULL if capacity is 0.
+KVQ_API kvq_status kvq_sequence_get_pages(const kvq_sequence* sequence, int32_t layer, kvq_page* pages,
+                                          int32_t capacity, int32_t* count);
+
+// ---- batches ---------------------------------------------------------------------------------------------------------
+// Many sequences of one cache in one call: all threads share one list of tasks. Every sequence gets the bits that it gets alone.
+
+typedef struct kvq_attend_request {
+    const kvq_sequence* sequence;
+    kvq_tensor q, out;
+    float* lse;            // as in kvq_attend_options
+    const kvq_mods* mods;  // NULL: those of the call
+} kvq_attend_request;
+
+typedef struct kvq_prefill_request {
+    kvq_sequence* sequence;  // every sequence once
+    kvq_tensor k, v, q, out;
+    float* lse;
+    const kvq_mods* mods;
+} kvq_prefill_request;
+
+KVQ_API kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_attend_request* requests,
+                                    int32_t count, const kvq_attend_options* options);
+/// Chunks of any length beside sequences that decode one token. On an error all sequences are unchanged.
+KVQ_API kvq_status kvq_cache_prefill(kvq_cache* cache, int32_t layer, const kvq_prefill_request* requests,
+                                     int32_t count, const kvq_attend_options* options);
+/// Attention over pages in memory of the caller, in the shape and the formats of a cache: out = softmax(q K^T) V for the last q.tokens
+/// of their tokens. The bits are those of a sequence with these pages. A page has at most page_tokens tokens.
+KVQ_API kvq_status kvq_cache_attend_pages(const kvq_cache* cache, int32_t layer, const kvq_page* pages,
+                                          int32_t count, const kvq_tensor* q, const kvq_tensor* out,
+                                          const kvq_attend_options* options);
+
+// ---- other formats for pages that exist ------------------------------------------------------------------------------
+
+typedef struct kvq_requantize_request {
+    size_t size;
+    const char *keys, *values;        // listed formats by name; NULL: unchanged
+    int32_t first_layer, last_layer;  // layers [first, last); last 0: all
+    int32_t first_token, last_token;  // pages that lie wholly in tokens [first, last); last 0: all
+    int32_t only_smaller;             // 1: skip pages that would not shrink
+    int32_t new_pages;                // 1: pages quantized from now on take these formats, too
+    int32_t dry_run;                  // 1: report only
+    int32_t reserved;                 // 0
+    size_t most_pages;                // in this call; 0: all
+    int64_t most_nanoseconds;  // after which no page is begun; 0: no limit. The first page is always done
+    kvq_executor* executor;
+    kvq_workspace* workspace;
+} kvq_requantize_request;
+
+typedef struct kvq_requantize_report {
+    size_t size;
+    size_t pages, pages_left;                      // converted; of the request, but not yet converted
+    size_t bytes_before, bytes_after, bytes_peak;  // in the pool
+    size_t bytes_freed;
+    size_t workspace;  // scratch during the call
+} kvq_requantize_report;
+
+/// Changes the format of pages; pages that the sequences share stay shared. report may be NULL. KVQ_ERROR_MEMORY: the budget has
+/// no room for one more page per thread; pages that were converted until then stay so.
+KVQ_API kvq_status kvq_cache_requantize(kvq_cache* cache, kvq_sequence* const* sequences, int32_t count,
+                                        const kvq_requantize_request* request, kvq_requantize_report* report);
+
+/// From `age` tokens behind the newest one on, pages have these formats.
+typedef struct kvq_tier {
+    int32_t age;
+    int32_t reserved;           // 0
+    const char *keys, *values;  // listed formats by name; NULL: the first one
+} kvq_tier;
+
+typedef struct kvq_step_down_policy {
+    size_t size;
+    const kvq_tier* tiers;  // ages ascending, formats from wide to narrow
+    int32_t tier_count;
+    int32_t first_layers_kept, last_layers_kept;  // that no tier touches
+    int32_t reserved;                             // 0
+    size_t byte_budget;  // of the pool: beyond it the oldest pages go down further; 0: none
+} kvq_step_down_policy;
+
+typedef struct kvq_step_down_report {
+    size_t size;
+    size_t pages;                                  // that changed
+    size_t bytes_before, bytes_after, bytes_peak;  // in the pool
+    int32_t fits;                                  // 0: the budget is still exceeded
+} kvq_step_down_report;
+
+/// Applies a policy, between decode steps. report and executor may be NULL. KVQ_ERROR_MEMORY: as kvq_cache_requantize.
+KVQ_API kvq_status kvq_cache_step_down(kvq_cache* cache, kvq_sequence* const* sequences, int32_t count,
+                                       const kvq_step_down_policy* policy, kvq_executor* executor,
+                                       kvq_step_down_report* report);
+
+// ---- estimates -------------------------------------------------------------------------------------------------------
+
+typedef struct kvq_footprint_query {
+    size_t size;
+    int32_t sequences;                   // 0: 1
+    int32_t q_heads;                     // 0: without the workspace of attention
+    int32_t q_tokens;                    // 0: 1
+    int32_t threads;                     // 0: 1
+    int32_t chunk;                       // most tokens of one prefill; 0: append only
+    int32_t reserved;                    // 0
+    const kvq_step_down_policy* policy;  // NULL: none
+} kvq_footprint_query;
+
+typedef struct kvq_footprint {
+    size_t size;
+    size_t quantized, window, rollback, bookkeeping, workspace;  // as kvq_usage
+    size_t attention;                                            // workspace of one attention call
+    size_t total;                                                // the sum of the above
+    size_t transient;  // upper bound of what a call adds temporarily
+} kvq_footprint;
+
+/// Bytes of sequences of `tokens` tokens, equal to what will be allocated. query may be NULL.
+KVQ_API kvq_status kvq_cache_get_footprint(const kvq_cache* cache, int32_t tokens,
+                                           const kvq_footprint_query* query, kvq_footprint* footprint);
+/// The longest context that fits `budget` bytes at every length up to it; -1: not even an empty one. query may be NULL.
+KVQ_API kvq_status kvq_cache_longest_context(const kvq_cache* cache, size_t budget,
+                                             const kvq_footprint_query* query, int32_t* tokens);
+
+// ---- saved sequences and pages on the wire ---------------------------------------------------------------------------
+
+/// Takes all bytes and returns 0; any other result is KVQ_ERROR_CALLBACK.
+typedef int32_t (*kvq_write)(void* user, const void* data, size_t bytes);
+/// Writes up to `bytes` bytes to `to` and returns how many; 0: the end.
+typedef size_t (*kvq_read)(void* user, void* to, size_t bytes);
+
+typedef struct kvq_save_options {
+    size_t size;
+    const char* model;  // any text by which the engine recognizes its model. NULL: "" to save, any to restore
+    int32_t convert;    // restore: 1: pages may change to the formats and the layout of this cache
+} kvq_save_options;
+
+/// Writes a sequence as a safetensors file (docs/save.md). options may be NULL. KVQ_ERROR_UNSUPPORTED without nlohmann-json.
+KVQ_API kvq_status kvq_sequence_save(const kvq_sequence* sequence, const kvq_save_options* options,
+                                     kvq_write write, void* user);
+/// The same to a file, which is renamed when it is complete.
+KVQ_API kvq_status kvq_sequence_save_file(const kvq_sequence* sequence, const kvq_save_options* options,
+                                          const char* path);
+KVQ_API kvq_status kvq_sequence_restore(kvq_cache* cache, const kvq_save_options* options, kvq_read read,
+                                        void* user, kvq_sequence** out);
+KVQ_API kvq_status kvq_sequence_restore_file(kvq_cache* cache, const kvq_save_options* options,
+                                             const char* path, kvq_sequence** out);
+
+/// Writes the pages of a layer, one message per call of `write`, to a process that decodes on.
+KVQ_API kvq_status kvq_sequence_send_pages(const kvq_sequence* sequence, int32_t layer, kvq_write write,
+                                           void* user);
+/// Collects the messages of one sequence, in any order. Not for several threads at once.
+KVQ_API kvq_status kvq_receiver_create(kvq_cache* cache, kvq_receiver** out);
+KVQ_API kvq_status kvq_receiver_free(kvq_receiver* receiver);
+/// Takes one whole message.
+KVQ_API kvq_status kvq_receiver_accept(kvq_receiver* receiver, const void* message, size_t bytes);
+/// The sequence, once every layer has `tokens` tokens (-1: as many as the messages say). The receiver is then empty.
+KVQ_API kvq_status kvq_receiver_finish(kvq_receiver* receiver, int32_t tokens, kvq_sequence** out);
+
+// ---- prefix cache ----------------------------------------------------------------------------------------------------
+// Sequences by their token ids. All functions may be called from any thread.
+
+enum {
+    KVQ_MATCH_EXACT = 0,
+    KVQ_MATCH_SUPERSEQUENCE = 1,  // a longer entry, trimmed
+    KVQ_MATCH_PREFIX = 2,
+    KVQ_MATCH_LCP = 3,  // the longest common prefix, trimmed
+    KVQ_MISS = 4,
+    KVQ_MISS_SHORT_PREFIX = 5,
+    KVQ_MISS_SHORT_LCP = 6
+};
+enum { KVQ_STORED = 0, KVQ_STORE_DUPLICATE = 1, KVQ_STORE_TOO_LARGE = 2 };
+
+typedef struct kvq_prefix_cache_options {
+    size_t size;
+    size_t byte_limit;            // for the pages of all entries; 0: none
+    int32_t max_entries;          // 0: 1000
+    int32_t min_prefix_tokens;    // a shorter common prefix is a miss; 0: 128; KVQ_NONE
+    int32_t min_quantize_tokens;  // shorter entries keep their formats; 0: 256; KVQ_NONE
+    int32_t reserved;             // 0
+    const char *keys,
+        *values;  // listed formats to which entries are requantized where that is smaller; both NULL: none
+} kvq_prefix_cache_options;
+
+/// options may be NULL.
+KVQ_API kvq_status kvq_prefix_cache_create(kvq_cache* cache, const kvq_prefix_cache_options* options,
+                                           kvq_prefix_cache** out);
+KVQ_API kvq_status kvq_prefix_cache_free(kvq_prefix_cache* store);
+/// What a fetch would find: how (KVQ_MATCH_EXACT, ...), and the number of leading tokens that need not be computed.
+KVQ_API kvq_status kvq_prefix_cache_lookup(const kvq_prefix_cache* store, const int32_t* tokens,
+                                           int32_t count, int32_t* match, int32_t* found);
+/// A sequence that holds as many of the first tokens as the store has; empty on a miss.
+KVQ_API kvq_status kvq_prefix_cache_fetch(kvq_prefix_cache* store, const int32_t* tokens, int32_t count,
+                                          int32_t* match, int32_t* found, kvq_sequence** out);
+/// Stores the first `count` tokens of a sequence, which does not change. outcome: KVQ_STORED, ...
+KVQ_API kvq_status kvq_prefix_cache_store(kvq_prefix_cache* store, const int32_t* tokens, int32_t count,
+                                          const kvq_sequence* sequence, int32_t* outcome);
+/// Removes the entry with exactly these tokens. erased: 1, or 0 if there is none.
+KVQ_API kvq_status kvq_prefix_cache_erase(kvq_prefix_cache* store, const int32_t* tokens, int32_t count,
+                                          int32_t* erased);
+KVQ_API kvq_status kvq_prefix_cache_clear(kvq_prefix_cache* store);
+/// Evicts the least recently used entries until the store holds `bytes` less. released: by how much its bytes fell.
+KVQ_API kvq_status kvq_prefix_cache_release(kvq_prefix_cache* store, size_t bytes, size_t* released);
+/// kvq_cache_step_down for all entries and the given live sequences together.
+KVQ_API kvq_status kvq_prefix_cache_step_down(kvq_prefix_cache* store, kvq_sequence* const* live,
+                                              int32_t count, const kvq_step_down_policy* policy,
+                                              kvq_executor* executor, kvq_step_down_report* report);
+
+typedef struct kvq_prefix_cache_statistics {
+    size_t size;
+    size_t fetches[7];  // by match
+    size_t tokens_saved, stored, duplicates, rejections, replaced, evictions;
+    size_t entries, bytes;  // now
+} kvq_prefix_cache_statistics;
+KVQ_API kvq_status kvq_prefix_cache_get_statistics(const kvq_prefix_cache* store,
+                                                   kvq_prefix_cache_statistics* statistics);
+
+// ---- ring ------------------------------------------------------------------------------------------------------------
+
+typedef struct kvq_ring_options {
+    size_t size;
+    int32_t window;  // a query attends to itself, the window - 1 tokens before it, and the sinks of the cache
+    int32_t slack;   // a trim by so many tokens is always possible; 0: 16; KVQ_NONE
+    int32_t
+        sinks_in_cache;  // 1: sinks move along, directly before the window; needs kvq_cache_options.rotary
+    int32_t reserved;    // 0
+    int64_t
+        first_token;  // tokens of the text before the first one that the sequence holds behind its sinks; 0: it begins there
+} kvq_ring_options;
+
+/// A ring over a fork of the sequence, which has the same number of tokens in every layer, possibly none. Positions count from the first
+/// token ever appended, in 64 bits. Pages that no query attends to any more are freed.
+KVQ_API kvq_status kvq_ring_create(const kvq_sequence* sequence, const kvq_ring_options* options,
+                                   kvq_ring** out);
+KVQ_API kvq_status kvq_ring_free(kvq_ring* ring);
+KVQ_API kvq_status kvq_ring_fork(const kvq_ring* ring, kvq_ring** out);
+/// As the functions of a sequence, over the window. options.mods must not have a window.
+KVQ_API kvq_status kvq_ring_prefill(kvq_ring* ring, int32_t layer, const kvq_tensor* k, const kvq_tensor* v,
+                                    const kvq_tensor* q, const kvq_tensor* out,
+                                    const kvq_attend_options* options);
+KVQ_API kvq_status kvq_ring_append(kvq_ring* ring, int32_t layer, const kvq_tensor* k, const kvq_tensor* v);
+KVQ_API kvq_status kvq_ring_attend(const kvq_ring* ring, int32_t layer, const kvq_tensor* q,
+                                   const kvq_tensor* out, const kvq_attend_options* options);
+KVQ_API kvq_status kvq_ring_append_draft(kvq_ring* ring, int32_t layer, const kvq_tensor* k,
+                                         const kvq_tensor* v);
+KVQ_API kvq_status kvq_ring_keep(kvq_ring* ring, const int32_t* path, int32_t count);
+KVQ_API kvq_status kvq_ring_trim(kvq_ring* ring, int64_t tokens);
+/// Tokens appended so far to a layer (KVQ_ALL_LAYERS: the longest one), and the position from which on every token is held. Each of the
+/// two may be NULL.
+KVQ_API kvq_status kvq_ring_tokens(const kvq_ring* ring, int32_t layer, int64_t* tokens,
+                                   int64_t* first_token);
+/// The held tokens as a sequence, to be freed: a fork, to save, to measure or to dequantize.
+KVQ_API kvq_status kvq_ring_held(const kvq_ring* ring, kvq_sequence** out);
+
+// ---- statistics ------------------------------------------------------------------------------------------------------
+// Of the first tokens of a text, a few hundred: keys of mix4, low3 and low2 get channel widths from them, hi6 to low2 error feedback.
+
+/// products: 1 to sum q q^T as well, which error feedback needs (head_dim^2 doubles per layer and kv head).
+KVQ_API kvq_status kvq_statistics_create(int32_t layers, int32_t kv_heads, int32_t head_dim, int32_t products,
+                                         kvq_statistics** out);
+KVQ_API kvq_status kvq_statistics_free(kvq_statistics* statistics);
+/// Keys of consecutive tokens, [n][kv_heads][head_dim]. Whole groups of 64 tokens count, and a last one of at least 16.
+KVQ_API kvq_status kvq_statistics_add_keys(kvq_statistics* statistics, int32_t layer, const kvq_tensor* k);
+/// Queries, [n][q_heads][head_dim].
+KVQ_API kvq_status kvq_statistics_add_queries(kvq_statistics* statistics, int32_t layer, const kvq_tensor* q);
+KVQ_API kvq_status kvq_statistics_save(const kvq_statistics* statistics, kvq_write write, void* user);
+KVQ_API kvq_status kvq_statistics_load(const void* data, size_t bytes, kvq_statistics** out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

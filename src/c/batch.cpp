@@ -1,0 +1,92 @@
+// Many sequences in one call, and attention over pages in memory of the caller.
+#include "mods.hpp"
+#include "objects.hpp"
+
+using namespace kvq::c;
+
+namespace {
+
+/// The parts of kvq_attend_options for a batch, and the masks of its requests.
+struct batch_call {
+    kvq_attend_options o;
+    held_mods mods;
+    call_workspace space;
+    std::deque<held_mods> own;
+
+    batch_call(const kvq_attend_options* options, const kvq::cache& of)
+        : o(read_optional(options, "options")), mods(o.mods, "options.mods"), space(o.workspace, of) {
+        expect(o.lse == nullptr, KVQ_ERROR_ARGUMENT, "the requests of a batch have an lse each, not options");
+    }
+
+    std::optional<kvq::mods_view> mods_of(const kvq_mods* given) {
+        if (given == nullptr) return {};
+        return own.emplace_back(given, "the mods of a request").view();
+    }
+    static kvq::output_view output(const kvq_tensor& out, float* lse) {
+        return output_of(&out, "out").with_lse(lse);
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_attend_request* requests,
+                            int32_t count, const kvq_attend_options* options) {
+    return guard([&] {
+        const shared_cache& of = get(cache, "cache").state;
+        expect_list(requests, count, "requests");
+        batch_call c(options, of->cache);
+        std::vector<kvq::attention_request> batch;
+        batch.reserve(static_cast<std::size_t>(count));
+        for (int32_t i = 0; i < count; ++i) {
+            const kvq_attend_request& r = requests[i];
+            const kvq_sequence& s = get(r.sequence, "the sequence of a request");
+            expect_same(s.of, of, "the sequence of a request");
+            batch.push_back(
+                {&s.sequence, query_of(&r.q, "q"), batch_call::output(r.out, r.lse), c.mods_of(r.mods)});
+        }
+        of->cache.attend(layer, batch, c.mods.view(), executor_of(c.o.executor), c.space);
+    });
+}
+
+kvq_status kvq_cache_prefill(kvq_cache* cache, int32_t layer, const kvq_prefill_request* requests,
+                             int32_t count, const kvq_attend_options* options) {
+    return guard([&] {
+        const shared_cache& of = get(cache, "cache").state;
+        expect_list(requests, count, "requests");
+        batch_call c(options, of->cache);
+        std::vector<kvq::prefill_request> batch;
+        batch.reserve(static_cast<std::size_t>(count));
+        for (int32_t i = 0; i < count; ++i) {
+            const kvq_prefill_request& r = requests[i];
+            kvq_sequence& s = get(r.sequence, "the sequence of a request");
+            expect_same(s.of, of, "the sequence of a request");
+            batch.push_back({&s.sequence, input_of(&r.k, "k"), input_of(&r.v, "v"), query_of(&r.q, "q"),
+                             batch_call::output(r.out, r.lse), c.mods_of(r.mods)});
+        }
+        of->cache.prefill(layer, batch, c.mods.view(), executor_of(c.o.executor), c.space);
+    });
+}
+
+kvq_status kvq_cache_attend_pages(const kvq_cache* cache, int32_t layer, const kvq_page* pages, int32_t count,
+                                  const kvq_tensor* q, const kvq_tensor* out,
+                                  const kvq_attend_options* options) {
+    return guard([&] {
+        const shared_cache& of = get(cache, "cache").state;
+        expect_list(pages, count, "pages");
+        const kvq_attend_options o = read_optional(options, "options");
+        const held_mods mods(o.mods, "options.mods");
+        call_workspace space(o.workspace, of->cache);
+        kvq::page_list list(of->cache, layer);
+        for (int32_t i = 0; i < count; ++i) {
+            const kvq_page& p = pages[i];
+            list.add({static_cast<const std::byte*>(p.keys), static_cast<const std::byte*>(p.values),
+                      p.key_format, p.value_format, p.key_capacity, p.value_capacity, p.skip, p.tokens,
+                      p.shift});
+        }
+        list.attend(query_of(q, "q"), output_of(out, "out").with_lse(o.lse), mods.view(),
+                    executor_of(o.executor), space);
+    });
+}
+}

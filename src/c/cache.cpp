@@ -1,0 +1,205 @@
+// Caches of the C interface: made from formats by name.
+#include <algorithm>
+#include <kvq/format/find_format.hpp>
+
+#include "objects.hpp"
+
+namespace kvq::c {
+
+namespace {
+
+int or_default(std::int32_t given, int usual) noexcept {
+    return given == 0 ? usual : given == KVQ_NONE ? 0 : given;
+}
+
+/// Calls use(name) for every name of "a, b, c".
+template <class Use>
+void each_name(const std::string& names, const char* what, Use&& use) {
+    for (std::size_t at = 0; at <= names.size();) {
+        const std::size_t end = std::min(names.find(',', at), names.size());
+        const std::size_t first = std::min(names.find_first_not_of(' ', at), end);
+        const std::size_t last = names.find_last_not_of(' ', end == 0 ? 0 : end - 1);
+        expect(first < end, KVQ_ERROR_ARGUMENT, what, " \"", names, "\" lists an empty name");
+        use(names.substr(first, last + 1 - first));
+        at = end + 1;
+    }
+}
+
+rotary_embedding rotary_of(const kvq_rotary& r) {
+    expect(r.layout == KVQ_HALF_SPLIT || r.layout == KVQ_INTERLEAVED, KVQ_ERROR_ARGUMENT,
+           "the layout of a rotary embedding is ", r.layout, ", neither KVQ_HALF_SPLIT nor KVQ_INTERLEAVED");
+    expect_list(r.frequencies, r.frequency_count, "frequencies");
+    rotary_embedding e;
+    e.dims = r.dims;
+    e.first_channel = r.first_channel;
+    e.layout = r.layout == KVQ_HALF_SPLIT ? rotary_layout::half_split : rotary_layout::interleaved;
+    if (r.base != 0.0) e.base = r.base;
+    if (r.frequency_count > 0) e.frequencies.assign(r.frequencies, r.frequencies + r.frequency_count);
+    if (r.rotate != nullptr)
+        e.rotate = [rotate = r.rotate, user = r.user](float* row, int head_dim, std::int64_t by) {
+            rotate(user, row, head_dim, by);
+        };
+    return e;
+}
+
+}  // namespace
+
+int cache_state::list(tensor role, const std::string& name, format_list& formats,
+                      const calibration* statistics) {
+    std::vector<named>& known = names[static_cast<std::size_t>(role)];
+    for (const named& n : known)
+        if (n.name == name) return n.listed;
+    formats.push_back(found_format(name, role, statistics));
+    known.push_back({name, formats.size() - 1});
+    return formats.size() - 1;
+}
+
+cache_options cache_state::read(const kvq_cache_options& o) {
+    place(o.keys, "options.keys");
+    expect(o.rotary_count >= 0, KVQ_ERROR_ARGUMENT, "rotary_count is ", o.rotary_count);
+    expect_list(o.rotary, o.rotary_count, "options.rotary");
+    expect(o.rotary_count <= std::max(1, o.layers), KVQ_ERROR_ARGUMENT, o.rotary_count,
+           " rotary embeddings for ", o.layers, " layers");
+    const calibration* const statistics = o.statistics ? &get(o.statistics, "statistics").sums : nullptr;
+    const std::string keys = o.keys, values = o.values ? o.values : o.keys;
+    cache_options c;
+    each_name(keys, "options.keys", [&](const std::string& n) { list(tensor::key, n, c.keys, statistics); });
+    each_name(values, "options.values",
+              [&](const std::string& n) { list(tensor::value, n, c.values, statistics); });
+    if (o.window != nullptr) c.window = find_format(o.window, tensor::key);
+    c.sinks = or_default(o.sinks, 4);
+    c.recent = or_default(o.recent, 32);
+    c.rollback = or_default(o.rollback, 16);
+    c.page_tokens = o.page_tokens == 0 ? 128 : o.page_tokens;
+    if (o.byte_budget != 0) c.byte_budget = o.byte_budget;
+    for (std::int32_t i = 0; o.layer_formats != nullptr && i < o.layers; ++i) {
+        const kvq_layer_formats& f = o.layer_formats[i];
+        c.layers.push_back({f.keys ? list(tensor::key, f.keys, c.keys, statistics) : 0,
+                            f.values ? list(tensor::value, f.values, c.values, statistics) : 0});
+    }
+    for (std::int32_t i = 0; i < o.rotary_count; ++i) c.rotary.push_back(rotary_of(o.rotary[i]));
+    c.memory = &memory;
+    return c;
+}
+
+cache_state::cache_state(const kvq_cache_options& o)
+    : memory(o.allocator), cache({o.layers, o.kv_heads, o.head_dim, o.value_dim}, read(o)) {}
+
+int cache_state::listed(tensor role, const char* name) const {
+    place(name, "the name of a format");
+    std::string all;
+    for (const named& n : names_of(role)) {
+        if (n.name == name) return n.listed;
+        all += (all.empty() ? "" : ", ") + n.name;
+    }
+    fail(KVQ_ERROR_ARGUMENT, "the cache lists no ", detail::name_of(role), " format \"", name, "\", only ",
+         all);
+}
+
+std::vector<sequence*> sequences_of(kvq_sequence* const* list, std::int32_t count, const shared_cache& of) {
+    expect_list(list, count, "sequences");
+    std::vector<sequence*> all;
+    for (std::int32_t i = 0; i < count; ++i) {
+        kvq_sequence& s = get(list[i], "a sequence of the list");
+        expect_same(s.of, of, "a sequence of the list");
+        all.push_back(&s.sequence);
+    }
+    return all;
+}
+
+}  // namespace kvq::c
+
+using namespace kvq::c;
+
+extern "C" {
+
+kvq_status kvq_cache_create(const kvq_cache_options* options, kvq_cache** out) {
+    return guard([&] {
+        const kvq_cache_options o = read_reserved(options, "options");
+        place(out, "out");
+        *out = make<kvq_cache>(std::make_shared<cache_state>(o));
+    });
+}
+
+kvq_status kvq_cache_free(kvq_cache* cache) { return free_handle(cache, "cache"); }
+
+kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info) {
+    return guard([&] {
+        const kvq::cache& of = get(cache, "cache").state->cache;
+        expect_struct(info, "info");
+        const kvq::cache_shape& s = of.shape();
+        const kvq::cache_options& o = of.options();
+        write_struct(info, kvq_cache_info{0, s.layers, s.kv_heads, s.head_dim, s.dim(kvq::tensor::value),
+                                          o.page_tokens, o.sinks, o.recent, o.rollback, o.byte_budget,
+                                          of.bytes_in_use(), of.pool().pages_in_use()});
+    });
+}
+
+kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_format* format, const char* name) {
+    return guard([&] {
+        cache_state& state = *get(cache, "cache").state;
+        const kvq_format& f = get(format, "format");
+        const kvq::tensor of = role_of(role);
+        const std::string known_as = name ? name : f.name;
+        for (const auto& n : state.names_of(of))
+            expect(n.name != known_as, KVQ_ERROR_ARGUMENT, "the cache lists a ",
+                   kvq::KVQ_TAGGED::detail::name_of(of), " format \"", known_as, "\" already");
+        auto& names = state.names[static_cast<std::size_t>(of)];
+        names.reserve(names.size() + 1);
+        cache_state::named added{known_as, 0};
+        added.listed = state.cache.add_format(of, f.format);
+        names.push_back(std::move(added));
+    });
+}
+
+kvq_status kvq_cache_find_format(const kvq_cache* cache, kvq_role role, const char* name, int32_t* index) {
+    return guard([&] {
+        const cache_state& state = *get(cache, "cache").state;
+        place(index, "index");
+        const kvq::tensor of = role_of(role);
+        *index = state.cache.table(of).index_of(state.listed(of, name));
+    });
+}
+
+kvq_status kvq_cache_get_format(const kvq_cache* cache, kvq_role role, int32_t index, kvq_format** out) {
+    return guard([&] {
+        const cache_state& state = *get(cache, "cache").state;
+        place(out, "out");
+        const kvq::tensor of = role_of(role);
+        const auto& table = state.cache.table(of);
+        expect(index >= 0 && index < table.size(), KVQ_ERROR_ARGUMENT, "format ", index, " is not among the ",
+               table.size(), " of the cache");
+        std::string name = table[index].name();
+        for (const auto& n : state.names_of(of))
+            if (n.listed == index - 1) name = n.name;
+        *out = make<kvq_format>(table[index], name, state.cache.shape());
+    });
+}
+
+kvq_status kvq_cache_workspace_bytes(const kvq_cache* cache, int32_t tokens, int32_t q_heads,
+                                     int32_t q_tokens, int32_t threads, size_t* bytes) {
+    return guard([&] {
+        const kvq::cache& of = get(cache, "cache").state->cache;
+        place(bytes, "bytes") = of.attention_workspace(tokens, q_heads, q_tokens, threads);
+    });
+}
+
+kvq_status kvq_rotary_llama3(int32_t dims, double base, double factor, double low_freq_factor,
+                             double high_freq_factor, double original_context, double* frequencies) {
+    return guard([&] {
+        place(frequencies, "frequencies");
+        const auto f = kvq::llama3_frequencies(dims, base,
+                                               {factor, low_freq_factor, high_freq_factor, original_context});
+        std::copy(f.begin(), f.end(), frequencies);
+    });
+}
+
+kvq_status kvq_rotary_yarn(int32_t dims, double base, double factor, double original_context,
+                           double beta_fast, double beta_slow, double* frequencies) {
+    return guard([&] {
+        place(frequencies, "frequencies");
+        const auto f = kvq::yarn_frequencies(dims, base, {factor, original_context, beta_fast, beta_slow});
+        std::copy(f.begin(), f.end(), frequencies);
+    });
+}
+}

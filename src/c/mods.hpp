@@ -1,0 +1,170 @@
+// kvq_mods as a mask and score modifier of attention.
+//
+//   const held_mods mods(options.mods, "mods");     checks and copies the struct (its arrays stay the caller's)
+//   sequence.attend(layer, q, out, mods.view(), ...);
+//   mods.use([](const auto& m) { ring.attend(layer, q, out, m, ...); });      where a type is needed
+//
+// hooks<Flags> has those hooks that a struct uses: a hook that attention does not find costs nothing.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <kvq/attention/masks.hpp>
+#include <kvq/attention/score_modifiers.hpp>
+#include <kvq/attention/token_tree.hpp>
+#include <optional>
+
+#include "structs.hpp"
+
+namespace kvq::c {
+
+/// A struct whose members were checked.
+class mods_parts {
+public:
+    enum flag : unsigned { causal = 1, positions = 2, masks = 4, scores = 8, sinks = 16, all_flags = 32 };
+
+    mods_parts(const kvq_mods* given, const char* name) : m_(read_optional(given, name)) {
+        const auto check = [&](bool holds, const auto&... what) {
+            expect(holds, KVQ_ERROR_ARGUMENT, name, ": ", what...);
+        };
+        check(m_.direction >= KVQ_CAUSAL && m_.direction <= KVQ_CROSS, "direction is ", m_.direction,
+              ", not one of KVQ_CAUSAL, KVQ_BIDIRECTIONAL and KVQ_CROSS");
+        check(m_.window >= 0 && m_.window_sinks >= 0 && (m_.window > 0 || m_.window_sinks == 0),
+              "a window of ", m_.window, " tokens with ", m_.window_sinks, " sinks");
+        check(m_.prefix >= 0, "a prefix of ", m_.prefix, " tokens");
+        check(std::isfinite(m_.scale) && std::isfinite(m_.softcap), "scale ", m_.scale, " and softcap ",
+              m_.softcap, " must be finite");
+        check(m_.mask_page == nullptr || m_.mask_row != nullptr, "mask_page needs mask_row");
+        expect_list(m_.document_starts, m_.documents, "document_starts");
+        expect_list(m_.tree_parents, m_.tree_tokens, "tree_parents");
+        expect_list(m_.alibi_slopes, m_.alibi_heads, "alibi_slopes");
+        expect_list(m_.sink_logits, m_.sink_heads, "sink_logits");
+        if (m_.documents > 0)
+            documents_.starts = {m_.document_starts, static_cast<std::size_t>(m_.documents)};
+        if (m_.tree_tokens > 0)
+            tree_.emplace(m_.tree_first,
+                          std::span(m_.tree_parents, static_cast<std::size_t>(m_.tree_tokens)));
+    }
+    mods_parts(const mods_parts&) = delete;
+    mods_parts& operator=(const mods_parts&) = delete;
+
+    unsigned flags() const noexcept {
+        const bool masked =
+            m_.window > 0 || m_.prefix > 0 || m_.documents > 0 || tree_ || m_.mask_row != nullptr;
+        const bool scored = m_.softcap != 0.0f || m_.alibi_heads > 0 || m_.score_row != nullptr;
+        return (m_.direction == KVQ_CAUSAL && m_.prefix == 0 ? causal : 0u) |
+               (m_.direction != KVQ_CROSS ? positions : 0u) | (masked ? masks : 0u) | (scored ? scores : 0u) |
+               (m_.sink_heads > 0 ? sinks : 0u);
+    }
+    bool has_window() const noexcept { return m_.window > 0; }
+
+    float scale(int head_dim) const {
+        return m_.scale != 0.0f ? m_.scale : 1.0f / std::sqrt(static_cast<float>(head_dim));
+    }
+    void check(int q_heads) const {
+        if (m_.documents > 0) documents_.check(q_heads);
+        if (m_.alibi_heads > 0) slopes().check(q_heads);
+        if (m_.sink_heads > 0) logits().check(q_heads);
+    }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const {
+        page_visibility seen = page_visibility::all;
+        each_mask([&](const auto& mask) {
+            if (seen != page_visibility::none)
+                seen = detail::smaller(seen, mask.mask_page(first_q, last_q, first_k, end_k));
+        });
+        if (m_.mask_row == nullptr || seen == page_visibility::none) return seen;
+        return detail::smaller(seen, own_page(first_q, last_q, first_k, end_k));
+    }
+    void mask_row(float* row, int n, int q_pos, int first_k) const {
+        each_mask([&](const auto& mask) { detail::hide_row(mask, row, n, q_pos, first_k); });
+        if (m_.mask_row != nullptr) m_.mask_row(m_.user, row, n, q_pos, first_k);
+    }
+    void score_row(float* row, int n, int q_head, int q_pos, int first_k) const {
+        if (m_.softcap != 0.0f) detail::change_row(softcap{m_.softcap}, row, n, q_head, q_pos, first_k);
+        if (m_.alibi_heads > 0) detail::change_row(slopes(), row, n, q_head, q_pos, first_k);
+        if (m_.score_row != nullptr) m_.score_row(m_.user, row, n, q_head, q_pos, first_k);
+    }
+    float sink_logit(int q_head) const { return logits().sink_logit(q_head); }
+
+private:
+    template <class Use>
+    void each_mask(Use use) const {
+        if (m_.window > 0) use(sink_window{m_.window, m_.window_sinks});
+        if (m_.prefix > 0) use(prefix_lm{m_.prefix});
+        if (m_.documents > 0) use(documents_);
+        if (tree_) use(*tree_);
+    }
+    page_visibility own_page(int first_q, int last_q, int first_k, int end_k) const {
+        if (m_.mask_page == nullptr) return page_visibility::some;
+        const std::int32_t seen = m_.mask_page(m_.user, first_q, last_q, first_k, end_k);
+        return seen == KVQ_PAGE_NONE  ? page_visibility::none
+               : seen == KVQ_PAGE_ALL ? page_visibility::all
+                                      : page_visibility::some;
+    }
+    alibi slopes() const noexcept { return {{m_.alibi_slopes, static_cast<std::size_t>(m_.alibi_heads)}}; }
+    learned_sinks logits() const noexcept {
+        return {{m_.sink_logits, static_cast<std::size_t>(m_.sink_heads)}};
+    }
+
+    kvq_mods m_;
+    document_mask documents_{};
+    std::optional<token_tree> tree_;
+};
+
+template <unsigned Flags>
+struct hooks {
+    const mods_parts* of;
+
+    static constexpr bool is_causal = (Flags & mods_parts::causal) != 0;
+    static constexpr bool has_query_positions = (Flags & mods_parts::positions) != 0;
+
+    float scale(int head_dim) const { return of->scale(head_dim); }
+    void check(int q_heads) const { of->check(q_heads); }
+    void mask_row(float* row, int n, int q_pos, int first_k) const
+        requires((Flags & mods_parts::masks) != 0) {
+        of->mask_row(row, n, q_pos, first_k);
+    }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const
+        requires((Flags & mods_parts::masks) != 0) {
+        return of->mask_page(first_q, last_q, first_k, end_k);
+    }
+    void score_row(float* row, int n, int q_head, int q_pos, int first_k) const
+        requires((Flags & mods_parts::scores) != 0) {
+        of->score_row(row, n, q_head, q_pos, first_k);
+    }
+    float sink_logit(int q_head) const requires((Flags & mods_parts::sinks) != 0) {
+        return of->sink_logit(q_head);
+    }
+};
+
+class held_mods {
+public:
+    held_mods(const kvq_mods* given, const char* name) : parts_(given, name) {
+        use([&]<class Hooks>(const Hooks& h) {
+            static_assert(sizeof(Hooks) == sizeof(memory_));
+            view_.emplace(*::new (static_cast<void*>(memory_)) Hooks(h));
+        });
+    }
+    held_mods(const held_mods&) = delete;
+    held_mods& operator=(const held_mods&) = delete;
+
+    const mods_view& view() const noexcept { return *view_; }
+    bool has_window() const noexcept { return parts_.has_window(); }
+
+    /// Calls f(hooks<flags>).
+    template <class F>
+    void use(F&& f) const {
+        const unsigned flags = parts_.flags();
+        [&]<std::size_t... Flags>(std::index_sequence<Flags...>) {
+            (void)((Flags == flags && (f(hooks<unsigned{Flags}>{&parts_}), true)) || ...);
+        }
+        (std::make_index_sequence<mods_parts::all_flags>{});
+    }
+
+private:
+    mods_parts parts_;
+    alignas(void*) std::byte memory_[sizeof(void*)];
+    std::optional<mods_view> view_;
+};
+
+}  // namespace kvq::c

@@ -1,0 +1,182 @@
+// What the handles of the C interface hold.
+#pragma once
+
+#include <deque>
+#include <kvq/cache/page_list.hpp>
+#include <kvq/cache/requantize.hpp>
+#include <kvq/core/thread_executor.hpp>
+#include <kvq/quant/calibration.hpp>
+#include <memory>
+#include <memory_resource>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "structs.hpp"
+
+namespace kvq::c {
+
+/// The allocator of a caller, or the heap.
+class caller_memory final : public std::pmr::memory_resource {
+public:
+    /// Reads the struct; NULL: the heap.
+    explicit caller_memory(const kvq_allocator* allocator);
+
+private:
+    void* do_allocate(std::size_t bytes, std::size_t alignment) override;
+    void do_deallocate(void* memory, std::size_t bytes, std::size_t alignment) override;
+    bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override {
+        return this == &other;
+    }
+
+    kvq_allocator functions_{};
+};
+
+/// The threads of a caller, or of kvq. Errors of tasks do not cross the functions of the caller.
+class caller_executor {
+public:
+    explicit caller_executor(int threads) : own_(thread_executor(threads)), concurrency_(threads) {}
+    explicit caller_executor(const kvq_executor_callbacks& callbacks)
+        : callbacks_(callbacks), concurrency_(callbacks.concurrency) {}
+
+    int concurrency() const noexcept { return concurrency_; }
+    template <class F>
+    void parallel_for(int n, F&& f) const {
+        if (own_) return own_->parallel_for(n, f);
+        struct work {
+            std::remove_reference_t<F>& f;
+            int n;
+            detail::task_errors errors{};
+            std::atomic<int> done{0};
+        } all{f, n};
+        const kvq_task task = [](void* data, std::int32_t i) {
+            work& mine = *static_cast<work*>(data);
+            if (i < 0 || i >= mine.n) return;
+            mine.errors.run(mine.f, i);
+            mine.done.fetch_add(1);
+        };
+        const std::int32_t result = callbacks_.parallel_for(callbacks_.user, n, task, &all);
+        all.errors.raise();
+        expect(result == 0, KVQ_ERROR_CALLBACK, "parallel_for returned ", result);
+        expect(all.done.load() == n, KVQ_ERROR_CALLBACK, "parallel_for ran ", all.done.load(), " of ", n,
+               " tasks");
+    }
+
+private:
+    std::optional<thread_executor> own_;
+    kvq_executor_callbacks callbacks_{};
+    int concurrency_;
+};
+
+/// A cache, its memory, and the names of its formats. Kept by all that belongs to the cache.
+struct cache_state {
+    struct named {
+        std::string name;
+        int listed;  // in cache_options::keys or values
+    };
+
+    caller_memory memory;
+    std::vector<named> names[2];
+    kvq::cache cache;
+
+    cache_state(const kvq_cache_options& o);
+
+    const std::vector<named>& names_of(tensor role) const noexcept {
+        return names[static_cast<std::size_t>(role)];
+    }
+    /// The listed format of this name. Raises a failure if there is none.
+    int listed(tensor role, const char* name) const;
+
+private:
+    cache_options read(const kvq_cache_options& o);
+    int list(tensor role, const std::string& name, format_list& formats, const calibration* statistics);
+};
+using shared_cache = std::shared_ptr<cache_state>;
+
+/// The format of a name, made from statistics if it takes them.
+format found_format(const std::string& name, tensor role, const calibration* statistics);
+
+}  // namespace kvq::c
+
+struct kvq_workspace : kvq::c::handle<kvq_workspace> {
+    static constexpr std::uint32_t word = 0x776b7631;
+    static constexpr const char* kind = "workspace";
+    kvq::c::caller_memory memory;
+    kvq::workspace space{&memory};
+
+    explicit kvq_workspace(const kvq_allocator* allocator) : memory(allocator) {}
+};
+
+struct kvq_executor : kvq::c::handle<kvq_executor> {
+    static constexpr std::uint32_t word = 0x656b7631;
+    static constexpr const char* kind = "executor";
+    kvq::c::caller_executor threads;
+
+    template <class From>
+    explicit kvq_executor(const From& from) : threads(from) {}
+};
+
+struct kvq_format : kvq::c::handle<kvq_format> {
+    static constexpr std::uint32_t word = 0x666b7631;
+    static constexpr const char* kind = "format";
+    kvq::format format;
+    std::string name;        // by which it was found
+    kvq::cache_shape model;  // for which its state was made; 0 layers: any
+
+    kvq_format(kvq::format f, std::string found, const kvq::cache_shape& shape)
+        : format(std::move(f)), name(std::move(found)), model(shape) {}
+};
+
+struct kvq_statistics : kvq::c::handle<kvq_statistics> {
+    static constexpr std::uint32_t word = 0x636b7631;
+    static constexpr const char* kind = "statistics";
+    kvq::calibration sums;
+
+    explicit kvq_statistics(kvq::calibration c) : sums(std::move(c)) {}
+};
+
+struct kvq_cache : kvq::c::handle<kvq_cache> {
+    static constexpr std::uint32_t word = 0x6b766371;
+    static constexpr const char* kind = "cache";
+    kvq::c::shared_cache state;
+
+    explicit kvq_cache(kvq::c::shared_cache s) : state(std::move(s)) {}
+};
+
+struct kvq_sequence : kvq::c::handle<kvq_sequence> {
+    static constexpr std::uint32_t word = 0x736b7631;
+    static constexpr const char* kind = "sequence";
+    kvq::c::shared_cache of;
+    kvq::sequence sequence;
+
+    kvq_sequence(kvq::c::shared_cache c, kvq::sequence s) : of(std::move(c)), sequence(std::move(s)) {}
+};
+
+namespace kvq::c {
+
+/// Raises a failure unless both belong to one cache.
+inline void expect_same(const shared_cache& a, const shared_cache& b, const char* name) {
+    expect(a == b, KVQ_ERROR_HANDLE, name, " belongs to another cache");
+}
+
+/// NULL: the calling thread.
+executor_view executor_of(kvq_executor* executor);
+
+/// The workspace of a call: that of the caller, or one for the duration of the call.
+class call_workspace {
+public:
+    call_workspace(kvq_workspace* given, const kvq::cache& of)
+        : own_(of.pool().memory()), space_(given ? &get(given, "workspace").space : &own_) {}
+    call_workspace(const call_workspace&) = delete;
+    call_workspace& operator=(const call_workspace&) = delete;
+    operator workspace&() noexcept { return *space_; }
+
+private:
+    workspace own_;
+    workspace* space_;
+};
+
+/// The sequences of a list, all of this cache.
+std::vector<sequence*> sequences_of(kvq_sequence* const* list, std::int32_t count, const shared_cache& of);
+
+}  // namespace kvq::c

@@ -1,0 +1,158 @@
+// Sequences of the C interface.
+#include <kvq/cache/rearrange.hpp>
+
+#include "mods.hpp"
+#include "objects.hpp"
+
+using namespace kvq::c;
+
+namespace {
+
+/// The parts of kvq_attend_options for one sequence.
+struct call {
+    kvq_attend_options o;
+    held_mods mods;
+    call_workspace space;
+
+    call(const kvq_attend_options* options, const kvq::cache& of)
+        : o(read_optional(options, "options")), mods(o.mods, "options.mods"), space(o.workspace, of) {}
+
+    kvq::output_view output(const kvq_tensor* out) const { return output_of(out, "out").with_lse(o.lse); }
+};
+
+std::span<const int> path_of(const int32_t* path, int32_t count) {
+    expect_list(path, count, "tokens of the path");
+    return {path, static_cast<std::size_t>(count)};
+}
+
+}  // namespace
+
+extern "C" {
+
+kvq_status kvq_sequence_create(kvq_cache* cache, kvq_sequence** out) {
+    return guard([&] {
+        const shared_cache& of = get(cache, "cache").state;
+        place(out, "out");
+        *out = make<kvq_sequence>(of, of->cache.new_sequence());
+    });
+}
+
+kvq_status kvq_sequence_free(kvq_sequence* sequence) { return free_handle(sequence, "sequence"); }
+
+kvq_status kvq_sequence_fork(const kvq_sequence* sequence, kvq_sequence** out) {
+    return guard([&] {
+        const kvq_sequence& from = get(sequence, "sequence");
+        place(out, "out");
+        *out = make<kvq_sequence>(from.of, from.sequence.fork());
+    });
+}
+
+kvq_status kvq_sequence_tokens(const kvq_sequence* sequence, int32_t layer, int32_t* tokens) {
+    return guard([&] {
+        const kvq::sequence& s = get(sequence, "sequence").sequence;
+        place(tokens, "tokens") = layer == KVQ_ALL_LAYERS ? s.tokens() : s.tokens(layer);
+    });
+}
+
+kvq_status kvq_sequence_prefill(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
+                                const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
+                                const kvq_attend_options* options) {
+    return guard([&] {
+        kvq_sequence& s = get(sequence, "sequence");
+        call c(options, s.of->cache);
+        s.sequence.prefill(layer, input_of(k, "k"), input_of(v, "v"), query_of(q, "q"), c.output(out),
+                           c.mods.view(), executor_of(c.o.executor), c.space);
+    });
+}
+
+kvq_status kvq_sequence_append(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
+                               const kvq_tensor* v) {
+    return guard(
+        [&] { get(sequence, "sequence").sequence.append(layer, input_of(k, "k"), input_of(v, "v")); });
+}
+
+kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, const kvq_tensor* q,
+                               const kvq_tensor* out, const kvq_attend_options* options) {
+    return guard([&] {
+        const kvq_sequence& s = get(sequence, "sequence");
+        call c(options, s.of->cache);
+        s.sequence.attend(layer, query_of(q, "q"), c.output(out), c.mods.view(), executor_of(c.o.executor),
+                          c.space);
+    });
+}
+
+kvq_status kvq_sequence_append_draft(kvq_sequence* sequence, int32_t layer, const kvq_tensor* k,
+                                     const kvq_tensor* v) {
+    return guard(
+        [&] { get(sequence, "sequence").sequence.append_draft(layer, input_of(k, "k"), input_of(v, "v")); });
+}
+
+kvq_status kvq_sequence_keep(kvq_sequence* sequence, const int32_t* path, int32_t count) {
+    return guard([&] { get(sequence, "sequence").sequence.keep(path_of(path, count)); });
+}
+
+kvq_status kvq_sequence_trim(kvq_sequence* sequence, int32_t tokens) {
+    return guard([&] { get(sequence, "sequence").sequence.trim(tokens); });
+}
+
+kvq_status kvq_sequence_erase(kvq_sequence* sequence, int32_t first, int32_t last) {
+    return guard([&] { get(sequence, "sequence").sequence.erase(first, last); });
+}
+
+kvq_status kvq_sequence_shift(kvq_sequence* sequence, int32_t first, int32_t last, int64_t by) {
+    return guard([&] { get(sequence, "sequence").sequence.shift(first, last, by); });
+}
+
+kvq_status kvq_sequence_splice(kvq_sequence* sequence, const kvq_sequence* other, int32_t first,
+                               int32_t last) {
+    return guard([&] {
+        kvq_sequence& to = get(sequence, "sequence");
+        const kvq_sequence& from = get(other, "other");
+        expect_same(from.of, to.of, "other");
+        to.sequence.splice(from.sequence, first, last);
+    });
+}
+
+kvq_status kvq_sequence_append_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes) {
+    return guard([&] { place(bytes, "bytes") = get(sequence, "sequence").sequence.append_bytes(n); });
+}
+
+kvq_status kvq_sequence_prefill_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes) {
+    return guard([&] { place(bytes, "bytes") = get(sequence, "sequence").sequence.prefill_bytes(n); });
+}
+
+kvq_status kvq_sequence_draft_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes) {
+    return guard([&] { place(bytes, "bytes") = get(sequence, "sequence").sequence.draft_bytes(n); });
+}
+
+kvq_status kvq_sequence_dequantize(const kvq_sequence* sequence, int32_t layer, kvq_role role, int32_t first,
+                                   const kvq_tensor* out) {
+    return guard([&] {
+        get(sequence, "sequence").sequence.dequantize(layer, role_of(role), first, output_of(out, "out"));
+    });
+}
+
+kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage) {
+    return guard([&] {
+        const kvq::sequence& s = get(sequence, "sequence").sequence;
+        expect_struct(usage, "usage");
+        const kvq::usage_report u = s.usage();
+        write_struct(usage, kvq_usage{0, u.quantized, u.window, u.slack, u.rollback, u.bookkeeping,
+                                      u.workspace, u.bytes, u.not_finite, u.tokens});
+    });
+}
+
+kvq_status kvq_sequence_get_pages(const kvq_sequence* sequence, int32_t layer, kvq_page* pages,
+                                  int32_t capacity, int32_t* count) {
+    return guard([&] {
+        const kvq::layer_pages all = get(sequence, "sequence").sequence.pages(layer);
+        expect_list(pages, capacity, "pages");
+        place(count, "count") = all.entries();
+        for (int i = 0; i < all.entries() && i < capacity; ++i) {
+            const kvq::layer_pages::entry e = all.at(i);
+            pages[i] = {e.keys->data(),   e.values->data(), e.keys->format, e.values->format, e.keys->tokens,
+                        e.values->tokens, e.skip,           e.tokens,       e.shift};
+        }
+    });
+}
+}

@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Compares the ABI of kvq.h with a committed list: functions, sizes and offsets of structs, values of constants.
+
+abi.py <kvq.h> <abi.txt> <C compiler> [--write]
+
+A difference is an error. Where programs that were compiled before still fit (a new function, a new member at the end of a struct with `size`),
+write the list again. Where they do not, raise KVQ_ABI_VERSION as well.
+"""
+
+import difflib
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+
+def without_comments(text):
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+
+
+def functions(text):
+    return [" ".join(f.split()) for f in re.findall(r"KVQ_API\s+([^;]*?\))\s*;", text)]
+
+
+def structs(text):
+    """[(name, members)]; a member is the last name of a declarator, or that in (*name)."""
+    found = []
+    for body, name in re.findall(r"typedef struct \w+ \{(.*?)\} (\w+);", text, flags=re.S):
+        members = []
+        for declaration in body.split(";"):
+            pointer = re.search(r"\(\*(\w+)\)", declaration)
+            if pointer:
+                members.append(pointer.group(1))
+            else:
+                members += re.findall(r"(\w+)(?:\[\w+\])?\s*(?:,|$)", declaration.strip())
+        found.append((name, members))
+    return found
+
+
+def constants(text):
+    names = [n for body in re.findall(r"enum \{(.*?)\}", text, flags=re.S) for n in re.findall(r"(\w+) =", body)]
+    return [*names, "KVQ_NONE", "KVQ_ALL_LAYERS", "KVQ_ABI_VERSION"]
+
+
+def layout(header, text, compiler):
+    lines = ["#include <kvq/kvq.h>", "#include <stdio.h>", "int main(void) {"]
+    for name, members in structs(text):
+        lines.append(f'    printf("struct {name}: %d bytes\\n", (int)sizeof({name}));')
+        for m in members:
+            lines.append(f'    printf("  {m}: %d, %d bytes\\n", (int)offsetof({name}, {m}), (int)sizeof((({name}*)0)->{m}));')
+    lines += [f'    printf("constant {c}: %d\\n", (int){c});' for c in constants(text)]
+    lines += ["    return 0;", "}"]
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = pathlib.Path(folder) / "abi.c", pathlib.Path(folder) / "abi"
+        source.write_text("\n".join(lines))
+        subprocess.run([compiler, "-std=c99", "-I", header.parent.parent, "-o", program, source], check=True)
+        return subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def main():
+    header, wanted_path, compiler = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+    text = without_comments(header.read_text())
+    found = [f"function {f}" for f in functions(text)] + layout(header, text, compiler)
+    if len(functions(text)) < 50 or len(structs(text)) < 20:
+        sys.exit("abi.py no longer understands kvq.h")
+    if "--write" in sys.argv:
+        wanted_path.write_text("\n".join(found) + "\n")
+        return
+    difference = list(difflib.unified_diff(wanted_path.read_text().splitlines(), found, "committed", "kvq.h", lineterm=""))
+    if difference:
+        sys.exit("the ABI of kvq.h is not that of abi.txt:\n" + "\n".join(difference))
+
+
+main()

@@ -1,0 +1,725 @@
+// SPDX-License-Identifier: MIT
+// kvq.h against the headers: the same calls, the same bytes and outputs.
+#include <doctest/doctest.h>
+#include <kvq/kvq.h>
+
+#include <cstring>
+#include <deque>
+#include <kvq/format/find_format.hpp>
+#include <kvq/kvq.hpp>
+#include <kvq/policy/ring.hpp>
+#include <map>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "support/random.hpp"
+
+namespace {
+
+constexpr int layers = 2, kv_heads = 2, q_heads = 4, dim = 32, value_dim = 48;
+
+#define OK(call)                                         \
+    do {                                                 \
+        const kvq_status status_of_call = (call);        \
+        INFO(#call ": ", std::string(kvq_last_error())); \
+        REQUIRE(status_of_call == KVQ_OK);               \
+    } while (false)
+
+template <class T>
+T init() {
+    T s;
+    KVQ_INIT(s);
+    return s;
+}
+
+/// [n][heads][channels] of some type, as both interfaces take it.
+template <class T>
+struct rows {
+    int tokens, heads, channels;
+    std::vector<T> x;
+
+    rows(int n, int h, int c) : tokens(n), heads(h), channels(c), x(static_cast<std::size_t>(n * h * c)) {}
+    rows(test::generator& random, int n, int h, int c) : rows(n, h, c) {
+        const auto all = random.normals(static_cast<int>(x.size()));
+        for (std::size_t i = 0; i < x.size(); ++i) x[i] = T(all[i]);
+    }
+    kvq::token_view<T> view() { return {x.data(), tokens, heads, channels}; }
+    kvq_tensor c() {
+        const kvq::float_type type = kvq::float_type_of<T>;
+        const kvq_dtype dtype = type == kvq::float_type::fp32   ? KVQ_FP32
+                                : type == kvq::float_type::fp16 ? KVQ_FP16
+                                                                : KVQ_BF16;
+        return {x.data(), dtype, tokens, heads, channels, 0, 0};
+    }
+    std::vector<std::byte> bytes() const {
+        const auto* const first = reinterpret_cast<const std::byte*>(x.data());
+        return {first, first + x.size() * sizeof(T)};
+    }
+};
+
+kvq::rotary_embedding rotary() {
+    kvq::rotary_embedding r;
+    r.dims = dim;
+    r.base = 5000.0;
+    return r;
+}
+
+/// One cache and one sequence per interface, with the same contents.
+struct twins {
+    kvq_rotary rotated{dim, 0, KVQ_HALF_SPLIT, 0, 5000.0, nullptr, nullptr, nullptr};
+    kvq_cache* c = nullptr;
+    kvq_sequence* c_sequence = nullptr;
+    std::optional<kvq::cache> cpp;
+    std::optional<kvq::sequence> sequence;
+
+    explicit twins(const char* keys = "std4", const char* values = "kivi-4-g64",
+                   const char* window = nullptr) {
+        auto o = init<kvq_cache_options>();
+        const std::string listed_keys = keys + std::string(", low2,int8"),
+                          listed_values = values + std::string(",low2 ,int8");
+        o.layers = layers;
+        o.kv_heads = kv_heads;
+        o.head_dim = dim;
+        o.value_dim = value_dim;
+        o.keys = listed_keys.c_str();
+        o.values = listed_values.c_str();
+        o.window = window;
+        o.page_tokens = 64;
+        o.rotary = &rotated;
+        o.rotary_count = 1;
+        OK(kvq_cache_create(&o, &c));
+        OK(kvq_sequence_create(c, &c_sequence));
+        kvq::cache_options same = kvq::preset_options();
+        for (const char* name : {keys, "low2", "int8"})
+            same.keys.push_back(kvq::find_format(name, kvq::tensor::key));
+        for (const char* name : {values, "low2", "int8"})
+            same.values.push_back(kvq::find_format(name, kvq::tensor::value));
+        if (window) same.window = kvq::find_format(window, kvq::tensor::key);
+        same.page_tokens = 64;
+        same.rotary = {rotary()};
+        cpp.emplace(kvq::cache_shape{layers, kv_heads, dim, value_dim}, same);
+        sequence.emplace(cpp->new_sequence());
+    }
+    ~twins() {
+        kvq_sequence_free(c_sequence);
+        kvq_cache_free(c);
+    }
+
+    void append(test::generator& random, int n) {
+        for (int layer = 0; layer < layers; ++layer) {
+            rows<float> k(random, n, kv_heads, dim), v(random, n, kv_heads, value_dim);
+            const kvq_tensor ck = k.c(), cv = v.c();
+            OK(kvq_sequence_append(c_sequence, layer, &ck, &cv));
+            sequence->append(layer, k.view(), v.view());
+        }
+    }
+    void check_equal() const { check_equal(c_sequence, *sequence); }
+    static void check_equal(const kvq_sequence* a, const kvq::sequence& b) {
+        for (int layer = 0; layer < layers; ++layer) {
+            const kvq::layer_pages pages = b.pages(layer);
+            std::vector<kvq_page> held(static_cast<std::size_t>(pages.entries()) + 1);
+            std::int32_t count = 0;
+            OK(kvq_sequence_get_pages(a, layer, held.data(), static_cast<std::int32_t>(held.size()), &count));
+            REQUIRE(count == pages.entries());
+            for (int e = 0; e < count; ++e) {
+                const kvq::layer_pages::entry entry = pages.at(e);
+                const kvq_page& p = held[static_cast<std::size_t>(e)];
+                CHECK(p.key_format == entry.keys->format);
+                CHECK(p.value_format == entry.values->format);
+                CHECK(p.skip == entry.skip);
+                CHECK(p.tokens == entry.tokens);
+                CHECK(p.shift == entry.shift);
+                CHECK(std::memcmp(p.keys, entry.keys->data(), entry.keys->bytes) == 0);
+                CHECK(std::memcmp(p.values, entry.values->data(), entry.values->bytes) == 0);
+            }
+        }
+        auto u = init<kvq_usage>();
+        OK(kvq_sequence_get_usage(a, &u));
+        const kvq::usage_report same = b.usage();
+        CHECK(u.bytes == same.bytes);
+        CHECK(u.quantized == same.quantized);
+        CHECK(u.tokens == same.tokens);
+    }
+};
+
+/// An executor of the caller: a thread for each task.
+std::int32_t own_threads(void* calls, std::int32_t n, kvq_task task, void* data) {
+    ++*static_cast<int*>(calls);
+    std::vector<std::thread> all;
+    for (std::int32_t i = 0; i < n; ++i) all.emplace_back(task, data, i);
+    for (std::thread& t : all) t.join();
+    return 0;
+}
+
+}  // namespace
+
+TEST_CASE_TEMPLATE("prefill, attend and the log-sum-exp of every type, in chunks, on threads", T, float,
+                   kvq::float16, kvq::bfloat16) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    twins both;
+    int calls = 0;
+    auto callbacks = init<kvq_executor_callbacks>();
+    callbacks.concurrency = 3;
+    callbacks.parallel_for = own_threads;
+    callbacks.user = &calls;
+    auto o = init<kvq_attend_options>();
+    OK(kvq_executor_create(&callbacks, &o.executor));
+    OK(kvq_workspace_create(nullptr, 0, &o.workspace));
+    for (int i = 0; i < 6; ++i) {
+        const int n = random.between(1, 150), m = random.between(0, n);
+        for (int layer = 0; layer < layers; ++layer) {
+            rows<T> k(random, n, kv_heads, dim), v(random, n, kv_heads, value_dim),
+                q(random, m, q_heads, dim), out(m, q_heads, value_dim), same(m, q_heads, value_dim);
+            std::vector<float> lse(static_cast<std::size_t>(m * q_heads) + 1), same_lse(lse.size());
+            const kvq_tensor ck = k.c(), cv = v.c(), cq = q.c(), co = out.c();
+            o.lse = lse.data();
+            OK(kvq_sequence_prefill(both.c_sequence, layer, &ck, &cv, &cq, &co, &o));
+            kvq::workspace space;
+            both.sequence->prefill(layer, k.view(), v.view(), q.view(),
+                                   kvq::output_view(same.view()).with_lse(same_lse.data()), kvq::causal{},
+                                   kvq::serial_executor{}, space);
+            CHECK(out.bytes() == same.bytes());
+            CHECK(lse == same_lse);
+        }
+    }
+    CHECK(calls > 0);
+    both.check_equal();
+    OK(kvq_executor_free(o.executor));
+    OK(kvq_workspace_free(o.workspace));
+}
+
+TEST_CASE("masks and score modifiers, alone and in a batch, and over pages in memory of the caller") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    twins both;
+    both.append(random, 300);
+    rows<float> q(random, 40, q_heads, dim), out(40, q_heads, value_dim), same(40, q_heads, value_dim);
+    static const std::int32_t starts[] = {0, 120, 270}, parents[] = {-1, 0, 0, -1, 3};
+    static const float slopes[] = {0.1f, 0.2f, 0.3f, 0.4f}, logits[] = {0.5f, -1.0f, 2.0f, 0.0f};
+    struct own_mods {
+        bool mask(int q_pos, int k_pos) const { return (q_pos - k_pos) % 3 != 1; }
+        float score(float s, int q_head, int, int k_pos) const {
+            return s + 0.01f * static_cast<float>(q_head * (k_pos % 7));
+        }
+    };
+    const auto check = [&](auto change, const kvq::mods_view& view) {
+        auto mods = init<kvq_mods>();
+        change(mods);
+        const kvq_tensor cq = q.c(), co = out.c();
+        auto o = init<kvq_attend_options>();
+        o.mods = &mods;
+        kvq::workspace space;
+        both.sequence->attend(1, q.view(), same.view(), view, kvq::serial_executor{}, space);
+        OK(kvq_sequence_attend(both.c_sequence, 1, &cq, &co, &o));
+        CHECK(out.x == same.x);
+        std::fill(out.x.begin(), out.x.end(), 0.0f);
+        const kvq_attend_request request{both.c_sequence, cq, co, nullptr, &mods};
+        OK(kvq_cache_attend(both.c, 1, &request, 1, nullptr));
+        CHECK(out.x == same.x);
+        std::fill(out.x.begin(), out.x.end(), 0.0f);
+        kvq_page pages[64];
+        std::int32_t count = 0;
+        OK(kvq_sequence_get_pages(both.c_sequence, 1, pages, 64, &count));
+        OK(kvq_cache_attend_pages(both.c, 1, pages, count, &cq, &co, &o));
+        CHECK(out.x == same.x);
+    };
+    check([](auto&) {}, kvq::causal{});
+    check([](auto& m) { m.direction = KVQ_BIDIRECTIONAL; }, kvq::bidirectional{});
+    check([](auto& m) { m.direction = KVQ_CROSS; }, kvq::cross_attention{});
+    check([](auto& m) { m.window = 50; }, kvq::sliding_window{50});
+    check([](auto& m) { m.window = 50, m.window_sinks = 3; }, kvq::sink_window{50, 3});
+    check([](auto& m) { m.prefix = 290; }, kvq::prefix_lm{290});
+    check([](auto& m) { m.document_starts = starts, m.documents = 3; }, kvq::document_mask{starts});
+    check([](auto& m) { m.tree_first = 295, m.tree_parents = parents, m.tree_tokens = 5; },
+          kvq::token_tree(295, parents));
+    check([](auto& m) { m.scale = 0.25f; }, kvq::score_scale{0.25f});
+    check([](auto& m) { m.softcap = 2.0f; }, kvq::softcap{2.0f});
+    check([](auto& m) { m.alibi_slopes = slopes, m.alibi_heads = 4; }, kvq::alibi{slopes});
+    check([](auto& m) { m.sink_logits = logits, m.sink_heads = 4; }, kvq::learned_sinks{logits});
+    check([](auto& m) { m.softcap = 2.0f, m.window = 50, m.alibi_slopes = slopes, m.alibi_heads = 4; },
+          kvq::mods{kvq::softcap{2.0f}, kvq::alibi{slopes}, kvq::sliding_window{50}});
+    check(
+        [](auto& m) {
+            m.mask_row = [](void*, float* scores, std::int32_t n, std::int32_t query, std::int32_t first) {
+                for (int i = 0; i < n; ++i)
+                    if ((query - first - i) % 3 == 1) scores[i] = -INFINITY;
+            };
+            m.mask_page = [](void*, std::int32_t, std::int32_t, std::int32_t, std::int32_t) -> std::int32_t {
+                return KVQ_PAGE_SOME;
+            };
+            m.score_row = [](void*, float* s, std::int32_t n, std::int32_t head, std::int32_t,
+                             std::int32_t first) {
+                for (int i = 0; i < n; ++i) s[i] += 0.01f * static_cast<float>(head * ((first + i) % 7));
+            };
+        },
+        own_mods{});
+}
+
+TEST_CASE("a batch of prompts and decode steps") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    twins a;
+    kvq_executor* threads = nullptr;
+    OK(kvq_executor_create_threads(2, &threads));
+    auto o = init<kvq_attend_options>();
+    o.executor = threads;
+    std::vector<kvq_sequence*> c(3);
+    std::vector<kvq::sequence> cpp;
+    for (kvq_sequence*& s : c) {
+        OK(kvq_sequence_create(a.c, &s));
+        cpp.push_back(a.cpp->new_sequence());
+    }
+    for (int round = 0; round < 3; ++round) {
+        std::deque<rows<float>> all;
+        std::vector<kvq_prefill_request> requests;
+        std::vector<kvq::prefill_request> same;
+        std::deque<rows<float>> outs;
+        for (std::size_t i = 0; i < 3; ++i) {
+            const int n = i == 0 ? 1 : random.between(1, 200);
+            rows<float>& k = all.emplace_back(random, n, kv_heads, dim);
+            rows<float>& v = all.emplace_back(random, n, kv_heads, value_dim);
+            rows<float>& q = all.emplace_back(random, n, q_heads, dim);
+            rows<float>& out = outs.emplace_back(n, q_heads, value_dim);
+            rows<float>& other = outs.emplace_back(n, q_heads, value_dim);
+            requests.push_back({c[i], k.c(), v.c(), q.c(), out.c(), nullptr, nullptr});
+            same.push_back({&cpp[i], k.view(), v.view(), q.view(), other.view()});
+        }
+        for (int layer = 0; layer < layers; ++layer) {
+            OK(kvq_cache_prefill(a.c, layer, requests.data(), 3, &o));
+            kvq::workspace space;
+            a.cpp->prefill(layer, same, kvq::causal{}, kvq::serial_executor{}, space);
+            for (std::size_t i = 0; i < 6; i += 2) CHECK(outs[i].x == outs[i + 1].x);
+        }
+    }
+    for (std::size_t i = 0; i < 3; ++i) {
+        twins::check_equal(c[i], cpp[i]);
+        OK(kvq_sequence_free(c[i]));
+    }
+    OK(kvq_executor_free(threads));
+}
+
+TEST_CASE("trim, fork, erase, shift, splice, drafts, requantizing and stepping down") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    twins both;
+    both.append(random, 400);
+    OK(kvq_sequence_trim(both.c_sequence, 333));
+    both.sequence->trim(333);
+    kvq_sequence* fork = nullptr;
+    OK(kvq_sequence_fork(both.c_sequence, &fork));
+    kvq::sequence cpp_fork = both.sequence->fork();
+    both.append(random, 70);
+    OK(kvq_sequence_erase(both.c_sequence, 100, 150));
+    both.sequence->erase(100, 150);
+    OK(kvq_sequence_shift(both.c_sequence, 0, 200, 17));
+    both.sequence->shift(0, 200, 17);
+    OK(kvq_sequence_splice(both.c_sequence, fork, 10, 300));
+    both.sequence->splice(cpp_fork, 10, 300);
+    both.check_equal();
+    twins::check_equal(fork, cpp_fork);
+
+    const std::int32_t path[] = {0, 2};
+    for (int layer = 0; layer < layers; ++layer) {
+        rows<float> k(random, 5, kv_heads, dim), v(random, 5, kv_heads, value_dim);
+        const kvq_tensor ck = k.c(), cv = v.c();
+        OK(kvq_sequence_append_draft(both.c_sequence, layer, &ck, &cv));
+        both.sequence->append_draft(layer, k.view(), v.view());
+    }
+    OK(kvq_sequence_keep(both.c_sequence, path, 2));
+    both.sequence->keep(path);
+    both.check_equal();
+    std::size_t bytes = 0;
+    OK(kvq_sequence_append_bytes(both.c_sequence, 50, &bytes));
+    CHECK(bytes == both.sequence->append_bytes(50));
+    OK(kvq_sequence_prefill_bytes(both.c_sequence, 50, &bytes));
+    CHECK(bytes == both.sequence->prefill_bytes(50));
+    OK(kvq_sequence_draft_bytes(both.c_sequence, 9, &bytes));
+    CHECK(bytes == both.sequence->draft_bytes(9));
+
+    kvq_sequence* const list[] = {both.c_sequence, fork};
+    kvq::sequence* const cpp_list[] = {&*both.sequence, &cpp_fork};
+    auto request = init<kvq_requantize_request>();
+    request.keys = "int8";
+    request.values = "low2";
+    request.last_layer = 1;
+    request.dry_run = 1;
+    auto report = init<kvq_requantize_report>(), planned = report;
+    OK(kvq_cache_requantize(both.c, list, 2, &request, &planned));
+    CHECK(planned.pages > 0);
+    request.dry_run = 0;
+    OK(kvq_cache_requantize(both.c, list, 2, &request, &report));
+    kvq::workspace space;
+    const auto same = both.cpp->requantize(cpp_list, {.key = 2, .value = 1, .last_layer = 1}, {},
+                                           kvq::serial_executor{}, space);
+    CHECK(report.pages == same.pages);
+    CHECK(planned.pages == report.pages);
+    CHECK(planned.bytes_after == report.bytes_after);
+    CHECK(report.bytes_peak == same.bytes_peak);
+    both.check_equal();
+
+    const kvq_tier tiers[] = {{0, 0, "int8", "int8"}, {100, 0, "low2", "low2"}};
+    auto policy = init<kvq_step_down_policy>();
+    policy.tiers = tiers;
+    policy.tier_count = 2;
+    policy.last_layers_kept = 1;
+    auto steps = init<kvq_step_down_report>();
+    OK(kvq_cache_step_down(both.c, list, 2, &policy, nullptr, &steps));
+    const kvq::step_down_policy cpp_policy{.tiers = {{0, {2, 2}}, {100, {1, 1}}}, .last_layers_kept = 1};
+    const auto cpp_steps = kvq::step_down(*both.cpp, cpp_list, cpp_policy);
+    CHECK(steps.bytes_after == cpp_steps.bytes_after);
+    CHECK(steps.pages > 0);
+    both.check_equal();
+
+    auto query = init<kvq_footprint_query>();
+    query.sequences = 3;
+    query.q_heads = q_heads;
+    query.policy = &policy;
+    auto f = init<kvq_footprint>();
+    OK(kvq_cache_get_footprint(both.c, 1000, &query, &f));
+    const auto cpp_f = kvq::footprint(*both.cpp, 1000, 3, {.q_heads = q_heads}, cpp_policy);
+    CHECK(f.total == cpp_f.total);
+    CHECK(f.transient == cpp_f.transient);
+    std::int32_t longest = 0;
+    OK(kvq_cache_longest_context(both.c, f.total, &query, &longest));
+    CHECK(longest == kvq::longest_context(*both.cpp, f.total, 3, {.q_heads = q_heads}, cpp_policy));
+    OK(kvq_cache_workspace_bytes(both.c, 500, q_heads, 3, 2, &bytes));
+    CHECK(bytes == both.cpp->attention_workspace(500, q_heads, 3, 2));
+    OK(kvq_sequence_free(fork));
+}
+
+TEST_CASE("pages that are quantized in memory of the caller are those of a cache, and attend as they do") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const char* const name : {"std4", "int8", "kivi-2-g32", "affine-5-g64", "fp16", "bf16", "low3"})
+        for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
+            const int channels = role == KVQ_KEY ? dim : value_dim;
+            twins both(name, name, "fp16");
+            rows<kvq::float16> k(random, 200, kv_heads, dim), v(random, 200, kv_heads, value_dim);
+            const kvq_tensor ck = k.c(), cv = v.c();
+            OK(kvq_sequence_append(both.c_sequence, 0, &ck, &cv));
+            kvq_page pages[16];
+            std::int32_t count = 0;
+            OK(kvq_sequence_get_pages(both.c_sequence, 0, pages, 16, &count));
+            // The first page behind the four sinks.
+            const kvq_page& page = pages[1];
+            REQUIRE(page.tokens == 64);
+            const std::int32_t index = role == KVQ_KEY ? page.key_format : page.value_format;
+            kvq_format* format = nullptr;
+            OK(kvq_cache_get_format(both.c, role, index, &format));
+            const kvq_page_shape shape{role, 64, kv_heads, channels, 0, 0};
+            std::size_t bytes = 0, scratch_bytes = 0, not_finite = 1;
+            OK(kvq_format_page_bytes(format, &shape, &bytes, &scratch_bytes));
+            struct alignas(64) line {
+                std::byte bytes[64];
+            };
+            std::vector<line> memory(bytes / 64 + 1), scratch(scratch_bytes / 64 + 1);
+            kvq_tensor part = role == KVQ_KEY ? ck : cv;
+            part.data = static_cast<kvq::float16*>(part.data) + 4 * kv_heads * channels;
+            part.tokens = 64;
+            OK(kvq_format_quantize(format, &shape, &part, memory.data(), bytes, scratch.data(), scratch_bytes,
+                                   &not_finite));
+            INFO(name, " of role ", role);
+            CHECK(not_finite == 0);
+            CHECK(std::memcmp(memory.data(), role == KVQ_KEY ? page.keys : page.values, bytes) == 0);
+            rows<float> x(64, kv_heads, channels), held(64, kv_heads, channels);
+            const kvq_tensor cx = x.c(), ch = held.c();
+            OK(kvq_format_dequantize(format, &shape, memory.data(), bytes, &cx, scratch.data(),
+                                     scratch_bytes));
+            OK(kvq_sequence_dequantize(both.c_sequence, 0, role, 4, &ch));
+            CHECK(x.x == held.x);
+
+            // Attention over copies of all pages gives the bits of the sequence.
+            std::vector<std::vector<line>> copies;
+            kvq_page copied[16];
+            for (std::int32_t i = 0; i < count; ++i) {
+                copied[i] = pages[i];
+                for (const kvq_role r : {KVQ_KEY, KVQ_VALUE}) {
+                    kvq_format* f = nullptr;
+                    OK(kvq_cache_get_format(both.c, r,
+                                            r == KVQ_KEY ? pages[i].key_format : pages[i].value_format, &f));
+                    const kvq_page_shape s{
+                        r,        r == KVQ_KEY ? pages[i].key_capacity : pages[i].value_capacity,
+                        kv_heads, r == KVQ_KEY ? dim : value_dim,
+                        0,        0};
+                    std::size_t n = 0;
+                    OK(kvq_format_page_bytes(f, &s, &n, nullptr));
+                    std::vector<line>& copy = copies.emplace_back(n / 64 + 1);
+                    std::memcpy(copy.data(), r == KVQ_KEY ? pages[i].keys : pages[i].values, n);
+                    (r == KVQ_KEY ? copied[i].keys : copied[i].values) = copy.data();
+                    OK(kvq_format_free(f));
+                }
+            }
+            rows<float> q(random, 3, q_heads, dim), out(3, q_heads, value_dim), same(3, q_heads, value_dim);
+            const kvq_tensor cq = q.c(), co = out.c(), cs = same.c();
+            OK(kvq_cache_attend_pages(both.c, 0, copied, count, &cq, &co, nullptr));
+            OK(kvq_sequence_attend(both.c_sequence, 0, &cq, &cs, nullptr));
+            CHECK(out.x == same.x);
+            OK(kvq_format_free(format));
+        }
+}
+
+TEST_CASE("saved in memory, sent page by page, stored by token ids, kept in a ring") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    twins both;
+    both.append(random, 350);
+    kvq_sequence* back = nullptr;
+
+    struct stream {
+        std::vector<std::byte> bytes;
+        std::size_t at = 0;
+    } saved;
+    const kvq_write write = [](void* to, const void* data, std::size_t n) -> std::int32_t {
+        const auto* const first = static_cast<const std::byte*>(data);
+        auto& all = static_cast<stream*>(to)->bytes;
+        all.insert(all.end(), first, first + n);
+        return 0;
+    };
+    const kvq_read read = [](void* from, void* to, std::size_t n) {
+        auto& all = *static_cast<stream*>(from);
+        n = std::min(n, all.bytes.size() - all.at);
+        std::memcpy(to, all.bytes.data() + all.at, n);
+        all.at += n;
+        return n;
+    };
+    const kvq_status status = kvq_sequence_save(both.c_sequence, nullptr, write, &saved);
+    if (status != KVQ_ERROR_UNSUPPORTED) {
+        OK(status);
+        OK(kvq_sequence_restore(both.c, nullptr, read, &saved, &back));
+        twins::check_equal(back, *both.sequence);
+        OK(kvq_sequence_free(back));
+        auto options = init<kvq_save_options>();
+        options.model = "another";
+        saved.at = 0;
+        CHECK(kvq_sequence_restore(both.c, &options, read, &saved, &back) == KVQ_ERROR_DATA);
+    }
+
+    kvq_receiver* receiver = nullptr;
+    OK(kvq_receiver_create(both.c, &receiver));
+    const kvq_write accept = [](void* to, const void* data, std::size_t n) {
+        return kvq_receiver_accept(static_cast<kvq_receiver*>(to), data, n);
+    };
+    for (int layer = layers - 1; layer >= 0; --layer)
+        OK(kvq_sequence_send_pages(both.c_sequence, layer, accept, receiver));
+    OK(kvq_receiver_finish(receiver, 350, &back));
+    twins::check_equal(back, *both.sequence);
+    OK(kvq_sequence_free(back));
+    OK(kvq_receiver_free(receiver));
+
+    kvq_prefix_cache* store = nullptr;
+    auto store_options = init<kvq_prefix_cache_options>();
+    store_options.min_prefix_tokens = KVQ_NONE;
+    OK(kvq_prefix_cache_create(both.c, &store_options, &store));
+    std::vector<std::int32_t> ids(350);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int32_t>(i * i % 1000);
+    std::int32_t outcome = -1, match = -1, found = -1, erased = -1;
+    OK(kvq_prefix_cache_store(store, ids.data(), 350, both.c_sequence, &outcome));
+    CHECK(outcome == KVQ_STORED);
+    OK(kvq_prefix_cache_store(store, ids.data(), 350, both.c_sequence, &outcome));
+    CHECK(outcome == KVQ_STORE_DUPLICATE);
+    OK(kvq_prefix_cache_fetch(store, ids.data(), 350, &match, &found, &back));
+    CHECK(match == KVQ_MATCH_EXACT);
+    CHECK(found == 350);
+    twins::check_equal(back, *both.sequence);
+    OK(kvq_sequence_free(back));
+    ids[200] = -5;
+    OK(kvq_prefix_cache_lookup(store, ids.data(), 350, &match, &found));
+    CHECK(match == KVQ_MATCH_LCP);
+    CHECK(found == 200);
+    OK(kvq_prefix_cache_erase(store, ids.data(), 350, &erased));
+    CHECK(erased == 0);
+    std::size_t released = 0;
+    OK(kvq_prefix_cache_release(store, 1, &released));
+    CHECK(released > 0);
+    auto counts = init<kvq_prefix_cache_statistics>();
+    OK(kvq_prefix_cache_get_statistics(store, &counts));
+    CHECK(counts.fetches[KVQ_MATCH_EXACT] == 1);
+    CHECK(counts.tokens_saved == 350);
+    CHECK(counts.entries == 0);
+    OK(kvq_prefix_cache_clear(store));
+    OK(kvq_prefix_cache_free(store));
+
+    auto ring_options = init<kvq_ring_options>();
+    ring_options.window = 100;
+    kvq_ring* ring = nullptr;
+    kvq_sequence* empty = nullptr;
+    OK(kvq_sequence_create(both.c, &empty));
+    OK(kvq_ring_create(empty, &ring_options, &ring));
+    kvq::ring cpp(both.cpp->new_sequence(), {.window = 100});
+    auto mods = init<kvq_mods>();
+    mods.softcap = 5.0f;
+    auto o = init<kvq_attend_options>();
+    o.mods = &mods;
+    for (int step = 0; step < 12; ++step)
+        for (int layer = 0; layer < layers; ++layer) {
+            const int n = step < 8 ? 60 : 1;
+            rows<float> k(random, n, kv_heads, dim), v(random, n, kv_heads, value_dim),
+                q(random, n, q_heads, dim), out(n, q_heads, value_dim), same(n, q_heads, value_dim);
+            const kvq_tensor ck = k.c(), cv = v.c(), cq = q.c(), co = out.c();
+            OK(kvq_ring_prefill(ring, layer, &ck, &cv, &cq, &co, &o));
+            kvq::workspace space;
+            cpp.prefill(layer, k.view(), v.view(), q.view(), same.view(), kvq::softcap{5.0f},
+                        kvq::serial_executor{}, space);
+            CHECK(out.x == same.x);
+            OK(kvq_ring_attend(ring, layer, &cq, &co, nullptr));
+            cpp.attend(layer, q.view(), same.view());
+            CHECK(out.x == same.x);
+        }
+    OK(kvq_ring_trim(ring, 480));
+    cpp.trim(480);
+    std::int64_t tokens = 0, first = 0;
+    OK(kvq_ring_tokens(ring, KVQ_ALL_LAYERS, &tokens, &first));
+    CHECK(tokens == 480);
+    CHECK(first == cpp.first_token());
+    CHECK(first > 0);
+    OK(kvq_ring_held(ring, &back));
+    twins::check_equal(back, cpp.held());
+    OK(kvq_sequence_free(back));
+    kvq_ring* other = nullptr;
+    OK(kvq_ring_fork(ring, &other));
+    OK(kvq_ring_free(other));
+    OK(kvq_ring_free(ring));
+    OK(kvq_sequence_free(empty));
+}
+
+TEST_CASE("keys made from statistics, formats per layer, formats that a cache is given later") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    kvq_statistics* statistics = nullptr;
+    OK(kvq_statistics_create(layers, kv_heads, dim, 1, &statistics));
+    kvq::calibration same({layers, kv_heads, dim, 0}, true);
+    for (int layer = 0; layer < layers; ++layer) {
+        rows<float> k(random, 128, kv_heads, dim), q(random, 20, q_heads, dim);
+        const kvq_tensor ck = k.c(), cq = q.c();
+        OK(kvq_statistics_add_keys(statistics, layer, &ck));
+        OK(kvq_statistics_add_queries(statistics, layer, &cq));
+        same.add_keys(layer, k.view());
+        same.add_queries(layer, q.view());
+    }
+    std::vector<std::byte> saved;
+    const kvq_write write = [](void* to, const void* data, std::size_t n) -> std::int32_t {
+        const auto* const first = static_cast<const std::byte*>(data);
+        static_cast<std::vector<std::byte>*>(to)->assign(first, first + n);
+        return 0;
+    };
+    OK(kvq_statistics_save(statistics, write, &saved));
+    CHECK(saved == same.save());
+    kvq_statistics* loaded = nullptr;
+    OK(kvq_statistics_load(saved.data(), saved.size(), &loaded));
+
+    const kvq_layer_formats per_layer[layers] = {{nullptr, "fp16"}, {"int8", nullptr}};
+    auto o = init<kvq_cache_options>();
+    o.layers = layers;
+    o.kv_heads = kv_heads;
+    o.head_dim = dim;
+    o.keys = "low2";
+    o.page_tokens = 64;
+    o.layer_formats = per_layer;
+    o.statistics = loaded;
+    kvq_cache* cache = nullptr;
+    OK(kvq_cache_create(&o, &cache));
+    OK(kvq_statistics_free(loaded));
+    kvq::cache_options cpp_options = kvq::preset_options();
+    cpp_options.keys = {kvq::find_format("low2", kvq::tensor::key, same),
+                        kvq::find_format("int8", kvq::tensor::key)};
+    cpp_options.values = {kvq::find_format("low2", kvq::tensor::value),
+                          kvq::find_format("fp16", kvq::tensor::value)};
+    cpp_options.page_tokens = 64;
+    cpp_options.layers = {{0, 1}, {1, 0}};
+    kvq::cache cpp({layers, kv_heads, dim, 0}, cpp_options);
+    kvq_sequence* s = nullptr;
+    OK(kvq_sequence_create(cache, &s));
+    auto cpp_s = cpp.new_sequence();
+    for (int layer = 0; layer < layers; ++layer) {
+        rows<kvq::bfloat16> k(random, 250, kv_heads, dim), v(random, 250, kv_heads, dim);
+        const kvq_tensor ck = k.c(), cv = v.c();
+        OK(kvq_sequence_append(s, layer, &ck, &cv));
+        cpp_s.append(layer, k.view(), v.view());
+    }
+    twins::check_equal(s, cpp_s);
+
+    kvq_format* added = nullptr;
+    std::int32_t index = 0;
+    OK(kvq_format_find("kivi-3-g64", KVQ_KEY, nullptr, &added));
+    OK(kvq_cache_add_format(cache, KVQ_KEY, added, "three"));
+    OK(kvq_format_free(added));
+    OK(kvq_cache_find_format(cache, KVQ_KEY, "three", &index));
+    CHECK(index == 3);
+    auto request = init<kvq_requantize_request>();
+    request.keys = "three";
+    OK(kvq_cache_requantize(cache, &s, 1, &request, nullptr));
+    const int listed = cpp.add_format(kvq::tensor::key, kvq::find_format("kivi-3-g64", kvq::tensor::key));
+    cpp.requantize(cpp_s, {.key = listed});
+    twins::check_equal(s, cpp_s);
+    OK(kvq_sequence_free(s));
+    OK(kvq_cache_free(cache));
+    OK(kvq_statistics_free(statistics));
+}
+
+TEST_CASE("the list of formats, descriptions, the options of a cache, frequencies") {
+    std::int32_t count = 0;
+    OK(kvq_format_count(&count));
+    CHECK(count > 50);
+    std::map<std::string, kvq_format_entry> entries;
+    for (std::int32_t i = 0; i < count; ++i) {
+        auto e = init<kvq_format_entry>();
+        OK(kvq_format_list(i, &e));
+        CHECK(e.keys + e.values > 0);
+        entries[e.name] = e;
+    }
+    CHECK(entries.at("std4").preset == 1);
+    CHECK(entries.at("kivi-4-g64").group == 64);
+    CHECK(entries.at("kivi-4-g64").preset == 0);
+    kvq_format* f = nullptr;
+    OK(kvq_format_find("kivi-4-g48", KVQ_KEY, nullptr, &f));
+    auto d = init<kvq_format_description>();
+    OK(kvq_format_describe(f, KVQ_KEY, 64, 128, &d));
+    const kvq::format same = kvq::find_format("kivi-4-g48", kvq::tensor::key);
+    CHECK(std::string(d.name) == same.name());
+    CHECK(d.bits == same.bits({kvq::tensor::key, 64, 128}));
+    CHECK(d.block_bytes == same.block_bytes({kvq::tensor::key, 64, 128}));
+    const kvq::format_description described = same.describe({kvq::tensor::key, 64, 128});
+    CHECK(d.quantize == described.quantize);
+    CHECK(d.dequantize == described.dequantize);
+    CHECK(d.attend == described.attend);
+    CHECK(d.holds_values == 0);
+    OK(kvq_format_free(f));
+
+    auto o = init<kvq_cache_options>();
+    o.layers = 3;
+    o.kv_heads = 2;
+    o.head_dim = 64;
+    o.keys = "std4";
+    o.rollback = KVQ_NONE;
+    kvq_cache* cache = nullptr;
+    OK(kvq_cache_create(&o, &cache));
+    auto info = init<kvq_cache_info>();
+    OK(kvq_cache_get_info(cache, &info));
+    CHECK(info.value_dim == 64);
+    CHECK(info.page_tokens == 128);
+    CHECK(info.sinks == 4);
+    CHECK(info.recent == 32);
+    CHECK(info.rollback == 0);
+    CHECK(info.byte_budget == SIZE_MAX);
+    CHECK(info.bytes_in_use == 0);
+    OK(kvq_cache_free(cache));
+
+    double frequencies[32] = {};
+    OK(kvq_rotary_llama3(64, 5e5, 8.0, 1.0, 4.0, 8192.0, frequencies));
+    CHECK(std::vector<double>(frequencies, frequencies + 32) == kvq::llama3_frequencies(64, 5e5, {}));
+    OK(kvq_rotary_yarn(64, 1e4, 4.0, 4096.0, 32.0, 1.0, frequencies));
+    CHECK(std::vector<double>(frequencies, frequencies + 32) ==
+          kvq::yarn_frequencies(64, 1e4, {.factor = 4.0}));
+    CHECK(std::string(kvq_status_name(KVQ_ERROR_DATA)) == "KVQ_ERROR_DATA");
+    CHECK(std::string(kvq_status_name(99)) == "unknown status");
+    CHECK(kvq_abi_version() == KVQ_ABI_VERSION);
+}

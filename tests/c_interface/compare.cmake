@@ -1,0 +1,17 @@
+# cmake -D A=... -D B=... -D KEYS=... -D VALUES=... -D FOLDER=... -P compare.cmake: both programs print the same and write the same file.
+foreach(program IN ITEMS A B)
+  execute_process(COMMAND ${${program}} ${KEYS} ${VALUES} ${FOLDER}/${program}_${KEYS}_${VALUES}.safetensors
+                  RESULT_VARIABLE status OUTPUT_VARIABLE ${program}_text)
+  if(NOT status EQUAL 0)
+    message(FATAL_ERROR "${${program}} ${KEYS} ${VALUES} ended with ${status}")
+  endif()
+  file(SHA256 ${FOLDER}/${program}_${KEYS}_${VALUES}.safetensors ${program}_file)
+  file(REMOVE ${FOLDER}/${program}_${KEYS}_${VALUES}.safetensors)
+endforeach()
+if(NOT A_text STREQUAL B_text OR A_text STREQUAL "")
+  message(FATAL_ERROR "outputs differ:\n${A_text}${B_text}")
+endif()
+if(NOT A_file STREQUAL B_file)
+  message(FATAL_ERROR "saved files differ: ${A_file} and ${B_file}")
+endif()
+message(STATUS "${A_text}")
