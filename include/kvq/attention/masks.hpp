@@ -6,6 +6,7 @@
 //   sliding_window    the last W tokens up to itself                       sink_window: and the first S
 //   prefix_lm         causal, and the first P tokens for all queries       Raffel et al., arXiv 1910.10683, section 3.2
 //   document_mask     tokens of its own document                           several documents packed into one sequence
+//   leading_keys      the first n tokens, n given for each query           a part of a context: its later tokens lie behind the query
 //
 // Positions are those of the sequence: 0 is its first token. Every mask answers for pages in O(1), documents in O(log documents).
 #pragma once
@@ -116,6 +117,27 @@ struct document_mask {
         for (std::size_t i = 1; i < starts.size(); ++i)
             detail::expect(starts[i - 1] <= starts[i], "document ", i, " starts at ", starts[i],
                            ", before document ", i - 1, " at ", starts[i - 1]);
+    }
+};
+
+/// Query i attends to the first counts[i] tokens of the sequence; the counts do not fall. Queries have no positions, so that they may be
+/// tokens of another sequence. The span is not copied.
+struct leading_keys {
+    std::span<const int> counts;  ///< one per query
+
+    static constexpr bool is_causal = false;
+    static constexpr bool has_query_positions = false;
+    bool mask(int q_pos, int k_pos) const noexcept { return k_pos < counts[static_cast<std::size_t>(q_pos)]; }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const noexcept {
+        if (first_k >= counts[static_cast<std::size_t>(last_q)]) return page_visibility::none;
+        return end_k <= counts[static_cast<std::size_t>(first_q)] ? page_visibility::all
+                                                                  : page_visibility::some;
+    }
+    /// O(queries)
+    void check(int) const {
+        for (std::size_t i = 1; i < counts.size(); ++i)
+            detail::expect(counts[i - 1] <= counts[i], "query ", i, " sees ", counts[i],
+                           " leading keys, fewer than the ", counts[i - 1], " of the query before it");
     }
 };
 
