@@ -64,7 +64,8 @@ numbers rows_of(const test::tensor<float>& from, std::span<const kvq::index_rang
     const auto row = static_cast<std::size_t>(view.heads * view.dim);
     numbers rows;
     for (const auto& r : ranges)
-        rows.insert(rows.end(), view.at(r.first, 0), view.at(r.first, 0) + static_cast<std::size_t>(r.size()) * row);
+        rows.insert(rows.end(), view.at(r.first, 0),
+                    view.at(r.first, 0) + static_cast<std::size_t>(r.size()) * row);
     return rows;
 }
 
@@ -99,19 +100,20 @@ std::vector<std::vector<std::byte>> committed(const kvq::sequence& s, int layer)
 
 struct context_run {
     std::vector<std::string> errors;
-    std::vector<numbers> outputs;                     // by layer
-    std::vector<int> held;                            // tokens by rank at the end
-    std::vector<std::vector<std::byte>> pages;        // committed ones of all ranks, layer 0, sorted
+    std::vector<numbers> outputs;               // by layer
+    std::vector<int> held;                      // tokens by rank at the end
+    std::vector<std::vector<std::byte>> pages;  // committed ones of all ranks, layer 0, sorted
 };
 
 context_run run_context(test::wire& over, const model& m, const kvq::page_geometry& g, const weights& w,
-                        const std::vector<int>& chunks) {
+                        const std::vector<int>& chunks, int home = -1, int unit = 0, int imported = 0) {
     context_run result;
-    result.outputs.assign(static_cast<std::size_t>(m.shape.layers), numbers(static_cast<std::size_t>(m.k.tokens()) * m.row()));
+    result.outputs.assign(static_cast<std::size_t>(m.shape.layers),
+                          numbers(static_cast<std::size_t>(m.k.tokens()) * m.row()));
     result.held.assign(w.size(), 0);
     std::mutex pages;
     result.errors = test::on_ranks(over, static_cast<int>(w.size()), [&](test::channel& c) {
-        kvq::context_split split(g, w);
+        kvq::context_split split(g, w, home, unit);
         kvq::cache cache(m.shape, options_for(split.geometry(c.rank()), four_bit()));
         auto sequence = cache.new_sequence();
         const auto me = static_cast<std::size_t>(c.rank());
@@ -120,21 +122,28 @@ context_run run_context(test::wire& over, const model& m, const kvq::page_geomet
             const kvq::sequence& s;
             ~at_end() { to = s.tokens(); }
         } end{result.held[me], sequence};
+        for (const auto& p : split.add(imported))
+            if (p.rank == c.rank())
+                for (int layer = 0; layer < m.shape.layers; ++layer)
+                    sequence.append(layer, m.k.slice(p.first, p.size()), m.v.slice(p.first, p.size()));
         kvq::context_parallel group(c, split, sequence);
         for (const int n : chunks) {
             group.begin(n);
-            const numbers k = rows_of(m.k, group.own()), v = rows_of(m.v, group.own()), q = rows_of(m.q, group.own());
+            const numbers k = rows_of(m.k, group.own()), v = rows_of(m.v, group.own()),
+                          q = rows_of(m.q, group.own());
             const int own = group.own_tokens();
             numbers out(static_cast<std::size_t>(own) * m.row());
             for (int layer = 0; layer < m.shape.layers; ++layer) {
                 group.step(layer, {k.data(), own, m.shape.kv_heads, m.shape.head_dim},
                            {v.data(), own, m.shape.kv_heads, m.value_dim()},
-                           {q.data(), own, m.q_heads, m.shape.head_dim}, {out.data(), own, m.q_heads, m.value_dim()});
+                           {q.data(), own, m.q_heads, m.shape.head_dim},
+                           {out.data(), own, m.q_heads, m.value_dim()});
                 const float* from = out.data();
                 for (const auto& r : group.own()) {
                     const auto count = static_cast<std::size_t>(r.size()) * m.row();
                     std::copy_n(from, count,
-                                result.outputs[static_cast<std::size_t>(layer)].data() + static_cast<std::size_t>(r.first) * m.row());
+                                result.outputs[static_cast<std::size_t>(layer)].data() +
+                                    static_cast<std::size_t>(r.first) * m.row());
                     from += count;
                 }
             }
@@ -179,7 +188,7 @@ TEST_CASE("context_split counts the keys that a query sees on every rank") {
     for (int round = 0; round < 200; ++round) {
         const weights w = random_weights(random, random.between(1, 5));
         const kvq::page_geometry g{random.between(0, 5), random.between(0, 40), random.between(1, 33)};
-        kvq::context_split split(g, w);
+        kvq::context_split split(g, w, -1, g.page_tokens * random.between(1, 4));
         std::vector<int> owner;
         for (const int n : random_chunks(random, random.between(1, 400))) {
             int at = static_cast<int>(owner.size());
@@ -200,7 +209,8 @@ TEST_CASE("context_split counts the keys that a query sees on every rank") {
             std::vector<int> counts(static_cast<std::size_t>(split.tokens() - first));
             split.leading(r, first, counts);
             for (std::size_t i = 0; i < counts.size(); ++i)
-                REQUIRE(counts[i] == std::count(owner.begin(), owner.begin() + first + static_cast<int>(i) + 1, r));
+                REQUIRE(counts[i] ==
+                        std::count(owner.begin(), owner.begin() + first + static_cast<int>(i) + 1, r));
             REQUIRE(split.tokens(r) == std::count(owner.begin(), owner.end(), r));
             if (w[static_cast<std::size_t>(r)] == 0) REQUIRE(split.tokens(r) == 0);
         }
@@ -219,10 +229,12 @@ TEST_CASE("partial outputs merge to attention over all keys") {
             outputs.push_back(random.normals(static_cast<std::size_t>(rows * dim)));
             lses.push_back(random.normals(static_cast<std::size_t>(rows), 20.0f));
             for (int r = 0; r < rows; ++r)
-                if (random.one_in(3)) lses.back()[static_cast<std::size_t>(r)] = -std::numeric_limits<float>::infinity();
+                if (random.one_in(3))
+                    lses.back()[static_cast<std::size_t>(r)] = -std::numeric_limits<float>::infinity();
         }
         for (int p = 0; p < parts; ++p)
-            list.push_back({outputs[static_cast<std::size_t>(p)].data(), lses[static_cast<std::size_t>(p)].data()});
+            list.push_back(
+                {outputs[static_cast<std::size_t>(p)].data(), lses[static_cast<std::size_t>(p)].data()});
         const float sink = random.normal();
         const bool with_sink = random.one_in(3);
         numbers out(static_cast<std::size_t>(rows * dim), 7.0f), lse(static_cast<std::size_t>(rows));
@@ -230,14 +242,17 @@ TEST_CASE("partial outputs merge to attention over all keys") {
                             with_sink ? std::span<const float>(&sink, 1) : std::span<const float>());
         for (int r = 0; r < rows; ++r) {
             double top = -1e300, sum = 0;
-            for (const numbers& l : lses) top = std::fmax(top, static_cast<double>(l[static_cast<std::size_t>(r)]));
+            for (const numbers& l : lses)
+                top = std::fmax(top, static_cast<double>(l[static_cast<std::size_t>(r)]));
             const bool empty = std::isinf(top) || top == -1e300;
             std::vector<double> want(static_cast<std::size_t>(dim));
             for (std::size_t p = 0; p < lses.size() && !empty; ++p) {
-                const double weight = std::exp(static_cast<double>(lses[p][static_cast<std::size_t>(r)]) - top);
+                const double weight =
+                    std::exp(static_cast<double>(lses[p][static_cast<std::size_t>(r)]) - top);
                 sum += weight;
                 for (int d = 0; d < dim; ++d)
-                    want[static_cast<std::size_t>(d)] += weight * static_cast<double>(outputs[p][static_cast<std::size_t>(r * dim + d)]);
+                    want[static_cast<std::size_t>(d)] +=
+                        weight * static_cast<double>(outputs[p][static_cast<std::size_t>(r * dim + d)]);
             }
             if (with_sink) sum += std::exp(static_cast<double>(sink) - top);
             for (int d = 0; d < dim; ++d)
@@ -246,14 +261,16 @@ TEST_CASE("partial outputs merge to attention over all keys") {
             if (empty)
                 REQUIRE(lse[static_cast<std::size_t>(r)] == -std::numeric_limits<float>::infinity());
             else
-                REQUIRE(std::abs(static_cast<double>(lse[static_cast<std::size_t>(r)]) - (top + std::log(sum))) < 1e-4);
+                REQUIRE(std::abs(static_cast<double>(lse[static_cast<std::size_t>(r)]) -
+                                 (top + std::log(sum))) < 1e-4);
         }
     }
     // A part without keys changes no bit, wherever it stands.
     numbers a = random.normals(8), nothing(8), out(8);
     const float some = 0.3f, none = -std::numeric_limits<float>::infinity();
     const kvq::partial_output of_a{a.data(), &some}, of_nothing{nothing.data(), &none};
-    for (const auto& list : {std::vector{of_a}, std::vector{of_nothing, of_a}, std::vector{of_a, of_nothing}}) {
+    for (const auto& list :
+         {std::vector{of_a}, std::vector{of_nothing, of_a}, std::vector{of_a, of_nothing}}) {
         kvq::merge_partials(list, 1, 8, out.data());
         REQUIRE(out == a);
     }
@@ -263,40 +280,51 @@ TEST_CASE("context parallel prefill and decode give what one cache gives, and it
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 12; ++round) {
-        const int ranks = random.between(1, 4), tokens = random.between(1, 500);
-        kvq::cache_shape shape{2, random.between(1, 2), random.pick(std::vector<int>{32, 64, 40})};
+    for (int round = 0; round < 10; ++round) {
+        // Units of one softmax state need long contexts; smaller ones round weights differently.
+        const bool same_states = round < 3;
+        const int ranks = random.between(same_states ? 2 : 1, 4),
+                  tokens = same_states ? 8300 : random.between(1, 500);
+        const int imported = same_states ? 6000 : 0;
+        kvq::cache_shape shape{1, same_states ? 1 : random.between(1, 2),
+                               same_states ? 32 : random.pick(std::vector<int>{32, 64, 40})};
         if (random.one_in(3)) shape.value_dim = 24;
-        const model m(random, shape, random.between(1, 3), tokens);
-        const kvq::page_geometry g{random.pick(std::vector<int>{0, 4, 5}), random.pick(std::vector<int>{0, 7, 32}),
+        const model m(random, shape, same_states ? 1 : random.between(1, 3), tokens);
+        const kvq::page_geometry g{random.pick(std::vector<int>{0, 4, 70}),
+                                   random.pick(std::vector<int>{0, 7, 32}),
                                    random.pick(std::vector<int>{16, 32, 33})};
-        const weights w = random_weights(random, ranks);
-        const auto chunks = random_chunks(random, tokens);
+        weights w = random_weights(random, ranks);
+        const int home = static_cast<int>(std::max_element(w.begin(), w.end()) - w.begin());
+        const int unit = same_states ? 0 : g.page_tokens * random.between(1, 2);
+        const auto chunks = same_states ? std::vector<int>{2290, 1, 1, 8} : random_chunks(random, tokens);
 
         kvq::cache cache(shape, options_for(g, four_bit()));
         auto whole = cache.new_sequence();
-        std::vector<numbers> want(2, numbers(static_cast<std::size_t>(tokens) * m.row()));
-        int first = 0;
+        numbers want(static_cast<std::size_t>(tokens) * m.row());
+        whole.append(0, m.k.slice(0, imported), m.v.slice(0, imported));
+        int first = imported;
         for (const int n : chunks) {
-            for (int layer = 0; layer < 2; ++layer)
-                whole.prefill(layer, m.k.slice(first, n), m.v.slice(first, n), m.q.slice(first, n),
-                              kvq::token_view(want[static_cast<std::size_t>(layer)].data() + static_cast<std::size_t>(first) * m.row(), n,
-                                              m.q_heads, m.value_dim()));
+            whole.prefill(0, m.k.slice(first, n), m.v.slice(first, n), m.q.slice(first, n),
+                          kvq::token_view(want.data() + static_cast<std::size_t>(first) * m.row(), n,
+                                          m.q_heads, m.value_dim()));
             first += n;
         }
         auto pages = committed(whole, 0);
         std::sort(pages.begin(), pages.end());
 
+        INFO("ranks ", ranks, ", tokens ", tokens, ", sinks ", g.sinks, ", recent ", g.recent, ", page ",
+             g.page_tokens);
         test::wire over(ranks);
-        const context_run got = run_context(over, m, g, w, chunks);
-        INFO("ranks ", ranks, ", tokens ", tokens, ", sinks ", g.sinks, ", recent ", g.recent, ", page ", g.page_tokens);
+        const context_run got = run_context(over, m, g, w, chunks, home, unit, imported);
         for (const std::string& e : got.errors) REQUIRE(e == "");
         REQUIRE(std::accumulate(got.held.begin(), got.held.end(), 0) == tokens);
-        for (std::size_t layer = 0; layer < 2; ++layer) REQUIRE(distance(want[layer], got.outputs[layer]) <= 1e-6);
+        const double error = distance(want, got.outputs[0]);
+        REQUIRE(error <= (same_states ? 1e-6 : 3e-5));
         REQUIRE(got.pages == pages);
         // Timing changes no bit.
+        if (same_states) continue;
         test::wire again(ranks);
-        REQUIRE(run_context(again, m, g, w, chunks).outputs == got.outputs);
+        REQUIRE(run_context(again, m, g, w, chunks, home, unit).outputs == got.outputs);
     }
 }
 
@@ -325,8 +353,8 @@ TEST_CASE("head parallel outputs are those of one cache, bit for bit") {
                 numbers out(static_cast<std::size_t>(n * mine.size() * group * 32));
                 const auto rows = [&](const test::tensor<float>& x, int per) {
                     const auto v = x.view();
-                    return kvq::token_view<const float>(v.at(at, mine.first * per), n, mine.size() * per, 32, v.token_stride,
-                                                        v.head_stride);
+                    return kvq::token_view<const float>(v.at(at, mine.first * per), n, mine.size() * per, 32,
+                                                        v.token_stride, v.head_stride);
                 };
                 sequence.prefill(0, rows(m.k, 1), rows(m.v, 1), rows(m.q, group),
                                  kvq::token_view(out.data(), n, mine.size() * group, 32));
@@ -336,20 +364,24 @@ TEST_CASE("head parallel outputs are those of one cache, bit for bit") {
         };
         numbers want(static_cast<std::size_t>(tokens) * m.row());
         run({0, shape.kv_heads}, [&](int at, int, const numbers& out) {
-            std::copy(out.begin(), out.end(), want.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(at) * m.row()));
+            std::copy(out.begin(), out.end(),
+                      want.begin() + static_cast<std::ptrdiff_t>(static_cast<std::size_t>(at) * m.row()));
         });
         std::vector<numbers> got(static_cast<std::size_t>(ranks), numbers(want.size()));
         test::wire over(ranks);
         const auto errors = test::on_ranks(over, ranks, [&](test::channel& c) {
             const auto me = static_cast<std::size_t>(c.rank());
             const auto gather = [&](int at, int n, const numbers& own) {
-                kvq::gather_heads(c, q_heads, kvq::token_view<const float>(own.data(), n, q_heads[me].size(), 32),
-                                  kvq::token_view<float>(got[me].data() + static_cast<std::size_t>(at) * m.row(), n, m.q_heads, 32));
+                kvq::gather_heads(
+                    c, q_heads, kvq::token_view<const float>(own.data(), n, q_heads[me].size(), 32),
+                    kvq::token_view<float>(got[me].data() + static_cast<std::size_t>(at) * m.row(), n,
+                                           m.q_heads, 32));
             };
             if (heads[me].size() > 0)
                 run(heads[me], gather);
             else
-                for (int at = 0; at < tokens; at += at == 0 ? prompt : 1) gather(at, at == 0 ? prompt : 1, {});
+                for (int at = 0; at < tokens; at += at == 0 ? prompt : 1)
+                    gather(at, at == 0 ? prompt : 1, {});
         });
         for (const std::string& e : errors) REQUIRE(e == "");
         for (const numbers& of_rank : got) REQUIRE(of_rank == want);
@@ -463,19 +495,21 @@ TEST_CASE("a damaged, cut, lost or repeated message is an error, and no half tok
         const int from = random.between(0, 2), number = random.between(0, 6), kind = random.between(0, 4);
         const std::uint64_t where = random.bits();
         bool hit = false;
-        test::wire over(3, std::chrono::milliseconds(500), [&](int sender, int, int n, test::wire_bytes& bytes) {
-            if (sender != from || n != number || hit) return 1;
-            hit = true;
-            if (kind == 0) bytes[where % bytes.size()] ^= std::byte{1};
-            if (kind == 1) bytes.resize(where % bytes.size());
-            if (kind == 2) return 0;
-            if (kind == 3) return 2;
-            if (kind == 4) bytes.push_back(std::byte{0});
-            return 1;
-        });
+        test::wire over(3, std::chrono::milliseconds(500),
+                        [&](int sender, int, int n, test::wire_bytes& bytes) {
+                            if (sender != from || n != number || hit) return 1;
+                            hit = true;
+                            if (kind == 0) bytes[where % bytes.size()] ^= std::byte{1};
+                            if (kind == 1) bytes.resize(where % bytes.size());
+                            if (kind == 2) return 0;
+                            if (kind == 3) return 2;
+                            if (kind == 4) bytes.push_back(std::byte{0});
+                            return 1;
+                        });
         const auto start = std::chrono::steady_clock::now();
-        const context_run got = run_context(over, m, {4, 16, 32}, w, chunks);
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        const context_run got = run_context(over, m, {4, 16, 32}, w, chunks, -1, 32);
+        const double seconds =
+            std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
         INFO("rank ", from, ", message ", number, ", kind ", kind);
         if (!hit) continue;
         int failed = 0;
@@ -485,7 +519,7 @@ TEST_CASE("a damaged, cut, lost or repeated message is an error, and no half tok
         REQUIRE(seconds < 30.0);
         if (failed == 0) continue;
         // Every rank holds whole tokens: those of all chunks up to some, or all.
-        kvq::context_split split({4, 16, 32}, w);
+        kvq::context_split split({4, 16, 32}, w, -1, 32);
         std::vector<std::vector<int>> possible(3, std::vector<int>{0});
         for (const int n : chunks) {
             split.add(n);
@@ -506,12 +540,13 @@ TEST_CASE("a damaged, cut or lost message of a transfer leaves no page in the re
         const int number = random.between(0, 3), kind = random.between(0, 3);
         const std::uint64_t where = random.bits();
         std::size_t left = 1;
-        test::wire over(2, std::chrono::milliseconds(300), [&](int sender, int, int n, test::wire_bytes& bytes) {
-            if (sender != 0 || n != number) return 1;
-            if (kind == 0) bytes[where % bytes.size()] ^= std::byte{1};
-            if (kind == 1) bytes.resize(where % bytes.size());
-            return kind == 2 ? 0 : kind == 3 ? 2 : 1;
-        });
+        test::wire over(2, std::chrono::milliseconds(300),
+                        [&](int sender, int, int n, test::wire_bytes& bytes) {
+                            if (sender != 0 || n != number) return 1;
+                            if (kind == 0) bytes[where % bytes.size()] ^= std::byte{1};
+                            if (kind == 1) bytes.resize(where % bytes.size());
+                            return kind == 2 ? 0 : kind == 3 ? 2 : 1;
+                        });
         const auto errors = test::on_ranks(over, 2, [&](test::channel& c) {
             kvq::cache cache(shape, both_formats(true));
             if (c.rank() == 0) {

@@ -32,9 +32,9 @@ enum class prefix_tier : unsigned char { none, memory, file };
 struct prefix_tier_statistics {
     std::size_t files = 0, file_bytes = 0;  ///< now
     std::size_t written = 0, read = 0;      ///< files
-    std::size_t dropped = 0;                ///< files, for the budget or because a longer one holds their tokens
-    std::size_t failed = 0;                 ///< files that could not be written or read
-    std::string last_failure = {};          ///< its error
+    std::size_t dropped = 0;        ///< files, for the budget or because a longer one holds their tokens
+    std::size_t failed = 0;         ///< files that could not be written or read
+    std::string last_failure = {};  ///< its error
 };
 
 class prefix_tiers {
@@ -52,7 +52,8 @@ public:
         std::error_code ignored;
         detail::expect(std::filesystem::is_directory(options.folder, ignored), options.folder,
                        " is not a folder, so a prefix cache cannot put files there");
-        detail::expect(!options.memory.evicted, "prefix_tiers has its own use for prefix_cache_options::evicted");
+        detail::expect(!options.memory.evicted,
+                       "prefix_tiers has its own use for prefix_cache_options::evicted");
     }
     prefix_tiers(const prefix_tiers&) = delete;
     prefix_tiers& operator=(const prefix_tiers&) = delete;
@@ -71,12 +72,11 @@ public:
             const int in_file = static_cast<int>(m.tokens);
             if (in_file <= in_memory || in_file < options_.memory.min_prefix_tokens) break;
             const auto at = (m.exact ? m.exact : m.extension ? m.extension : m.prefix)->value;
-            const prefix_match kind = m.exact ? prefix_match::exact
-                                      : m.tokens == tokens.size()
-                                          ? prefix_match::supersequence
-                                          : m.prefix && m.prefix->tokens().size() == m.tokens
-                                                ? prefix_match::prefix
-                                                : prefix_match::lcp;
+            const prefix_match kind = m.exact                     ? prefix_match::exact
+                                      : m.tokens == tokens.size() ? prefix_match::supersequence
+                                      : m.prefix && m.prefix->tokens().size() == m.tokens
+                                          ? prefix_match::prefix
+                                          : prefix_match::lcp;
             files_.splice(files_.begin(), files_, at);
             std::optional<kvq::sequence> found = read(at);
             if (!found) continue;

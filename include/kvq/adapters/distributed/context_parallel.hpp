@@ -43,11 +43,11 @@ public:
         detail::expect(split.ranks() == channel.ranks(), "a context divided among ", split.ranks(),
                        " ranks does not fit ", channel.ranks(), " ranks");
         const page_geometry want = split.geometry(me()), have = cache_.geometry();
-        detail::expect(want.sinks == have.sinks && want.recent == have.recent &&
-                           want.page_tokens == have.page_tokens,
-                       "the cache of rank ", me(), " has ", have.sinks, " sinks, ", have.recent,
-                       " recent tokens and pages of ", have.page_tokens, ", its part of the context has ",
-                       want.sinks, ", ", want.recent, " and ", want.page_tokens);
+        detail::expect(
+            want.sinks == have.sinks && want.recent == have.recent && want.page_tokens == have.page_tokens,
+            "the cache of rank ", me(), " has ", have.sinks, " sinks, ", have.recent,
+            " recent tokens and pages of ", have.page_tokens, ", its part of the context has ", want.sinks,
+            ", ", want.recent, " and ", want.page_tokens);
         check_complete();
     }
 
@@ -68,8 +68,8 @@ public:
     /// One layer of the chunk. k, v, q, out: rows of own(), as for sequence::prefill; q and out have q_heads of the model on every
     /// rank, and on every rank the same types. scores: score modifiers that do not depend on positions (softcap, score_scale).
     template <class... Scores>
-    void step(int layer, const input_view& k, const input_view& v, const query_view& q, const output_view& out,
-              executor_view executor, const Scores&... scores) {
+    void step(int layer, const input_view& k, const input_view& v, const query_view& q,
+              const output_view& out, executor_view executor, const Scores&... scores) {
         static_assert(((!detail::masking<Scores> && !detail::own_sink<const Scores> &&
                         !detail::own_direction<Scores>)&&...),
                       "kvq::context_parallel: masks and learned sinks are not divided among ranks");
@@ -220,16 +220,15 @@ private:
     }
 
     template <class... Scores>
-    void attend(int layer, const input_view& k, const input_view& v, const query_view& q, executor_view executor,
-                const Scores&... scores) {
+    void attend(int layer, const input_view& k, const input_view& v, const query_view& q,
+                executor_view executor, const Scores&... scores) {
         const stopwatch time{times_.attend};
         const auto n = static_cast<int>(visible_.size());
         const std::size_t all_rows = visible_.size() * static_cast<std::size_t>(q_heads_);
         outputs_.resize(all_rows * static_cast<std::size_t>(value_dim_));
         lse_.resize(all_rows);
         if (n == 0 && k.tokens == 0) return;
-        const output_view out =
-            output_view(outputs_.data(), n, q_heads_, value_dim_).with_lse(lse_.data());
+        const output_view out = output_view(outputs_.data(), n, q_heads_, value_dim_).with_lse(lse_.data());
         const mods seen{scores..., leading_keys{visible_}};
         const auto run = [&](const query_view& all) {
             if (k.tokens > 0)
@@ -276,7 +275,8 @@ private:
     }
 
     void merge(const output_view& out) {
-        const std::size_t heads = static_cast<std::size_t>(q_heads_), dim = static_cast<std::size_t>(value_dim_);
+        const std::size_t heads = static_cast<std::size_t>(q_heads_),
+                          dim = static_cast<std::size_t>(value_dim_);
         const auto own = static_cast<std::size_t>(out.tokens);
         if (own == 0) return;
         // Every part in full: a query that sees no key of a rank has a log-sum-exp of -infinity there.

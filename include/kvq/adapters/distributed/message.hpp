@@ -163,14 +163,14 @@ public:
         const std::uint32_t checksum = crc32c::of(m.data(), m.size());
         detail::expect(checksum == h.content_checksum, "the message from rank ", from,
                        " is damaged: its content has checksum ", checksum, ", not ", h.content_checksum);
-        detail::expect(h.kind <= static_cast<std::uint32_t>(message_kind::report),
-                       "the message from rank ", from, " has kind ", h.kind, ", which does not exist");
+        detail::expect(h.kind <= static_cast<std::uint32_t>(message_kind::report), "the message from rank ",
+                       from, " has kind ", h.kind, ", which does not exist");
         if (h.kind == static_cast<std::uint32_t>(message_kind::failure))
-            detail::fail("rank ", from, " has failed: ",
-                         std::string(reinterpret_cast<const char*>(m.data()), m.size()));
+            detail::fail("rank ", from,
+                         " has failed: ", std::string(reinterpret_cast<const char*>(m.data()), m.size()));
         std::uint32_t& next = received_[static_cast<std::size_t>(from)];
-        detail::expect(h.number == next, "message ", h.number, " from rank ", from,
-                       " came where message ", next, " was expected");
+        detail::expect(h.number == next, "message ", h.number, " from rank ", from, " came where message ",
+                       next, " was expected");
         ++next;
         detail::expect(h.kind == static_cast<std::uint32_t>(kind), "rank ", from, " sent ",
                        name(static_cast<message_kind>(h.kind)), " where ", name(kind), " were expected");

@@ -57,8 +57,8 @@ public:
 
     void send(int to, std::vector<std::byte> bytes) {
         detail::expect(bytes.size() <= static_cast<std::size_t>((std::numeric_limits<int>::max)()),
-                       "a message of ", bytes.size(), " bytes is longer than MPI counts: ",
-                       (std::numeric_limits<int>::max)());
+                       "a message of ", bytes.size(),
+                       " bytes is longer than MPI counts: ", (std::numeric_limits<int>::max)());
         advance();
         pending_.push_back({std::move(bytes), MPI_REQUEST_NULL});
         outgoing& m = pending_.back();

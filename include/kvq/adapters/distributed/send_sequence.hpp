@@ -14,8 +14,8 @@
 // messages at the sender, and one in new pages if it requantizes; one message and one page at the receiver.
 #pragma once
 
-#include "../../io/page_transfer.hpp"
 #include "../../cache/requantize.hpp"
+#include "../../io/page_transfer.hpp"
 #include "message.hpp"
 
 namespace kvq::inline KVQ_TAGGED {

@@ -1,11 +1,13 @@
 // How heads and contexts are divided among ranks. Every rank computes the same division, so nothing is exchanged for it.
 //
 //   split(n, weights)      [0, n) in consecutive ranges, in proportion to the weights: kv heads, pages, layers
-//   context_split          the tokens of one sequence: whole pages, in proportion; the sinks belong to the first rank with a weight,
-//                          the recent window and the page that is being filled to the last one
+//   context_split          the tokens of one sequence: whole units of pages, in proportion; one rank, the home of the sequence, holds
+//                          the sinks, the first unit, the recent window and the unit that is being filled
 //
-// Every rank keeps its tokens in a sequence of its own, whose cache has geometry(rank). All ranks together then hold the pages, byte for
-// byte, that one cache with the whole geometry would hold. Parts are in the order of their tokens; several may belong to one rank.
+// Every rank keeps its tokens in a sequence of its own, whose cache has geometry(rank): that of the whole at home, no sinks and no recent
+// tokens elsewhere. All ranks together then hold the pages, byte for byte, that one cache would hold. A unit is by default what attention
+// sums into one softmax state (about 2048 tokens), so that attention does the same sums on any number of ranks; smaller units
+// round the 16-bit weights of quantized values differently (about 1e-5 of the norm). Sequences of a batch may have different homes.
 // Cost: O(ranks) per chunk, O(parts) memory. No transport, no device: the same division serves MPI and NCCL.
 #pragma once
 
@@ -15,8 +17,7 @@
 #include <span>
 #include <vector>
 
-#include "../../core/error.hpp"
-#include "../../page/layer_pages.hpp"
+#include "../../attention/plan.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -74,39 +75,50 @@ public:
         bool operator==(const part&) const = default;
     };
 
-    /// `whole`: geometry of the cache that would hold all tokens. weights: one per rank; 0: no tokens.
-    context_split(const page_geometry& whole, std::span<const int> weights)
+    /// `whole`: geometry of the cache that would hold all tokens. weights: one per rank; 0: no tokens. home: a rank with a weight; -1: the
+    /// last one. unit_tokens: a multiple of the page size; 0: one softmax state of attention.
+    context_split(const page_geometry& whole, std::span<const int> weights, int home = -1,
+                  int unit_tokens = 0)
         : whole_(whole), weights_(weights.begin(), weights.end()), held_(weights.size()) {
         detail::check_weights(weights);
-        detail::expect(whole.sinks >= 0 && whole.recent >= 0 && whole.page_tokens >= 1, "a context with ",
-                       whole.sinks, " sinks, ", whole.recent, " recent tokens and pages of ",
-                       whole.page_tokens, " cannot be divided");
-        const auto above_zero = [](int w) { return w > 0; };
-        head_ = static_cast<int>(std::find_if(weights_.begin(), weights_.end(), above_zero) -
-                                 weights_.begin());
-        tail_ = ranks() - 1 -
-                static_cast<int>(std::find_if(weights_.rbegin(), weights_.rend(), above_zero) -
-                                 weights_.rbegin());
+        detail::expect(whole.sinks >= 0 && whole.recent >= 0 && whole.page_tokens >= 1 && unit_tokens >= 0 &&
+                           unit_tokens % whole.page_tokens == 0,
+                       "a context with ", whole.sinks, " sinks, ", whole.recent,
+                       " recent tokens and pages of ", whole.page_tokens, " cannot be divided into units of ",
+                       unit_tokens, " tokens");
+        unit_ = unit_tokens > 0
+                    ? unit_tokens
+                    : detail::larger(1, detail::attention_chunk / whole.page_tokens) * whole.page_tokens;
+        // Attention cuts by the positions of first tokens: the sinks belong to the first state.
+        first_unit_ = whole.sinks +
+                      detail::round_up((whole.sinks / unit_ + 1) * unit_ - whole.sinks, whole.page_tokens);
+        home_ = home;
+        if (home < 0)
+            for (int r = 0; r < ranks(); ++r)
+                if (weights[static_cast<std::size_t>(r)] > 0) home_ = r;
+        check(home_);
+        detail::expect(weights[static_cast<std::size_t>(home_)] > 0, "rank ", home_,
+                       " cannot be the home of a sequence, its weight is 0");
     }
 
     int ranks() const noexcept { return static_cast<int>(weights_.size()); }
-    /// The rank of the sinks, and that of the newest tokens.
-    int head() const noexcept { return head_; }
-    int tail() const noexcept { return tail_; }
+    int home() const noexcept { return home_; }
+    int unit_tokens() const noexcept { return unit_; }
     /// Sinks, recent tokens and page size of a rank's cache.
     page_geometry geometry(int rank) const {
         check(rank);
-        return {rank == head_ ? whole_.sinks : 0, rank == tail_ ? whole_.recent : 0, whole_.page_tokens};
+        return {rank == home_ ? whole_.sinks : 0, rank == home_ ? whole_.recent : 0, whole_.page_tokens};
     }
 
-    /// Divides the next n tokens: the last rank fills its open page, whole pages that the chunk leaves behind the recent window are
-    /// spread, the last rank takes what is left. A decoded token belongs to the last rank. Returns the parts of the chunk.
+    /// Divides the next n tokens: home fills its open unit, whole units that the chunk leaves behind the recent window are spread, home
+    /// takes what is left. So a decoded token belongs to home, and the chunks of a prompt should hold several units for every rank.
+    /// Returns the parts of the chunk.
     std::vector<part> add(int n) {
-        detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - tokens_ - whole_.page_tokens,
+        detail::expect(n >= 0 && n <= (std::numeric_limits<int>::max)() - tokens_ - first_unit_ - unit_,
                        "a context of ", tokens_, " tokens cannot take ", n, " more");
         std::vector<part> chunk;
         int at = tokens_;
-        const int end = tokens_ + n, p = whole_.page_tokens;
+        const int end = tokens_ + n;
         const auto take = [&](int rank, int to) {
             if (to <= at) return;
             join(chunk, {rank, at, to});
@@ -114,14 +126,13 @@ public:
             held_[static_cast<std::size_t>(rank)] += to - at;
             at = to;
         };
-        take(head_, detail::smaller(end, whole_.sinks));
-        if (at >= whole_.sinks)
-            take(tail_, detail::smaller(end, whole_.sinks + detail::round_up(at - whole_.sinks, p)));
-        const int first_page = at, pages = detail::larger(0, end - whole_.recent - at) / p;
-        const std::vector<index_range> ranges = split(pages, weights_);
+        take(home_, detail::smaller(
+                        end, first_unit_ + detail::round_up(detail::larger(0, at - first_unit_), unit_)));
+        const int first = at, units = detail::larger(0, end - whole_.recent - at) / unit_;
+        const std::vector<index_range> ranges = split(units, weights_);
         for (std::size_t r = 0; r < ranges.size(); ++r)
-            take(static_cast<int>(r), first_page + ranges[r].end * p);
-        take(tail_, end);
+            take(static_cast<int>(r), first + ranges[r].end * unit_);
+        take(home_, end);
         tokens_ = end;
         return chunk;
     }
@@ -176,7 +187,7 @@ private:
     page_geometry whole_;
     std::vector<int> weights_, held_;
     std::vector<part> parts_;
-    int head_ = 0, tail_ = 0, tokens_ = 0;
+    int home_ = 0, unit_ = 0, first_unit_ = 0, tokens_ = 0;
 };
 
 }  // namespace kvq::inline KVQ_TAGGED
