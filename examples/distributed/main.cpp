@@ -83,6 +83,7 @@ bool attention(channel& c, int context, int steps) {
     kvq::context_parallel contexts(c, split, part);
     numbers by_contexts;
     auto best = clock::duration::max();
+    kvq::context_times before, least{best, best, best};
     for (int t = 0; t < steps; ++t) {
         const auto start = clock::now();
         contexts.begin(1);
@@ -91,15 +92,19 @@ bool attention(channel& c, int context, int steps) {
         contexts.step(0, rows(k, context + t, own, kv_heads), rows(v, context + t, own, kv_heads),
                       rows(q, t, own, q_heads), {out.data(), own, q_heads, dim});
         best = std::min(best, clock::now() - start);
+        const kvq::context_times now = contexts.times();
+        least = {std::min(least.attend, now.attend - before.attend),
+                 std::min(least.exchange, now.exchange - before.exchange),
+                 std::min(least.merge, now.merge - before.merge)};
+        before = now;
         by_contexts.insert(by_contexts.end(), out.begin(), out.end());
     }
-    const auto& times = contexts.times();
     const std::uint64_t sent = c.bytes_sent(), received = c.bytes_received();
     std::printf(
-        "contexts: rank %d has %d of %d tokens; per step: attention %.3f ms, messages %.3f ms, merge %.4f "
-        "ms\n",
-        me, part.tokens(), split.tokens(), milliseconds(times.attend) / steps,
-        milliseconds(times.exchange) / steps, milliseconds(times.merge) / steps);
+        "contexts: rank %d has %d of %d tokens; shortest of %d steps: attention %.3f ms, messages %.3f ms, "
+        "merge %.4f ms\n",
+        me, part.tokens(), split.tokens(), steps, milliseconds(least.attend), milliseconds(least.exchange),
+        milliseconds(least.merge));
 
     // Heads: every rank has some heads of all tokens.
     const auto heads = kvq::split(kv_heads, even);
@@ -221,7 +226,7 @@ int main(int argc, char** argv) {
     try {
         kvq::mpi_transport transport(MPI_COMM_WORLD, std::chrono::seconds(120));
         channel c(transport);
-        good = command == "transfer" ? transfer(c, tokens) : attention(c, tokens, 16);
+        good = command == "transfer" ? transfer(c, tokens) : attention(c, tokens, 40);
         transport.flush();
     } catch (const std::exception& e) {
         // MPI_Finalize would wait for a rank that is gone.

@@ -217,6 +217,18 @@ TEST_CASE("context_split counts the keys that a query sees on every rank") {
     }
 }
 
+TEST_CASE("a long prompt gives every rank its share, in one chunk or in several") {
+    for (const int chunk : {10000, 2500}) {
+        kvq::context_split split({4, 16, 32}, weights{1, 2, 0, 1}, 1, 64);
+        for (int n = 0; n < 10000; n += chunk) split.add(chunk);
+        for (int t = 0; t < 20; ++t) split.add(1);
+        CHECK(std::abs(split.tokens(0) - 2500) <= 128);
+        CHECK(std::abs(split.tokens(1) - 5000) <= 256);
+        CHECK(split.tokens(2) == 0);
+        CHECK(std::abs(split.tokens(3) - 2500) <= 128);
+    }
+}
+
 TEST_CASE("partial outputs merge to attention over all keys") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

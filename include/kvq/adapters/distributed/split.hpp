@@ -110,7 +110,7 @@ public:
         return {rank == home_ ? whole_.sinks : 0, rank == home_ ? whole_.recent : 0, whole_.page_tokens};
     }
 
-    /// Divides the next n tokens: home fills its open unit, whole units that the chunk leaves behind the recent window are spread, home
+    /// Divides the next n tokens: home fills its open unit, whole units that the chunk leaves behind the recent window go to ranks that lack tokens of their share, home
     /// takes what is left. So a decoded token belongs to home, and the chunks of a prompt should hold several units for every rank.
     /// Returns the parts of the chunk.
     std::vector<part> add(int n) {
@@ -129,7 +129,7 @@ public:
         take(home_, detail::smaller(
                         end, first_unit_ + detail::round_up(detail::larger(0, at - first_unit_), unit_)));
         const int first = at, units = detail::larger(0, end - whole_.recent - at) / unit_;
-        const std::vector<index_range> ranges = split(units, weights_);
+        const std::vector<index_range> ranges = split(units, lacking(end, end - first - units * unit_));
         for (std::size_t r = 0; r < ranges.size(); ++r)
             take(static_cast<int>(r), first + ranges[r].end * unit_);
         take(home_, end);
@@ -174,6 +174,18 @@ public:
     }
 
 private:
+    /// Tokens that each rank lacks of its share of n, if home takes `rest` more; the weights if no rank lacks any.
+    std::vector<int> lacking(int n, int rest) const {
+        const long long sum = std::accumulate(weights_.begin(), weights_.end(), 0LL);
+        std::vector<int> lacks(weights_.size());
+        for (int r = 0; r < ranks(); ++r) {
+            const auto i = static_cast<std::size_t>(r);
+            const auto share = static_cast<int>(static_cast<long long>(n) * weights_[i] / sum);
+            lacks[i] = detail::larger(0, share - held_[i] - (r == home_ ? rest : 0));
+        }
+        const bool some = std::any_of(lacks.begin(), lacks.end(), [](int t) { return t > 0; });
+        return some ? lacks : weights_;
+    }
     static void join(std::vector<part>& list, const part& p) {
         if (!list.empty() && list.back().rank == p.rank)
             list.back().end = p.end;
