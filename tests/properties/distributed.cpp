@@ -7,6 +7,7 @@
 #include <kvq/adapters/distributed/context_parallel.hpp>
 #include <kvq/adapters/distributed/head_parallel.hpp>
 #include <kvq/adapters/distributed/send_sequence.hpp>
+#include <kvq/attention/reference.hpp>
 #include <kvq/schemes/presets.hpp>
 
 #include "support/caches.hpp"
@@ -286,6 +287,38 @@ TEST_CASE("partial outputs merge to attention over all keys") {
         kvq::merge_partials(list, 1, 8, out.data());
         REQUIRE(out == a);
     }
+}
+
+TEST_CASE("leading_keys shows every query its first keys, as the reference does") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 20; ++round) {
+        const int tokens = random.between(1, 150), queries = random.between(1, 200);
+        const kvq::cache_shape shape{1, 1, 32};
+        const model m(random, shape, 2, std::max(tokens, queries));
+        kvq::cache cache(shape, options_for({4, 16, 32}, four_bit()));
+        auto s = cache.new_sequence();
+        s.append(0, m.k.slice(0, tokens), m.v.slice(0, tokens));
+        std::vector<int> counts(static_cast<std::size_t>(queries));
+        for (int& n : counts) n = random.between(0, tokens);
+        std::sort(counts.begin(), counts.end());
+        numbers out(static_cast<std::size_t>(queries) * 2 * 32), lse(static_cast<std::size_t>(queries) * 2);
+        const kvq::leading_keys mask{counts};
+        s.attend(0, m.q.slice(0, queries), kvq::output_view(out.data(), queries, 2, 32).with_lse(lse.data()),
+                 mask);
+        numbers k(static_cast<std::size_t>(tokens) * 32), v(k.size());
+        s.dequantize(0, kvq::tensor::key, 0, {k.data(), tokens, 1, 32});
+        s.dequantize(0, kvq::tensor::value, 0, {v.data(), tokens, 1, 32});
+        std::vector<double> want(out.size());
+        kvq::reference_attend({k.data(), tokens, 1, 32}, {v.data(), tokens, 1, 32}, m.q.slice(0, queries),
+                              kvq::token_view<double>(want.data(), queries, 2, 32), mask);
+        for (std::size_t i = 0; i < out.size(); ++i)
+            REQUIRE(std::abs(static_cast<double>(out[i]) - want[i]) < 5e-3);
+        for (std::size_t i = 0; i < lse.size(); ++i) REQUIRE(std::isinf(lse[i]) == (counts[i / 2] == 0));
+    }
+    const std::vector<int> falling{3, 2};
+    CHECK(test::contains(test::message_of([&] { kvq::leading_keys{falling}.check(1); }), "fewer than the 3"));
 }
 
 TEST_CASE("context parallel prefill and decode give what one cache gives, and its pages") {
