@@ -3,8 +3,12 @@
 // missing or differs.
 #include <functional>
 #include <kvq/adapters/contiguous.hpp>
+#include <kvq/adapters/distributed/context_parallel.hpp>
+#include <kvq/adapters/distributed/head_parallel.hpp>
+#include <kvq/adapters/distributed/send_sequence.hpp>
 #include <kvq/adapters/eigen.hpp>
 #include <kvq/adapters/paged.hpp>
+#include <kvq/adapters/prefix_tiers.hpp>
 #include <kvq/backends/simd.hpp>
 #include <kvq/core/team.hpp>
 #include <kvq/core/thread_pool.hpp>
@@ -67,6 +71,67 @@ void moves(kvq::cache_shape shape, kvq::cache_options options, int first, int la
 }
 
 }  // namespace attention
+
+namespace scale {
+
+void heads(std::vector<int> weights, std::size_t rank, int layers, int kv_heads, int head_dim,
+           kvq::cache_options options) {
+    const auto heads = kvq::split(kv_heads, weights);
+    kvq::cache cache({.layers = layers, .kv_heads = heads[rank].size(), .head_dim = head_dim}, options);
+}
+
+template <kvq::transport Transport>
+void context(kvq::message_channel<Transport>& channel, kvq::cache& cache, std::vector<int> weights, int n,
+             int layers, tokens_in k, tokens_in v, tokens_in q, tokens_out out) {
+    kvq::context_split split({.sinks = 4, .recent = 32, .page_tokens = 128}, weights);
+    auto sequence = cache.new_sequence();
+    kvq::context_parallel group(channel, split, sequence);
+    group.begin(n);
+    for (int layer = 0; layer < layers; ++layer) group.step(layer, k, v, q, out);
+}
+
+template <kvq::transport Transport>
+void send(kvq::message_channel<Transport>& channel, int to, kvq::cache& cache, kvq::sequence& sequence,
+          int layers, tokens_in k, tokens_in v, tokens_in q, tokens_out out) {
+    kvq::sequence_sender sender(channel, to, cache);
+    for (int layer = 0; layer < layers; ++layer) {
+        sequence.prefill(layer, k, v, q, out);
+        sender.send_layer(sequence, layer);
+    }
+    sender.finish(sequence);
+}
+
+template <kvq::transport Transport>
+void receive(kvq::message_channel<Transport>& channel, int from, kvq::cache& cache, std::string key_format,
+             std::string value_format) {
+    kvq::sequence_receiver receiver(channel, from, cache, {.key = key_format, .value = value_format});
+    auto [sequence, report] = receiver.receive();
+}
+
+/// A transport of one rank, so that the templates above are instantiated.
+struct alone {
+    int rank() const { return 0; }
+    int ranks() const { return 1; }
+    void send(int, std::vector<std::byte>) {}
+    std::vector<std::byte> receive(int) { return {}; }
+    void progress() {}
+    void flush() {}
+};
+template void context(kvq::message_channel<alone>&, kvq::cache&, std::vector<int>, int, int, tokens_in,
+                      tokens_in, tokens_in, tokens_out);
+template void send(kvq::message_channel<alone>&, int, kvq::cache&, kvq::sequence&, int, tokens_in, tokens_in,
+                   tokens_in, tokens_out);
+template void receive(kvq::message_channel<alone>&, int, kvq::cache&, std::string, std::string);
+
+void tiers(kvq::cache& cache, std::size_t memory_bytes, std::size_t file_bytes, std::string folder,
+           numbers prompt, numbers all_tokens) {
+    kvq::prefix_tiers store(
+        cache, {.memory = {.byte_limit = memory_bytes}, .folder = folder, .file_bytes = file_bytes});
+    auto [match, tokens, sequence, tier] = store.fetch(prompt);
+    store.store(all_tokens, sequence);
+}
+
+}  // namespace scale
 
 namespace adapters {
 

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Compiles every header of the library alone, and all of them together.
 
-check.py <include folder> [--without simd|eigen|io]... [--together] <compiler> [flags...]
+check.py <include folder> [--without simd|eigen|io|mpi]... [--together] <compiler> [flags...]
 
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
-(poison.hpp). Headers that need xsimd, Eigen or nlohmann-json are left out with --without, and go unpoisoned.
+(poison.hpp). Headers that need xsimd, Eigen, nlohmann-json or MPI are left out with --without, and go unpoisoned.
 --together leaves this out: what a header forgets to include, a second compiler misses as well.
 With nvcc: everything that must be usable from device code in one translation unit, since nvcc is slow to start;
 then every *.cuh by itself.
@@ -31,7 +31,8 @@ DEVICE = ("version.hpp", "config.hpp", "core/", "pack/", "quant/", "schemes/", "
 THIRD_PARTY = {
     "simd": ("backends/simd", "format/define_builtin_formats"),
     "eigen": ("adapters/eigen",),
-    "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file"),
+    "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "adapters/prefix_tiers"),
+    "mpi": ("adapters/distributed/mpi",),
 }
 
 # Headers below backends/simd of one instruction set: the processor they are for, and the flags they need there.

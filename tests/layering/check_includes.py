@@ -41,6 +41,8 @@ ALLOWED = {
     "cache": CACHE,
     "policy": CACHE,
     "adapters": CACHE,
+    "adapters/distributed": CACHE | {"io"},
+    "adapters/prefix_tiers": CACHE | {"io", "policy"},
     "io": CACHE,
     "estimate": CACHE,
     "kvq": CACHE | {"io", "estimate"},
@@ -53,12 +55,14 @@ RESTRICTED = [
     (r"immintrin\.h|x86intrin\.h|[a-z]mmintrin\.h|arm_neon\.h", ("backends/simd",)),
     (r"(unsupported/)?Eigen/.*", ("adapters/eigen",)),
     (r"nlohmann/.*", ("io/safetensors",)),
+    (r"mpi\.h", ("adapters/distributed/mpi",)),
     (r"cuda.*|cub/.*|cooperative_groups.*|mma\.h", ("backends/cuda", "config", "core")),
 ]
 # What the umbrella leaves to the user, because it needs a third party.
 NOT_IN_UMBRELLA = (
     "backends/simd", "backends/cuda", "adapters/eigen",
     "io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file",
+    "adapters/prefix_tiers", "adapters/distributed",
 )
 # Macros of optional instruction sets make two objects of one program see different code under one name.
 ISA_MACRO = re.compile(r"__(AVX|SSE3|SSSE3|SSE4|FMA__|F16C__|BMI|ARM_FEATURE)\w*")

@@ -7,6 +7,7 @@
 //   prefix_lm         causal, and the first P tokens for all queries       Raffel et al., arXiv 1910.10683, section 3.2
 //   token_ranges      tokens of given ranges, per query or for all         models that choose by themselves, block-sparse masks
 //   document_mask     tokens of its own document                           several documents packed into one sequence
+//   leading_keys      the first n tokens, n given for each query           a part of a context: its later tokens lie behind the query
 //
 // Positions are those of the sequence: 0 is its first token. Every mask answers for pages in O(1), documents and ranges
 // in O(log) of their number, ranges that differ between queries for every query of a block.
@@ -191,6 +192,27 @@ private:
         const auto r = ending_after(own, first_k);
         if (r == own.end() || r->begin >= end_k) return page_visibility::none;
         return r->begin <= first_k && r->end >= end_k ? page_visibility::all : page_visibility::some;
+    }
+};
+
+/// Query i attends to the first counts[i] tokens of the sequence; the counts do not fall. Queries have no positions, so that they may be
+/// tokens of another sequence. The span is not copied.
+struct leading_keys {
+    std::span<const int> counts;  ///< one per query
+
+    static constexpr bool is_causal = false;
+    static constexpr bool has_query_positions = false;
+    bool mask(int q_pos, int k_pos) const noexcept { return k_pos < counts[static_cast<std::size_t>(q_pos)]; }
+    page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const noexcept {
+        if (first_k >= counts[static_cast<std::size_t>(last_q)]) return page_visibility::none;
+        return end_k <= counts[static_cast<std::size_t>(first_q)] ? page_visibility::all
+                                                                  : page_visibility::some;
+    }
+    /// O(queries)
+    void check(int) const {
+        for (std::size_t i = 1; i < counts.size(); ++i)
+            detail::expect(counts[i - 1] <= counts[i], "query ", i, " sees ", counts[i],
+                           " leading keys, fewer than the ", counts[i - 1], " of the query before it");
     }
 };
 

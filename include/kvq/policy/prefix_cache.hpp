@@ -28,6 +28,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <list>
 #include <memory>
@@ -48,6 +49,9 @@ struct prefix_cache_options {
     int min_prefix_tokens = 128;              ///< a shorter prefix or common prefix is a miss
     int min_quantize_tokens = 256;            ///< shorter entries keep their format
     std::optional<layer_format> format = {};  ///< entries are requantized to it, where that is smaller
+    /// Called for every entry that the limits or release() evict, when the store has dropped it and its lock is free: the place to
+    /// save it elsewhere. What it throws, store() and release() throw, with the store as it is then.
+    std::function<void(token_ids, const sequence&)> evicted = {};
 };
 
 /// The relation between a request and the entry that was found.
@@ -188,27 +192,32 @@ public:
         const std::size_t bytes = detail::page_counts::bytes_of(pages);
 
         std::list<entry> fresh(1), dropped;  // freed outside the lock
-        const std::lock_guard lock(mutex_);
-        if (is_duplicate(tokens)) return store_outcome::duplicate;
-        if (bytes > options_.byte_limit) {
-            ++statistics_.rejections;
-            return store_outcome::too_large;
+        if (options_.evicted) fresh.front().tokens.assign(tokens.begin(), tokens.end());
+        {
+            const std::lock_guard lock(mutex_);
+            if (is_duplicate(tokens)) return store_outcome::duplicate;
+            if (bytes > options_.byte_limit) {
+                ++statistics_.rejections;
+                return store_outcome::too_large;
+            }
+            held_.reserve(pages.size());
+            auto* const node = tree_.insert(tokens).first;
+            // No step after this line can fail.
+            fresh.front().sequence = kept;
+            fresh.front().node = node;
+            node->value = fresh.begin();
+            entries_.splice(entries_.begin(), fresh);
+            held_.add(*kept, pages);
+            ++statistics_.stored;
+            while (auto* const shorter = node->shorter()) {
+                ++statistics_.replaced;
+                drop(shorter->value, dropped);
+            }
+            while (held_.bytes() > options_.byte_limit ||
+                   tree_.size() > static_cast<std::size_t>(options_.max_entries))
+                evict(dropped);
         }
-        held_.reserve(pages.size());
-        auto* const node = tree_.insert(tokens).first;
-        // No step after this line can fail.
-        fresh.front() = {kept, node};
-        node->value = fresh.begin();
-        entries_.splice(entries_.begin(), fresh);
-        held_.add(*kept, pages);
-        ++statistics_.stored;
-        while (auto* const shorter = node->shorter()) {
-            ++statistics_.replaced;
-            drop(shorter->value, dropped);
-        }
-        while (held_.bytes() > options_.byte_limit ||
-               tree_.size() > static_cast<std::size_t>(options_.max_entries))
-            evict(dropped);
+        report(dropped);
         return store_outcome::stored;
     }
 
@@ -230,10 +239,15 @@ public:
     /// fell. Pages that live sequences share are freed only when these sequences go.
     std::size_t release(std::size_t bytes) {
         std::list<entry> dropped;
-        const std::lock_guard lock(mutex_);
-        const std::size_t before = held_.bytes();
-        while (!entries_.empty() && before - held_.bytes() < bytes) evict(dropped);
-        return before - held_.bytes();
+        std::size_t freed = 0;
+        {
+            const std::lock_guard lock(mutex_);
+            const std::size_t before = held_.bytes();
+            while (!entries_.empty() && before - held_.bytes() < bytes) evict(dropped);
+            freed = before - held_.bytes();
+        }
+        report(dropped);
+        return freed;
     }
 
     /// kvq::step_down for all entries and the live sequences together: pages that they share stay shared, and under a
@@ -242,8 +256,8 @@ public:
     step_down_report step_down(std::span<sequence* const> live, const step_down_policy& policy,
                                executor_view executor = serial_executor{}) {
         step_down_report report;
+        std::list<entry> dropped;
         {
-            std::list<entry> dropped;
             const std::lock_guard lock(mutex_);
             const std::lock_guard alone(changing_);
             std::vector<sequence*> all(live.begin(), live.end());
@@ -252,6 +266,8 @@ public:
             report = kvq::step_down(*cache_, std::span<sequence* const>(all), policy, executor);
             pages.needed = !report.steps.empty();
         }
+        this->report(dropped);
+        dropped.clear();
         report.bytes_after = cache_->pool().bytes_in_use();
         report.fits = report.bytes_after <= policy.byte_budget;
         return report;
@@ -283,6 +299,8 @@ private:
     struct entry {
         std::shared_ptr<kvq::sequence> sequence;
         typename tree::node* node = nullptr;
+        std::vector<token_id> tokens = {};  // for options().evicted
+        bool evicted = false;
     };
     /// Counts entries with changed pages again, also when stepping down fails half way.
     struct recounting {
@@ -391,7 +409,14 @@ private:
     }
     void evict(std::list<entry>& dropped) noexcept {
         ++statistics_.evictions;
+        entries_.back().evicted = true;
         drop(std::prev(entries_.end()), dropped);
+    }
+    /// Outside of the lock.
+    void report(const std::list<entry>& dropped) const {
+        if (!options_.evicted) return;
+        for (const entry& e : dropped)
+            if (e.evicted) options_.evicted(e.tokens, *e.sequence);
     }
 
     cache* cache_;

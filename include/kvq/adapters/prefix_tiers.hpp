@@ -1,0 +1,217 @@
+// A prefix cache over two tiers: memory first, files behind it. What memory evicts goes to a file and comes back when it is asked for.
+//
+//   kvq::prefix_tiers store(cache, {.memory = {.byte_limit = std::size_t{8} << 30}, .folder = "/var/tmp", .file_bytes = ...});
+//   auto [match, tokens, sequence, tier] = store.fetch(prompt);   // a sequence that holds the first `tokens` of the prompt
+//   store.store(all_tokens, sequence);                            // a request has ended, or waits: its memory may be taken
+//
+// fetch() takes the tier with more of the tokens. An entry from a file is stored in memory again, and its file stays until the budget of the
+// files needs room, so that an entry that is evicted again is not written again. Each tier drops its least recently used entries.
+// Pages come back byte for byte (io/save.hpp). A file that is gone, cut or damaged is dropped and counted, and the next best entry is taken.
+// Files belong to one process and go with the store. Needs nlohmann-json. Bytes on disk: at most file_bytes and one entry while it is written.
+// Thread safety: all members may be called from any thread; they run one after the other, reading and writing of files included.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <system_error>
+
+#include "../io/file.hpp"
+#include "../policy/prefix_cache.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+struct prefix_tier_options {
+    prefix_cache_options memory = {};  ///< `evicted` is the store's own
+    std::string folder = ".";          ///< exists; files get the name prefix-<number>.safetensors
+    std::size_t file_bytes = (std::numeric_limits<std::size_t>::max)();  ///< for all files
+    std::string model = {};                                              ///< as in save_options
+};
+
+enum class prefix_tier : unsigned char { none, memory, file };
+
+struct prefix_tier_statistics {
+    std::size_t files = 0, file_bytes = 0;  ///< now
+    std::size_t written = 0, read = 0;      ///< files
+    std::size_t dropped = 0;        ///< files, for the budget or because a longer one holds their tokens
+    std::size_t failed = 0;         ///< files that could not be written or read
+    std::string last_failure = {};  ///< its error
+};
+
+class prefix_tiers {
+public:
+    struct fetch_result {
+        prefix_match match;
+        int tokens;
+        kvq::sequence sequence;  ///< holds exactly `tokens` tokens; empty on a miss
+        prefix_tier tier;
+    };
+
+    /// The cache outlives the store. Raises kvq::error when an option is out of range or the folder does not exist.
+    explicit prefix_tiers(cache& of, const prefix_tier_options& options)
+        : cache_(of), options_(options), memory_(of, with_hook(options.memory)) {
+        std::error_code ignored;
+        detail::expect(std::filesystem::is_directory(options.folder, ignored), options.folder,
+                       " is not a folder, so a prefix cache cannot put files there");
+        detail::expect(!options.memory.evicted,
+                       "prefix_tiers has its own use for prefix_cache_options::evicted");
+    }
+    prefix_tiers(const prefix_tiers&) = delete;
+    prefix_tiers& operator=(const prefix_tiers&) = delete;
+    /// Removes the files.
+    ~prefix_tiers() {
+        for (const file& f : files_) std::remove(f.path.c_str());
+    }
+
+    /// As prefix_cache::fetch, over both tiers. Reading a file takes memory for its pages: the memory tier makes room for it in
+    /// cache_options::byte_budget first.
+    fetch_result fetch(token_ids tokens) {
+        const std::lock_guard lock(mutex_);
+        while (true) {
+            const int in_memory = memory_.lookup(tokens).tokens;
+            const auto m = tree_.find(tokens);
+            const int in_file = static_cast<int>(m.tokens);
+            if (in_file <= in_memory || in_file < options_.memory.min_prefix_tokens) break;
+            const auto at = (m.exact ? m.exact : m.extension ? m.extension : m.prefix)->value;
+            const prefix_match kind = m.exact                     ? prefix_match::exact
+                                      : m.tokens == tokens.size() ? prefix_match::supersequence
+                                      : m.prefix && m.prefix->tokens().size() == m.tokens
+                                          ? prefix_match::prefix
+                                          : prefix_match::lcp;
+            files_.splice(files_.begin(), files_, at);
+            std::optional<kvq::sequence> found = read(at);
+            if (!found) continue;
+            if (found->tokens() > in_file) found->trim(in_file);
+            return {kind, in_file, std::move(*found), prefix_tier::file};
+        }
+        auto [match, n, sequence] = memory_.fetch(tokens);
+        return {match, n, std::move(sequence), is_hit(match) ? prefix_tier::memory : prefix_tier::none};
+    }
+
+    /// As prefix_cache::store. Entries that this evicts from memory are written to files before it returns. An entry that is larger than the
+    /// memory tier goes to a file at once.
+    store_outcome store(token_ids tokens, const kvq::sequence& sequence) {
+        const std::lock_guard lock(mutex_);
+        const store_outcome outcome = memory_.store(tokens, sequence);
+        if (outcome != store_outcome::too_large) return outcome;
+        kvq::sequence kept = sequence.fork();
+        kept.trim(static_cast<int>(tokens.size()));
+        return write(tokens, kept) ? store_outcome::stored : store_outcome::too_large;
+    }
+
+    /// Moves entries from memory to files until memory holds `bytes` less; returns by how much it fell.
+    std::size_t release(std::size_t bytes) {
+        const std::lock_guard lock(mutex_);
+        return memory_.release(bytes);
+    }
+
+    const prefix_cache& memory() const noexcept { return memory_; }
+    [[nodiscard]] prefix_tier_statistics statistics() const {
+        const std::lock_guard lock(mutex_);
+        return statistics_;
+    }
+
+private:
+    struct file;
+    using position = typename std::list<file>::iterator;
+    using tree = radix_tree<position>;
+    struct file {
+        std::string path;
+        std::size_t bytes = 0;
+        typename tree::node* node = nullptr;
+    };
+
+    prefix_cache_options with_hook(prefix_cache_options o) {
+        o.evicted = [this](token_ids tokens, const kvq::sequence& s) { write(tokens, s); };
+        return o;
+    }
+
+    /// Runs f; false if it raised kvq::error, which is counted.
+    template <class F>
+    bool attempt(F&& f) {
+#if KVQ_EXCEPTIONS
+        try {
+            f();
+        } catch (const error& e) {
+            ++statistics_.failed;
+            statistics_.last_failure = e.what();
+            return false;
+        }
+#else
+        f();
+#endif
+        return true;
+    }
+
+    bool write(token_ids tokens, const kvq::sequence& s) {
+        if (const auto m = tree_.find(tokens); m.exact) {
+            files_.splice(files_.begin(), files_, m.exact->value);
+            return true;
+        }
+        file fresh;
+        fresh.path = (std::filesystem::path(options_.folder) /
+                      ("prefix-" + std::to_string(number_++) + ".safetensors"))
+                         .string();
+        if (!attempt([&] { save(s, fresh.path, {.model = options_.model}); })) return false;
+        std::error_code no_size;
+        fresh.bytes = static_cast<std::size_t>(std::filesystem::file_size(fresh.path, no_size));
+        if (no_size || fresh.bytes > options_.file_bytes) {
+            std::remove(fresh.path.c_str());
+            ++statistics_.dropped;
+            return false;
+        }
+        ++statistics_.written;
+        ++statistics_.files;
+        statistics_.file_bytes += fresh.bytes;
+        auto* const node = tree_.insert(tokens).first;
+        fresh.node = node;
+        files_.push_front(std::move(fresh));
+        node->value = files_.begin();
+        while (auto* const shorter = node->shorter()) drop(shorter->value);
+        while (statistics_.file_bytes > options_.file_bytes) drop(std::prev(files_.end()));
+        return true;
+    }
+
+    /// The sequence of a file, also stored in memory; nothing if the file cannot be read, which is then dropped.
+    std::optional<kvq::sequence> read(position at) {
+        const std::size_t budget = cache_.options().byte_budget, used = cache_.bytes_in_use();
+        const std::size_t left = budget > used ? budget - used : 0;
+        const std::vector<token_id> tokens(at->node->tokens().begin(), at->node->tokens().end());
+        const std::string path = at->path;
+        if (left < at->bytes) memory_.release(at->bytes - left);
+        std::optional<kvq::sequence> s;
+        const bool done = attempt([&] {
+            s.emplace(restore(cache_, path, {.model = options_.model}));
+            detail::expect(s->tokens() == static_cast<int>(tokens.size()), path, " holds ", s->tokens(),
+                           " tokens, not ", tokens.size());
+        });
+        // release() may have dropped the file for another one.
+        const auto again = tree_.find(tokens);
+        if (!done) {
+            if (again.exact) drop(again.exact->value);
+            return std::nullopt;
+        }
+        ++statistics_.read;
+        memory_.store(tokens, *s);
+        return s;
+    }
+
+    void drop(position f) {
+        std::remove(f->path.c_str());
+        ++statistics_.dropped;
+        --statistics_.files;
+        statistics_.file_bytes -= f->bytes;
+        tree_.erase(f->node);
+        files_.erase(f);
+    }
+
+    cache& cache_;
+    prefix_tier_options options_;
+    mutable std::mutex mutex_;
+    std::list<file> files_;  // most recently used first
+    tree tree_;
+    std::size_t number_ = 0;
+    prefix_tier_statistics statistics_;
+    prefix_cache memory_;  // last: its hook uses the others
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

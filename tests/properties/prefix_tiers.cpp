@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: MIT
+// Comparison family: exact. What memory evicts comes back from its file byte for byte; budgets hold; a damaged file is only a miss.
+#include <doctest/doctest.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <kvq/adapters/prefix_tiers.hpp>
+
+#include "support/caches.hpp"
+#include "support/messages.hpp"
+#include "support/saved.hpp"
+
+namespace {
+
+namespace fs = std::filesystem;
+using ids = std::vector<kvq::token_id>;
+
+struct folder {
+    fs::path path =
+        fs::temp_directory_path() / ("kvq-tiers-" + std::to_string(reinterpret_cast<std::uintptr_t>(this)) +
+                                     "-" + std::to_string(std::rand()));
+    folder() { fs::create_directory(path); }
+    ~folder() { fs::remove_all(path); }
+    std::vector<fs::path> files() const {
+        std::vector<fs::path> list;
+        for (const auto& f : fs::directory_iterator(path)) list.push_back(f.path());
+        return list;
+    }
+    std::size_t bytes() const {
+        std::size_t sum = 0;
+        for (const auto& f : files()) sum += static_cast<std::size_t>(fs::file_size(f));
+        return sum;
+    }
+};
+
+constexpr kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 32};
+
+kvq::cache_options options() {
+    static const kvq::format_pair f = kvq::make_formats<kvq::kivi<4, 32>, kvq::scalar>();
+    return {.keys = f.keys, .values = f.values, .sinks = 4, .recent = 16, .page_tokens = 32};
+}
+
+/// Tokens of a prompt: `shared` common ones, then those of the prompt's number.
+ids prompt(int number, int shared, int tokens) {
+    ids t(static_cast<std::size_t>(tokens));
+    for (int i = 0; i < tokens; ++i) t[static_cast<std::size_t>(i)] = i < shared ? i : 1000 * number + i;
+    return t;
+}
+
+/// Appends the tokens behind those that the sequence has; K and V depend on the token and its position alone.
+void fill(kvq::sequence& s, const ids& tokens) {
+    for (auto t = static_cast<std::size_t>(s.tokens()); t < tokens.size(); ++t) {
+        test::generator random(static_cast<std::uint64_t>(tokens[t]) * 100003 + t);
+        const auto k = random.normals(32), v = random.normals(32);
+        for (int layer = 0; layer < 2; ++layer) s.append(layer, {k.data(), 1, 1, 32}, {v.data(), 1, 1, 32});
+    }
+}
+
+}  // namespace
+
+TEST_CASE("entries leave memory for files and come back byte for byte") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    folder f;
+    kvq::cache cache(shape, options());
+    kvq::prefix_tiers store(cache, {.memory = {.byte_limit = 60000, .min_prefix_tokens = 8},
+                                    .folder = f.path.string(),
+                                    .file_bytes = 150000});
+    std::vector<ids> asked;
+    std::vector<test::file_bytes> bytes;
+    std::size_t from_files = 0, exact = 0;
+    for (int round = 0; round < 60; ++round) {
+        ids t;
+        if (!asked.empty() && random.one_in(2))
+            t = random.pick(asked);
+        else
+            t = prompt(round, random.between(0, 60), random.between(20, 300));
+        auto [match, n, s, tier] = store.fetch(t);
+        REQUIRE(s.tokens() == n);
+        REQUIRE((tier == kvq::prefix_tier::none) == !kvq::is_hit(match));
+        from_files += tier == kvq::prefix_tier::file;
+        if (match == kvq::prefix_match::exact) {
+            for (std::size_t i = 0; i < asked.size(); ++i)
+                if (asked[i] == t) REQUIRE(test::saved(s) == bytes[i]);
+            ++exact;
+        }
+        // What a shorter match gives is not always what a new sequence would hold: trims keep codes. So only new ones are compared.
+        if (n == 0) {
+            fill(s, t);
+            asked.push_back(t);
+            bytes.push_back(test::saved(s));
+            REQUIRE(store.store(t, s) == kvq::store_outcome::stored);
+        }
+        const auto now = store.statistics();
+        REQUIRE(store.memory().bytes() <= 60000);
+        REQUIRE(now.file_bytes <= 150000);
+        REQUIRE(now.file_bytes == f.bytes());
+        REQUIRE(now.files == f.files().size());
+        REQUIRE(now.failed == 0);
+    }
+    REQUIRE(from_files > 3);
+    REQUIRE(exact > 3);
+    REQUIRE(store.statistics().dropped > 0);
+}
+
+TEST_CASE("a file that is damaged, cut or gone is a miss, and is dropped") {
+    for (int kind = 0; kind < 3; ++kind) {
+        folder f;
+        kvq::cache cache(shape, options());
+        {
+            kvq::prefix_tiers store(cache, {.memory = {.min_prefix_tokens = 8}, .folder = f.path.string()});
+            const ids t = prompt(1, 0, 200);
+            auto s = cache.new_sequence();
+            fill(s, t);
+            store.store(t, s);
+            REQUIRE(store.release(1) > 0);
+            REQUIRE(f.files().size() == 1);
+            const fs::path path = f.files()[0];
+            if (kind == 0) {
+                std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+                file.seekp(static_cast<std::streamoff>(fs::file_size(path) / 2));
+                file.put('\x55').put('\x2a').put('\x55');
+            }
+            if (kind == 1) fs::resize_file(path, fs::file_size(path) - 100);
+            if (kind == 2) fs::remove(path);
+            const auto got = store.fetch(t);
+            REQUIRE(!kvq::is_hit(got.match));
+            REQUIRE(got.sequence.tokens() == 0);
+            REQUIRE(store.statistics().failed == 1);
+            REQUIRE(!store.statistics().last_failure.empty());
+            REQUIRE(store.statistics().files == 0);
+            // Then a second one works.
+            store.store(t, s);
+            store.release(1);
+            REQUIRE(store.fetch(t).tier == kvq::prefix_tier::file);
+        }
+        REQUIRE(f.files().empty());
+    }
+}
+
+TEST_CASE("memory makes room for an entry that comes from a file") {
+    folder f;
+    kvq::cache_options o = options();
+    kvq::cache whole(shape, o);
+    auto big = whole.new_sequence();
+    fill(big, prompt(1, 0, 600));
+    o.byte_budget = whole.bytes_in_use() * 3 / 2;
+    kvq::cache cache(shape, o);
+    kvq::prefix_tiers store(cache, {.memory = {.min_prefix_tokens = 8}, .folder = f.path.string()});
+    for (int number : {1, 2, 1, 2}) {
+        const ids t = prompt(number, 0, 600);
+        auto [match, n, s, tier] = store.fetch(t);
+        if (kvq::is_hit(match)) REQUIRE(tier == kvq::prefix_tier::file);
+        if (n == 0) store.release(static_cast<std::size_t>(-1));
+        fill(s, t);
+        store.store(t, s);
+    }
+    REQUIRE(store.statistics().read == 2);
+}
+
+TEST_CASE("options of tiers that are out of range are refused") {
+    kvq::cache cache(shape, options());
+    CHECK(test::contains(
+        test::message_of([&] { kvq::prefix_tiers store(cache, {.folder = "/no/such/folder"}); }),
+        "/no/such/folder"));
+    kvq::prefix_tier_options own;
+    own.memory.evicted = [](kvq::token_ids, const kvq::sequence&) {};
+    CHECK(test::contains(test::message_of([&] { kvq::prefix_tiers store(cache, own); }), "evicted"));
+}
