@@ -1,7 +1,7 @@
 // The cache interface of the model; one sequence of one model.
 #pragma once
 
-#include "checkpoint.hpp"
+#include "model_config.hpp"
 #include "worker_pool.hpp"
 
 #include <cstddef>
