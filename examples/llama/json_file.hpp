@@ -5,36 +5,38 @@
 
 #include <nlohmann/json.hpp>
 
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace llama {
 
-// An object in a JSON file.
+// An object in a JSON file. Copies share the file, which lives as long as one of them.
 class json_object {
 public:
-    explicit json_object(const std::string& path) : path_(path) {
-        value_ = nlohmann::json::parse(read_file("file", path), nullptr, false);
-        if (!value_.is_object()) {
+    explicit json_object(const std::string& path)
+        : path_(path),
+          file_(std::make_shared<const nlohmann::json>(
+              nlohmann::json::parse(read_file("file", path), nullptr, false))),
+          value_(file_.get()) {
+        if (!value_->is_object()) {
             refuse("it is not a JSON object");
         }
     }
-    json_object(std::string path, nlohmann::json value) : path_(std::move(path)), value_(std::move(value)) {}
 
-    const nlohmann::json& value() const { return value_; }
+    const nlohmann::json& value() const { return *value_; }
 
     // A missing value and null are the same.
     bool has(const char* name) const {
-        const auto found = value_.find(name);
-        return found != value_.end() && !found->is_null();
+        const auto found = value_->find(name);
+        return found != value_->end() && !found->is_null();
     }
     const nlohmann::json& get(const char* name) const {
         if (!has(name)) {
             refuse(std::string("it lacks \"") + name + '"');
         }
-        return *value_.find(name);
+        return *value_->find(name);
     }
     json_object object(const char* name) const {
         if (!get(name).is_object()) {
@@ -42,8 +44,12 @@ public:
         }
         return with(get(name));
     }
-    // Another object of the same file.
-    json_object with(nlohmann::json other) const { return {path_, std::move(other)}; }
+    // Another object, which is a part of this one.
+    json_object with(const nlohmann::json& part) const {
+        json_object other = *this;
+        other.value_ = &part;
+        return other;
+    }
 
     int whole(const char* name, int least, int most, std::optional<int> otherwise = {}) const {
         if (otherwise && !has(name)) {
@@ -96,7 +102,8 @@ public:
 
 private:
     std::string path_;
-    nlohmann::json value_;
+    std::shared_ptr<const nlohmann::json> file_;
+    const nlohmann::json* value_;
 };
 
 }  // namespace llama

@@ -152,7 +152,8 @@ void read_model(const json_object& file, vocabulary& words) {
     const bool byte_fallback = model.flag("byte_fallback", false);
     const std::string unknown = model.text("unk_token", "");
 
-    const json vocab = model.object("vocab").value();
+    const json_object vocab_object = model.object("vocab");
+    const json& vocab = vocab_object.value();
     const std::size_t added = file.has("added_tokens") ? file.get("added_tokens").size() : 0;
     // A file with a false id must not take memory.
     const std::size_t most_id = 2 * (vocab.size() + added) + 4096;
