@@ -1,13 +1,12 @@
 #include "checkpoint.hpp"
 
-#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <filesystem>
-#include <fstream>
+#include <cstring>
 #include <stdexcept>
+#include <utility>
 
 namespace llama {
 namespace {
@@ -70,40 +69,40 @@ std::int64_t count_floats(const model_shape& shape, bool tied) {
 // Returns consecutive blocks of the weights.
 class reader {
 public:
-    explicit reader(float* weights) : next_(weights) {}
+    explicit reader(const std::byte* weights) : next_(weights) {}
 
-    float* take(std::ptrdiff_t count) {
-        float* block = next_;
-        next_ += count;
+    const std::byte* take(std::ptrdiff_t floats) {
+        const std::byte* const block = next_;
+        next_ += 4 * floats;
         return block;
     }
 
 private:
-    float* next_;
+    const std::byte* next_;
 };
 
-// Transposes a matrix of [outputs][inputs] in place.
-matrix_view transposed(float* weights, std::ptrdiff_t outputs, std::ptrdiff_t inputs) {
-    const matrix turned = matrix_view(weights, outputs, inputs).transpose();
-    std::copy_n(turned.data(), turned.size(), weights);
-    return {weights, inputs, outputs};
+// Layer `layer` of weights that the file stores for all layers together.
+linear matrix_of(const std::byte* all, std::ptrdiff_t layer, Eigen::Index outputs, Eigen::Index inputs) {
+    return linear({&type_f32, all + 4 * layer * outputs * inputs, outputs, inputs});
+}
+
+row_vector row_of(const std::byte* all, std::ptrdiff_t layer, Eigen::Index size) {
+    row_vector values(size);
+    stored_matrix{&type_f32, all, layer + 1, size}.read_rows(layer, 1, values.data());
+    return values;
 }
 
 }  // namespace
 
-checkpoint load_checkpoint(const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    std::error_code failed;
-    const auto file_bytes = static_cast<std::int64_t>(std::filesystem::file_size(path, failed));
-    if (!file || failed) {
-        refuse(path, "cannot be opened");
-    }
-
+model_weights load_checkpoint(const std::string& path, double rope_theta) {
+    auto file = std::make_shared<const mapped_file>("checkpoint", path);
+    const auto file_bytes = static_cast<std::int64_t>(file->bytes().size());
     header fields{};
-    if (!file.read(reinterpret_cast<char*>(fields.data()), sizeof fields)) {
+    if (file->bytes().size() < sizeof fields) {
         refuse(path, "the file has " + std::to_string(file_bytes) + " bytes, the header alone needs " +
                          std::to_string(sizeof fields));
     }
+    std::memcpy(fields.data(), file->bytes().data(), sizeof fields);
     const model_shape shape = read_shape(path, fields);
     const bool tied = fields[5] > 0;
     const std::int64_t floats = count_floats(shape, tied);
@@ -117,48 +116,47 @@ checkpoint load_checkpoint(const std::string& path) {
                          ", context " + std::to_string(shape.context) + ")");
     }
 
-    auto storage = std::make_unique_for_overwrite<float[]>(static_cast<std::size_t>(floats));
-    if (!file.read(reinterpret_cast<char*>(storage.get()), floats * 4)) {
-        refuse(path, "could not be read to its end");
-    }
-
     // The file stores each kind of weight for all layers together.
-    reader weights(storage.get());
+    reader weights(file->bytes().data() + sizeof fields);
     const std::ptrdiff_t dim = shape.dim, kv_dim = shape.kv_dim(), hidden = shape.hidden_dim,
-                         layers = shape.layers;
-    const float* embedding = weights.take(shape.vocab * dim);
-    const float* attention_norm = weights.take(layers * dim);
-    float* query = weights.take(layers * dim * dim);
-    float* key = weights.take(layers * kv_dim * dim);
-    float* value = weights.take(layers * kv_dim * dim);
-    float* attention_output = weights.take(layers * dim * dim);
-    const float* feed_forward_norm = weights.take(layers * dim);
-    float* gate = weights.take(layers * hidden * dim);
-    float* down = weights.take(layers * dim * hidden);
-    float* up = weights.take(layers * hidden * dim);
-    const float* final_norm = weights.take(dim);
+                         layers = shape.layers, vocab = shape.vocab;
+    const std::byte* const embedding = weights.take(vocab * dim);
+    const std::byte* const attention_norm = weights.take(layers * dim);
+    const std::byte* const query = weights.take(layers * dim * dim);
+    const std::byte* const key = weights.take(layers * kv_dim * dim);
+    const std::byte* const value = weights.take(layers * kv_dim * dim);
+    const std::byte* const attention_output = weights.take(layers * dim * dim);
+    const std::byte* const feed_forward_norm = weights.take(layers * dim);
+    const std::byte* const gate = weights.take(layers * hidden * dim);
+    const std::byte* const down = weights.take(layers * dim * hidden);
+    const std::byte* const up = weights.take(layers * hidden * dim);
+    const std::byte* const final_norm = weights.take(dim);
     weights.take(std::ptrdiff_t{shape.context} *
                  shape.head_dim());  // skips tables of rotations, which the model computes itself
-    const float* classifier = tied ? embedding : weights.take(shape.vocab * dim);
+    const std::byte* const classifier = tied ? embedding : weights.take(vocab * dim);
 
-    std::vector<layer_weights> views;
+    model_weights all;
+    all.config.shape = shape;
+    all.config.rotary.frequencies =
+        kvq::rotary_frequencies(shape.head_dim(), rope_theta > 0.0 ? rope_theta : 10000.0);
     for (std::ptrdiff_t layer = 0; layer < layers; ++layer) {
-        views.push_back({row_view(attention_norm + layer * dim, dim),
-                         transposed(query + layer * dim * dim, dim, dim),
-                         transposed(key + layer * kv_dim * dim, kv_dim, dim),
-                         transposed(value + layer * kv_dim * dim, kv_dim, dim),
-                         transposed(attention_output + layer * dim * dim, dim, dim),
-                         row_view(feed_forward_norm + layer * dim, dim),
-                         transposed(gate + layer * hidden * dim, hidden, dim),
-                         transposed(down + layer * dim * hidden, dim, hidden),
-                         transposed(up + layer * hidden * dim, hidden, dim)});
+        layer_weights of;
+        of.attention_norm = row_of(attention_norm, layer, dim);
+        of.query = matrix_of(query, layer, dim, dim);
+        of.key = matrix_of(key, layer, kv_dim, dim);
+        of.value = matrix_of(value, layer, kv_dim, dim);
+        of.attention_output = matrix_of(attention_output, layer, dim, dim);
+        of.feed_forward_norm = row_of(feed_forward_norm, layer, dim);
+        of.gate = matrix_of(gate, layer, hidden, dim);
+        of.down = matrix_of(down, layer, dim, hidden);
+        of.up = matrix_of(up, layer, hidden, dim);
+        all.layers.push_back(std::move(of));
     }
-    return {shape,
-            std::move(storage),
-            matrix_view(embedding, shape.vocab, dim),
-            std::move(views),
-            row_view(final_norm, dim),
-            matrix_view(classifier, shape.vocab, dim).transpose()};
+    all.embedding = {&type_f32, embedding, vocab, dim};
+    all.final_norm = row_of(final_norm, 0, dim);
+    all.logits = matrix_of(classifier, 0, vocab, dim);
+    all.files.push_back(std::move(file));
+    return all;
 }
 
 }  // namespace llama

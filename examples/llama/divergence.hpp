@@ -1,7 +1,7 @@
 // Divergence of the next-token distributions of two caches.
 #pragma once
 
-#include "checkpoint.hpp"
+#include "model_config.hpp"
 
 #include <algorithm>
 #include <cmath>

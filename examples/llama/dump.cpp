@@ -1,7 +1,6 @@
 #include "dump.hpp"
 
 #include "recording_cache.hpp"
-#include "tokenizer.hpp"
 
 #include <kvq/core/float_formats.hpp>
 
@@ -45,7 +44,7 @@ int dump(const model& llama, std::span<const int> tokens, const std::string& dir
     for (; written < settings.windows && (static_cast<std::size_t>(written) + 1) * step <= tokens.size();
          ++written) {
         // As in evaluate: begin-of-text, then the next tokens of the input.
-        std::vector<int> input{tokenizer::begin_of_text};
+        std::vector<int> input{llama.begin_of_text()};
         const auto text = tokens.subspan(static_cast<std::size_t>(written) * step, step);
         input.insert(input.end(), text.begin(), text.end());
         recording_cache cache(shape);
@@ -62,7 +61,7 @@ int dump(const model& llama, std::span<const int> tokens, const std::string& dir
                 settings.queries > 0 ? std::min(settings.queries, settings.window) : settings.window;
             const auto last =
                 std::span<const float>(of.queries)
-                    .last(static_cast<std::size_t>(queries) * static_cast<std::size_t>(shape.dim));
+                    .last(static_cast<std::size_t>(queries) * static_cast<std::size_t>(shape.query_dim()));
             write_tensor(folder, layer, 'q', last, shape.heads, shape.head_dim());
             write_tensor(folder, layer, 'k', of.keys, shape.kv_heads, shape.head_dim());
             write_tensor(folder, layer, 'v', of.values, shape.kv_heads, shape.head_dim());

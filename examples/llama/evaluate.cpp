@@ -2,7 +2,6 @@
 
 #include "progress.hpp"
 #include "stopwatch.hpp"
-#include "tokenizer.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -24,7 +23,7 @@ struct window_result {
 std::vector<window_result> evaluate_window(const model& llama, std::span<const int> text,
                                            std::span<const scheme_choice> schemes, int chunk,
                                            progress_bar& progress) {
-    std::vector<int> input{tokenizer::begin_of_text};
+    std::vector<int> input{llama.begin_of_text()};
     input.insert(input.end(), text.begin(), text.end() - 1);
 
     std::vector<window_result> results;

@@ -18,12 +18,11 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     const int loaded = settings.load.empty() ? 0 : living->load(settings.load);
 
     std::vector<int> prompt;
-    if (loaded == 0) {
-        prompt.push_back(tokenizer::begin_of_text);
+    const std::vector<int> text = pieces.encode(settings.prompt);
+    if (loaded == 0 && (pieces.adds_begin_of_text() || text.empty())) {
+        prompt.push_back(llama.begin_of_text());
     }
-    for (const int token : pieces.encode(settings.prompt)) {
-        prompt.push_back(token);
-    }
+    prompt.insert(prompt.end(), text.begin(), text.end());
     if (prompt.empty()) {
         throw std::invalid_argument("a loaded cache needs a prompt to go on with");
     }
@@ -50,9 +49,9 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     const stopwatch time;
     int previous = prompt.back();
     while (result.generated_tokens < steps) {
-        llama.logits(states, logits);
+        llama.logits(states, logits, space.workers);
         const int token = pick({logits.data(), static_cast<std::size_t>(logits.size())});
-        if (token == tokenizer::begin_of_text || token == tokenizer::end_of_text) {
+        if (pieces.ends_text(token)) {
             break;
         }
         out << pieces.decode(previous, token) << std::flush;

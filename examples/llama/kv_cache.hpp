@@ -3,7 +3,7 @@
 
 #include <kvq/core/thread_pool.hpp>
 
-#include "checkpoint.hpp"
+#include "model_config.hpp"
 
 #include <cstddef>
 #include <limits>

@@ -8,7 +8,7 @@
 
 namespace llama {
 
-constexpr kvq::cache_shape quantized_cache_shape(const model_shape& shape) {
+inline kvq::cache_shape quantized_cache_shape(const model_shape& shape) {
     return {.layers = shape.layers, .kv_heads = shape.kv_heads, .head_dim = shape.head_dim()};
 }
 
@@ -28,9 +28,22 @@ public:
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
                  rows out, kvq::thread_pool& workers) override {
-        sequence_.prefill(layer, kvq::tokens_of(keys, shape_.kv_heads),
-                          kvq::tokens_of(values, shape_.kv_heads), kvq::tokens_of(queries, shape_.heads),
-                          kvq::tokens_of(out, shape_.heads), kvq::causal{}, workers, workspace_);
+        const auto attend = [&](const auto& mods) {
+            sequence_.prefill(layer, kvq::tokens_of(keys, shape_.kv_heads),
+                              kvq::tokens_of(values, shape_.kv_heads), kvq::tokens_of(queries, shape_.heads),
+                              kvq::tokens_of(out, shape_.heads), mods, workers, workspace_);
+        };
+        const kvq::softcap cap{shape_.attention_softcap};
+        const kvq::sliding_window window{shape_.window(layer)};
+        if (shape_.attention_softcap > 0.0F && shape_.window(layer) > 0) {
+            attend(kvq::mods{cap, window});
+        } else if (shape_.attention_softcap > 0.0F) {
+            attend(cap);
+        } else if (shape_.window(layer) > 0) {
+            attend(window);
+        } else {
+            attend(kvq::causal{});
+        }
     }
 
     void trim(int tokens) override { sequence_.trim(tokens); }

@@ -1,7 +1,6 @@
 #include "long_context.hpp"
 
 #include "divergence.hpp"
-#include "tokenizer.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +10,7 @@ namespace llama {
 std::vector<long_context_row> long_context(const model& llama, std::span<const int> tokens,
                                            const cache_settings& settings, const live_settings& live,
                                            int every, int chunk) {
-    std::vector<int> input{tokenizer::begin_of_text};
+    std::vector<int> input{llama.begin_of_text()};
     input.insert(input.end(), tokens.begin(), tokens.end() - 1);
 
     const scheme_choice full = parse_scheme("fp16", {.page_tokens = settings.page_tokens});
@@ -27,8 +26,8 @@ std::vector<long_context_row> long_context(const model& llama, std::span<const i
     for (int first = 0; first < count; first += step) {
         const auto piece = std::span<const int>(input).subspan(
             static_cast<std::size_t>(first), static_cast<std::size_t>(std::min(step, count - first)));
-        llama.logits(llama.forward(piece, first, *baseline, chunk, space), expected);
-        llama.logits(llama.forward(piece, first, *cache, chunk, space), got);
+        llama.logits(llama.forward(piece, first, *baseline, chunk, space), expected, space.workers);
+        llama.logits(llama.forward(piece, first, *cache, chunk, space), got, space.workers);
         for (Eigen::Index row = 0; row < got.rows(); ++row) {
             const distribution wanted(expected.row(row)), found(got.row(row));
             const int next = tokens[static_cast<std::size_t>(first + row)];

@@ -3,6 +3,8 @@
 #include "evaluate.hpp"
 #include "generate.hpp"
 #include "live_cache.hpp"
+#include "load_model.hpp"
+#include "load_tokenizer.hpp"
 #include "long_context.hpp"
 #include "progress.hpp"
 #include "report.hpp"
@@ -24,7 +26,7 @@ namespace {
 
 struct options {
     std::string model_path, tokenizer_path, input_path;
-    double rope_theta = 10000.0;
+    double rope_theta = 0.0;
     llama::cache_settings cache;
     std::string keys, values;  // one more scheme
 
@@ -72,10 +74,23 @@ llama::scheme_choice scheme_of(const options& chosen) {
     return llama::parse_scheme(has_pair(chosen) ? pair_of(chosen) : chosen.scheme, chosen.cache);
 }
 
-void run_generate(const options& chosen) {
-    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
-    const llama::tokenizer pieces(chosen.tokenizer_path);
+// The tokenizer of --tokenizer, or the one that comes with the model.
+llama::tokenizer tokenizer_of(const options& chosen, const llama::model& model) {
+    if (chosen.tokenizer_path.empty() && !llama::has_tokenizer(chosen.model_path)) {
+        throw std::invalid_argument(
+            "\"" + chosen.model_path +
+            "\" has no tokenizer: a text needs --tokenizer (a file of token ids ends in "
+            ".u16 or .u32)");
+    }
+    llama::tokenizer pieces =
+        llama::load_tokenizer(chosen.tokenizer_path.empty() ? chosen.model_path : chosen.tokenizer_path);
     llama::check_vocabulary(pieces, model.shape().vocab);
+    return pieces;
+}
+
+void run_generate(const options& chosen) {
+    const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
+    const llama::tokenizer pieces = tokenizer_of(chosen, model);
     const llama::scheme_choice scheme = scheme_of(chosen);
 
     llama::generation_result total;
@@ -101,15 +116,10 @@ void run_generate(const options& chosen) {
 }
 
 std::vector<int> read_input(const options& chosen, const std::string& path, const llama::model& model) {
-    if (path.ends_with(".u16")) {
+    if (path.ends_with(".u16") || path.ends_with(".u32")) {
         return llama::read_token_ids(path, model.shape().vocab);
     }
-    if (chosen.tokenizer_path.empty()) {
-        throw std::invalid_argument("a text needs --tokenizer (a file of token ids ends in .u16)");
-    }
-    const llama::tokenizer pieces(chosen.tokenizer_path);
-    llama::check_vocabulary(pieces, model.shape().vocab);
-    return llama::read_text(path, pieces);
+    return llama::read_text(path, tokenizer_of(chosen, model));
 }
 
 int window_of(const options& chosen, const llama::model& model) {
@@ -188,7 +198,7 @@ int chunk_of(const options& chosen, int window) {
 
 void run_evaluate(const options& chosen) {
     std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
-    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
     llama::evaluation_settings settings = chosen.evaluation;
     settings.window = window_of(chosen, model);
     settings.chunk = chunk_of(chosen, settings.window);
@@ -212,7 +222,7 @@ int run_chunks(const options& chosen) {
         throw std::invalid_argument("--chunks needs two sizes or more, to compare them");
     }
     std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
-    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
     llama::evaluation_settings settings = chosen.evaluation;
     settings.window = window_of(chosen, model);
     std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
@@ -245,7 +255,7 @@ int run_chunks(const options& chosen) {
 
 int run_slot(const options& chosen) {
     std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
-    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
     llama::slot_settings settings = chosen.slot;
     settings.chunk = chosen.chunk;
     settings.threads = chosen.evaluation.threads;
@@ -282,7 +292,7 @@ int run_slot(const options& chosen) {
 }
 
 void run_dump(const options& chosen) {
-    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta);
+    const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
     llama::dump_settings settings = chosen.dump;
     settings.window = window_of(chosen, model);
     const int written =
@@ -292,7 +302,7 @@ void run_dump(const options& chosen) {
 }
 
 void run_long_context(const options& chosen) {
-    const llama::model model(llama::load_checkpoint(chosen.model_path), chosen.rope_theta, chosen.tokens);
+    const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta), chosen.tokens);
     std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
     if (static_cast<std::size_t>(chosen.tokens) > tokens.size()) {
         throw std::invalid_argument("the input has only " + std::to_string(tokens.size()) + " tokens");
@@ -328,16 +338,24 @@ void add_live_options(CLI::App& command, options& chosen) {
 }
 
 void add_model_options(CLI::App& command, options& chosen) {
-    command.add_option("model", chosen.model_path, "llama2.c checkpoint (legacy format, fp32)")->required();
-    command.add_option("--rope-theta", chosen.rope_theta, "base of the rotary frequencies")
-        ->check(CLI::PositiveNumber)
+    command
+        .add_option("model", chosen.model_path,
+                    "GGUF file, folder with config.json and safetensors files, or llama2.c checkpoint")
+        ->required();
+    command
+        .add_option("--rope-theta", chosen.rope_theta,
+                    "base of the rotary frequencies, 0: as the model says, 10000 for a llama2.c checkpoint")
+        ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
 }
 
+constexpr const char* tokenizer_help =
+    "llama2.c tokenizer, tokenizer.json or GGUF file; default: the one that comes with the model";
+
 void add_input_options(CLI::App& command, options& chosen) {
-    command.add_option("input", chosen.input_path, "text, or 16-bit token ids in a file named *.u16")
+    command.add_option("input", chosen.input_path, "text, or token ids in a file named *.u16 or *.u32")
         ->required();
-    command.add_option("--tokenizer", chosen.tokenizer_path, "llama2.c tokenizer, for a text");
+    command.add_option("--tokenizer", chosen.tokenizer_path, tokenizer_help);
     command.add_option("--window", chosen.window, "tokens of a window, 0: the context or 512")
         ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
@@ -414,7 +432,7 @@ int main(int argc, char** argv) {
     CLI::App& generate = *app.add_subcommand("generate", "Continue a prompt.");
     add_model_options(generate, chosen);
     add_cache_options(generate, chosen);
-    generate.add_option("--tokenizer", chosen.tokenizer_path, "llama2.c tokenizer")->required();
+    generate.add_option("--tokenizer", chosen.tokenizer_path, tokenizer_help);
     generate.add_option("--scheme", chosen.scheme, "how the cache is quantized")->capture_default_str();
     add_pair_options(generate, chosen, "in place of --scheme");
     generate.add_option("--prompt", chosen.generation.prompt, "text to continue");
@@ -517,9 +535,9 @@ int main(int argc, char** argv) {
         "long-context", "Let one context outgrow its budget, and compare with a 16-bit cache on the way.");
     add_model_options(grow, chosen);
     add_cache_options(grow, chosen);
-    grow.add_option("input", chosen.input_path, "text, or 16-bit token ids in a file named *.u16")
+    grow.add_option("input", chosen.input_path, "text, or token ids in a file named *.u16 or *.u32")
         ->required();
-    grow.add_option("--tokenizer", chosen.tokenizer_path, "llama2.c tokenizer, for a text");
+    grow.add_option("--tokenizer", chosen.tokenizer_path, tokenizer_help);
     grow.add_option("--tokens", chosen.tokens, "tokens of the context; it may be longer than the model's own")
         ->check(CLI::Range(2, 1 << 20))
         ->required();

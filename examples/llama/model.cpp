@@ -9,43 +9,83 @@
 namespace llama {
 namespace {
 
-void norm(const kv_cache::const_rows& states, const row_view& weight, kv_cache::rows out) {
-    constexpr float epsilon = 1e-5F;
-    for (Eigen::Index row = 0; row < states.rows(); ++row) {
-        const float mean = states.row(row).squaredNorm() / static_cast<float>(states.cols());
-        out.row(row).array() = states.row(row).array() * weight.array() * (1.0F / std::sqrt(mean + epsilon));
+void norm(const kv_cache::const_rows& states, const row_vector& weight, float epsilon, kv_cache::rows out) {
+    for (Eigen::Index token = 0; token < states.rows(); ++token) {
+        const float mean = states.row(token).squaredNorm() / static_cast<float>(states.cols());
+        out.row(token).array() =
+            states.row(token).array() * weight.array() * (1.0F / std::sqrt(mean + epsilon));
+    }
+}
+
+// The norm of every head; no weight: none.
+void norm_heads(kv_cache::rows heads, const row_vector& weight, float epsilon) {
+    for (Eigen::Index first = 0; weight.size() > 0 && first < heads.cols(); first += weight.size()) {
+        auto head = heads.middleCols(first, weight.size());
+        norm(head, weight, epsilon, head);
+    }
+}
+
+void add_bias(kv_cache::rows out, const row_vector& bias) {
+    if (bias.size() > 0) {
+        out.rowwise() += bias;
+    }
+}
+
+// x times the activation of its gate.
+template <class Gate, class Up>
+void apply_gate(activation kind, Gate&& gate, const Up& up) {
+    auto g = gate.array();
+    if (kind == activation::silu) {
+        g *= up.array() / (1.0F + (-g).exp());  // SwiGLU
+    } else {
+        constexpr float root = 0.7978845608028654F;  // sqrt(2 / pi)
+        g *= 0.5F * up.array() * (1.0F + (root * (g + 0.044715F * g.cube())).tanh());
     }
 }
 
 }  // namespace
 
-model::model(checkpoint weights, double rope_theta, int positions) : weights_(std::move(weights)) {
-    const int pairs = shape().head_dim() / 2;
-    const int reach = positions > 0 ? positions : shape().context;
-    cos_.resize(reach, pairs);
-    sin_.resize(reach, pairs);
-    for (int pair = 0; pair < pairs; ++pair) {
-        const double frequency = std::pow(rope_theta, -static_cast<double>(pair) / pairs);
-        for (int position = 0; position < reach; ++position) {
-            cos_(position, pair) = static_cast<float>(std::cos(position * frequency));
-            sin_(position, pair) = static_cast<float>(std::sin(position * frequency));
+model::model(model_weights weights, int positions)
+    : weights_(std::move(weights)), positions_(positions > 0 ? positions : weights_.config.shape.context) {}
+
+void model::find_angles(int first_position, Eigen::Index count, activations& space) const {
+    const rotary_angles* const angles[2] = {&weights_.config.rotary, &weights_.config.window_rotary};
+    for (int kind = 0; kind < 2; ++kind) {
+        const auto pairs = static_cast<Eigen::Index>(angles[kind]->frequencies.size());
+        space.cosines[kind].resize(count, pairs);
+        space.sines[kind].resize(count, pairs);
+        for (Eigen::Index token = 0; token < count; ++token) {
+            for (Eigen::Index pair = 0; pair < pairs; ++pair) {
+                const double angle = static_cast<double>(first_position + token) *
+                                     angles[kind]->frequencies[static_cast<std::size_t>(pair)];
+                space.cosines[kind](token, pair) =
+                    static_cast<float>(angles[kind]->amplitude * std::cos(angle));
+                space.sines[kind](token, pair) =
+                    static_cast<float>(angles[kind]->amplitude * std::sin(angle));
+            }
         }
     }
 }
 
-// Channels 2i and 2i + 1 of a head are a point in the plane. It is rotated by an angle that grows with the
-// position.
-void model::rotate(kv_cache::rows heads, Eigen::Index first_position) const {
-    const Eigen::Index pairs = cos_.cols();
+// Two channels of a head are a point in the plane. It is rotated by an angle that grows with the position.
+void model::rotate(kv_cache::rows heads, Eigen::Index first_token, bool has_window,
+                   const activations& space) const {
+    const int kind = has_window && space.cosines[1].cols() > 0 ? 1 : 0;
+    const matrix &cosines = space.cosines[kind], &sines = space.sines[kind];
+    const Eigen::Index pairs = cosines.cols();
+    const bool interleaved = weights_.config.pairs == kvq::rotary_layout::interleaved;
+    const Eigen::Index step = interleaved ? 2 : 1, other = interleaved ? 1 : pairs;
     for (Eigen::Index token = 0; token < heads.rows(); ++token) {
-        const float* const cosine = &cos_(first_position + token, 0);
-        const float* const sine = &sin_(first_position + token, 0);
-        float* const row = &heads(token, 0);
-        for (float* head = row; head < row + heads.cols(); head += 2 * pairs) {
+        const float* const cosine = &cosines(first_token + token, 0);
+        const float* const sine = &sines(first_token + token, 0);
+        float* const begin = &heads(token, 0);
+        for (float* head = begin; head < begin + heads.cols(); head += 2 * pairs) {
             for (Eigen::Index pair = 0; pair < pairs; ++pair) {
-                const float x = head[2 * pair], y = head[2 * pair + 1];
-                head[2 * pair] = x * cosine[pair] - y * sine[pair];
-                head[2 * pair + 1] = x * sine[pair] + y * cosine[pair];
+                float& first = head[step * pair];
+                float& second = head[step * pair + other];
+                const float x = first, y = second;
+                first = x * cosine[pair] - y * sine[pair];
+                second = x * sine[pair] + y * cosine[pair];
             }
         }
     }
@@ -53,65 +93,93 @@ void model::rotate(kv_cache::rows heads, Eigen::Index first_position) const {
 
 const matrix& model::forward(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                              activations& space) const {
+    const model_config& config = weights_.config;
     const Eigen::Index count = static_cast<Eigen::Index>(tokens.size());
-    if (first_position + count > cos_.rows()) {
+    if (first_position + count > positions_) {
         throw std::runtime_error("position " + std::to_string(first_position + count - 1) +
-                                 " lies behind the context of " + std::to_string(cos_.rows()) + " tokens");
+                                 " lies behind the context of " + std::to_string(positions_) + " tokens");
     }
 
-    auto& [states, input, queries, keys, values, attention, gate, up, workers] = space;
-    for (matrix* const wide : {&states, &input, &queries, &attention}) {
-        wide->resize(count, shape().dim);
-    }
+    matrix &states = space.states, &input = space.input, &queries = space.queries, &keys = space.keys,
+           &values = space.values, &attention = space.attention, &output = space.output, &gate = space.gate,
+           &up = space.up;
+    kvq::thread_pool& workers = space.workers;
+    states.resize(count, shape().dim);
+    input.resize(count, shape().dim);
+    queries.resize(count, shape().query_dim());
+    attention.resize(count, shape().query_dim());
     keys.resize(count, shape().kv_dim());
     values.resize(count, shape().kv_dim());
     gate.resize(count, shape().hidden_dim);
     up.resize(count, shape().hidden_dim);
+    find_angles(first_position, count, space);
     for (Eigen::Index token = 0; token < count; ++token) {
-        states.row(token) = weights_.embedding.row(tokens[static_cast<std::size_t>(token)]);
+        weights_.embedding.read_rows(tokens[static_cast<std::size_t>(token)], 1, states.row(token).data());
+    }
+    if (config.embedding_scale != 1.0F) {
+        states *= config.embedding_scale;
     }
 
-    // Outside of attention tokens are independent: threads take blocks of them. Larger blocks are faster, and smaller blocks
-    // keep all threads busy; the blocks, and so the results, do not depend on the number of threads.
-    const Eigen::Index block = count < 1024 ? 128 : 256;
-    const auto for_each_block = [&](const auto& work) {
-        workers.parallel_for(static_cast<int>((count + block - 1) / block), [&](int index) {
-            const Eigen::Index first = index * block;
-            work(first, std::min(block, count - first));
+    const auto for_each_block = [&](const auto& work) { for_each_token_block(count, workers, work); };
+    const auto norm_states = [&](const row_vector& weight) {
+        for_each_block([&](Eigen::Index first, Eigen::Index n) {
+            norm(states.middleRows(first, n), weight, config.norm_epsilon, input.middleRows(first, n));
         });
+    };
+    // states += x Wᵀ + bias, or the norm of it.
+    const auto add_to_states = [&](const matrix& x, const linear& weights, const row_vector& bias,
+                                   const row_vector& output_norm) {
+        if (bias.size() == 0 && output_norm.size() == 0) {
+            weights.multiply_add(x, states, workers);
+            return;
+        }
+        output.resize(count, shape().dim);
+        weights.multiply(x, output, workers);
+        add_bias(output, bias);
+        if (output_norm.size() > 0) {
+            norm(output, output_norm, config.norm_epsilon, output);
+        }
+        states += output;
     };
 
     int layer = 0;
     for (const layer_weights& weights : weights_.layers) {
+        norm_states(weights.attention_norm);
+        weights.query.multiply(input, queries, workers);
+        weights.key.multiply(input, keys, workers);
+        weights.value.multiply(input, values, workers);
         for_each_block([&](Eigen::Index first, Eigen::Index n) {
-            auto x = input.middleRows(first, n), q = queries.middleRows(first, n),
-                 k = keys.middleRows(first, n);
-            norm(states.middleRows(first, n), weights.attention_norm, x);
-            q.noalias() = x * weights.query;
-            k.noalias() = x * weights.key;
-            values.middleRows(first, n).noalias() = x * weights.value;
-            rotate(q, first_position + first);
-            rotate(k, first_position + first);
+            auto q = queries.middleRows(first, n), k = keys.middleRows(first, n);
+            add_bias(q, weights.query_bias);
+            add_bias(k, weights.key_bias);
+            add_bias(values.middleRows(first, n), weights.value_bias);
+            norm_heads(q, weights.query_norm, config.norm_epsilon);
+            norm_heads(k, weights.key_norm, config.norm_epsilon);
+            const bool has_window = shape().window(layer) > 0;
+            rotate(q, first, has_window, space);
+            rotate(k, first, has_window, space);
+            if (config.query_scale != 1.0F) {
+                q *= config.query_scale;
+            }
         });
         for (Eigen::Index first = 0; first < count; first += chunk) {
             const Eigen::Index n = std::min<Eigen::Index>(chunk, count - first);
             cache.prefill(layer, keys.middleRows(first, n), values.middleRows(first, n),
                           queries.middleRows(first, n), attention.middleRows(first, n), workers);
         }
+        add_to_states(attention, weights.attention_output, weights.attention_output_bias,
+                      weights.attention_output_norm);
+        norm_states(weights.feed_forward_norm);
+        weights.gate.multiply(input, gate, workers);
+        weights.up.multiply(input, up, workers);
         for_each_block([&](Eigen::Index first, Eigen::Index n) {
-            auto x = input.middleRows(first, n), y = states.middleRows(first, n),
-                 g = gate.middleRows(first, n), u = up.middleRows(first, n);
-            y.noalias() += attention.middleRows(first, n) * weights.attention_output;
-            norm(y, weights.feed_forward_norm, x);
-            g.noalias() = x * weights.gate;
-            u.noalias() = x * weights.up;
-            g.array() *= u.array() / (1.0F + (-g.array()).exp());  // SwiGLU
-            y.noalias() += g * weights.down;
+            apply_gate(config.gate, gate.middleRows(first, n), up.middleRows(first, n));
         });
+        add_to_states(gate, weights.down, {}, weights.feed_forward_output_norm);
         ++layer;
     }
     cache.end_of_step();
-    norm(states, weights_.final_norm, input);
+    norm(states, weights_.final_norm, config.norm_epsilon, input);
     return input;
 }
 
@@ -131,7 +199,16 @@ matrix model::read(std::span<const int> tokens, int first_position, kv_cache& ca
 }
 
 void model::logits(const kv_cache::const_rows& states, matrix& out) const {
-    out.noalias() = states * weights_.classifier;
+    kvq::thread_pool alone(1);
+    logits(states, out, alone);
+}
+
+void model::logits(const kv_cache::const_rows& states, matrix& out, kvq::thread_pool& workers) const {
+    out.resize(states.rows(), shape().vocab);
+    weights_.logits.multiply(states, out, workers);
+    if (const float cap = weights_.config.logit_softcap; cap > 0.0F) {
+        out.array() = cap * (out.array() / cap).tanh();
+    }
 }
 
 }  // namespace llama

@@ -1,8 +1,8 @@
 // The Llama forward pass. It is const and keeps no state: earlier tokens are in the cache alone.
 #pragma once
 
-#include "checkpoint.hpp"
 #include "kv_cache.hpp"
+#include "weights.hpp"
 
 #include <span>
 
@@ -13,16 +13,19 @@ namespace llama {
 struct activations {
     explicit activations(int threads = 1) : workers(threads) {}
 
-    matrix states, input, queries, keys, values, attention, gate, up;
+    matrix states, input, queries, keys, values, attention, output, gate, up;
+    matrix cosines[2], sines[2];  // [tokens][head_dim / 2]: of all layers, and of those with a window
     kvq::thread_pool workers;
 };
 
 class model {
 public:
     // positions: longest text; 0: the context that the model was trained with.
-    explicit model(checkpoint weights, double rope_theta = 10000.0, int positions = 0);
+    explicit model(model_weights weights, int positions = 0);
 
-    const model_shape& shape() const { return weights_.shape; }
+    const model_shape& shape() const { return weights_.config.shape; }
+    // The token in front of every text that is judged.
+    int begin_of_text() const { return weights_.config.begin_of_text; }
 
     // Runs tokens at positions first_position, first_position + 1, ... and returns the normed states after
     // the last layer, [tokens][dim], a reference into `space`. The matrix products take all tokens at once; the cache takes
@@ -38,12 +41,15 @@ public:
 
     // out: [rows][vocab]
     void logits(const kv_cache::const_rows& states, matrix& out) const;
+    void logits(const kv_cache::const_rows& states, matrix& out, kvq::thread_pool& workers) const;
 
 private:
-    void rotate(kv_cache::rows heads, Eigen::Index first_position) const;
+    void find_angles(int first_position, Eigen::Index count, activations& space) const;
+    void rotate(kv_cache::rows heads, Eigen::Index first_token, bool has_window,
+                const activations& space) const;
 
-    checkpoint weights_;
-    matrix cos_, sin_;  // [positions][head_dim / 2]
+    model_weights weights_;
+    int positions_;
 };
 
 }  // namespace llama

@@ -31,7 +31,7 @@ public:
         for (recorded& of : layers_) {
             cut(of.keys, tokens, shape_.kv_dim());
             cut(of.values, tokens, shape_.kv_dim());
-            cut(of.queries, tokens, shape_.dim);
+            cut(of.queries, tokens, shape_.query_dim());
         }
     }
     std::size_t bytes() const override { return exact_.bytes(); }

@@ -21,7 +21,7 @@ public:
         layer_rows& rows_of = layers_[static_cast<std::size_t>(layer)];
         add(rows_of.keys, keys);
         add(rows_of.values, values);
-        attend(rows_of, queries, out, workers);
+        attend(rows_of, queries, out, shape_.window(layer), workers);
     }
 
     void trim(int tokens) override {
@@ -67,7 +67,7 @@ private:
     }
 
     // Attention for the queries of the last tokens.
-    void attend(const layer_rows& rows_of, const const_rows& queries, rows out,
+    void attend(const layer_rows& rows_of, const const_rows& queries, rows out, int window,
                 kvq::thread_pool& workers) const {
         constexpr Eigen::Index block = 64;  // queries at once: their scores fit the CPU cache
         const Eigen::Index head_dim = shape_.head_dim(), kv_dim = shape_.kv_dim();
@@ -87,10 +87,16 @@ private:
 
                 weights.noalias() =
                     queries.block(first, head * head_dim, count, head_dim) * keys.transpose() * scale;
+                if (const float cap = shape_.attention_softcap; cap > 0.0F) {
+                    weights.array() = cap * (weights.array() / cap).tanh();
+                }
                 for (Eigen::Index row = 0; row < count; ++row) {
-                    weights.row(row)
-                        .tail(count - 1 - row)
-                        .setConstant(-std::numeric_limits<float>::infinity());
+                    constexpr float hidden = -std::numeric_limits<float>::infinity();
+                    const Eigen::Index own_token = before + first + row;
+                    weights.row(row).tail(count - 1 - row).setConstant(hidden);
+                    if (window > 0 && own_token >= window) {
+                        weights.row(row).head(own_token + 1 - window).setConstant(hidden);
+                    }
                     auto own = weights.row(row).array();
                     own = (own - own.maxCoeff()).exp();
                     own /= own.sum();

@@ -2,7 +2,6 @@
 
 #include "divergence.hpp"
 #include "progress.hpp"
-#include "tokenizer.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -84,7 +83,7 @@ std::vector<slot_result> run_slot(const model& llama, std::span<const int> token
                                     " tokens and a turn of " + std::to_string(turn_tokens) +
                                     " do not fit into a context of " + std::to_string(llama.shape().context));
     }
-    std::vector<int> prompt{tokenizer::begin_of_text};
+    std::vector<int> prompt{llama.begin_of_text()};
     prompt.insert(prompt.end(), tokens.begin(), tokens.begin() + settings.prompt_tokens - 1);
     const auto judged = tokens.subspan(prompt_text, turn_tokens);
     const auto others = tokens.subspan(prompt_text + turn_tokens);

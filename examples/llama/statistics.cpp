@@ -1,7 +1,6 @@
 #include "statistics.hpp"
 
 #include "recording_cache.hpp"
-#include "tokenizer.hpp"
 
 #include <algorithm>
 #include <stdexcept>
@@ -22,7 +21,7 @@ kvq::calibration gather_statistics(const model& llama, std::span<const int> toke
     const std::size_t step = static_cast<std::size_t>(window - 1);
     for (std::size_t begin = 0; begin < tokens.size() && (begin == 0 || tokens.size() - begin >= fewest);
          begin += step) {
-        std::vector<int> input{tokenizer::begin_of_text};
+        std::vector<int> input{llama.begin_of_text()};
         const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
         input.insert(input.end(), text.begin(), text.end());
         recording_cache cache(shape);

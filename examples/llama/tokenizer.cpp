@@ -1,44 +1,13 @@
 #include "tokenizer.hpp"
 
-#include "read_file.hpp"
-
 #include <algorithm>
-#include <cstddef>
-#include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <queue>
 #include <stdexcept>
+#include <utility>
 
 namespace llama {
 namespace {
-
-constexpr int first_byte_piece = 3;  // after unknown, begin and end of text
-
-[[noreturn]] void refuse(const std::string& path, const std::string& reason) {
-    throw std::runtime_error("tokenizer \"" + path + "\": " + reason);
-}
-
-template <class T>
-T load(const std::string& bytes, std::size_t at) {
-    T value;
-    std::memcpy(&value, bytes.data() + at, sizeof value);
-    return value;
-}
-
-std::string hex_name(int byte) {
-    char name[8];
-    std::snprintf(name, sizeof name, "<0x%02X>", static_cast<unsigned>(byte));
-    return name;
-}
-
-// The character U+0000 to U+00FF in UTF-8.
-std::string utf8_character(int code_point) {
-    if (code_point < 0x80) {
-        return {static_cast<char>(code_point)};
-    }
-    return {static_cast<char>(0xC0 | (code_point >> 6)), static_cast<char>(0x80 | (code_point & 0x3F))};
-}
 
 std::size_t character_length(std::string_view text) {
     std::size_t length = 1;
@@ -48,119 +17,175 @@ std::size_t character_length(std::string_view text) {
     return length;
 }
 
+std::uint64_t pair_key(int left, int right) {
+    return static_cast<std::uint64_t>(static_cast<std::uint32_t>(left)) << 32 |
+           static_cast<std::uint32_t>(right);
+}
+
 }  // namespace
 
-tokenizer::tokenizer(const std::string& path) {
-    // File: longest piece as a 32-bit integer, then score (fp32), length (32-bit integer), bytes for each
-    // piece.
-    const std::string bytes = read_file("tokenizer", path);
-    if (bytes.size() < 4) {
-        refuse(path, "the file has " + std::to_string(bytes.size()) + " bytes, the header alone needs 4");
-    }
-    const auto longest = load<std::int32_t>(bytes, 0);
-    std::size_t at = 4;
-    while (at < bytes.size()) {
-        const std::size_t left = bytes.size() - at;
-        const std::string where =
-            "piece " + std::to_string(pieces_.size()) + " at byte " + std::to_string(at);
-        if (left < 8) {
-            refuse(path, where + " is cut: " + std::to_string(left) + " bytes are left");
+tokenizer::tokenizer(vocabulary words) : words_(std::move(words)) {
+    byte_ids_.fill(-1);
+    for (int id = 0; id < size(); ++id) {
+        const vocabulary::token& token = words_.tokens[static_cast<std::size_t>(id)];
+        if (token.kind == token_kind::normal || token.kind == token_kind::user_defined) {
+            ids_.emplace(token.text, id);
+        } else if (token.kind == token_kind::byte) {
+            byte_ids_[static_cast<unsigned char>(token.text[0])] = id;
+        } else if (token.kind == token_kind::unknown) {
+            unknown_ = id;
         }
-        const auto score = load<float>(bytes, at);
-        const auto length = load<std::int32_t>(bytes, at + 4);
-        if (length < 0 || length > longest) {
-            refuse(path, where + " is " + std::to_string(length) + " bytes long, the header allows 0 to " +
-                             std::to_string(longest));
-        }
-        if (left - 8 < static_cast<std::size_t>(length)) {
-            refuse(path, where + " is cut: " + std::to_string(left - 8) + " of " + std::to_string(length) +
-                             " bytes are left");
-        }
-        pieces_.push_back({bytes.substr(at + 8, static_cast<std::size_t>(length)), score});
-        at += 8 + static_cast<std::size_t>(length);
     }
-    find_byte_pieces();
-}
-
-// Three layouts are in use. Newer files name the byte pieces 3 to 258 "<0x00>" to "<0xFF>"; older ones have
-// the character with that code point there, so that bytes from 0x80 on take two bytes; byte-level vocabularies have
-// no such block: every byte is an ordinary piece.
-void tokenizer::find_byte_pieces() {
-    bool named = size() >= first_byte_piece + 256;
-    bool characters = named;
-    for (int byte = 0; byte < 256 && (named || characters); ++byte) {
-        const int id = first_byte_piece + byte;
-        const std::string& text = pieces_[static_cast<std::size_t>(id)].text;
-        named = named && text == hex_name(byte);
-        characters = characters && text == utf8_character(byte);
-    }
-    leading_space_ = named || characters;
-    first_plain_piece_ = first_byte_piece + (leading_space_ ? 256 : 0);
-
-    for (int id = first_plain_piece_; id < size(); ++id) {
-        ids_.emplace(pieces_[static_cast<std::size_t>(id)].text, id);
-    }
-    for (int byte = 0; byte < 256; ++byte) {
-        int& id = byte_ids_[static_cast<std::size_t>(byte)];
+    for (std::size_t byte = 0; byte < byte_ids_.size(); ++byte) {
         const char character = static_cast<char>(byte);
-        if (leading_space_) {
-            id = first_byte_piece + byte;
-            pieces_[static_cast<std::size_t>(id)].text.assign(1, character);
-        } else {
-            const auto found = ids_.find(std::string_view(&character, 1));
-            id = found != ids_.end() ? found->second : -1;
+        const auto found = ids_.find(std::string_view(&character, 1));
+        if (byte_ids_[byte] < 0 && found != ids_.end()) {
+            byte_ids_[byte] = found->second;
         }
+    }
+    float rank = 0.0F;
+    for (const vocabulary::merge& each : words_.merges) {
+        merges_.emplace(pair_key(each.left, each.right), pair_merge{rank, each.result});
+        rank += 1.0F;
+    }
+    const auto text_of = [&](const vocabulary::added_token& added) -> const std::string& {
+        return words_.tokens[static_cast<std::size_t>(added.id)].text;
+    };
+    for (const vocabulary::added_token& added : words_.added) {
+        if (!text_of(added).empty()) {
+            added_[static_cast<unsigned char>(text_of(added)[0])].push_back(added);
+        }
+    }
+    for (auto& list : added_) {
+        std::stable_sort(list.begin(), list.end(),
+                         [&](const auto& a, const auto& b) { return text_of(a).size() > text_of(b).size(); });
     }
 }
 
-// One piece per character, or its bytes if the vocabulary lacks it.
-std::vector<int> tokenizer::split(std::string_view text) const {
+// The longest added token at the begin of a text.
+const vocabulary::added_token* tokenizer::added_at(std::string_view text) const {
+    for (const vocabulary::added_token& added : added_[static_cast<unsigned char>(text[0])]) {
+        if (text.starts_with(words_.tokens[static_cast<std::size_t>(added.id)].text)) {
+            return &added;
+        }
+    }
+    return nullptr;
+}
+
+std::vector<int> tokenizer::encode(std::string_view text) const {
+    constexpr std::string_view white = " \t\n\r\f\v";
+    std::vector<int> ids;
+    std::size_t begin = 0;  // of the text that is not yet encoded
+    for (std::size_t at = 0; at < text.size();) {
+        const vocabulary::added_token* const added = added_at(text.substr(at));
+        if (added == nullptr) {
+            ++at;
+            continue;
+        }
+        std::string_view before = text.substr(begin, at - begin);
+        if (added->strip_left) {
+            before = before.substr(0, before.find_last_not_of(white) + 1);
+        }
+        encode_segment(before, begin == 0, ids);
+        ids.push_back(added->id);
+        at += words_.tokens[static_cast<std::size_t>(added->id)].text.size();
+        if (added->strip_right) {
+            at = std::min(text.find_first_not_of(white, at), text.size());
+        }
+        begin = at;
+    }
+    encode_segment(text.substr(begin), begin == 0, ids);
+    return ids;
+}
+
+// Text without added tokens.
+void tokenizer::encode_segment(std::string_view text, bool is_first, std::vector<int>& ids) const {
+    if (text.empty()) {
+        return;
+    }
+    std::string prepared(words_.leading_space && (is_first || !words_.only_first) ? " " : "");
+    prepared += words_.spaces_are_signs ? signs_to_spaces(text) : std::string(text);
+    if (words_.patterns.empty()) {
+        encode_part(prepared, ids);
+        return;
+    }
+    const decoded_text decoded = decode_utf8(prepared);
+    std::vector<text_part> parts{{0, decoded.code_points.size()}};
+    for (const text_pattern& pattern : words_.patterns) {
+        parts = split(decoded.code_points, parts, pattern);
+    }
+    for (const text_part& part : parts) {
+        const std::size_t begin = decoded.offsets[part.begin];
+        encode_part(std::string_view(prepared).substr(begin, decoded.offsets[part.end] - begin), ids);
+    }
+}
+
+std::vector<int> tokenizer::first_tokens(std::string_view text) const {
     std::vector<int> ids;
     while (!text.empty()) {
-        const std::string_view character = text.substr(0, character_length(text));
+        const std::string_view character =
+            text.substr(0, words_.begins_as_bytes ? 1 : character_length(text));
         text.remove_prefix(character.size());
         if (const auto found = ids_.find(character); found != ids_.end()) {
             ids.push_back(found->second);
             continue;
         }
         for (const char unit : character) {
-            const auto byte = static_cast<unsigned char>(unit);
-            if (byte_ids_[byte] < 0) {
-                throw std::runtime_error("the tokenizer has no piece for byte " + hex_name(byte));
+            const int id = byte_ids_[static_cast<unsigned char>(unit)];
+            if (id >= 0) {
+                ids.push_back(id);
+                continue;
             }
-            ids.push_back(byte_ids_[byte]);
+            if (unknown_ < 0) {
+                char name[8];
+                std::snprintf(name, sizeof name, "0x%02X",
+                              static_cast<unsigned>(static_cast<unsigned char>(unit)));
+                throw std::runtime_error(std::string("the tokenizer has no piece for byte ") + name);
+            }
+            ids.push_back(unknown_);  // once per character
+            break;
         }
     }
     return ids;
 }
 
-// The piece of two neighbours merged, or -1; fallback bytes do not merge.
-int tokenizer::merged(int left, int right) const {
-    if (leading_space_ && std::min(left, right) < first_plain_piece_) {
-        return -1;
+tokenizer::pair_merge tokenizer::merged(int left, int right) const {
+    if (!words_.merges_by_score) {
+        const auto found = merges_.find(pair_key(left, right));
+        return found != merges_.end() ? found->second : pair_merge{0.0F, -1};
     }
-    const std::string& head = pieces_[static_cast<std::size_t>(left)].text;
-    const auto found = ids_.find(head + pieces_[static_cast<std::size_t>(right)].text);
-    return found != ids_.end() ? found->second : -1;
+    const vocabulary::token& head = words_.tokens[static_cast<std::size_t>(left)];
+    const vocabulary::token& tail = words_.tokens[static_cast<std::size_t>(right)];
+    if (head.kind == token_kind::byte || tail.kind == token_kind::byte) {  // fallback bytes do not merge
+        return {0.0F, -1};
+    }
+    const auto found = ids_.find(head.text + tail.text);
+    return found != ids_.end()
+               ? pair_merge{-words_.tokens[static_cast<std::size_t>(found->second)].score, found->second}
+               : pair_merge{0.0F, -1};
 }
 
-std::vector<int> tokenizer::encode(std::string_view text) const {
+void tokenizer::encode_part(std::string_view text, std::vector<int>& ids) const {
     struct symbol {
         int id, previous, next;  // remaining neighbours; -1 and the size of the list mark the ends
     };
     struct pair {
-        float score;
+        float cost;
         int left, right, left_id, right_id, merged_id;
 
-        bool operator<(const pair& other) const {  // the best score first, then the leftmost
-            return score != other.score ? score < other.score : left > other.left;
+        bool operator<(const pair& other) const {  // the best pair first, then the leftmost
+            return cost != other.cost ? cost > other.cost : left > other.left;
         }
     };
 
+    if (words_.whole_parts) {
+        if (const auto found = ids_.find(text); found != ids_.end()) {
+            ids.push_back(found->second);
+            return;
+        }
+    }
     std::vector<symbol> symbols;
-    std::string padded(leading_space_ && !text.empty() ? " " : "");
-    padded += text;
-    for (const int id : split(padded)) {
+    for (const int id : first_tokens(text)) {
         const int index = static_cast<int>(symbols.size());
         symbols.push_back({id, index - 1, index + 1});
     }
@@ -174,8 +199,8 @@ std::vector<int> tokenizer::encode(std::string_view text) const {
         }
         const int left_id = symbols[static_cast<std::size_t>(left)].id;
         const int right_id = symbols[static_cast<std::size_t>(right)].id;
-        if (const int id = merged(left_id, right_id); id >= 0) {
-            pairs.push({pieces_[static_cast<std::size_t>(id)].score, left, right, left_id, right_id, id});
+        if (const pair_merge found = merged(left_id, right_id); found.result >= 0) {
+            pairs.push({found.cost, left, right, left_id, right_id, found.result});
         }
     };
     for (int index = 0; index < end; ++index) {
@@ -201,21 +226,26 @@ std::vector<int> tokenizer::encode(std::string_view text) const {
         consider(best.left);
     }
 
-    std::vector<int> ids;
     for (const symbol& each : symbols) {
         if (each.id != gone) {
             ids.push_back(each.id);
         }
     }
-    return ids;
 }
 
 std::string_view tokenizer::decode(int previous, int token) const {
-    std::string_view text = pieces_[static_cast<std::size_t>(token)].text;
-    if (leading_space_ && previous == begin_of_text && text.starts_with(' ')) {
+    if (token >= size()) {  // a model may have more tokens
+        return {};
+    }
+    std::string_view text = words_.tokens[static_cast<std::size_t>(token)].text;
+    if (words_.leading_space && previous == words_.begin_of_text && text.starts_with(' ')) {
         text.remove_prefix(1);
     }
     return text;
+}
+
+bool tokenizer::ends_text(int token) const {
+    return std::find(words_.ends.begin(), words_.ends.end(), token) != words_.ends.end();
 }
 
 }  // namespace llama

@@ -1,7 +1,10 @@
-// A llama2.c tokenizer file: pieces of text with scores; encode() merges the best pair until no pair is left.
+// Text to tokens and back: SentencePiece and byte-pair encoding, whose differences are fields of a vocabulary.
 #pragma once
 
+#include "vocabulary.hpp"
+
 #include <array>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -11,36 +14,40 @@ namespace llama {
 
 class tokenizer {
 public:
-    static constexpr int begin_of_text = 1, end_of_text = 2;
-
-    // Throws std::runtime_error when the file is truncated or a length in it is impossible.
-    explicit tokenizer(const std::string& path);
-    tokenizer(tokenizer&&) = default;  // no copies: the index refers to the pieces
+    explicit tokenizer(vocabulary words);
+    tokenizer(tokenizer&&) = default;  // no copies: the index refers to the tokens
     tokenizer& operator=(tokenizer&&) = default;
 
-    int size() const { return static_cast<int>(pieces_.size()); }
+    int size() const { return static_cast<int>(words_.tokens.size()); }
 
-    // Without the begin-of-text token.
+    // Without the begin-of-text token. Added tokens in the text ("<|im_start|>") are tokens.
     std::vector<int> encode(std::string_view text) const;
 
     // The bytes of one token; after begin-of-text, the space that encode() adds before a text is dropped.
     std::string_view decode(int previous, int token) const;
 
+    bool adds_begin_of_text() const { return words_.adds_begin_of_text; }
+    bool ends_text(int token) const;
+    bool may_be_padded() const { return words_.may_be_padded; }
+
 private:
-    struct piece {
-        std::string text;
-        float score;
+    struct pair_merge {
+        float cost;  // the lowest first
+        int result;  // -1: the two do not merge
     };
 
-    void find_byte_pieces();
-    std::vector<int> split(std::string_view text) const;
-    int merged(int left, int right) const;
+    void encode_segment(std::string_view text, bool is_first, std::vector<int>& ids) const;
+    void encode_part(std::string_view text, std::vector<int>& ids) const;
+    std::vector<int> first_tokens(std::string_view text) const;
+    pair_merge merged(int left, int right) const;
+    const vocabulary::added_token* added_at(std::string_view text) const;
 
-    std::vector<piece> pieces_;
-    std::unordered_map<std::string_view, int> ids_;
-    std::array<int, 256> byte_ids_{};  // the piece of a single byte, or -1
-    bool leading_space_ = false;       // SentencePiece style: a text begins with a space
-    int first_plain_piece_ = 0;        // after the special pieces and the block of bytes
+    vocabulary words_;
+    std::unordered_map<std::string_view, int> ids_;                // tokens that a text is made of
+    std::unordered_map<std::uint64_t, pair_merge> merges_;         // by left << 32 | right
+    std::array<int, 256> byte_ids_{};                              // the token of a single byte, or -1
+    std::array<std::vector<vocabulary::added_token>, 256> added_;  // by first byte, the longest first
+    int unknown_ = -1;
 };
 
 }  // namespace llama
