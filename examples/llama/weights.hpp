@@ -1,10 +1,10 @@
 // The weights of a model: matrices as they lie in a file, and products with them.
 #pragma once
 
+#include <kvq/core/thread_pool.hpp>
 #include "mapped_file.hpp"
 #include "model_config.hpp"
 #include "stored_type.hpp"
-#include <kvq/core/thread_pool.hpp>
 
 #include <algorithm>
 #include <memory>
