@@ -176,6 +176,17 @@ private:
     workspace* space_;
 };
 
+/// A sink of bytes of the caller.
+struct caller_sink {
+    kvq_write write;
+    void* user;
+
+    void operator()(const void* data, std::size_t bytes) const {
+        const std::int32_t result = write(user, data, bytes);
+        expect(result == 0, KVQ_ERROR_CALLBACK, "write returned ", result, " for ", bytes, " bytes");
+    }
+};
+
 /// The sequences of a list, all of this cache.
 std::vector<sequence*> sequences_of(kvq_sequence* const* list, std::int32_t count, const shared_cache& of);
 

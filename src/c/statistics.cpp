@@ -39,8 +39,7 @@ kvq_status kvq_statistics_save(const kvq_statistics* statistics, kvq_write write
     return guard([&] {
         const std::vector<std::byte> bytes = get(statistics, "statistics").sums.save();
         expect(write != nullptr, KVQ_ERROR_HANDLE, "write is NULL");
-        const std::int32_t result = write(user, bytes.data(), bytes.size());
-        expect(result == 0, KVQ_ERROR_CALLBACK, "write returned ", result, " for ", bytes.size(), " bytes");
+        caller_sink{write, user}(bytes.data(), bytes.size());
     });
 }
 

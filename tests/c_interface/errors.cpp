@@ -179,6 +179,7 @@ void refuses_bad_pointers(const char* name, kvq_status (*f)(P...), std::initiali
         std::tuple<P...> args(given...);
         std::get<I>(args) = bad;
         const kvq_status status = std::apply(f, args);
+        if (status == KVQ_ERROR_UNSUPPORTED) return;  // saving, without nlohmann-json
         INFO(name, ", parameter ", I, ": ", what, ", message: ", message());
         CHECK(status == KVQ_ERROR_HANDLE);
         CHECK(message().find(what) != std::string::npos);

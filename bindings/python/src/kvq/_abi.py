@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from ctypes import (CFUNCTYPE, POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_void_p)
-from typing import Any, Dict
+from typing import Any, Dict, List, Tuple
 
 from ._errors import ArgumentError
 
@@ -30,7 +30,7 @@ STORED, STORE_DUPLICATE, STORE_TOO_LARGE = 0, 1, 2
 RANGES = {c_int32: (-(2**31), 2**31 - 1), c_int64: (-(2**63), 2**63 - 1), c_size_t: (0, 2**64 - 1)}
 
 
-def in_range(of: type, value: Any, what: str) -> int:
+def in_range(of: Any, value: Any, what: str) -> int:
     """The value as an integer that fits a C type."""
     number = operator.index(value)
     low, high = RANGES[of]
@@ -43,7 +43,7 @@ class _Struct(ctypes.Structure):
     _ranged: Dict[str, type] = {}  # members that are checked, by name
 
     def __init_subclass__(cls) -> None:
-        cls._ranged = {name: of for name, of in cls._fields_ if of in RANGES}
+        cls._ranged = {name: of for name, of, *_ in cls._fields_ if of in RANGES}
 
     def __init__(self, **members: Any) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ _attend = POINTER(kvq_attend_options)
 _save = POINTER(kvq_save_options)
 
 # Arguments of the functions that return a status.
-FUNCTIONS = {
+FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_workspace_create": [POINTER(kvq_allocator), size, _out],
     "kvq_workspace_free": [handle],
     "kvq_workspace_reserve": [handle, size],
@@ -328,7 +328,7 @@ FUNCTIONS = {
 }
 
 # The others: result and arguments.
-TEXTS = {
+TEXTS: Dict[str, Tuple[Any, List[Any]]] = {
     "kvq_last_error": (c_char_p, []),
     "kvq_status_name": (c_char_p, [i32]),
     "kvq_version": (c_char_p, []),

@@ -158,7 +158,7 @@ class Cache(Handle):
         return self._batch(library.kvq_cache_prefill, _abi.kvq_prefill_request, layer, sequences, {"k": k, "v": v}, q, out,
                            mods, lse, threads, workspace)
 
-    def _batch(self, function: Callable, request: type, layer: int, sequences: List_[Sequence],
+    def _batch(self, function: Callable, request: Any, layer: int, sequences: List_[Sequence],
                inputs: Dict[str, List_[Tensor]], q: List_[Tensor], out: Optional[List_[Tensor]], mods: Any,
                lse: Optional[List_[Tensor]], threads: Optional[Threads], workspace: Optional[Workspace]) -> List[Tensor]:
         n = len(sequences)

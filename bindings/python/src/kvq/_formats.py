@@ -17,7 +17,7 @@ def role_of(role: str) -> int:
     return choice(_ROLES, role, "role")
 
 
-def from_c(of: type, c: ctypes.Structure, **others: Any) -> Any:
+def from_c(of: Any, c: ctypes.Structure, **others: Any) -> Any:
     """A dataclass from the members of a struct that have its names."""
     given = {f: getattr(c, f) for f in of.__dataclass_fields__ if f not in others}
     for f, value in given.items():

@@ -145,7 +145,7 @@ class Handle:
         raise TypeError(f"a {type(self).__name__} is not copied; a sequence has fork(), save() and to_bytes()")
 
 
-def handle_of(x: Any, of: type, name: str) -> int:
+def handle_of(x: Any, of: Any, name: str) -> int:
     """The handle of an argument."""
     if not isinstance(x, of):
         raise TypeError(f"{name} is a {type(x).__name__}, not a kvq.{of.__name__}")

@@ -77,7 +77,7 @@ class PrefixCache(Handle):
         match, found, out = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_void_p()
         library.kvq_prefix_cache_fetch(self, *integers(tokens, "tokens"), ctypes.byref(match), ctypes.byref(found),
                                        ctypes.byref(out))
-        return Sequence(self.cache, out.value), Match(_MATCHES[match.value], found.value)
+        return Sequence(self.cache, out.value or 0), Match(_MATCHES[match.value], found.value)
 
     def store(self, tokens: Iterable[int], sequence: Sequence) -> str:
         """Stores the sequence of these tokens, its first len(tokens), which does not change. Returns "stored", "duplicate" or

@@ -125,7 +125,7 @@ def integers(values: Iterable[int], name: str) -> Tuple[Any, int]:
     return (ctypes.c_int32 * len(held)).from_buffer(held) if held else (ctypes.c_int32 * 0)(), len(held)
 
 
-def floats(values: Iterable[float], of: type = ctypes.c_float) -> Any:
+def floats(values: Iterable[float], of: Any = ctypes.c_float) -> Any:
     """A list of float32 or double."""
     held = [float(v) for v in values]
     return (of * len(held))(*held)
@@ -138,4 +138,4 @@ def view(address: int, values: int) -> Any:
         import numpy
     except ImportError:
         return memoryview(memory).cast("B").cast("f")
-    return numpy.frombuffer(memory, dtype=numpy.float32)
+    return numpy.frombuffer(memoryview(memory), dtype=numpy.float32)

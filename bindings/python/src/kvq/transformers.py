@@ -66,7 +66,7 @@ class Layer(CacheLayerMixin):
             raise ArgumentError(f"kvq: a batch of {key_states.shape[0]} for a cache of {len(self.sequences)} sequences")
         self._waits = True
         key_states = key_states.view_as(key_states)  # an object of its own
-        key_states.kvq_layer = self
+        setattr(key_states, "kvq_layer", self)
         return key_states, value_states
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, mask: Optional[torch.Tensor],
@@ -95,6 +95,7 @@ class Layer(CacheLayerMixin):
                 return x[new[i]]
             return x if x.stride(-1) == 1 else x.contiguous()
 
+        assert self.pages is not None
         with torch.no_grad():
             outs = self.pages.prefill(
                 0, [self.sequences[i] for i in rows], [tokens(k, i) for i in rows], [tokens(v, i) for i in rows],
