@@ -67,11 +67,20 @@ std::string pair_of(const options& chosen) {
 }
 bool has_pair(const options& chosen) { return !chosen.keys.empty() || !chosen.values.empty(); }
 
+// Says where a page cannot hold what the scheme's name promises.
+llama::scheme_choice parse_aloud(const std::string& name, const llama::cache_settings& settings) {
+    llama::scheme_choice scheme = llama::parse_scheme(name, settings);
+    if (const std::string remark = llama::page_remark(scheme); !remark.empty()) {
+        std::fprintf(stderr, "kvq_llama: %s\n", remark.c_str());
+    }
+    return scheme;
+}
+
 llama::scheme_choice scheme_of(const options& chosen) {
     if (is_live(chosen)) {
         return llama::live_scheme(chosen.live, chosen.cache);
     }
-    return llama::parse_scheme(has_pair(chosen) ? pair_of(chosen) : chosen.scheme, chosen.cache);
+    return parse_aloud(has_pair(chosen) ? pair_of(chosen) : chosen.scheme, chosen.cache);
 }
 
 // The tokenizer of --tokenizer, or the one that comes with the model.
@@ -138,11 +147,11 @@ std::vector<llama::scheme_choice> schemes_of(const options& chosen) {
         llama::parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
     for (const std::string& name : chosen.schemes) {
         if (name != "fp16") {
-            schemes.push_back(llama::parse_scheme(name, chosen.cache));
+            schemes.push_back(parse_aloud(name, chosen.cache));
         }
     }
     if (has_pair(chosen)) {
-        schemes.push_back(llama::parse_scheme(pair_of(chosen), chosen.cache));
+        schemes.push_back(parse_aloud(pair_of(chosen), chosen.cache));
     }
     if (is_live(chosen)) {
         schemes.push_back(llama::live_scheme(chosen.live, chosen.cache));

@@ -17,7 +17,7 @@ struct live_settings;
 struct cache_settings {
     int sinks = 0;
     int recent = 0;
-    int page_tokens = 32;
+    int page_tokens = 128;  // as kvq::preset_options()
 };
 
 struct scheme_choice {
@@ -44,6 +44,9 @@ scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults
 
 // The same without suffixes.
 kvq::format_pair find_formats(std::string_view names);
+
+// What a page does to a scheme whose parameters belong to more tokens than a page holds, as a sentence; else "".
+std::string page_remark(const scheme_choice& scheme);
 
 std::string all_scheme_names();
 

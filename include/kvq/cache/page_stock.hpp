@@ -61,7 +61,7 @@ public:
     page_ref take(std::size_t bytes, int format, int tokens) noexcept {
         for (shelf& s : shelves_) {
             if (s.bytes != bytes || s.held == 0) continue;
-            page_ref p = std::move(pages_[static_cast<std::size_t>(s.first + --s.held)]);
+            page_ref p = std::move(pages_[s.place(--s.held)]);
             p->format = format;
             p->tokens = tokens;
             p->not_finite = 0;
@@ -74,7 +74,7 @@ public:
         if (!p || p.shared()) return;
         for (shelf& s : shelves_) {
             if (s.bytes != p->bytes || s.held == s.room) continue;
-            pages_[static_cast<std::size_t>(s.first + s.held++)] = std::move(p);
+            pages_[s.place(s.held++)] = std::move(p);
             return;
         }
     }
@@ -114,7 +114,7 @@ public:
         return bytes;
     }
     std::size_t list_bytes() const noexcept {
-        std::size_t bytes = shelves_.capacity() * sizeof(shelf) + tables_.capacity() * sizeof(tables_[0]) +
+        std::size_t bytes = shelves_.capacity() * sizeof(shelf) + tables_.capacity() * sizeof(std::pmr::vector<page_span>) +
                             (pages_.capacity() + filled.capacity() + quantized.capacity()) * sizeof(page_ref);
         for (const auto& table : tables_) bytes += table.capacity() * sizeof(page_span);
         return bytes;
@@ -125,6 +125,10 @@ private:
         std::size_t bytes;  // of data
         int stay = 0, back = 0, most_back = 0;
         int first = 0, held = 0, room = 0;  // places in pages_
+
+        std::size_t place(int i) const noexcept {
+            return static_cast<std::size_t>(first) + static_cast<std::size_t>(i);
+        }
     };
     shelf& shelf_of(std::size_t bytes) {
         for (shelf& s : shelves_)
