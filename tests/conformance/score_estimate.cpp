@@ -95,16 +95,14 @@ void check_scheme(const Scheme& scheme) {
 
 TEST_CASE_TEMPLATE("estimates bound the scores of keys with parameters of channels", Scheme,
                    kvq::affine<1 KVQ_COMMA kvq::per_channel<32>>,
-                   kvq::affine<4 KVQ_COMMA kvq::per_channel<64>>,
                    kvq::affine<3 KVQ_COMMA kvq::per_channel<7> KVQ_COMMA kvq::params<kvq::bfloat16>>,
-                   kvq::affine<8 KVQ_COMMA kvq::per_channel<0>>,
                    test::symmetric_scheme<4 KVQ_COMMA kvq::per_channel<32> KVQ_COMMA kvq::float16>,
-                   kvq::std4::keys, kvq::hi6::keys, kvq::low2::keys, kvq::mix4::keys, token_scaled,
+                   kvq::std4::keys, kvq::low2::keys, token_scaled,
                    kvq::hadamard<kvq::affine<4 KVQ_COMMA kvq::per_channel<32>>>) {
     check_scheme(Scheme{});
 }
 
-TEST_CASE_TEMPLATE("estimates of keys with a plan of widths", Scheme, kvq::low2::keys, kvq::mix4::keys) {
+TEST_CASE_TEMPLATE("estimates of keys with a plan of widths", Scheme, kvq::low2::keys) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -25,9 +25,7 @@
 #include "softmax_state.hpp"
 #include "tile_sessions.hpp"
 
-namespace kvq::inline KVQ_TAGGED {
-
-namespace detail {
+namespace kvq::inline KVQ_TAGGED::detail {
 
 /// Attention of one layer, ready to run its tasks.
 class attention {
@@ -58,7 +56,7 @@ public:
         const page_walk walk{nullptr, q_pos(at.first), q_pos(at.first + at.n - 1)};
         const int end = end_of(walk);
         for (int e = 0; e < end; e = larger(e + 1, end - 2)) {
-            const visible_page page = next_page(walk, e, walk.last_pos);
+            const visible_page page = next_page(walk, e, plan.tokens);
             if (page.index != e) continue;
             const layer_pages::entry entry = pages.at(e);
             score_page(rows, entry, entry, s);
@@ -95,7 +93,8 @@ public:
                 page_visibility::none)
                 ranks[e] = page_choice::hidden;
             else if (entry.keys->format == 0 || e == 0 || e >= last_two ||
-                     (mods.has_query_positions() && next_token > walk.first_pos))
+                     (mods.has_query_positions() && next_token > walk.first_pos &&
+                      entry.first_token <= walk.last_pos))
                 ranks[e] = page_choice::always;
             else
                 ranks[e] = rank_of(rows, entry, pages.at(smaller(e + 2, end - 1)), s);
@@ -596,5 +595,4 @@ private:
     }
 };
 
-}  // namespace detail
-}  // namespace kvq::inline KVQ_TAGGED
+}  // namespace kvq::inline KVQ_TAGGED::detail

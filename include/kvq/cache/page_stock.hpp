@@ -114,7 +114,8 @@ public:
         return bytes;
     }
     std::size_t list_bytes() const noexcept {
-        std::size_t bytes = shelves_.capacity() * sizeof(shelf) + tables_.capacity() * sizeof(std::pmr::vector<page_span>) +
+        std::size_t bytes = shelves_.capacity() * sizeof(shelf) +
+                            tables_.capacity() * sizeof(std::pmr::vector<page_span>) +
                             (pages_.capacity() + filled.capacity() + quantized.capacity()) * sizeof(page_ref);
         for (const auto& table : tables_) bytes += table.capacity() * sizeof(page_span);
         return bytes;

@@ -42,24 +42,22 @@ public:
                     const float* x, std::ptrdiff_t x_stride, int rows, int first, int end, float spread,
                     float* out, std::ptrdiff_t ahead, float* scratch) {
         const axes of = axes_of(scheme, shape);
+        // Prefetched in parts between the groups: a processor keeps few lines in flight.
         const std::size_t bytes = scheme.block_bytes(shape);
-        for (std::size_t at = parameters(scheme, shape); at < bytes; at += 64)
-            detail::prefetch(block + ahead + at);
+        const std::size_t part =
+            (bytes - parameters(scheme, shape)) / static_cast<std::size_t>(of.rows.groups()) + 64;
+        std::size_t next = parameters(scheme, shape);
         float* const scale = scratch;
         float* const bias = scale + padded(of.cols);
         float* const token_scale = bias + 2 * padded(of.cols);
-        constexpr bool has_token_scales = [] {
-            if constexpr (foldable<Scheme>)
-                return Scheme::fold(tensor::key).row_scale;
-            else
-                return false;
-        }();
         if constexpr (segmented<Scheme>)
             scheme.for_each_segment(shape, id, [&]<int Bits>(const code_segment& segment) {
                 std::fill_n(bias + padded(of.cols) + segment.first, segment.columns,
                             static_cast<float>((1 << Bits) - 1));
             });
         for (int rg = first / of.rows.group; rg * of.rows.group < end; ++rg) {
+            for (const std::size_t to = detail::smaller(next + part, bytes); next < to; next += 64)
+                detail::prefetch(block + ahead + next);
             load(scheme, shape, id, block, rg, scale, bias, bias + padded(of.cols));
             for (int i = 0; i < rows;) {
                 const int queries = next_query_block(rows - i);
@@ -70,10 +68,10 @@ public:
                     with_queries(queries, [&](auto n) {
                         sum_channels<decltype(n)::value>(scale + slot, bias + slot,
                                                          x + i * x_stride + cg * of.cols.group, x_stride,
-                                                         of.cols.group_size(cg), middle, half);
+                                                         of.cols.group_size(cg), spread, middle, half);
                     });
                     float least = 1.0f, most = 1.0f;
-                    if constexpr (has_token_scales) {
+                    if constexpr (has_token_scales()) {
                         scheme.template row_parameters<Backend>(shape, id, block, cg, token_scale,
                                                                 token_scale + padded(of.rows));
                         const int from = detail::larger(first, rg * of.rows.group),
@@ -133,6 +131,12 @@ private:
         else
             return 0.5f * static_cast<float>((1 << Scheme::code_bits) - 1);
     }
+    static constexpr bool has_token_scales() {
+        if constexpr (foldable<Scheme>)
+            return Scheme::fold(tensor::key).row_scale;
+        else
+            return false;
+    }
     static constexpr bool has_bias() {
         if constexpr (segmented<Scheme>)
             return true;
@@ -148,10 +152,10 @@ private:
             scheme.template col_parameters<Backend>(shape, id, block, row_group, scale, bias);
     }
 
-    /// Sums over the channels of a column group, for `Rows` vectors.
+    /// Sums over the channels of a column group, for `Rows` vectors. Without token scales `middle` is the estimate and `half` is 0.
     template <int Rows>
     static void sum_channels(const float* scale, const float* bias, const float* x, std::ptrdiff_t x_stride,
-                             int n, float* middle, float* half) {
+                             int n, float spread, float* middle, float* half) {
         floats m[Rows], h[Rows];
         for (int r = 0; r < Rows; ++r) m[r] = h[r] = lanes::splat_float(0.0f);
         const floats to_middle = lanes::splat_float(middle_code()),
@@ -173,14 +177,20 @@ private:
             }
         }
         for (int r = 0; r < Rows; ++r) {
-            middle[r] = lanes::sum(m[r]);
-            half[r] = lanes::sum(h[r]);
+            if constexpr (has_token_scales()) {
+                middle[r] = lanes::sum(m[r]);
+                half[r] = lanes::sum(h[r]);
+            } else {
+                middle[r] = lanes::sum(lanes::multiply_add(h[r], lanes::splat_float(spread), m[r]));
+                half[r] = 0.0f;
+            }
             for (int k = c; k < n; ++k) {
                 const float q = x[r * x_stride + k];
                 float at = scale[k] * middle_code();
                 if constexpr (has_bias()) at += bias[k];
                 middle[r] += q * at;
-                half[r] += (q < 0.0f ? -q : q) * scale[k] * half_codes();
+                (has_token_scales() ? half[r] : middle[r]) +=
+                    (has_token_scales() ? 1.0f : spread) * (q < 0.0f ? -q : q) * scale[k] * half_codes();
             }
         }
     }
