@@ -4,7 +4,7 @@
 #include <deque>
 #include <kvq/cache/page_list.hpp>
 #include <kvq/cache/requantize.hpp>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/quant/calibration.hpp>
 #include <memory>
 #include <memory_resource>
@@ -35,7 +35,8 @@ private:
 /// The threads of a caller, or of kvq. Errors of tasks do not cross the functions of the caller.
 class caller_executor {
 public:
-    explicit caller_executor(int threads) : own_(thread_executor(threads)), concurrency_(threads) {}
+    explicit caller_executor(int threads)
+        : own_(std::make_unique<thread_pool>(threads)), concurrency_(threads) {}
     explicit caller_executor(const kvq_executor_callbacks& callbacks)
         : callbacks_(callbacks), concurrency_(callbacks.concurrency) {}
 
@@ -63,7 +64,7 @@ public:
     }
 
 private:
-    std::optional<thread_executor> own_;
+    std::unique_ptr<thread_pool> own_;  // null: callbacks_
     kvq_executor_callbacks callbacks_{};
     int concurrency_;
 };

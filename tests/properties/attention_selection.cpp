@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
-#include <kvq/core/thread_executor.hpp>
+#include <kvq/core/thread_pool.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/messages.hpp"
@@ -28,8 +28,8 @@ attended attend(const kvq::sequence& s, const kvq::cache_shape& shape, int layer
     std::fill(out.values().begin(), out.values().end(), -1.0f);
     attended a{{}, std::vector<float>(static_cast<std::size_t>(qv.tokens * qv.heads), 77.0f)};
     kvq::workspace space;
-    s.attend(layer, qv, kvq::output_view(out.view()).with_lse(a.lse.data()), mods,
-             kvq::thread_executor(threads), space);
+    s.attend(layer, qv, kvq::output_view(out.view()).with_lse(a.lse.data()), mods, kvq::thread_pool(threads),
+             space);
     a.out = out.values();
     return a;
 }
@@ -479,7 +479,7 @@ TEST_CASE("batches: every request has the bits, the pages and the report that it
         if (i != 4) batch.back().mods = mods[i];
     }
     kvq::workspace space;
-    cache.attend(0, batch, kvq::causal{}, kvq::thread_executor(3), space);
+    cache.attend(0, batch, kvq::causal{}, kvq::thread_pool(3), space);
     for (std::size_t i = 0; i < 6; ++i) {
         const kvq::mods alone{kvq::selected_pages{selected[i].tokens, &pages_alone[i]},
                               kvq::skipped_values{0.01f, &values_alone[i]}};
@@ -509,7 +509,7 @@ TEST_CASE("the workspace is what it is said to be") {
         const int threads = random.between(1, 3);
         const auto check = [&](const kvq::mods_view& mods) {
             kvq::workspace space;
-            sequence.attend(0, q.view(), out.view(), mods, kvq::thread_executor(threads), space);
+            sequence.attend(0, q.view(), out.view(), mods, kvq::thread_pool(threads), space);
             CHECK(space.size() ==
                   cache.attention_workspace(tokens, 2 * shape.kv_heads, queries, threads, mods));
         };
