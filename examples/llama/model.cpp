@@ -185,7 +185,7 @@ const matrix& model::forward(std::span<const int> tokens, int first_position, kv
 
 matrix model::read(std::span<const int> tokens, int first_position, kv_cache& cache, int chunk,
                    activations& space) const {
-    constexpr int most = 2048;  // tokens: the activations between two layers take some 10 KB per token
+    constexpr int most = 2048;  // tokens: activations take 4 (6 dim + 2 hidden_dim) bytes per token
     const int piece = std::min(std::max(chunk, most / chunk * chunk), cache.step_tokens());
     const int count = static_cast<int>(tokens.size());
     matrix states(count, shape().dim);

@@ -36,6 +36,11 @@ tiny_model model_named(const std::string& name) {
         m.heads = 8;
         m.dim = 128;
         m.epsilon = 1e-6f;
+    } else if (name == "mistral") {
+        m.windows = {5, 5};
+    } else if (name == "gemma") {
+        m.gelu = m.tied = true;
+        m.embedding_scale = 16.0f;
     } else if (name == "gemma2") {
         m.output_norms = m.gelu = m.tied = true;
         m.attention_softcap = 3.0f;
@@ -112,7 +117,7 @@ TEST_CASE("every architecture has the logits of a textbook, from GGUF files and 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (const char* const name : {"llama", "qwen2", "qwen3", "gemma2", "gemma3"}) {
+    for (const char* const name : {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"}) {
         CAPTURE(name);
         tiny_model m = model_named(name);
         m.fill(random);
