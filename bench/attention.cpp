@@ -247,7 +247,7 @@ int main(int argc, char** argv) {
     CLI11_PARSE(app, argc, argv);
     if (select > 0 || skip > 0.0f || documents > 0 || masks) {
         const auto wanted = [&](const std::string& name) {
-            return only.empty() ? name == "kivi-4-g64" || (name == "std4" && select > 0)
+            return only.empty() ? name.starts_with("kivi-4-")
                                 : std::any_of(only.begin(), only.end(), [&](const std::string& part) {
                                       return name.find(part) != std::string::npos;
                                   });
@@ -259,6 +259,7 @@ int main(int argc, char** argv) {
         take("fp16", static_cast<const kvq::full<kvq::float16>*>(nullptr));
         take("affine-4-g64", static_cast<const kvq::affine<4, kvq::per_token<64>>*>(nullptr));
         take("kivi-4-g64", static_cast<const kvq::kivi<4, 64>*>(nullptr));
+        take("kivi-4-g128", static_cast<const kvq::kivi<4, 128>*>(nullptr));
         take("kivi-2-g64", static_cast<const kvq::kivi<2, 64>*>(nullptr));
         take("std4", static_cast<const kvq::std4*>(nullptr));
         take("low2", static_cast<const kvq::low2*>(nullptr));

@@ -8,8 +8,8 @@
 // Keys of --select have structure, as those of text have: the tokens are cut into segments of 96, which do not lie at the limits of pages; the
 // keys of a segment share a random vector, and each adds noise of the same size. Queries of a kv head point to 8 segments, every query head to
 // 2 of them. The first 4 tokens take about half of the weights, as attention sinks do, with small values; of 131072 tokens, those outside
-// of sinks and the two segments have less than a hundredth of the weights together. Values are normal. The first 4 tokens and the
-// last 128 are in 16 bit.
+// of sinks and the two segments have a few hundredths of the weights together. Values are normal. The first 4 tokens and the
+// last 128 are in 16 bit; the other tables have no window.
 #pragma once
 
 #include <algorithm>
@@ -38,14 +38,14 @@ public:
     using fill_function = std::function<void(int first, int n, std::vector<float>& k, std::vector<float>& v)>;
 
     part_cache(const kvq::format_pair& formats, const part_settings& s, int tokens, int q_tokens,
-               std::vector<float> q, const fill_function& fill)
+               std::vector<float> q, const fill_function& fill, int sinks = 0, int recent = 0)
         : settings_(s),
           q_tokens_(q_tokens),
           memory_(static_cast<std::size_t>(tokens) * values() * 6 + (64u << 20), &huge_),
           cache_({1, s.kv_heads, s.head_dim}, {.keys = formats.keys,
                                                .values = formats.values,
-                                               .sinks = 4,
-                                               .recent = 128,
+                                               .sinks = sinks,
+                                               .recent = recent,
                                                .page_tokens = s.page_tokens,
                                                .rotary = {rotary(s)},
                                                .memory = &memory_}),
@@ -165,8 +165,9 @@ inline void bench_select(const named_formats& formats, const part_settings& s,
     for (const int tokens : lengths)
         for (const auto& [name, pair] : formats) {
             const segmented_tokens data(s, tokens);
-            part_cache cache(pair, s, tokens, 1, data.queries(),
-                             [&](int first, int n, auto& k, auto& v) { data.fill(first, n, k, v); });
+            part_cache cache(
+                pair, s, tokens, 1, data.queries(),
+                [&](int first, int n, auto& k, auto& v) { data.fill(first, n, k, v); }, 4, 128);
             const kvq::selected_pages best{.tokens = std::max(1, select)};
             const kvq::skipped_values skipped{.mass = mass};
             const kvq::mods both{best, skipped};

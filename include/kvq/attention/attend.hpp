@@ -85,19 +85,17 @@ public:
         }
         float* const ranks = choice.ranks_of(at.head, at.first);
         for (; e < end; ++e) {
-            // Headers lie far apart, and the parameters of other heads drive them out of the cache.
-            prefetch(pages.at(smaller(e + 4, end - 1)).keys);
             const layer_pages::entry entry = pages.at(e);
             const int next_token = entry.first_token + entry.tokens;
             if (mods.page(walk.first_pos, walk.last_pos, entry.first_token, next_token) ==
                 page_visibility::none)
                 ranks[e] = page_choice::hidden;
-            else if (entry.keys->format == 0 || e == 0 || e >= last_two ||
+            else if (choice.formats[e] == 0 || e == 0 || e >= last_two ||
                      (mods.has_query_positions() && next_token > walk.first_pos &&
                       entry.first_token <= walk.last_pos))
                 ranks[e] = page_choice::always;
             else
-                ranks[e] = rank_of(rows, entry, pages.at(smaller(e + 2, end - 1)), s);
+                ranks[e] = rank_of(rows, e, pages.at(smaller(e + 4, end - 1)), s);
         }
     }
 
@@ -430,8 +428,8 @@ private:
     }
 
     /// The rank of a page. Masks are left out of it, score modifiers see the last key of the page.
-    float rank_of(const row_block& rows, const layer_pages::entry& entry, const layer_pages::entry& next,
-                  const scratch& s) const {
+    float rank_of(const row_block& rows, int e, const layer_pages::entry& next, const scratch& s) const {
+        const layer_pages::entry entry = pages.at(e);
         const page& p = *entry.keys;
         float score[most_query_rows], max[most_query_rows], sum[most_query_rows], factor[most_query_rows];
         if (ranks_by_scores) {
@@ -441,12 +439,14 @@ private:
             softmax(s, rows.n, entry.tokens, max, sum, factor);
             for (int i = 0; i < rows.n; ++i) score[i] = max[i] + std::log2(sum[i]);
         } else {
-            const block_shape shape = key_shape(p);
-            const bound_product product = product_of(keys, p.format, shape, rows, s.key_spaces);
+            // Quantized pages have page_tokens tokens; their headers are not read here.
+            const int format = choice.formats[e];
+            const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
+            const bound_product product = product_of(keys, format, shape, rows, s.key_spaces);
             product.functions.estimate_scores(
-                keys[p.format].scheme(), shape, {layer, rows.head},
+                keys[format].scheme(), shape, {layer, rows.head},
                 p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head),
-                queries_for(rows, entry.shift, p.format, s), plan.dim, rows.n, entry.skip,
+                queries_for(rows, entry.shift, format, s), plan.dim, rows.n, entry.skip,
                 entry.skip + entry.tokens, page_choice::spread, score, distance(p, *next.keys), s.estimate);
             if (mods.changes_scores())
                 for (int i = 0; i < rows.n; ++i) {

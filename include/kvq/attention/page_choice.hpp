@@ -30,6 +30,7 @@ struct page_choice {
     int blocks = 0, rows = 0, block_rows = 0;
     float* ranks = nullptr;      // [kv_heads][row_blocks][stride]
     int* order = nullptr;        // the same shape
+    int* formats = nullptr;      // [count]: of the pages of keys
     float* floors = nullptr;     // [kv_heads][rows]
     float* left = nullptr;       // [kv_heads][rows]
     int (*counts)[2] = nullptr;  // [tasks]: value pages seen, skipped
@@ -52,6 +53,8 @@ struct page_choice {
             ranks = c.floats(lists * static_cast<std::size_t>(stride));
             order = reinterpret_cast<int*>(c.take(lists * static_cast<std::size_t>(stride) * sizeof(int)));
         }
+        if (selection)
+            formats = reinterpret_cast<int*>(c.take(static_cast<std::size_t>(stride) * sizeof(int)));
         if (selection || mods.skipping()) floors = c.floats(all_rows);
         if (mods.skipping()) {
             skipping = mods.skipping();
@@ -73,6 +76,14 @@ struct page_choice {
     }
     static bool chosen(float rank) noexcept { return rank > 0.0f; }
 
+    /// Reads the formats of all pages. Page headers lie far apart: every kv head would wait for each of them again.
+    void read_formats(const layer_pages& pages) const noexcept {
+        constexpr int early = 16;
+        for (int e = 0; e < count; ++e) {
+            prefetch(pages.at(smaller(e + early, count - 1)).keys);
+            formats[e] = pages.at(e).keys->format;
+        }
+    }
     const float* floors_of(int head, int first_row) const noexcept {
         return floors + head * rows + first_row;
     }
