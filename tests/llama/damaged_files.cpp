@@ -78,7 +78,7 @@ tiny_model small_model() {
     return m;
 }
 
-constexpr int rounds = 1500;
+constexpr int rounds = 700;
 
 }  // namespace
 
