@@ -52,7 +52,7 @@ public:
           sequence_(cache_.new_sequence()),
           q_(std::move(q)),
           out_(q_.size()),
-          threads_(make_pool(s.threads)) {
+          threads_(s.threads) {
         const int step = 1024;
         for (int done = 0; done < tokens; done += step) {
             const int n = std::min(step, tokens - done);
@@ -91,7 +91,7 @@ private:
     kvq::cache cache_;
     kvq::sequence sequence_;
     std::vector<float> q_, out_;
-    pool threads_;
+    kvq::thread_pool threads_;
     kvq::workspace space_;
 };
 
