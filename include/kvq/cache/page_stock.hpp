@@ -1,6 +1,6 @@
 // Memory that a sequence holds for its next step (cache::reserve): pages, tables of spans, the lists of a chunk.
 //
-//   shelf   pages of one size, as many as a step over all layers holds at a time, whatever the order of the layers:
+//   shelf   pages of one size, as many as a step over all layers holds at a time, in any order of the layers:
 //           the sum over layers of what stays, and the most that one layer gives back at its end
 //
 // Contract: what a step takes, it takes from here first, and what it gives back it gives back here, until every layer has done its

@@ -109,7 +109,7 @@ public:
     }
 
 private:
-    /// Runs a task that nobody has taken; false if there is none.
+    /// Runs a task that no thread has taken; false if there is none.
     bool take() noexcept {
         std::uint64_t left = left_.load(std::memory_order_acquire);
         while (static_cast<std::uint32_t>(left) != 0) {
@@ -126,7 +126,7 @@ private:
         return false;
     }
 
-    // Number of the list, and below it the number of its tasks that nobody has taken.
+    // Number of the list, and below it the number of its tasks that no thread has taken.
     alignas(64) std::atomic<std::uint64_t> left_{0};
     std::atomic<const void*> of_{nullptr};
     std::atomic<void (*)(const void*, int)> call_{nullptr};

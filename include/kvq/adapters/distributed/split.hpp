@@ -39,7 +39,7 @@ inline long long check_weights(std::span<const int> weights) {
         expect(weights[i] >= 0, "rank ", i, " has weight ", weights[i], ", which is negative");
         sum += weights[i];
     }
-    expect(sum > 0, "no one of ", weights.size(), " ranks has a weight above zero");
+    expect(sum > 0, "none of ", weights.size(), " ranks has a weight above zero");
     expect(sum <= (std::numeric_limits<int>::max)(), "the weights of ", weights.size(), " ranks add up to ",
            sum, ", more than ", (std::numeric_limits<int>::max)());
     return sum;
