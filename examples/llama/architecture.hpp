@@ -39,7 +39,7 @@ struct tensor_names {
 using refusal = std::function<void(const std::string& reason)>;
 
 // Sets what follows from the architecture alone, from shape and `window` (tokens, 0: none). all_layers: the window is one of
-// every layer, whatever the architecture says.
+// every layer, also for an architecture in which only some layers have one.
 void apply_architecture(const architecture& kind, int window, model_config& config);
 
 // Builds a model. config.shape.vocab is that of the embedding. Refuses tensors that are missing, have other sizes, are of a type that is

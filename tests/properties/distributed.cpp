@@ -178,7 +178,7 @@ TEST_CASE("split() gives every index to one rank, in proportion") {
     }
     CHECK(test::contains(test::message_of([] { kvq::split(3, weights{0, 0}); }), "above zero"));
     CHECK(test::contains(test::message_of([] { kvq::split(3, weights{2, -1}); }), "negative"));
-    CHECK(test::contains(test::message_of([] { kvq::split(3, weights{}); }), "no one of 0"));
+    CHECK(test::contains(test::message_of([] { kvq::split(3, weights{}); }), "none of 0"));
     CHECK(test::contains(test::message_of([] { kvq::split(-3, weights{1}); }), "-3"));
 }
 
