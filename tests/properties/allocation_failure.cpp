@@ -12,28 +12,7 @@ using test::append;
 using test::attention_bits;
 using test::contents;
 
-namespace {
-
-/// Runs `operation` with allocation number 0, 1, 2, ... failing until it gets through; after each failure `unchanged`.
-template <class Operation, class Unchanged>
-int fail_everywhere(test::counting_resource& memory, Operation operation, Unchanged unchanged) {
-    for (int i = 0;; ++i) {
-        REQUIRE(i < 10000);
-        memory.arm(i);
-        bool failed = false;
-        try {
-            operation();
-        } catch (const std::bad_alloc&) {
-            failed = true;
-        }
-        memory.arm(test::counting_resource::never);
-        if (!failed) return i;
-        INFO("allocation ", i);
-        unchanged();
-    }
-}
-
-}  // namespace
+namespace {}  // namespace
 
 TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was when memory runs out", C,
                    KVQ_TEST_FEW_CACHES) {
@@ -71,7 +50,7 @@ TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was whe
                         // Layers that are done differ from `before`; look at this one alone.
                         auto layer_before = contents(cache, sequence);
                         const auto layer_in_use = cache.bytes_in_use();
-                        fail_everywhere(
+                        test::fail_everywhere(
                             memory, [&] { sequence.append(layer, s.k.slice(held, n), s.v.slice(held, n)); },
                             [&] {
                                 REQUIRE(cache.bytes_in_use() == layer_in_use);
@@ -83,22 +62,22 @@ TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was whe
                     append(twin, shape.layers, s, held, n);
                 } else if (what == 2) {
                     const int n = random.between(0, held);
-                    fail_everywhere(
+                    test::fail_everywhere(
                         memory, [&] { sequence.trim(n); }, unchanged);
                     twin.trim(n);
                 } else {
                     const std::size_t bytes = memory.bytes();
-                    fail_everywhere(
+                    test::fail_everywhere(
                         memory, [&] { auto copy = sequence.fork(); },
                         [&] {
                             REQUIRE(memory.bytes() == bytes);
                             unchanged();
                         });
-                    fail_everywhere(
+                    test::fail_everywhere(
                         memory, [&] { attention_bits(cache, sequence); }, unchanged);
-                    fail_everywhere(
+                    test::fail_everywhere(
                         memory, [&] { (void)cache.new_sequence(); }, unchanged);
-                    fail_everywhere(
+                    test::fail_everywhere(
                         memory, [&] { test::dequantized(sequence, shape, 0, kvq::tensor::key); }, unchanged);
                 }
                 // After all these failures it holds what one without failures holds.
@@ -143,17 +122,17 @@ TEST_CASE("requantizing and stepping down: pages done stay done, the others stay
             const auto all = [&](auto& x) { cache.requantize(x, request); };
             {
                 const auto before = contents(cache, sequence), after = lowered(step);
-                fail_everywhere(
+                test::fail_everywhere(
                     memory, [&] { step(sequence); }, [&] { either(before, after); });
                 REQUIRE(contents(cache, sequence) == after);
             }
             {
                 const auto before = contents(cache, sequence), after = lowered(all);
-                fail_everywhere(
+                test::fail_everywhere(
                     memory, [&] { all(sequence); }, [&] { either(before, after); });
                 REQUIRE(contents(cache, sequence) == after);
             }
-            fail_everywhere(
+            test::fail_everywhere(
                 memory, [&] { (void)kvq::usage_rows(sequence); }, [] {});
         }
         CHECK(memory.bytes() == 0);

@@ -24,25 +24,6 @@ struct no_memory {
     ~no_memory() { memory.fail_every(0); }
 };
 
-/// Runs `operation` with allocation number 0, 1, 2, ... failing until it gets through; after each failure `unchanged`.
-template <class Operation, class Unchanged>
-int fail_everywhere(test::counting_resource& memory, Operation operation, Unchanged unchanged) {
-    for (int i = 0;; ++i) {
-        REQUIRE(i < 10000);
-        memory.arm(i);
-        bool failed = false;
-        try {
-            operation();
-        } catch (const std::bad_alloc&) {
-            failed = true;
-        }
-        memory.arm(test::counting_resource::never);
-        if (!failed) return i;
-        INFO("allocation ", i);
-        unchanged();
-    }
-}
-
 /// Texts of several sequences of one cache.
 template <class C>
 struct engine {
@@ -193,7 +174,7 @@ TEST_CASE_TEMPLATE("after reserve() a step over all layers takes no memory: any 
                     }
                 };
                 if (random.one_in(8)) {
-                    fail_everywhere(memory, reserve, as_before);
+                    test::fail_everywhere(memory, reserve, as_before);
                     for (auto& sequence : held) sequence.release_reserved();
                     as_before();
                 }
@@ -302,6 +283,34 @@ TEST_CASE("a ring reserves its steps") {
             REQUIRE(ring.held().usage().reserved == 0);
         }
     }
+}
+
+TEST_CASE("a reserved step has room for selected pages and skipped values, also behind cuts") {
+    test::counting_resource memory;
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 32};
+    test::kivi_cache cache(shape, {.recent = 16, .page_tokens = 32, .rollback = 0, .memory = &memory});
+    const test::stream s(random, shape, longest);
+    auto sequence = cache.new_sequence();
+    append(sequence, 2, s, 0, 200);
+    for (const int cut : {150, 100, 70}) {  // pages that are partly visible: more pages than the length needs
+        sequence.trim(cut);
+        append(sequence, 2, s, cut, 100);
+    }
+    const int n = 3, before = sequence.tokens();
+    test::tensor<float> q(n, 4, 32), out(n, 4, 32);
+    q.values() = random.normals(q.values().size());
+    const kvq::mods mods{kvq::selected_pages{.tokens = 64}, kvq::skipped_values{.mass = 1e-2f}};
+    kvq::workspace space(&memory);
+    const kvq::step_request one{&sequence, n, n};
+    cache.reserve(std::span(&one, 1), 4, 1, space, mods);
+    {
+        const no_memory none(memory);
+        for (int layer = 0; layer < 2; ++layer)
+            sequence.prefill(layer, s.k.slice(before, n), s.v.slice(before, n), q.view(), out.view(), mods,
+                             kvq::serial_executor{}, space);
+    }
+    CHECK(sequence.tokens() == before + n);
 }
 
 TEST_CASE("a reservation that is given back, replaced or dropped with its sequence leaves nothing") {

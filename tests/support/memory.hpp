@@ -2,6 +2,8 @@
 // Memory resources that count, and that fail when told to.
 #pragma once
 
+#include <doctest/doctest.h>
+
 #include <atomic>
 #include <cstddef>
 #include <limits>
@@ -50,5 +52,24 @@ private:
     std::atomic<std::size_t> bytes_{0}, blocks_{0}, peak_{0};
     std::atomic<int> allocations_{0}, fail_at_{never}, fail_every_{0};
 };
+
+/// Runs `operation` with allocation number 0, 1, 2, ... failing until it gets through; after each failure `unchanged`.
+template <class Operation, class Unchanged>
+int fail_everywhere(counting_resource& memory, Operation operation, Unchanged unchanged) {
+    for (int i = 0;; ++i) {
+        REQUIRE(i < 10000);
+        memory.arm(i);
+        bool failed = false;
+        try {
+            operation();
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
+        memory.arm(counting_resource::never);
+        if (!failed) return i;
+        INFO("allocation ", i);
+        unchanged();
+    }
+}
 
 }  // namespace test
