@@ -263,6 +263,15 @@ template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
     return cudaSuccess;
 }
+struct cudaFuncAttributes {
+    std::size_t sharedSizeBytes;
+};
+/// No kernel has shared memory of its own.
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+    *attributes = {};
+    return cudaSuccess;
+}
 template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, std::size_t) {
     *blocks = 1;

@@ -155,6 +155,18 @@ inline uint2 load_shared_8(std::uint32_t at) { return read_shared<uint2>(at); }
 inline std::uint32_t load_shared_4(std::uint32_t at) { return read_shared<std::uint32_t>(at); }
 inline std::uint32_t load_shared_2(std::uint32_t at) { return read_shared<std::uint16_t>(at); }
 inline void store_shared_16(std::uint32_t at, const float4& v) { write_shared(at, v); }
+template <class T>
+std::uint32_t fetch_word(const T* from) {
+    return *from;
+}
+inline uint4 load_matrices(std::uint32_t at) {
+    const int lane = emulated::thread->lane;
+    const auto words = emulated::exchange(emulated::meeting::product, at, 0u, 0u, 0u, 0u, 0u);
+    const auto word = [&](int matrix) {
+        return load_shared_4(words[8 * matrix + lane / 4][0] + 4u * static_cast<std::uint32_t>(lane % 4));
+    };
+    return {word(0), word(1), word(2), word(3)};
+}
 inline void store_word(std::uint32_t at, std::uint32_t word) { write_shared(at, word); }
 inline void store_words(std::uint32_t at, std::uint32_t a, std::uint32_t b) { write_shared(at, uint2{a, b}); }
 inline void store_half_word(std::uint32_t at, std::uint16_t half) { write_shared(at, half); }

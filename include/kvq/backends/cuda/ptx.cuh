@@ -199,6 +199,14 @@ __device__ __forceinline__ void store_shared_16(std::uint32_t at, const float4& 
     asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
                  : "memory");
 }
+/// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and gets word i % 4 of row i / 4 of each.
+__device__ __forceinline__ uint4 load_matrices(std::uint32_t at) {
+    uint4 v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(at));
+    return v;
+}
 __device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(word) : "memory");
 }
@@ -208,6 +216,23 @@ __device__ __forceinline__ void store_words(std::uint32_t at, std::uint32_t a, s
 }
 __device__ __forceinline__ void store_half_word(std::uint32_t at, std::uint16_t half) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(half) : "memory");
+}
+
+/// Words of pages, asked for here and nowhere later: the compiler would move loads to where their result is needed.
+__device__ __forceinline__ std::uint32_t fetch_word(const std::uint32_t* from) {
+    std::uint32_t v;
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ std::uint32_t fetch_word(const std::uint16_t* from) {
+    std::uint16_t v;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(v) : "l"(from));
+    return v;
+}
+__device__ __forceinline__ std::uint32_t fetch_word(const std::uint8_t* from) {
+    std::uint32_t v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
 }
 
 /// Words that other thread blocks read or have written in the same launch, without any order among them.

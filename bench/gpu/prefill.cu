@@ -1,0 +1,268 @@
+// A prompt's attention: chunks of new tokens over a long context in one format.
+//
+//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 3: the rows of one format
+//
+// 32 query heads, 8 kv heads, head_dim 128, one sequence, fp16 tensors. 4 sinks and a recent window of 128 tokens in 16 bit, everything else
+// quantized; new tokens in 16 bit, causal among each other. Baseline: torch's scaled_dot_product_attention (cuDNN) on 16-bit keys and values
+// of all tokens (torch_prefill.py), the same number of products. Error: of some rows, against double on the dequantized values.
+#include <kvq/backends/cuda/pages.cuh>
+#include <kvq/backends/cuda/prefill.cuh>
+#include <kvq/schemes/presets.hpp>
+
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <numeric>
+#include <random>
+#include <string>
+
+#include "timing.cuh"
+
+namespace {
+
+using namespace kvq;
+
+constexpr int heads = 8, q_heads = 32, dim = 128, page_tokens = 64, sinks = 4, recent = 128;
+
+float16* random_numbers(std::size_t n) {
+    float16* numbers = nullptr;
+    BENCH_OK(cudaMalloc(&numbers, n * sizeof(float16)));
+    bench::fill_normal(numbers, n * sizeof(float16), static_cast<std::uint32_t>(n));
+    return numbers;
+}
+
+template <class Format>
+struct pages_of {
+    std::byte* memory = nullptr;
+    int* table = nullptr;
+    cuda::cache_ref<Format> ref;
+
+    pages_of(int columns, const int* tokens, int first_token) {
+        const std::size_t key_page = ref.dense_key_page(heads), value_page = ref.dense_value_page(heads);
+        BENCH_OK(cudaMalloc(&memory, (key_page + value_page) * static_cast<std::size_t>(columns)));
+        std::vector<int> order(static_cast<std::size_t>(columns));
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), std::mt19937(5));
+        table = bench::on_device(order);
+        ref.kv_heads = heads;
+        ref.key_page_bytes = key_page;
+        ref.value_page_bytes = value_page;
+        ref.key_pages = memory;
+        ref.value_pages = memory + key_page * static_cast<std::size_t>(columns);
+        ref.block_table = table;
+        ref.tokens = tokens;
+        ref.sequences = 1;
+        ref.table_columns = columns;
+        ref.first_token = first_token;
+        if constexpr (full_precision<typename Format::keys>) {
+            bench::fill_normal(memory, (key_page + value_page) * static_cast<std::size_t>(columns), 3);
+        } else {
+            using source_format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
+            const pages_of<source_format> source(columns, tokens, first_token);
+            int* const all = bench::on_device(order);
+            bench::check(cuda::requantize_pages(source.ref, ref, all, all, columns, nullptr, nullptr));
+            BENCH_OK(cudaDeviceSynchronize());
+            cudaFree(all);
+        }
+    }
+    pages_of(const pages_of&) = delete;
+    pages_of& operator=(const pages_of&) = delete;
+    ~pages_of() {
+        cudaFree(memory);
+        cudaFree(table);
+    }
+};
+
+/// One row in double: thread block per row, threads share the tokens.
+__global__ void reference_kernel(const float16* q, const float* k, const float* v, int row_stride, int first,
+                                 int step, int history, double* out) {
+    __shared__ double sums[128], top;
+    const int i = first + static_cast<int>(blockIdx.x) * step, head = static_cast<int>(blockIdx.y);
+    const int seen = history + i + 1;
+    const float16* const query =
+        q + (static_cast<std::size_t>(i) * q_heads + static_cast<std::size_t>(head)) * dim;
+    const auto score = [&](int t) {
+        double s = 0.0;
+        for (int c = 0; c < dim; ++c)
+            s += static_cast<double>(static_cast<float>(query[c])) *
+                 static_cast<double>(k[static_cast<std::size_t>(t) * static_cast<std::size_t>(row_stride) +
+                                       static_cast<std::size_t>(head / (q_heads / heads) * dim + c)]);
+        return s / sqrt(static_cast<double>(dim));
+    };
+    extern __shared__ double scores[];
+    double own = -1e300;
+    for (int t = static_cast<int>(threadIdx.x); t < seen; t += 128) own = fmax(own, score(t));
+    sums[threadIdx.x] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        top = sums[0];
+        for (int j = 1; j < 128; ++j) top = fmax(top, sums[j]);
+    }
+    __syncthreads();
+    double sum = 0.0, output = 0.0;
+    for (int t0 = 0; t0 < seen; t0 += 128) {
+        const int t = t0 + static_cast<int>(threadIdx.x);
+        scores[threadIdx.x] = t < seen ? exp(score(t) - top) : 0.0;
+        __syncthreads();
+        for (int j = 0; j < 128 && t0 + j < seen; ++j) {
+            sum += scores[j];
+            output +=
+                scores[j] * static_cast<double>(
+                                v[static_cast<std::size_t>(t0 + j) * static_cast<std::size_t>(row_stride) +
+                                  static_cast<std::size_t>(head / (q_heads / heads) * dim) + threadIdx.x]);
+        }
+        __syncthreads();
+    }
+    out[(static_cast<std::size_t>(blockIdx.x) * q_heads + static_cast<std::size_t>(head)) * dim +
+        threadIdx.x] = output / sum;
+}
+
+__global__ void to_floats(const float16* from, float* to, std::size_t n) {
+    const std::size_t i = blockIdx.x * static_cast<std::size_t>(blockDim.x) + threadIdx.x;
+    if (i < n) to[i] = static_cast<float>(from[i]);
+}
+
+template <class Format>
+void rows(const char* name, bool json, bool quick, const char* baseline) {
+    using window_format = cuda::format<full<float16>, full<float16>, dim, page_tokens>;
+    using sink_format = cuda::format<full<float16>, full<float16>, dim, 16>;
+    for (const int context : {32768, 131072})
+        for (const int chunk : {512, 2048}) {
+            if (quick && (context != 32768 || chunk != 2048)) continue;
+            int* const tokens = bench::on_device(std::vector<int>{context});
+            int* const starts = bench::on_device(std::vector<int>{0, chunk});
+            const pages_of<Format> pages((context - sinks) / page_tokens + 1, tokens, sinks);
+            const pages_of<window_format> window(cuda::window_columns(recent, page_tokens), tokens, sinks);
+            const pages_of<sink_format> sink(1, tokens, 0);
+            const auto cache =
+                cuda::make_mixed(recent, cuda::behind_window(pages.ref), cuda::in_window(window.ref),
+                                 cuda::sink_tokens(sink.ref, sinks));
+            const auto size = static_cast<std::size_t>(chunk * dim);
+            float16 *const q = random_numbers(size * q_heads), *const k = random_numbers(size * heads),
+                           *const v = random_numbers(size * heads + 8),
+                           *const out = random_numbers(size * q_heads);
+            const auto run = [&](int, cudaStream_t stream) {
+                bench::check(cuda::prefill<float16>(cache, {q, chunk, q_heads, dim}, {k, chunk, heads, dim},
+                                                    {v, chunk, heads, dim}, {out, chunk, q_heads, dim},
+                                                    starts, chunk, {}, stream));
+            };
+            std::size_t free_before = 0, free_after = 0, total = 0;
+            BENCH_OK(cudaMemGetInfo(&free_before, &total));
+            const double us = bench::time_launches(3, run, 5);
+            BENCH_OK(cudaMemGetInfo(&free_after, &total));
+
+            // Error.
+            const std::size_t row = heads * dim, all = static_cast<std::size_t>(context + chunk);
+            float *key_floats = nullptr, *value_floats = nullptr;
+            BENCH_OK(cudaMalloc(&key_floats, all * row * 4));
+            BENCH_OK(cudaMalloc(&value_floats, all * row * 4));
+            const token_view<float> key_view(key_floats, context + chunk, heads, dim),
+                value_view(value_floats, context + chunk, heads, dim);
+            const int committed = cuda::committed_pages(context - sinks, recent, page_tokens) * page_tokens;
+            // The window's pages by their place in the ring; sinks and quantized pages as the cache has them.
+            const auto dequantize = [&](auto ref, int length, int first, int at,
+                                        const std::vector<int>& table) {
+                int* const length_device = bench::on_device(std::vector<int>{length});
+                int* const table_device = bench::on_device(table);
+                int* const start = bench::on_device(std::vector<int>{at});
+                ref.tokens = length_device;
+                ref.first_token = first;
+                ref.block_table = table_device;
+                ref.table_columns = static_cast<int>(table.size());
+                bench::check(cuda::dequantize_tokens(ref, key_view, value_view, start, nullptr));
+                BENCH_OK(cudaDeviceSynchronize());
+                for (int* p : {length_device, table_device, start}) cudaFree(p);
+            };
+            const auto table_of = [](const int* device, int n) {
+                std::vector<int> host(static_cast<std::size_t>(n));
+                BENCH_OK(cudaMemcpy(host.data(), device, host.size() * 4, cudaMemcpyDeviceToHost));
+                return host;
+            };
+            dequantize(pages.ref, sinks + committed, sinks, 0,
+                       table_of(pages.table, pages.ref.table_columns));
+            const auto ring = table_of(window.table, window.ref.table_columns);
+            std::vector<int> in_order;
+            for (int p = committed / page_tokens; p * page_tokens < context - sinks; ++p)
+                in_order.push_back(ring[static_cast<std::size_t>(p) % ring.size()]);
+            dequantize(window.ref, context - committed, sinks, committed, in_order);
+            dequantize(sink.ref, sinks, 0, 0, table_of(sink.table, 1));
+            const unsigned grid = static_cast<unsigned>((size * heads + 255) / 256);
+            to_floats<<<grid, 256>>>(k, key_floats + static_cast<std::size_t>(context) * row, size * heads);
+            to_floats<<<grid, 256>>>(v, value_floats + static_cast<std::size_t>(context) * row, size * heads);
+            constexpr int sampled = 4;
+            double* reference = nullptr;
+            BENCH_OK(cudaMalloc(&reference, sampled * q_heads * dim * sizeof(double)));
+            const int step = (chunk - 1) / (sampled - 1);
+            reference_kernel<<<dim3(sampled, q_heads), 128, 128 * 8>>>(
+                q, key_floats, value_floats, static_cast<int>(row), 0, step, context, reference);
+            BENCH_OK(cudaDeviceSynchronize());
+            std::vector<double> want(sampled * q_heads * dim);
+            std::vector<float16> got(size * q_heads);
+            BENCH_OK(cudaMemcpy(want.data(), reference, want.size() * 8, cudaMemcpyDeviceToHost));
+            BENCH_OK(cudaMemcpy(got.data(), out, got.size() * 2, cudaMemcpyDeviceToHost));
+            double worst = 0.0;
+            for (std::size_t i = 0; i < sampled * q_heads; ++i) {
+                double error = 0.0, norm = 0.0;
+                for (std::size_t c = 0; c < dim; ++c) {
+                    const double
+                        w = want[i * dim + c],
+                        have = static_cast<double>(static_cast<float>(
+                            got[(i / q_heads * static_cast<std::size_t>(step) * q_heads + i % q_heads) * dim +
+                                c]));
+                    error += (w - have) * (w - have);
+                    norm += w * w;
+                }
+                const double relative = std::sqrt(error / norm);
+                if (!(relative <= worst)) worst = relative;
+            }
+
+            double other = 0.0;
+            if (baseline != nullptr) {
+                std::ifstream file(baseline);
+                int c = 0, n = 0;
+                double t = 0.0;
+                while (file >> c >> n >> t)
+                    if (c == chunk && n == context) other = t;
+            }
+            const double products = 4.0 * q_heads * dim * chunk * (context + chunk / 2.0);
+            if (json)
+                std::printf(
+                    "{\"bench\": \"prefill\", \"format\": \"%s\", \"chunk\": %d, \"context\": %d, \"us\": "
+                    "%.1f, \"tflops\": "
+                    "%.1f, \"error\": %.2e, \"vs_torch\": %.3f, \"scratch_bytes\": %zu}\n",
+                    name, chunk, context, us, products / us * 1e-6, worst, other / us,
+                    free_before - free_after);
+            else
+                std::printf(
+                    "%-10s %6d over %6d  %9.1f us  %6.1f TFLOP/s  error %.1e  %5.2f x torch  scratch %zu\n",
+                    name, chunk, context, us, products / us * 1e-6, worst, other / us,
+                    free_before - free_after);
+            std::fflush(stdout);
+            for (void* p : {static_cast<void*>(q), static_cast<void*>(k), static_cast<void*>(v),
+                            static_cast<void*>(out), static_cast<void*>(tokens), static_cast<void*>(starts),
+                            static_cast<void*>(key_floats), static_cast<void*>(value_floats),
+                            static_cast<void*>(reference)})
+                cudaFree(p);
+        }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    bool json = false, quick = false;
+    const char* baseline = nullptr;
+    for (int i = 1; i < argc; ++i) {
+        if (std::strcmp(argv[i], "--json") == 0) json = true;
+        if (std::strcmp(argv[i], "--quick") == 0) quick = true;
+        if (std::strcmp(argv[i], "--baseline") == 0 && i + 1 < argc) baseline = argv[++i];
+    }
+#if PART == 0
+    rows<cuda::format<full<float16>, full<float16>, dim, page_tokens>>("fp16", json, quick, baseline);
+#elif PART == 1
+    rows<cuda::format<int8, int8, dim, page_tokens>>("int8", json, quick, baseline);
+#elif PART == 2
+    rows<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi4-g64", json, quick, baseline);
+#else
+    rows<cuda::preset_format<std4, dim, page_tokens>>("std4", json, quick, baseline);
+#endif
+}

@@ -1,0 +1,124 @@
+// Attention of a prompt's new tokens over the pages before them and over themselves, in one launch and without scratch memory.
+//
+//   out[i] = softmax(scale q_i K^T) V     K, V: x^ of all pages of the sequence, then the new tokens 0..i in 16 bit
+//
+// The new tokens are not stored yet: they see each other, and the recent window, in 16 bit, as in the CPU's prefill. Store them
+// afterwards (store_new_tokens, commit_due_pages, or requantize_pages for a long prompt). Sequences of a batch may have any number of new tokens
+// each, one or none too; a row block of 128 (query, head) pairs is a thread block's work, so single tokens are better
+// off with attend().
+// Contract: each row is computed by one thread block, in order of position: results depend neither on the batch nor on timing. Relative error
+// against double on dequantized values: 2e-3 (x^ and weights are rounded to half floats; prefill_tile.cuh). A row whose q holds NaN is NaN.
+// Memory besides arguments: none. sm_90a: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
+#pragma once
+
+#include <cmath>
+
+#include "prefill_mma.cuh"
+#include "prefill_wgmma.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+namespace detail {
+
+template <class Format>
+inline constexpr bool prefills = makes_tiles<tensor::key, Format>&& makes_tiles<tensor::value, Format>;
+
+/// Is this kernel there? It is empty where it was not compiled for sm_90a.
+template <class Kernel>
+bool has_warpgroup_products(Kernel* kernel) noexcept {
+    cudaFuncAttributes attributes{};
+    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.sharedSizeBytes > 0;
+    (void)cudaGetLastError();
+    return false;
+}
+
+template <class Kernel, class Args>
+status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int threads, int bytes,
+                      cudaStream_t stream) noexcept {
+    const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (code != cudaSuccess) {
+        char what[64];
+        std::snprintf(what, sizeof what, "prefill needs %d bytes of shared memory per block", bytes);
+        return runtime_error(code, what);
+    }
+    return launch("launching prefill", overlap::no, kernel, grid, threads, static_cast<std::size_t>(bytes),
+                  stream, args);
+}
+
+}  // namespace detail
+
+/// history: the sequences before their new tokens (lengths do not count these). q, k, v, out: rows starts[b] to starts[b + 1] - 1 are
+/// the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences + 1], device memory. most_new_tokens: of one sequence.
+/// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 128 / group new tokens read the cache once.
+template <class T, class... Parts>
+status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& q,
+               const token_view<const T>& k, const token_view<const T>& v, const token_view<T>& out,
+               const int* starts, int most_new_tokens, const prefill_options& options,
+               cudaStream_t stream) noexcept {
+    using first_format = typename std::tuple_element_t<0, std::tuple<Parts...>>::format_type;
+    constexpr int dim = first_format::head_dim;
+    static_assert(((Parts::format_type::head_dim == dim && Parts::format_type::value_dim == dim) && ...),
+                  "kvq::cuda::prefill: keys and values of all parts must have the same head_dim");
+    static_assert((detail::prefills<typename Parts::format_type> && ...),
+                  "kvq::cuda::prefill: pages must have 16 tokens or a multiple of 32, groups a multiple of "
+                  "32, head_dim too, and keys "
+                  "one width; other formats go through dequantize_tokens");
+    const auto& cache = detail::get<0>(history.parts).cache;
+    if (status s = detail::check_mix(history); !s) return s;
+    if (q.dim != dim || k.dim != dim || v.dim != dim || out.dim != dim)
+        return detail::bad_value("q, k, v, out have %d, %d, %d, %d channels but pages %d", q.dim, k.dim,
+                                 v.dim, out.dim, dim);
+    if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || q.heads != out.heads || q.heads < 1 ||
+        q.heads % cache.kv_heads != 0)
+        return detail::bad_value("q, k, v, out have %d, %d, %d, %d heads but the cache %d kv heads", q.heads,
+                                 k.heads, v.heads, out.heads, cache.kv_heads);
+    if (!q.data || !k.data || !v.data || !out.data || !starts)
+        return detail::bad_value("q, k, v, out or starts is a null pointer");
+    if (most_new_tokens < 0 || most_new_tokens > q.tokens || k.tokens < q.tokens || v.tokens < q.tokens ||
+        out.tokens < q.tokens)
+        return detail::bad_value("up to %d new tokens of %d queries, %d keys, %d values, %d outputs",
+                                 most_new_tokens, q.tokens, k.tokens, v.tokens, out.tokens);
+    if (!(options.softcap >= 0.0f) || options.window < 0 || !(options.scale >= 0.0f))
+        return detail::bad_value("scale %g, softcap %g, window %d", static_cast<double>(options.scale),
+                                 static_cast<double>(options.softcap), options.window);
+    if (cache.sequences == 0 || most_new_tokens == 0) return {};
+    const int group = q.heads / cache.kv_heads;
+    if (most_new_tokens > detail::most_tokens / group || cache.sequences > 65535 || cache.kv_heads > 65535)
+        return detail::bad_value("%d new tokens of %d sequences with %d query heads", most_new_tokens,
+                                 cache.sequences, q.heads);
+
+    detail::prefill_args<T, Parts...> args{history.parts,
+                                           q,
+                                           k,
+                                           v,
+                                           out,
+                                           starts,
+                                           cache.tokens,
+                                           history.recent,
+                                           group,
+                                           0.0f,
+                                           options.softcap,
+                                           options.window,
+                                           options.window_keeps_sinks,
+                                           options.sink_logits,
+                                           options.lse};
+    const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
+    args.scale = options.softcap > 0.0f ? scale : scale * detail::log2e;
+    const dim3 grid(
+        static_cast<unsigned>(kvq::detail::ceil_div(most_new_tokens * group, detail::prefill_rows)),
+        static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
+    using args_type = decltype(args);
+    const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
+        if constexpr (dim == 64 || dim == 128) {
+            auto* const kernel = detail::prefill_wgmma_kernel<dim, Softcap, args_type>;
+            if (detail::has_warpgroup_products(kernel))
+                return detail::launch_prefill(kernel, args, grid, detail::wgmma_threads,
+                                              detail::wgmma_memory<dim>::bytes, stream);
+        }
+        return detail::launch_prefill(detail::prefill_mma_kernel<dim, Softcap, args_type>, args, grid,
+                                      detail::mma_threads, detail::mma_memory<dim>::bytes, stream);
+    };
+    return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
+}
+
+}  // namespace kvq::inline KVQ_TAGGED::cuda

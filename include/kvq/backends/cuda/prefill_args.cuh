@@ -1,0 +1,150 @@
+// What a prompt's attention takes: new tokens of every sequence, the pages before them, options; and how tiles are counted.
+//
+//   rows    the queries of a kv head: row r of a sequence is its new token r / group, query head r % group of the kv head
+//   block   `prefill_rows` rows of one sequence and kv head: what a thread block works on
+//   tiles   of the pages, part after part, from the first token that a row of the block sees; then of the new tokens
+//
+// Contract: see prefill() in prefill.cuh.
+#pragma once
+
+#include "attention_args.cuh"
+#include "prefill_tile.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+struct prefill_options {
+    float scale = 0.0f;               ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;             ///< cap * tanh(score / cap); 0: none
+    int window = 0;                   ///< a query sees itself and the window - 1 tokens before it; 0: all
+    bool window_keeps_sinks = false;  ///< tokens of a sink_part are seen in spite of a window
+    const float* sink_logits =
+        nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
+    float* lse = nullptr;  ///< [new tokens][q_heads], natural log of the softmax sum
+};
+
+namespace detail {
+
+inline constexpr int prefill_rows = 128;
+
+/// Rows of a thread block, and what they see.
+struct prefill_block {
+    int sequence, kv_head;
+    int start, new_tokens;  // of the sequence
+    int history;            // tokens before the new ones
+    int first_row, rows;    // of the block; rows: of the sequence
+    int first_query, last_query;
+
+    template <class Args>
+    __device__ __forceinline__ prefill_block(const Args& a, int number, int head, int b)
+        : sequence(b),
+          kv_head(head),
+          start(__ldg(a.starts + b)),
+          new_tokens(__ldg(a.starts + b + 1) - start),
+          history(__ldg(a.tokens + b)),
+          rows(new_tokens * a.group) {
+        // The last blocks see the most: they start first.
+        const int blocks = kvq::detail::ceil_div(rows, prefill_rows);
+        first_row = (blocks - 1 - number) * prefill_rows;
+        first_query = first_row / a.group;
+        last_query = (kvq::detail::smaller(first_row + prefill_rows, rows) - 1) / a.group;
+    }
+    __device__ __forceinline__ bool empty() const { return first_row < 0 || rows <= 0; }
+    /// The first new token that a row of the block sees, a whole number of tiles from the first one.
+    __device__ __forceinline__ int new_from(int window, int tile) const {
+        return window == 0 ? 0 : kvq::detail::larger(0, first_query - window + 1) / tile * tile;
+    }
+    /// The first position that a row of the block sees; sinks aside.
+    __device__ __forceinline__ int seen_from(int window) const {
+        return window == 0 ? 0 : kvq::detail::larger(0, history + first_query - window + 1);
+    }
+};
+
+template <class T, class... Parts>
+struct prefill_args {
+    object_list<Parts...> parts;
+    token_view<const T> q, k, v;
+    token_view<T> out;
+    const int* starts;  // [sequences + 1]
+    const int* tokens;  // [sequences], before the new ones
+    int recent, group;
+    float scale, softcap;
+    int window;
+    bool keep_sinks;
+    const float* sink_logits;
+    float* lse;
+
+    /// tile_note::cut of a tile.
+    __device__ __forceinline__ int cut(const prefill_block& block, int position, int count, int pieces,
+                                       bool sinks, int tile) const {
+        const int all = (1 << tile / 16) - 1;
+        const bool partly =
+            count < tile || (pieces & all) != all ||
+            position + tile - 1 > block.history + block.first_query ||
+            (window > 0 && !sinks && position < block.history + block.last_query - window + 1);
+        return partly ? (sinks ? 2 : 1) : 0;
+    }
+};
+
+/// Tokens [first, end) of a part, counted from its first one; `first` begins a page or lies a whole number of tiles behind one that
+/// does.
+struct token_range {
+    int first, end;
+    KVQ_HD constexpr int tiles(int tile) const noexcept {
+        return kvq::detail::ceil_div(kvq::detail::larger(0, end - first), tile);
+    }
+};
+template <class Format>
+__device__ __forceinline__ token_range tokens_of(const cache_part<Format>& part, bool sinks,
+                                                 const prefill_block& block, int recent, int window,
+                                                 int tile) {
+    constexpr int page = Format::page_tokens;
+    const int b = block.sequence, behind = block.history - part.cache.first_token;
+    const int named = part.range == page_range::window ? most_tokens : part.cache.table_columns * page;
+    int from = 0, end = kvq::detail::smaller(behind, part.capacity < 0 ? named : part.capacity);
+    if (part.range != page_range::all) {
+        const int committed = committed_pages(behind, recent, page);
+        if (part.range == page_range::window)
+            from = committed;
+        else
+            end = kvq::detail::smaller(end, committed * page);
+    }
+    if (part.first_page != nullptr) from = kvq::detail::larger(from, __ldg(part.first_page + b));
+    if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
+    from *= page;
+    if (!sinks && window > 0) {
+        const int unseen = block.seen_from(window) - part.cache.first_token - from;
+        if (unseen > 0) from += unseen / tile * tile;
+    }
+    return {from, end};
+}
+
+/// The pages of a tile, one entry of 16 tokens a lane.
+template <class Format>
+__device__ __forceinline__ int page_of_lane(const cache_part<Format>& part, int sequence, int first, int end,
+                                            int tile, int lane) {
+    const int token = first + lane * 16;
+    if (lane >= tile / 16 || token >= end) return -1;
+    const int page = token / Format::page_tokens;
+    const int column = part.range == page_range::window ? page % part.cache.table_columns : page;
+    return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
+}
+
+/// Calls f(part) for every part, in order.
+template <class Args, class F>
+__device__ __forceinline__ void each_part(const Args& a, F&& f) {
+    static_for<decltype(a.parts)::count>([&](auto number) { f(get<decltype(number)::value>(a.parts)); });
+}
+
+/// Tiles of a block: of all parts and of the new tokens.
+template <class Args>
+__device__ __forceinline__ int count_tiles(const Args& a, const prefill_block& block, int tile) {
+    int tiles = kvq::detail::ceil_div(block.last_query + 1 - block.new_from(a.window, tile), tile);
+    each_part(a, [&]<class Part>(const Part& part) {
+        tiles +=
+            tokens_of(part, a.keep_sinks && is_sink_part<Part>, block, a.recent, a.window, tile).tiles(tile);
+    });
+    return tiles;
+}
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda

@@ -1,0 +1,240 @@
+// A prompt's attention over pages of several formats and over its own tokens, against double arithmetic on the dequantized values.
+#include <kvq/backends/cuda/prefill.cuh>
+
+#include "support.cuh"
+
+using namespace kvq;
+
+namespace {
+
+struct prefill_case {
+    int kv_heads = 2, group = 4, window = 0;
+    bool keep_sinks = false, logits = false, holes = false;
+    float softcap = 0.0f;
+    int sinks = 4, recent = 128;
+    std::vector<int> lengths;     // before the new tokens, sinks included
+    std::vector<int> new_tokens;  // of every sequence
+};
+
+template <class Format>
+bool held(const test::quantized_batch<Format>& b, std::size_t sequence, int token) {
+    return b.table[sequence * static_cast<std::size_t>(b.columns) +
+                   static_cast<std::size_t>(token / Format::page_tokens)] >= 0;
+}
+
+template <class T, class Quantized, class Window, class Sinks>
+void check_prefill(test::rng& r, const prefill_case& c, const char* name, double* worst) {
+    constexpr int dim = Quantized::head_dim, page = Quantized::page_tokens;
+    const std::size_t sequences = c.lengths.size();
+    std::vector<int> sinks, behind, quantized, starts = {0};
+    for (std::size_t b = 0; b < sequences; ++b) {
+        const int n = c.lengths[b];
+        sinks.push_back(std::min(n, c.sinks));
+        behind.push_back(std::max(0, n - c.sinks));
+        quantized.push_back(cuda::committed_pages(n - c.sinks, c.recent, page) * page);
+        starts.push_back(starts.back() + c.new_tokens[b]);
+    }
+    const int tokens = starts.back(), q_heads = c.kv_heads * c.group;
+    const test::quantized_batch<Sinks> of_sinks(r, c.kv_heads, sinks);
+    test::quantized_batch<Window> of_window(r, c.kv_heads, behind);
+    test::quantized_batch<Quantized> pages(r, c.kv_heads, quantized);
+    if (c.holes)
+        for (int& entry : pages.table)
+            if (test::uniform(r, 0, 2) == 0) entry = -1;
+    const int columns = cuda::window_columns(c.recent, page, 0) + test::uniform(r, 0, 1);
+    std::vector<int> ring(sequences * static_cast<std::size_t>(columns), of_window.pages - 1);
+    for (std::size_t b = 0; b < sequences; ++b)
+        for (int i = quantized[b] / page; i * page < behind[b]; ++i)
+            ring[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(i % columns)] =
+                of_window
+                    .table[b * static_cast<std::size_t>(of_window.columns) + static_cast<std::size_t>(i)];
+    of_window.table = ring;
+    of_window.columns = columns;
+    test::device_batch<Sinks> sinks_device(of_sinks);
+    test::device_batch<Window> window_device(of_window);
+    test::device_batch<Quantized> pages_device(pages);
+    const test::device_buffer<int> lengths(c.lengths), starts_device(starts);
+    window_device.ref.tokens = pages_device.ref.tokens = sinks_device.ref.tokens = lengths.get();
+    window_device.ref.first_token = pages_device.ref.first_token = c.sinks;
+
+    const auto tensor = [&](int heads) {
+        std::vector<T> x(static_cast<std::size_t>(tokens * heads * dim) + 1);
+        for (T& value : x) value = T(test::normal(r));
+        return x;
+    };
+    const std::vector<T> q = tensor(q_heads), k = tensor(c.kv_heads), v = tensor(c.kv_heads);
+    std::vector<float> logits(static_cast<std::size_t>(q_heads));
+    for (float& x : logits) x = 2.0f * test::normal(r);
+    const test::device_buffer<T> q_device(q), k_device(k), v_device(v);
+    const test::device_buffer<float> logits_device(logits);
+    test::device_buffer<T> out(q.size());
+    test::device_buffer<float> lse(static_cast<std::size_t>(tokens * q_heads) + 1);
+    cuda::prefill_options options;
+    options.window = c.window;
+    options.window_keeps_sinks = c.keep_sinks;
+    options.softcap = c.softcap;
+    options.sink_logits = c.logits ? logits_device.get() : nullptr;
+    options.lse = lse.get();
+    const auto status = cuda::prefill<T>(
+        cuda::make_mixed(c.recent, cuda::behind_window(pages_device.ref), cuda::in_window(window_device.ref),
+                         cuda::sink_tokens(sinks_device.ref, c.sinks)),
+        {q_device.get(), tokens, q_heads, dim}, {k_device.get(), tokens, c.kv_heads, dim},
+        {v_device.get(), tokens, c.kv_heads, dim}, token_view<T>(out.get(), tokens, q_heads, dim),
+        starts_device.get(), *std::max_element(c.new_tokens.begin(), c.new_tokens.end()), options, nullptr);
+    CHECK(status, "%s: %s", name, status.message);
+    CUDA_OK(cudaDeviceSynchronize());
+
+    const std::vector<T> got = out.download();
+    const std::vector<float> got_lse = lse.download();
+    const auto index = [&](int token, int head, int heads) {
+        return (static_cast<std::size_t>(token) * static_cast<std::size_t>(heads) +
+                static_cast<std::size_t>(head)) *
+               dim;
+    };
+    for (std::size_t b = 0; b < sequences; ++b)
+        for (int i = 0; i < c.new_tokens[b]; ++i)
+            for (int h = 0; h < q_heads; ++h) {
+                const auto head = static_cast<std::size_t>(h / c.group);
+                const int position = c.lengths[b] + i;
+                const std::size_t row = index(starts[b] + i, h, q_heads);
+                std::vector<double> scores, sums(dim, 0.0);
+                std::vector<const float*> values;
+                std::vector<std::vector<float>> own;  // new tokens as floats
+                own.reserve(static_cast<std::size_t>(2 * i + 2));
+                double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
+                std::vector<double>
+                    rounding;  // standard deviation of scores whose keys are rounded to half floats
+                for (int t = 0; t <= position; ++t) {
+                    const int n = t - c.sinks;
+                    const bool kept = c.keep_sinks && t < c.lengths[b] && n < 0;
+                    if (c.window > 0 && t < position - c.window + 1 && !kept) continue;
+                    const float *key, *value;
+                    if (t >= c.lengths[b]) {
+                        const std::size_t at =
+                            index(starts[b] + t - c.lengths[b], static_cast<int>(head), c.kv_heads);
+                        for (const auto* x : {&k, &v}) {
+                            own.emplace_back(dim);
+                            for (std::size_t d = 0; d < dim; ++d)
+                                own.back()[d] = static_cast<float>((*x)[at + d]);
+                        }
+                        key = own[own.size() - 2].data();
+                        value = own.back().data();
+                    } else if (n < 0) {
+                        key = &of_sinks.key_values[b][head][static_cast<std::size_t>(t * dim)];
+                        value = &of_sinks.value_values[b][head][static_cast<std::size_t>(t * dim)];
+                    } else if (n >= quantized[b]) {
+                        key = &of_window.key_values[b][head][static_cast<std::size_t>(n * dim)];
+                        value = &of_window.value_values[b][head][static_cast<std::size_t>(n * dim)];
+                    } else {
+                        if (!held(pages, b, n)) continue;
+                        key = &pages.key_values[b][head][static_cast<std::size_t>(n * dim)];
+                        value = &pages.value_values[b][head][static_cast<std::size_t>(n * dim)];
+                    }
+                    double s = 0.0, squares = 0.0;
+                    for (std::size_t d = 0; d < dim; ++d) {
+                        const double product =
+                            static_cast<double>(static_cast<float>(q[row + d])) * static_cast<double>(key[d]);
+                        s += product;
+                        squares += product * product;
+                    }
+                    s /= std::sqrt(static_cast<double>(dim));
+                    // Half an ulp of 2^-11 to either side, for x^ and for its scale: a variance of 2 (2^-11)^2 / 12 each.
+                    rounding.push_back(0x1p-11 * std::sqrt(squares / dim / 6.0));
+                    if (c.softcap > 0.0f) s = c.softcap * std::tanh(s / c.softcap);
+                    scores.push_back(s);
+                    values.push_back(value);
+                    top = std::max(top, s);
+                }
+                double moved = 0.0;
+                if (c.logits) top = std::max(top, static_cast<double>(logits[static_cast<std::size_t>(h)]));
+                for (std::size_t t = 0; t < scores.size(); ++t) {
+                    const double p = std::exp(scores[t] - top);
+                    sum += p;
+                    moved = std::max(moved, p * rounding[t]);
+                    for (std::size_t d = 0; d < dim; ++d) sums[d] += p * static_cast<double>(values[t][d]);
+                }
+                if (c.logits) sum += std::exp(static_cast<double>(logits[static_cast<std::size_t>(h)]) - top);
+                for (std::size_t d = 0; d < dim; ++d) {
+                    const double want = sums[d] / sum,
+                                 have = static_cast<double>(static_cast<float>(got[row + d]));
+                    error += (have - want) * (have - want);
+                    size += want * want;
+                    if (!(have == have)) error = INFINITY;
+                }
+                const double relative = std::sqrt(error / size);
+                *worst = std::max(*worst, relative);
+                // Weights and values are rounded too; bf16 output moves a number by up to 2^-8 of itself.
+                const double limit = 1e-3 + 6.0 * moved + (std::is_same_v<T, bfloat16> ? 0x1p-8 : 0.0);
+                CHECK(relative <= limit,
+                      "%s: error %.3g (sequence %zu of %d + %d tokens, query %d, head %d, group %d, window "
+                      "%d, cap %g, sinks %d, "
+                      "recent %d)",
+                      name, relative, b, c.lengths[b], c.new_tokens[b], i, h, c.group, c.window,
+                      static_cast<double>(c.softcap), c.sinks, c.recent);
+                const double want_lse = top + std::log(sum),
+                             have_lse = static_cast<double>(got_lse[row / static_cast<std::size_t>(dim)]);
+                CHECK(std::abs(want_lse - have_lse) < 2e-3 * (1.0 + std::abs(want_lse)),
+                      "%s: lse %g, expected %g", name, have_lse, want_lse);
+            }
+}
+
+template <class Quantized, class T>
+void check_format(const char* name) {
+    constexpr int page = Quantized::page_tokens, dim = Quantized::head_dim;
+    using window = cuda::format<full<float16>, full<float16>, dim, page>;
+    using sinks = cuda::format<full<float16>, full<float16>, dim, 16>;
+    test::rng r(static_cast<unsigned>(page * 7 + dim));
+    double worst = 0.0;
+    const auto check = [&](const prefill_case& c) {
+        check_prefill<T, Quantized, window, sinks>(r, c, name, &worst);
+    };
+    check({.lengths = {0, 700, 132 + page, 131 + page, 3}, .new_tokens = {150, 40, 1, 0, 33}});
+    check({.kv_heads = 1, .group = 1, .lengths = {300}, .new_tokens = {200}});
+    check({.kv_heads = 1,
+           .group = 3,
+           .window = 90,
+           .recent = 32,
+           .lengths = {400, 90},
+           .new_tokens = {70, 140}});
+    check({.kv_heads = 1,
+           .group = 8,
+           .window = 150,
+           .keep_sinks = true,
+           .recent = 32,
+           .lengths = {500},
+           .new_tokens = {37}});
+    check({.kv_heads = 1,
+           .group = 4,
+           .logits = true,
+           .softcap = 5.0f,
+           .recent = 0,
+           .lengths = {333},
+           .new_tokens = {65}});
+    check({.kv_heads = 1, .group = 4, .holes = true, .recent = 32, .lengths = {600}, .new_tokens = {33}});
+    std::printf("%s: largest error %.2e\n", name, worst);
+}
+
+}  // namespace
+
+int main() {
+#if PART == 0
+    check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64");
+    check_format<cuda::preset_format<std4, 128, 128>, float16>("std4");
+    check_format<cuda::format<int8, int8, 128, 64>, float16>("int8");
+    check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 64>, bfloat16>("bf16");
+#elif PART == 1
+    check_format<cuda::kivi_format<2, 32, 64, 32>, float16>("kivi-2-g32, head_dim 64");
+    check_format<cuda::format<affine<3, per_token<32>>, affine<5, per_channel<>>, 128, 96>, float16>(
+        "3 and 5 bits");
+    check_format<cuda::format<affine<4, per_token<>>, affine<6, per_token<>>, 128, 16>, float16>(
+        "pages of 16");
+    check_format<cuda::format<affine<1, per_channel<>>, affine<7, per_token<>, params<float>>, 64, 16>,
+                 float>("1 and 7 bits");
+#else
+    check_format<cuda::preset_format<hi6, 128, 64>, bfloat16>("hi6");
+    check_format<cuda::preset_format<ref8, 64, 64>, float16>("ref8, head_dim 64");
+    check_format<cuda::kivi_format<4, 32, 256, 64>, float16>("head_dim 256");
+    check_format<cuda::kivi_format<4, 32, 96, 32>, float16>("head_dim 96");
+#endif
+    return test::report("prefill");
+}
