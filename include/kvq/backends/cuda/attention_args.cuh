@@ -11,10 +11,18 @@
 namespace kvq::inline KVQ_TAGGED::cuda {
 
 struct attention_options {
-    float scale = 0.0f;               ///< of scores; 0: 1/sqrt(head_dim)
-    float softcap = 0.0f;             ///< cap * tanh(score / cap); 0: none
-    int window = 0;                   ///< a query sees itself and the window - 1 tokens before it; 0: all
-    int query_tokens = 1;             ///< per sequence: the last ones of it, with a causal mask among them
+    float scale = 0.0f;         ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;       ///< cap * tanh(score / cap); 0: none
+    int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
+    bool window_sinks = false;  ///< and the tokens of a mixed cache's sink_tokens()
+    int query_tokens = 1;       ///< per sequence: the last ones of it, with a causal mask among them
+    /// [q_heads]: exp(logit) more in the softmax sum, without a value, also in lse and state_out. Rows without keys stay empty;
+    /// -infinity: none; another logit that is not finite gives NaN. Of launches whose states are merged, only one takes them.
+    const float* sink_logits = nullptr;
+    /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted` tokens of its sequence whose
+    /// bit is set (bit 0: the first of them; token_tree::ancestors()) and all before; later tokens never. Null: a causal mask.
+    const std::uint64_t* ancestors = nullptr;
+    int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
     const float* state_in = nullptr;  ///< softmax states to start from (see above)
     float* state_out = nullptr;       ///< softmax states to write; may be state_in
@@ -39,6 +47,10 @@ struct attention_args {
     token_view<T> out;
     float scale;  // on the query; log2 e included unless there is a softcap
     float softcap;
+    const float* sink_logits;
+    const std::uint64_t* ancestors;
+    int drafted;
+    bool window_sinks;  // rows see the sinks before position 0 through a window
     float* lse;
     const float* state_in;
     float* state_out;
@@ -70,6 +82,10 @@ struct attention_args {
         const int position = length - work.query_tokens + row_query(row);
         return smaller(position + 1 - cache.first_token, work.capacity);
     }
+    /// Where the draft begins.
+    __device__ __forceinline__ int draft_begin(int length) const {
+        return length - drafted - cache.first_token;
+    }
     /// And begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the window.
     __device__ __forceinline__ int row_begin(int length, int row) const {
         if (work.window == 0) return -most_tokens;
@@ -92,6 +108,7 @@ struct seen_tokens {
         : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows) {
         const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
         common = {a.row_begin(length, last_row), a.row_end(length, first_row)};
+        if (a.ancestors != nullptr) common.end = smaller(common.end, a.draft_begin(length));
         any = {a.row_begin(length, first_row), a.row_end(length, last_row)};
     }
     /// Of one row; nothing where there is no such row.
@@ -100,10 +117,13 @@ struct seen_tokens {
     }
 };
 
-/// cap * tanh(s / cap) in powers of two.
-__device__ __forceinline__ float capped(float s, float cap) {
-    const float e = exp2_fast(fminf(__fdividef(2.0f * log2e * s, cap), 126.0f));
-    return log2e * cap * (1.0f - __fdividef(2.0f, 1.0f + e));
+/// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of the row's output.
+__device__ __forceinline__ float add_sink(float logit, float& max, float& sum) {
+    if (max == -INFINITY) return 1.0f;
+    const float score = logit * log2e, top = fmaxf(max, score), factor = exp2_fast(max - top);
+    sum = sum * factor + exp2_fast(score - top);
+    max = top;
+    return factor;
 }
 
 /// Writes N neighbouring channels of a finished row, merged with the state that came in. `output` belongs to {max, sum}.
@@ -123,6 +143,11 @@ __device__ __forceinline__ void finish_channels(const attention_args<Format, T>&
 #pragma unroll
         for (int i = 0; i < N; ++i) output[i] = output[i] * mine + in[2 + channel + i] * theirs;
         max = top;
+    }
+    if (a.sink_logits != nullptr) {
+        const float factor = add_sink(a.sink_logits[head], max, sum);
+#pragma unroll
+        for (int i = 0; i < N; ++i) output[i] *= factor;
     }
     if (a.out.data) {
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // NaN stays NaN
@@ -161,6 +186,7 @@ __device__ __forceinline__ void finish_header(const attention_args<Format, T>& a
               in_sum * (in_max == -INFINITY ? 0.0f : exp2_fast(in_max - top));
         max = top;
     }
+    if (a.sink_logits != nullptr) (void)add_sink(a.sink_logits[head], max, sum);
     a.state_out[row * width] = max;
     a.state_out[row * width + 1] = sum;
 }
