@@ -39,9 +39,13 @@ inline status cache::trim(sequence_id id, int n) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
     detail::sequence_pages& s = e.pages;
-    if (n < 0 || n > s.tokens)
-        return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index, s.tokens);
-    if (n == s.tokens) return {};
+    if (n < 0 || n > s.tokens + s.drafted)
+        return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index,
+                                 s.tokens + s.drafted);
+    if (n == s.tokens + s.drafted) return {};
+    if (n > s.tokens)
+        return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
+                                 s.tokens, s.tokens + s.drafted);
     const int committed = s.committed_after_trim(n, rules_);
     if (committed < 0) {
         const int page = -1 - committed;
@@ -178,6 +182,7 @@ inline status cache::requantize_range(std::span<const sequence_id> ids, const re
 inline status cache::requantize(std::span<const sequence_id> ids, const requantize_request& request,
                                 cudaStream_t stream) {
     if (status s = check_batch(ids, false); !s) return s;
+    if (status s = check_no_draft(ids); !s) return s;
     if (request.first_token < 0 || request.first_token > request.last_token)
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
     const int format = format_.find(request.format);
@@ -192,6 +197,7 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
 inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
                                cudaStream_t stream) {
     if (status s = check_batch(ids, false); !s) return s;
+    if (status s = check_no_draft(ids); !s) return s;
     for (std::size_t i = 0; i < tiers.size(); ++i) {
         if (format_.find(tiers[i].format) < 0)
             return detail::bad_value(

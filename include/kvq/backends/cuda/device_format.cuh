@@ -19,6 +19,7 @@
 #include "attend.cuh"
 #include "bookkeeping.cuh"
 #include "commit_due_pages.cuh"
+#include "keep_tokens.cuh"
 #include "store_new_tokens.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
@@ -73,8 +74,10 @@ struct key_state {
 };
 
 struct device_functions {
-    /// All layers of a cache.
-    status (*commit)(std::span<const layer_view>, int target, int new_tokens, cudaStream_t);
+    /// All layers of a cache. counts: new tokens of every sequence, at most new_tokens; null: new_tokens.
+    status (*commit)(std::span<const layer_view>, int target, int new_tokens, const int* counts,
+                     cudaStream_t);
+    status (*keep)(const keep_args&, int sequences, int layers, cudaStream_t);
     status (*store_new)(const layer_view&, const untyped_view& k, const untyped_view& v, int new_tokens,
                         cudaStream_t);
     status (*store)(const layer_view&, const layer_memory&, bool sinks, const untyped_view& k,
@@ -166,7 +169,9 @@ struct device_table {
     static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
         cache_part<window_format> recent = in_window(window(l));
         recent.first_page = l.committed;
-        return make_mixed(l.recent, part<Formats>(l, I)..., recent, sink_tokens(sinks(l), l.first_token));
+        // Pages are in the window from `committed` on; the length says too much while a draft waits, so its own rule has the whole ring.
+        return make_mixed((l.ring - 1) * page_tokens + 1, part<Formats>(l, I)..., recent,
+                          sink_tokens(sinks(l), l.first_token));
     }
     using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Formats))>;
     using mix_type = decltype(mix(std::declval<const layer_view&>(), numbers{}));
@@ -180,7 +185,7 @@ struct device_table {
         return result;
     }
 
-    static status commit(std::span<const layer_view> layers, int target, int new_tokens,
+    static status commit(std::span<const layer_view> layers, int target, int new_tokens, const int* counts,
                          cudaStream_t stream) {
         return with_format(target, [&]<class Format>(std::type_identity<Format>) {
             std::vector<cache_ref<Format>> pages;
@@ -191,8 +196,11 @@ struct device_table {
             }
             return commit_due_pages(std::span<const cache_ref<Format>>(pages),
                                     std::span<const cache_ref<window_format>>(windows), layers[0].recent,
-                                    new_tokens, nullptr, stream);
+                                    new_tokens, nullptr, stream, counts);
         });
+    }
+    static status keep(const keep_args& a, int sequences, int layers, cudaStream_t stream) {
+        return keep_tokens<window_format, sinks_format>(a, sequences, layers, stream);
     }
     static status store_new(const layer_view& l, const untyped_view& k, const untyped_view& v, int new_tokens,
                             cudaStream_t stream) {
@@ -263,8 +271,8 @@ struct device_table {
         ((i++ == number ? make.template operator()<Formats>() : void()), ...);
         return state;
     }
-    static constexpr device_functions functions{&commit, &store_new,       &store,    &requantize,
-                                                &attend, &workspace_bytes, &make_keys};
+    static constexpr device_functions functions{&commit,     &keep,   &store_new,       &store,
+                                                &requantize, &attend, &workspace_bytes, &make_keys};
 };
 
 }  // namespace detail
