@@ -18,9 +18,9 @@ constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 
 #if PART == 0
 #ifdef __CUDACC__
-constexpr int long_run = 4000, graph_steps = 400;
+int long_run = 4000, graph_steps = 400;
 #else
-constexpr int long_run = 350, graph_steps = 100;
+int long_run = 350, graph_steps = 100;
 #endif
 constexpr int page = 32;
 using kivi4 = cuda::kivi_format<4, 32, dim, page>;
@@ -107,7 +107,7 @@ struct both_caches {
 
     static constexpr int room = 256;  // tokens of a launch
 
-    explicit both_caches(const both_options& options)
+    explicit both_caches(const both_options& options, const cuda::device_format& format = compiled())
         : o(options),
           cpu({.layers = layers, .kv_heads = heads, .head_dim = dim}, {.keys = host_formats().keys,
                                                                        .values = host_formats().values,
@@ -134,7 +134,7 @@ struct both_caches {
         g.pool_sequences = o.pool_sequences;
         g.growing = o.growing;
         g.memory = counted_memory::allocator();
-        const cuda::status s = gpu.open(cpu.shape(), g, std::span(&compiled(), 1), stream);
+        const cuda::status s = gpu.open(cpu.shape(), g, std::span(&format, 1), stream);
         CHECK(s, "%s", s.message);
     }
     ~both_caches() {
@@ -236,7 +236,7 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
 /// Relative error of a row of the output against double arithmetic on what the CPU dequantizes. Of tokens from draft_begin on, the row sees
 /// those whose bits are set.
 double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* q, const float16* out,
-                int draft_begin = 1 << 30, std::uint64_t visible = 0) {
+                int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0) {
     const auto hidden = [&](int t) { return t >= draft_begin && (visible >> (t - draft_begin) & 1) == 0; };
     std::vector<float> x[2];
     const int tokens = s.tokens();
@@ -254,7 +254,8 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
         double score = 0.0;
         for (int d = 0; d < dim; ++d)
             score += static_cast<double>(static_cast<float>(q[d])) * static_cast<double>(x[0][at(t, d)]);
-        scores.push_back(hidden(t) ? -INFINITY : score / std::sqrt(static_cast<double>(dim)));
+        scores.push_back(hidden(t) ? -INFINITY
+                                   : score / std::sqrt(static_cast<double>(dim)) - slope * (seen - 1 - t));
         top = std::max(top, scores.back());
     }
     for (int t = 0; t < seen; ++t) {
@@ -794,6 +795,40 @@ void check_draft_graph() {
                 c.gpu.tokens(pairs[0].id), worst);
 }
 
+/// NaN and infinities by layer, from a prompt and from steps, as the CPU counts them.
+void check_counts() {
+    both_caches c({});
+    test::rng r(8);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "counts: %s", s.message); };
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    const cuda::sequence_id batch[] = {p.id};
+    std::vector<float16> keys, values;
+    const auto append = [&](int n, const std::vector<std::size_t>& bad_keys,
+                            const std::vector<std::size_t>& bad_values) {
+        c.write(r, keys, values);
+        for (const std::size_t i : bad_keys) keys[i] = float16(NAN);
+        for (const std::size_t i : bad_values) values[i] = float16(INFINITY);
+        c.k.upload(keys);
+        c.v.upload(values);
+        ok(n == 1 ? c.gpu.begin_step(batch, 1, c.stream) : c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    const std::size_t row = heads * dim, layer = both_caches::room * row;
+    append(150, {20 * row + 5, layer + 30 * row, layer + 31 * row + 70}, {layer + 99 * row + 3});
+    for (int i = 0; i < 80; ++i)
+        append(1, i % 20 == 3 ? std::vector<std::size_t>{layer + 7} : std::vector<std::size_t>{}, {});
+    std::vector<unsigned> counts(layers);
+    ok(c.gpu.not_finite(counts, c.stream));
+    CHECK(counts[0] == 1 && counts[1] > 3, "counts: %u and %u", counts[0], counts[1]);
+    CHECK(counts[0] + counts[1] == p.host.usage().not_finite, "counts: %u and %u, the CPU's sum is %zu",
+          counts[0], counts[1], p.host.usage().not_finite);
+    const cuda::status s = c.gpu.not_finite(std::span(counts).first(1), c.stream);
+    CHECK(!s && std::strstr(s.message, "counts of 1 layers"), "%s", s.message);
+}
+
 void refused(const cuda::status& s, const char* part) {
     CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
 }
@@ -914,6 +949,40 @@ void check_refusals() {
 
 #else
 
+/// A cache whose attention has ALiBi.
+void check_alibi() {
+    const std::vector<float> slopes = {0.5f, 0.1f, 0.02f, 0.004f};
+    const test::device_buffer<float> on_device(slopes);
+    const cuda::device_format scored[] = {
+        cuda::make_scored_format<cuda::alibi, float16, cuda::preset_format<low2, dim, page>>()};
+    both_caches c({}, scored[0]);
+    test::rng r(12);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "ALiBi: %s", s.message); };
+    kvq::sequence host = c.cpu.new_sequence();
+    std::vector<float16> keys, values;
+    const cuda::sequence_id id = c.gpu.new_sequence();
+    ok(c.gpu.calibrate("low2", statistics(), c.stream));
+    c.write(r, keys, values);
+    ok(c.gpu.begin_prompt(id, 230, c.stream));
+    for (int layer = 0; layer < layers; ++layer)
+        ok(c.gpu.append(layer, c.rows(c.k, layer, 230), c.rows(c.v, layer, 230), c.stream));
+    c.appended(host, keys, values, 0, 230);
+    const std::vector<float16> x = random_queries(r, c);
+    const token_view<const float16> q(c.q.get(), 1, q_heads, dim);
+    const token_view<float16> out(c.out.get(), 1, q_heads, dim);
+    const cuda::status without = c.gpu.attend(0, q, out, {}, c.stream);
+    CHECK(!without && std::strstr(without.message, "another score modifier"), "%s", without.message);
+    ok(c.gpu.attend(0, q, out, {}, c.stream, cuda::alibi{on_device.get()}));
+    CUDA_OK(cudaStreamSynchronize(c.stream));
+    const auto y = c.out.download();
+    double worst = 0.0;
+    for (std::size_t h = 0; h < q_heads; ++h)
+        worst = std::max(worst, error_of(host, 0, static_cast<int>(h), 230, &x[h * dim], &y[h * dim], 1 << 30,
+                                         0, static_cast<double>(slopes[h])));
+    CHECK(worst <= 2e-3, "ALiBi: error %.3g", worst);
+    std::printf("  %-28s error %.2e\n", "ALiBi", worst);
+}
+
 /// Keys from statistics: the same bytes as the CPU's, there and back.
 void check_statistics() {
     both_caches c({});
@@ -986,12 +1055,14 @@ void check_statistics() {
 
 }  // namespace
 
-int main() {
+int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
 #if PART == 0
+    if (argc > 1) long_run = graph_steps = std::atoi(argv[1]);  // shorter, under compute-sanitizer
     check_refusals();
     CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
     check_graph();
     check_draft_graph();
+    check_counts();
     history({}, 1, "4 sinks, 40 recent").run(long_run);
     history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
         .run(long_run / 2);
@@ -1000,6 +1071,7 @@ int main() {
         .run(long_run / 2);
 #else
     check_statistics();
+    check_alibi();
 #endif
     CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
     return test::report("cache");

@@ -75,15 +75,19 @@ public:
                                             step_.new_tokens, stream);
     }
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
-    /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim.
-    template <class T>
+    /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
+    template <class T, class Score = unmodified>
     status attend(int layer, const token_view<const T>& q, const token_view<T>& out,
-                  attention_options options, cudaStream_t stream) {
+                  attention_options options, cudaStream_t stream, const Score& score = {}) {
         if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+        if (format_.functions->score_type != &detail::type_mark<Score>)
+            return detail::bad_value(
+                "the cache was opened with kernels for another score modifier: add make_scored_format<its "
+                "type, ...>()");
         if (step_.prompt) options.early = false;  // pages were requantized right before
         if (options.drafted == 0) options.drafted = step_.draft;
         return format_.functions->attend(view(layer), detail::untyped_view(q), detail::untyped_view(out),
-                                         options, workspace_.as<>(), workspace_.bytes(), stream);
+                                         options, workspace_.as<>(), workspace_.bytes(), stream, &score);
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
@@ -101,6 +105,9 @@ public:
     status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream);
 
     usage_report usage() const;
+    /// Writes for each layer how many NaN and infinities were quantized so far; a page that is quantized again behind a trim counts again.
+    /// Waits for the stream.
+    status not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const;
     /// Bytes of the pages of one sequence in all layers, shared ones included.
     std::size_t bytes(sequence_id id) const noexcept;
 
@@ -153,6 +160,8 @@ private:
     int list_at(bool to) const noexcept { return sinks_at(options_.max_batch) + (to ? columns_ : 0); }
     int counts_at(int b) const noexcept { return list_at(false) + 2 * columns_ + b; }
     int path_at(int b) const noexcept { return counts_at(options_.max_batch) + b * options_.draft_tokens; }
+
+    int not_finite_at(int layer) const noexcept { return path_at(options_.max_batch) + layer; }
 
     bool is_here(sequence_id id) const noexcept {
         return id.index >= 0 && id.index < static_cast<int>(entries_.size()) && entry_of(id).alive &&

@@ -84,7 +84,7 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
     const long long words =
         static_cast<long long>(options.max_batch) * (3 + 2 * kinds() + 2LL * kinds() * columns_ +
                                                      rules_.ring + sink_columns_ + options.draft_tokens) +
-        2LL * columns_;
+        2LL * columns_ + shape.layers;
     if (words > 1 << 30)
         return undo(detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
                                       options.max_tokens));
@@ -209,6 +209,7 @@ inline detail::layer_view cache::view(int layer) const noexcept {
     v.kv_heads = shape_.kv_heads;
     v.first_token = options_.sinks;
     v.recent = options_.recent;
+    v.not_finite = words_.as<unsigned>() + not_finite_at(layer);
     return v;
 }
 
@@ -229,6 +230,16 @@ inline usage_report cache::usage() const {
     u.prompt = staging_.bytes() + slots_.bytes();
     u.bytes += u.tables + u.workspace + u.prompt;
     return u;
+}
+
+inline status cache::not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const {
+    if (static_cast<int>(by_layer.size()) != shape_.layers || format_.functions == nullptr)
+        return detail::bad_value("counts of %zu layers, but the cache has %d", by_layer.size(),
+                                 shape_.layers);
+    cudaError_t code = cudaMemcpyAsync(by_layer.data(), words_.as<unsigned>() + not_finite_at(0),
+                                       by_layer.size_bytes(), cudaMemcpyDeviceToHost, stream);
+    if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+    return code == cudaSuccess ? status{} : detail::runtime_error(code, "reading counts");
 }
 
 inline std::size_t cache::bytes(sequence_id id) const noexcept {

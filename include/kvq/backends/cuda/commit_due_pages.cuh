@@ -35,7 +35,7 @@ struct commit_args {
     cache_ref<Window> window;
     int layers, recent, new_tokens;
     const int* counts;
-    unsigned* not_finite;
+    unsigned* not_finite;  // of every layer
     committed_layer memory[most_layers];
 };
 
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads,
             const int from_page = from.block_table[from.table_entry(sequence, page % from.table_columns)],
                       to_page = to.block_table[to.table_entry(sequence, page)];
             if (from_page >= 0 && to_page >= 0)
-                requantize_block(from, to, from_page, to_page, head, keys, a.not_finite, page_memory);
+                requantize_block(from, to, from_page, to_page, head, keys,
+                                 a.not_finite == nullptr ? nullptr : a.not_finite + layer, page_memory);
             __syncthreads();
         }
         job -= jobs;
@@ -142,7 +143,7 @@ status check_commit(std::span<const cache_ref<Quantized>> quantized,
 /// Quantizes the pages that fall behind the recent window with the newest new_tokens tokens of every sequence (tokens[b] counts them
 /// already), from the window's ring to `quantized`. One entry of both lists for each layer; layers have the same tables, lengths and strides
 /// and differ in their pages. Once a step: before the attention of the first layer, before or after its store_new_tokens. not_finite, if
-/// given, adds up NaN and infinities once more. counts: [sequences] new tokens, in device memory, each at most new_tokens. Null: new_tokens
+/// given, has a number for each layer, to which NaN and infinities are added. counts: [sequences] new tokens, in device memory, each at most new_tokens. Null: new_tokens
 /// of every sequence.
 template <class Quantized, class Window>
 status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
@@ -163,8 +164,14 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
     if (code != cudaSuccess) return detail::runtime_error(code, "asking for the device");
     using quantizer = detail::page_quantizer<Quantized>;
     for (std::size_t first = 0; first < quantized.size(); first += detail::most_layers) {
-        detail::commit_args<Quantized, Window> a{quantized[0], window[0], 0,          recent,
-                                                 new_tokens,   counts,    not_finite, {}};
+        detail::commit_args<Quantized, Window> a{quantized[0],
+                                                 window[0],
+                                                 0,
+                                                 recent,
+                                                 new_tokens,
+                                                 counts,
+                                                 not_finite == nullptr ? nullptr : not_finite + first,
+                                                 {}};
         for (std::size_t i = first; i < quantized.size() && a.layers < detail::most_layers; ++i)
             a.memory[a.layers++] = {quantized[i].key_pages, quantized[i].value_pages,
                                     window[i].key_pages,    window[i].value_pages,
