@@ -8,6 +8,7 @@
 // pages of the same lengths. Times are those of a layer, the 32nd part of a commit included.
 //   equal    lengths are the largest not above those of the shape with a page half filled behind the window: no page is due
 //   ragged   lengths are up to half a page shorter or longer: in most steps some sequence has a page due. Mean of 8 steps
+//   trees    attend of 16 and 64 drafted tokens a sequence
 //   cache    kvq::cuda::cache of 32 layers: append and attend of a layer in a captured step, ragged lengths, begin_step() before every replay
 //            included. Mean of 64 steps
 // "early" is attention_options::early; ratios are those of such steps. Heads: 32 of queries over 8, 64 over 8, 32 over 32.
@@ -146,7 +147,7 @@ struct step_tensors {
 };
 
 struct step_times {
-    double step, early, attend, ragged, cache;
+    double step, early, attend, ragged, cache, draft16, draft64;
 };
 constexpr int model_layers = 32;
 
@@ -196,7 +197,7 @@ step_times time_full_pages(const shape& s, int page) {
         });
     };
     set_lengths(std::vector<int>(static_cast<std::size_t>(s.batch), s.tokens));
-    step_times times{time(true), 0.0, time(false), 0.0, 0.0};
+    step_times times{time(true), 0.0, time(false), 0.0, 0.0, 0.0, 0.0};
     for (int draw = 0; draw < ragged_draws; ++draw) {
         set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
         times.ragged += time(true) / ragged_draws;
@@ -204,6 +205,38 @@ step_times time_full_pages(const shape& s, int page) {
     BENCH_OK(cudaFree(workspace));
     BENCH_OK(cudaFree(mapping));
     return times;
+}
+
+/// attend of drafted trees. cache_of(layer): a mix.
+template <class F>
+double time_draft(int batch, int drafted, int layers, const F& cache_of) {
+    using mix = decltype(cache_of(0));
+    const int rows = batch * drafted;
+    float16* const q = random_numbers(static_cast<std::size_t>(rows) * q_heads * dim);
+    float16* const out = random_numbers(static_cast<std::size_t>(rows) * q_heads * dim);
+    std::vector<std::uint64_t> words;
+    for (int b = 0; b < batch; ++b)
+        for (int i = 0; i < drafted; ++i)  // two chains
+            words.push_back((std::uint64_t{2} << i) - 1 &
+                            (i % 2 == 0 ? 0x5555555555555555u : 0xaaaaaaaaaaaaaaaau));
+    std::uint64_t* const ancestors = bench::on_device(words);
+    const std::size_t space = cuda::attend_workspace_bytes<mix, float16>(q_heads / heads, drafted);
+    std::byte* workspace = nullptr;
+    BENCH_OK(cudaMalloc(&workspace, space));
+    BENCH_OK(cudaMemset(workspace, 0, space));
+    const double us = bench::time_launches(
+        std::max(4, layers),
+        [&](int i, cudaStream_t stream) {
+            bench::check(cuda::attend(cache_of(i % layers), token_view<const float16>(q, rows, q_heads, dim),
+                                      token_view<float16>(out, rows, q_heads, dim),
+                                      {.query_tokens = drafted, .ancestors = ancestors}, workspace, space,
+                                      stream));
+        },
+        3);
+    for (void* p : {static_cast<void*>(q), static_cast<void*>(out), static_cast<void*>(ancestors),
+                    static_cast<void*>(workspace)})
+        BENCH_OK(cudaFree(p));
+    return us;
 }
 
 /// commit_due_pages, store_new_tokens and attend of sequences as they are.
@@ -253,7 +286,9 @@ step_times time_real_step(const shape& s) {
                                       space, stream));
         });
     };
-    step_times times{time(true, false), time(true, true), time(false, false), 0.0, 0.0};
+    step_times times{time(true, false), time(true, true), time(false, false), 0.0, 0.0, 0.0, 0.0};
+    times.draft16 = time_draft(s.batch, 16, layers, cache_of);
+    times.draft64 = time_draft(s.batch, 64, layers, cache_of);
     for (int draw = 0; draw < ragged_draws; ++draw) {
         x.set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
         times.ragged += time(true, true) / ragged_draws;
@@ -348,18 +383,20 @@ template <class Format>
             "\"kv_heads\": %d, "
             "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_ragged\": %.2f, "
             "\"us_cache\": %.2f, \"us_fp16\": %.2f, \"us_attend_fp16\": %.2f, \"us_ragged_fp16\": %.2f, "
-            "\"us_torch\": %.2f, \"sinks\": %d, \"recent\": %d, \"launches\": 2}\n",
+            "\"us_torch\": %.2f, \"us_draft16\": %.2f, \"us_draft64\": %.2f, \"sinks\": %d, \"recent\": %d, "
+            "\"launches\": 2}\n",
             name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.ragged,
-            real.cache, full.step, full.attend, full.ragged, torch, sinks, recent);
+            real.cache, full.step, full.attend, full.ragged, torch, real.draft16, real.draft64, sinks,
+            recent);
     else
         std::printf(
             "real step  %-10s %2d/%-2d %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x; torch %7.1f, %.2f x); "
             "step "
             "%7.1f us, early %7.1f us (fp16 %7.1f, %.2f x); ragged %7.1f us (fp16 %7.1f, %.2f x); cache "
-            "%7.1f us\n",
+            "%7.1f us; trees of 16 %7.1f us, of 64 %7.1f us\n",
             name, q_heads, heads, s.batch, s.tokens, real.attend, full.attend, full.attend / real.attend,
             torch, torch / real.attend, real.step, real.early, full.step, full.step / real.early, real.ragged,
-            full.ragged, full.ragged / real.ragged, real.cache);
+            full.ragged, full.ragged / real.ragged, real.cache, real.draft16, real.draft64);
     std::fflush(stdout);
 }
 
