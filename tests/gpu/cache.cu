@@ -829,6 +829,63 @@ void check_counts() {
     CHECK(!s && std::strstr(s.message, "counts of 1 layers"), "%s", s.message);
 }
 
+/// Stepping down by bytes: the oldest pages, as many as needed; not those that a fork outside of the call holds.
+void check_budget() {
+    both_caches c({});
+    test::rng r(10);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "budget: %s", s.message); };
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    const cuda::sequence_id ids[] = {p.id};
+    workspace space;
+    kvq::sequence* const hosts[] = {&p.host};
+    const auto to_both = [&](const char* name, int number, int last, bool new_pages) {
+        if (new_pages) ok(c.gpu.requantize(ids, {.format = name, .new_pages = true}, c.stream));
+        requantize_request h;
+        h.key = h.value = number;
+        h.last_token = last;
+        h.new_pages = new_pages;
+        c.cpu.requantize(std::span<kvq::sequence* const>(hosts), h, {}, serial_executor{}, space);
+    };
+    to_both("int8", 1, requantize_request{}.last_token, true);
+    std::vector<float16> keys, values;
+    const auto append = [&](int n) {
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    append(4 + 3 * page + 40);
+    cuda::sequence_id fork;
+    ok(c.gpu.fork(p.id, fork, c.stream));  // holds the first three pages
+    append(7 * page);
+    const auto& kinds = c.gpu.formats().kinds;
+    const std::size_t before = c.gpu.usage().in_use(), saved = layers * heads *
+                                                               (kinds[1].key_block + kinds[1].value_block -
+                                                                kinds[0].key_block - kinds[0].value_block);
+    const cuda::tier tiers[] = {{0, "int8"}, {100000, "kivi-4-g32"}};
+    ok(c.gpu.step_down(ids, tiers, c.stream, before));
+    CHECK(c.gpu.usage().in_use() == before, "budget: pages changed below the budget");
+    // Two pages and a bit: three of those that the fork does not hold.
+    ok(c.gpu.step_down(ids, tiers, c.stream, before - 2 * saved - 1));
+    CHECK(c.gpu.usage().in_use() == before - 3 * saved, "budget: %zu bytes, expected %zu",
+          c.gpu.usage().in_use(), before - 3 * saved);
+    requantize_request h;
+    h.key = h.value = 0;
+    h.first_token = 4 + 3 * page;
+    h.last_token = 4 + 6 * page;
+    c.cpu.requantize(std::span<kvq::sequence* const>(hosts), h, {}, serial_executor{}, space);
+    compare(c, p, "budget", 1);
+    // All of them, together with the fork.
+    const cuda::sequence_id both[] = {p.id, fork};
+    ok(c.gpu.step_down(both, tiers, c.stream, 0));
+    CHECK(c.gpu.usage().in_use() == before - 10 * saved, "budget: %zu bytes, expected %zu",
+          c.gpu.usage().in_use(), before - 10 * saved);
+    to_both("kivi-4-g32", 0, requantize_request{}.last_token, false);
+    compare(c, p, "budget", 2);
+}
+
 void refused(const cuda::status& s, const char* part) {
     CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
 }
@@ -1063,6 +1120,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_graph();
     check_draft_graph();
     check_counts();
+    check_budget();
     history({}, 1, "4 sinks, 40 recent").run(long_run);
     history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
         .run(long_run / 2);

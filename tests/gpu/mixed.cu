@@ -18,18 +18,6 @@ struct mixed_case {
     bool sink_logits = false, window_sinks = false;
 };
 
-/// A score modifier of the user's: slopes of heads, and keys that only some queries see.
-struct tilted {
-    float slope[4];
-    int hidden;
-
-    KVQ_HD float score(float score, int q_head, int q_pos, int k_pos) const {
-        return k_pos % hidden == 1 && q_pos % 2 == 0
-                   ? -INFINITY
-                   : score - slope[q_head % 4] * static_cast<float>(q_pos - k_pos);
-    }
-};
-
 /// Trees, logits of sinks: what else the options point to.
 struct other_options {
     std::vector<std::uint64_t> ancestors;
@@ -328,9 +316,22 @@ void check_mixes(const char* name) {
     std::printf("  %-44s largest error %.2e\n", name, worst);
 }
 
+#if !defined(PART) || PART == 4
+/// A score modifier of the user's: slopes of heads, and keys that only some queries see.
+struct tilted {
+    float slope[4];
+    int hidden;
+
+    KVQ_HD float score(float score, int q_head, int q_pos, int k_pos) const {
+        return k_pos % hidden == 1 && q_pos % 2 == 0
+                   ? -INFINITY
+                   : score - slope[q_head % 4] * static_cast<float>(q_pos - k_pos);
+    }
+};
+
 /// A cache of one format with a score modifier, a tree and sinks in the softmax; pages need not be of sizes that the warp kernel takes.
 template <class T, class Format>
-[[maybe_unused]] void check_single(const char* name) {
+void check_single(const char* name) {
     constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
     test::rng r(static_cast<unsigned>(Format::page_tokens));
     double worst = 0.0;
@@ -372,6 +373,7 @@ template <class T, class Format>
     }
     std::printf("  %-44s largest error %.2e\n", name, worst);
 }
+#endif
 
 template <class T, int Dim, int Page>
 using full_pages = cuda::format<full<T>, full<T>, Dim, Page>;

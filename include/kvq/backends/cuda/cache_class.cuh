@@ -101,8 +101,12 @@ public:
     /// Pages that several of the sequences share stay shared.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
                       cudaStream_t stream);
-    /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink.
-    status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream);
+    /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink. Then, while pages in use have
+    /// more than byte_budget bytes (usage_report::in_use), the oldest pages go one tier down, and from there further; pages that other
+    /// sequences hold too stay. More may be in use at the end, if all of them are in the last tier.
+    status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream,
+                     std::size_t byte_budget = no_budget);
+    static constexpr std::size_t no_budget = ~std::size_t{0};
 
     usage_report usage() const;
     /// Writes for each layer how many NaN and infinities were quantized so far; a page that is quantized again behind a trim counts again.
@@ -219,6 +223,15 @@ private:
                           cudaStream_t stream, detail::word_writer& to);
     status requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
                             std::span<const int> last_tokens, int format, cudaStream_t stream);
+    /// Does going from one format to another make pages smaller, and neither K nor V larger?
+    bool shrinks(int from, int to) const noexcept {
+        const device_format::kind &a = format_.kinds[static_cast<std::size_t>(from)],
+                                  &b = format_.kinds[static_cast<std::size_t>(to)];
+        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
+               b.key_block + b.value_block < a.key_block + a.value_block;
+    }
+    status requantize_pages(std::span<const sequence_id> ids, std::span<const detail::held_page> pages,
+                            int format, cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;
     std::vector<detail::layer_view> all_layers() const;
     struct page_pools {

@@ -46,6 +46,13 @@ struct usage_report {
     std::size_t workspace = 0;
     std::size_t prompt = 0;  ///< one layer of the longest prompt so far in 16 bit, and its slots
     std::size_t bytes = 0;   ///< sum of all: what the allocator was asked for
+
+    /// Of all pages that sequences hold.
+    std::size_t in_use() const noexcept {
+        std::size_t sum = window + sinks;
+        for (const std::size_t n : quantized) sum += n;
+        return sum;
+    }
 };
 
 /// Quantized pages that change their format. Sinks, window and 16-bit values for rollback stay as they are.
