@@ -52,7 +52,6 @@ struct other_options {
         o.softcap = c.softcap;
         o.drafted = c.drafted;
         if (c.drafted > 0) o.ancestors = ancestors_device.get();
-        if (c.sink_logits) o.sink_logits = logits_device.get();
     }
     /// Does query token i of sequence b see token t?
     bool sees(const mixed_case& c, std::size_t b, int i, int t) const {
@@ -103,7 +102,7 @@ void check_rows(const mixed_case& c, const other_options& others, [[maybe_unused
                              x.key[d];
                     s /= std::sqrt(static_cast<double>(dim));
                     if (c.softcap > 0.0f) s = c.softcap * std::tanh(s / c.softcap);
-                    if constexpr (!std::is_same_v<Score, cuda::unmodified>)
+                    if constexpr (cuda::detail::has_score<Score>)
                         s = static_cast<double>(score.score(static_cast<float>(s), h, position, t));
                     if (s == -INFINITY) continue;
                     scores.push_back(s);
@@ -147,7 +146,7 @@ void check_rows(const mixed_case& c, const other_options& others, [[maybe_unused
 
 /// Old and New: quantized formats, the same for caches of one.
 template <class T, class Old, class New, class Window, class Sinks, class Score = cuda::unmodified>
-void check_mix(test::rng& r, const mixed_case& c, const char* name, double* worst, const Score& score = {}) {
+void check_mix(test::rng& r, const mixed_case& c, const char* name, double* worst, Score score = {}) {
     constexpr int dim = New::head_dim, value_dim = New::value_dim, page = New::page_tokens;
     constexpr bool two = !std::is_same_v<Old, New>;
     const std::size_t sequences = c.lengths.size();
@@ -204,6 +203,7 @@ void check_mix(test::rng& r, const mixed_case& c, const char* name, double* wors
     test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
     cuda::attention_options options;
     const other_options others(r, c, options);
+    if constexpr (std::is_same_v<Score, cuda::learned_sinks>) score.logits = others.logits_device.get();
     options.lse = lse.get();
     const auto attend = [&](const auto& cache) {
         using mix = std::remove_cvref_t<decltype(cache)>;
@@ -292,7 +292,6 @@ void check_mixes(const char* name) {
            .softcap = 5.0f,
            .lengths = {400, 40},
            .drafted = 12});
-    check({.kv_heads = 2, .group = 4, .lengths = ragged, .sink_logits = true});
     check({.kv_heads = 1,
            .group = 2,
            .query_tokens = 3,
@@ -307,7 +306,6 @@ void check_mixes(const char* name) {
            .sinks = 37,
            .lengths = {800, 90},
            .drafted = 2,
-           .sink_logits = true,
            .window_sinks = true});
     if (!std::is_same_v<Old, New>) {
         check({.kv_heads = 1, .group = 4, .lengths = {3000, 1, 640}, .scattered = true});
@@ -330,14 +328,13 @@ struct tilted {
 };
 
 /// A cache of one format with a score modifier, a tree and sinks in the softmax; pages need not be of sizes that the warp kernel takes.
-template <class T, class Format>
-void check_single(const char* name) {
+template <class T, class Format, class Score>
+void check_single(const char* name, Score score) {
     constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
     test::rng r(static_cast<unsigned>(Format::page_tokens));
     double worst = 0.0;
-    const tilted score{{0.0f, 0.01f, 0.1f, 1.0f}, 3};
     for (mixed_case c :
-         {mixed_case{.kv_heads = 2, .group = 4, .sinks = 0, .lengths = {300, 0, 1, 70}, .sink_logits = true},
+         {mixed_case{.kv_heads = 2, .group = 4, .sinks = 0, .lengths = {300, 0, 1, 70}},
           mixed_case{.kv_heads = 1,
           .group = 3,
           .query_tokens = 8,
@@ -357,8 +354,12 @@ void check_single(const char* name) {
         test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
         cuda::attention_options options;
         const other_options others(r, c, options);
+        if constexpr (std::is_same_v<Score, cuda::learned_sinks>) {
+            score.logits = others.logits_device.get();
+            c.sink_logits = true;
+        }
         options.lse = lse.get();
-        const std::size_t bytes = cuda::attend_workspace_bytes<Format, T, tilted>(c.group, c.query_tokens);
+        const std::size_t bytes = cuda::attend_workspace_bytes<Format, T, Score>(c.group, c.query_tokens);
         test::device_buffer<std::byte> workspace(bytes);
         workspace.clear();
         const auto s = cuda::attend(device.ref, token_view<const T>(q_device.get(), rows, q_heads, dim),
@@ -416,14 +417,27 @@ int main() {
           .recent = 32,
           .lengths = {600, 90, 2},
           .drafted = 5,
-          .sink_logits = true,
           .window_sinks = true},
           mixed_case{.kv_heads = 1, .group = 16, .softcap = 4.0f, .lengths = {500, 60}}})
         check_mix<float16, small, small, window, full_pages<float16, 64, 16>>(r, c, "score modifier, kivi4",
                                                                               &worst, score);
+    for (const mixed_case& c :
+         {mixed_case{.group = 4, .lengths = {700, 0, 1, 90, 133, 3000}, .sink_logits = true},
+          mixed_case{.kv_heads = 1,
+          .group = 8,
+          .query_tokens = 6,
+          .window = 70,
+          .lengths = {600, 90, 2},
+          .drafted = 6,
+          .sink_logits = true}})
+        check_mix<float16, small, small, window, full_pages<float16, 64, 16>, cuda::learned_sinks>(
+            r, c, "learned sinks, kivi4", &worst);
     std::printf("  %-44s largest error %.2e\n", "score modifier, kivi4", worst);
-    check_single<float16, window>("score modifier, fp16 alone");
-    check_single<float, cuda::format<int8, int8, 40, 24>>("score modifier, any shape");
+    check_single<float16, window>("score modifier, fp16 alone", score);
+    using any_shape = cuda::format<int8, int8, 40, 24>;
+    check_single<float, any_shape>("score modifier, any shape", score);
+    check_single<float16, window>("learned sinks, fp16 alone", cuda::learned_sinks{});
+    check_single<float, any_shape>("learned sinks, any shape", cuda::learned_sinks{});
 #endif
     return test::report("mixed");
 }

@@ -51,12 +51,16 @@ struct share_launch {
     }
     /// Launches with `args`, once set(cut, partials) and the lines and row blocks of `work` have made them ready. chunks: of one item
     /// at most.
+    /// trees: does the launch have them?
     template <class Work, class Args, class Score, class Set>
-    static status go(Work& work, int kv_heads, int rows, int chunks, const Args& args, const Score& score,
-                     const Set& set, std::byte* space, std::size_t bytes, cudaStream_t stream) noexcept {
+    static status go(Work& work, int kv_heads, int rows, bool trees, int chunks, const Args& args,
+                     const Score& score, const Set& set, std::byte* space, std::size_t bytes,
+                     cudaStream_t stream) noexcept {
         using memory = typename Derived::memory;
         if (reinterpret_cast<std::uintptr_t>(space) % 16 != 0)
             return bad_value("the workspace must start on 16 bytes");
+        if (trees && !takes_trees<memory::rows / 4>)
+            return bad_value("trees of drafted tokens need more shared memory than the device has");
         cudaError_t code = cudaSuccess;
         const int blocks = grid(code);
         if (blocks == 0) {
@@ -100,7 +104,7 @@ struct warp_launch : share_launch<warp_launch<Format, T, Score, Rows4, Small>> {
             a.cut = cut;
             a.partials = partials;
         };
-        return warp_launch::go(a.work, a.cache.kv_heads, a.rows,
+        return warp_launch::go(a.work, a.cache.kv_heads, a.rows, a.ancestors != nullptr,
                                kvq::detail::ceil_div(a.work.capacity, memory::step_tokens), a, score, set,
                                space, bytes, stream);
     }
@@ -132,11 +136,14 @@ struct mixed_launch : share_launch<mixed_launch<T, Score, Rows4, Small, Formats.
             first.cut = cut;
             first.partials = partials;
         };
-        return mixed_launch::go(first.work, first.cache.kv_heads, first.rows,
+        return mixed_launch::go(first.work, first.cache.kv_heads, first.rows, first.ancestors != nullptr,
                                 static_cast<int>(kvq::detail::smaller(units, 2147483647LL)), m, score, set,
                                 space, bytes, stream);
     }
 };
+
+/// Rows of the kernel that a launch takes: those for 16 have trees of drafted tokens.
+inline int kernel_rows(int rows, bool trees) noexcept { return trees ? kvq::detail::larger(rows, 16) : rows; }
 
 /// Calls f with the first launch, of kernels that take 16, 8 or 4 query rows of a kv head, that wants so many rows and fits into the
 /// device's shared memory.
@@ -237,7 +244,6 @@ attention_args<Format, T> make_arguments(const cache_ref<Format>& cache, const t
     a.scale = o.scale != 0.0f ? o.scale : 1.0f / std::sqrt(static_cast<float>(Format::head_dim));
     if (o.softcap == 0.0f) a.scale *= log2e;
     a.softcap = o.softcap;
-    a.sink_logits = o.sink_logits;
     a.ancestors = o.ancestors;
     a.drafted = o.drafted == 0 ? o.query_tokens : o.drafted;
     a.window_sinks = o.window_sinks;
@@ -296,12 +302,13 @@ template <class Format, class T, class Score = unmodified>
 std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
     std::size_t bytes = 0;
     if constexpr (detail::warps_can<Format>)
-        bytes = detail::with_launch<Format, T, Score>(group * query_tokens, [](auto launch) {
-            cudaError_t code = cudaSuccess;
-            const int blocks = decltype(launch)::grid(code);
-            if (code != cudaSuccess) (void)cudaGetLastError();
-            return decltype(launch)::workspace(blocks);
-        });
+        bytes = detail::with_launch<Format, T, Score>(
+            detail::kernel_rows(group * query_tokens, query_tokens > 1), [](auto launch) {
+                cudaError_t code = cudaSuccess;
+                const int blocks = decltype(launch)::grid(code);
+                if (code != cudaSuccess) (void)cudaGetLastError();
+                return decltype(launch)::workspace(blocks);
+            });
     if constexpr (detail::even_keys<Format>::known)
         bytes = kvq::detail::larger(
             bytes, attend_workspace_bytes<typename detail::even_keys<Format>::format_type, T, Score>(
@@ -315,6 +322,9 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
               const attention_options& options, void* workspace, std::size_t workspace_bytes,
               cudaStream_t stream, const Score& score = {}) noexcept {
     static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
+    static_assert(detail::is_modifier<Score>,
+                  "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
+                  "sink_logit(q_head)");
     if constexpr (detail::even_keys<Format>::known)
         if (cache.key_plans == nullptr)
             return attend(detail::even_keys<Format>::cache(cache), q, out, options, workspace,
@@ -325,10 +335,11 @@ status attend(const cache_ref<Format>& cache, const token_view<const T>& q, cons
     if (q.tokens == 0) return {};
     const auto a = detail::make_arguments(cache, q, out, options);
     if constexpr (detail::warps_can<Format>)
-        return detail::with_launch<Format, T, Score>(a.rows, [&](auto launch) {
-            return decltype(launch)::run(a, score, static_cast<std::byte*>(workspace), workspace_bytes,
-                                         stream);
-        });
+        return detail::with_launch<Format, T, Score>(
+            detail::kernel_rows(a.rows, a.ancestors != nullptr), [&](auto launch) {
+                return decltype(launch)::run(a, score, static_cast<std::byte*>(workspace), workspace_bytes,
+                                             stream);
+            });
     else
         return detail::run_any(a, score, stream);
 }
@@ -427,9 +438,12 @@ status attend_parts(int recent, const token_view<const T>& q, const token_view<T
         return mixed_args<T, Kept...>{{{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
     }
     (std::make_integer_sequence<int, sizeof...(All)>{});
-    return with_mixed_launch<T, Score, Kept...>(get<0>(m.parts).a.rows, [&](auto launch) {
-        return decltype(launch)::run(m, score, static_cast<std::byte*>(workspace), workspace_bytes, stream);
-    });
+    const auto& first = get<0>(m.parts).a;
+    return with_mixed_launch<T, Score, Kept...>(
+        kernel_rows(first.rows, first.ancestors != nullptr), [&](auto launch) {
+            return decltype(launch)::run(m, score, static_cast<std::byte*>(workspace), workspace_bytes,
+                                         stream);
+        });
 }
 
 template <class T, class Score, class... Formats>
@@ -473,8 +487,9 @@ noexcept {
     const auto count = [&]<class... Parts>(const Parts&... parts) {
         detail::with_kernel_parts(
             [&]<class... Kept>(const cache_part<Kept>&...) {
-                bytes = kvq::detail::larger(
-                    bytes, detail::mixed_workspace_bytes<T, Score, Kept...>(group * query_tokens));
+                bytes = kvq::detail::larger(bytes,
+                                            detail::mixed_workspace_bytes<T, Score, Kept...>(
+                                                detail::kernel_rows(group * query_tokens, query_tokens > 1)));
             },
             parts...);
     };
@@ -490,6 +505,9 @@ status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>&
               const attention_options& options, void* workspace, std::size_t workspace_bytes,
               cudaStream_t stream, const Score& score = {}) noexcept {
     static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
+    static_assert(detail::is_modifier<Score>,
+                  "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
+                  "sink_logit(q_head)");
     if (status s = detail::check_mix(cache); !s) return s;
     status checked;
     detail::for_each_part(cache.parts, [&](const auto& part) {

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(any_threads)
             score += query[c] * read_value<tensor::key>(a.cache, page, kv_head, in_page, c);
         for (int step = warp_size / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
         if (a.softcap > 0.0f) score = capped(score, a.softcap);
-        if constexpr (is_modifier<Score>) score = modified_score(a, modifier, score, head, query_at, t);
+        if constexpr (has_score<Score>) score = modified_score(a, modifier, score, head, query_at, t);
         if (a.ancestors != nullptr && is_hidden(visible, t, a.draft_begin(length))) score = -INFINITY;
         if (score == -INFINITY) continue;
         const float next = fmaxf(max, score);
@@ -87,8 +87,10 @@ __global__ void __launch_bounds__(any_threads)
                 if (i * warp_size + lane < value_dim) output[i * warp_size + lane] += part[i] * factor;
         __syncthreads();
     }
+    float of_sink = 1.0f;
+    if constexpr (has_sinks<Score>) of_sink = add_sink(modifier.sink_logit(head), top, total);
     for (int c = thread; c < value_dim; c += any_threads) {
-        float one[1] = {output[c]};
+        float one[1] = {output[c] * of_sink};
         finish_channels(a, token, head, c, top, total, one);
     }
     __syncthreads();

@@ -515,7 +515,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
             query_part.fetch(common_args, walk.item, own);
         merge_warps<memory, Rows4>(rows, common, own, id);
         if (done.is_whole()) {
-            write_rows<memory>(common_args, done, common, common.parts, own);
+            write_rows<memory>(common_args, score, done, common, common.parts, own);
         } else {
             write_partial<memory>(common_args, common, first_of_share, own);
             if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
@@ -526,7 +526,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
     }
     const warp_team own = notes->team;
     const team_memory common = team_memory::of<memory>(shared, own);
-    if (common.later->pending) merge_parts<memory>(common_args, common, own);
+    if (common.later->pending) merge_parts<memory>(common_args, score, common, own);
 }
 
 }  // namespace detail

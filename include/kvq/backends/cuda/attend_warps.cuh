@@ -204,7 +204,10 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
         return at;
     };
-    const span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
+    span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
+    if constexpr (takes_trees<Rows4>)
+        if (a.ancestors != nullptr)
+            seen_by_all.end = smaller(seen_by_all.end, a.draft_begin(a.work.tokens[item->sequence]));
     const head_keys<keys, Rows4> key_head(at_warp.scratch, a.cache.key_plan(item->kv_head), id);
     const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
     folded_row<keys> folded[Rows4];
@@ -235,7 +238,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         }
         masked = first + memory::tokens > seen_by_all.end || first < seen_by_all.begin ||
                  held_end - held_begin < memory::tokens;
-        plain = !is_modifier<Score> && present && !masked && !(a.softcap > 0.0f);
+        plain = !has_score<Score> && present && !masked && !(a.softcap > 0.0f);
     };
     // Is the chunk one of sinks, which rows see whatever their window?
     const auto sees_sinks = [&] { return Feed::reads_sinks && a.window_sinks && first < 0; };
@@ -256,7 +259,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                         s = capped(s, a.softcap);
                     }
                 }
-                if constexpr (is_modifier<Score>)
+                if constexpr (has_score<Score>)
                     modify_scores<keys, Rows4>(scores, a, score, *item, first, id);
                 if (masked) {
                     const seen_tokens<Format, T> seen(a, *item, rows);
@@ -274,12 +277,9 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                                 if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
                             }
                     }
-                    if (a.ancestors != nullptr) [[unlikely]] {
-                        const auto hidden = hidden_scores<keys, Rows4>(a, item, first);
-#pragma unroll
-                        for (int i = 0; i < keys::tiles * Rows4 * 4; ++i)
-                            if ((hidden >> i & 1) != 0)
-                                scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4] = -INFINITY;
+                    if constexpr (takes_trees<Rows4>) {
+                        if (a.ancestors != nullptr) [[unlikely]]
+                            hide_scores<keys, Rows4>(scores, hidden_scores<keys, Rows4>(a, item, first));
                     }
                 }
             }
@@ -507,7 +507,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
             query_part.fetch(a, walk.item, own);
         merge_warps<memory, Rows4>(state.finished(), common, own, id);
         if (done.is_whole()) {
-            write_rows<memory>(a, done, common, common.parts, own);
+            write_rows<memory>(a, score, done, common, common.parts, own);
         } else {
             write_partial<memory>(a, common, first_of_share, own);
             if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
@@ -519,7 +519,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
     copy_wait<0>();
     const warp_team own = notes->team;
     const team_memory common = team_memory::of<memory>(shared, own);
-    if (common.later->pending) merge_parts<memory>(a, common, own);
+    if (common.later->pending) merge_parts<memory>(a, score, common, own);
 }
 
 }  // namespace detail

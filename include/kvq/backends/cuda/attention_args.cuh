@@ -16,9 +16,6 @@ struct attention_options {
     int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
     bool window_sinks = false;  ///< and the tokens of a mixed cache's sink_tokens()
     int query_tokens = 1;       ///< per sequence: the last ones of it, with a causal mask among them
-    /// [q_heads]: exp(logit) more in the softmax sum, without a value, also in lse and state_out. Rows without keys stay empty;
-    /// -infinity: none; another logit that is not finite gives NaN. Of launches whose states are merged, only one takes them.
-    const float* sink_logits = nullptr;
     /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted` tokens of its sequence whose
     /// bit is set (bit 0: the first of them; token_tree::ancestors()) and all before; later tokens never. Null: a causal mask.
     const std::uint64_t* ancestors = nullptr;
@@ -47,7 +44,6 @@ struct attention_args {
     token_view<T> out;
     float scale;  // on the query; log2 e included unless there is a softcap
     float softcap;
-    const float* sink_logits;
     const std::uint64_t* ancestors;
     int drafted;
     bool window_sinks;  // rows see the sinks before position 0 through a window
@@ -108,7 +104,6 @@ struct seen_tokens {
         : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows) {
         const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
         common = {a.row_begin(length, last_row), a.row_end(length, first_row)};
-        if (a.ancestors != nullptr) common.end = smaller(common.end, a.draft_begin(length));
         any = {a.row_begin(length, first_row), a.row_end(length, last_row)};
     }
     /// Of one row; nothing where there is no such row.
@@ -116,15 +111,6 @@ struct seen_tokens {
         return {a.row_begin(length, row), row < a.rows ? a.row_end(length, row) : 0};
     }
 };
-
-/// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of the row's output.
-__device__ __forceinline__ float add_sink(float logit, float& max, float& sum) {
-    if (max == -INFINITY) return 1.0f;
-    const float score = logit * log2e, top = fmaxf(max, score), factor = exp2_fast(max - top);
-    sum = sum * factor + exp2_fast(score - top);
-    max = top;
-    return factor;
-}
 
 /// Writes N neighbouring channels of a finished row, merged with the state that came in. `output` belongs to {max, sum}.
 template <int N, class Format, class T>
@@ -143,11 +129,6 @@ __device__ __forceinline__ void finish_channels(const attention_args<Format, T>&
 #pragma unroll
         for (int i = 0; i < N; ++i) output[i] = output[i] * mine + in[2 + channel + i] * theirs;
         max = top;
-    }
-    if (a.sink_logits != nullptr) {
-        const float factor = add_sink(a.sink_logits[head], max, sum);
-#pragma unroll
-        for (int i = 0; i < N; ++i) output[i] *= factor;
     }
     if (a.out.data) {
         const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;  // NaN stays NaN
@@ -186,7 +167,6 @@ __device__ __forceinline__ void finish_header(const attention_args<Format, T>& a
               in_sum * (in_max == -INFINITY ? 0.0f : exp2_fast(in_max - top));
         max = top;
     }
-    if (a.sink_logits != nullptr) (void)add_sink(a.sink_logits[head], max, sum);
     a.state_out[row * width] = max;
     a.state_out[row * width + 1] = sum;
 }

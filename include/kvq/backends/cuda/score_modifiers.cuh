@@ -1,9 +1,10 @@
 // What changes scores between the product of keys and the softmax.
 //
 //   s = cap tanh(q . k / cap);   s = score.score(s, q_head, q_pos, k_pos);   hidden: -infinity
+//   softmax sum + exp(score.sink_logit(q_head))
 //
-// A score modifier is a template argument of attend(): without one there is no code of it. With one, all chunks take the rare twin of the
-// loop (attend_warps.cuh), as they do with softcap. Trees of drafted tokens hide scores of the few chunks that hold a draft.
+// A score modifier is a template argument of attend(): without one there is no code of it. Where it has score(), all chunks take the rare twin
+// of the loop (attend_warps.cuh), as they do with softcap. Trees of drafted tokens hide scores of the few chunks that hold a draft.
 // Contract: names and order of arguments are those of the CPU's score modifiers (attention/score_modifiers.hpp), so one struct can be both.
 #pragma once
 
@@ -12,8 +13,11 @@
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 
-/// No score modifier. One is a struct with `__device__ float score(float score, int q_head, int q_pos, int k_pos) const`: scores are
-/// scaled and behind softcap, positions those of the sequence; -infinity hides a key. It travels in the parameters of the launch.
+/// No score modifier. One is a struct with one or both of
+///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and behind softcap, positions those of
+///                                                                                  the sequence; -infinity hides a key
+///   __device__ float sink_logit(int q_head) const                                  as learned_sinks
+/// It travels in the parameters of the launch.
 struct unmodified {};
 
 /// score - slopes[q_head] * (q_pos - k_pos). Press et al., arXiv 2108.12409.
@@ -25,10 +29,35 @@ struct alibi {
     }
 };
 
+/// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of launches whose states are merged, only
+/// one takes it. Rows without keys stay empty. -infinity: none; another logit that is not finite gives NaN. gpt-oss, arXiv 2508.10925.
+struct learned_sinks {
+    const float* logits;  ///< [q_heads], device memory
+
+    __device__ __forceinline__ float sink_logit(int q_head) const { return logits[q_head]; }
+};
+
 namespace detail {
 
 template <class Score>
-inline constexpr bool is_modifier = !std::is_same_v<Score, unmodified>;
+inline constexpr bool has_score = requires(const Score& s) {
+    s.score(0.0f, 0, 0, 0);
+};
+template <class Score>
+inline constexpr bool has_sinks = requires(const Score& s) {
+    s.sink_logit(0);
+};
+template <class Score>
+inline constexpr bool is_modifier = has_score<Score> || has_sinks<Score> || std::is_same_v<Score, unmodified>;
+
+/// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of the row's output.
+__device__ __forceinline__ float add_sink(float logit, float& max, float& sum) {
+    if (max == -INFINITY) return 1.0f;
+    const float score = logit * log2e, top = fmaxf(max, score), factor = exp2_fast(max - top);
+    sum = sum * factor + exp2_fast(score - top);
+    max = top;
+    return factor;
+}
 
 /// cap * tanh(s / cap) in powers of two.
 __device__ __forceinline__ float capped(float s, float cap) {
@@ -69,11 +98,15 @@ __device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4
 __device__ __forceinline__ bool is_hidden(std::uint64_t visible, int token, int draft_begin) {
     return token >= draft_begin && (visible >> (token - draft_begin & 63) & 1u) == 0;
 }
+/// Are these kernels also for trees of drafted tokens? Others would become longer, and slower by up to 4 % where caches of instructions are
+/// full (low2).
+template <int Rows4>
+inline constexpr bool takes_trees = Rows4 == 4;
 /// A bit for each of a lane's scores.
 template <class Keys, int Rows4>
 using score_bits = std::conditional_t<(Keys::tiles * Rows4 * 4 > 32), std::uint64_t, std::uint32_t>;
 /// For each of a lane's rows and tokens of a chunk a bit: is it a drafted token that the row does not see? Bit (tile * Rows4 + n) * 4 + r.
-/// A call, since code that hardly ever runs would make windows' loops a fifth longer.
+/// A call: inline it would make windows' loops a fifth longer.
 template <class Keys, int Rows4, class Format, class T>
 __device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_args<Format, T>& a,
                                                               const item_part* item, int first) {
@@ -93,6 +126,13 @@ __device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_ar
                 hidden |= bits{1} << ((i / 4 * Rows4 + n) * 4 + i % 4);
     }
     return hidden;
+}
+template <class Keys, int Rows4>
+__device__ __forceinline__ void hide_scores(float (&scores)[Keys::tiles][Rows4][4],
+                                            score_bits<Keys, Rows4> hidden) {
+#pragma unroll
+    for (int i = 0; i < Keys::tiles * Rows4 * 4; ++i)
+        if ((hidden >> i & 1) != 0) scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4] = -INFINITY;
 }
 
 }  // namespace detail
