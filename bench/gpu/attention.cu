@@ -305,17 +305,10 @@ int main(int argc, char** argv) {
         if (arg == "--quick") set.quick = true;
         if (arg == "--batch" && i + 1 < argc) set.batch = std::atoi(argv[++i]);
         if (arg == "--only" && i + 1 < argc) set.only = argv[++i];
-        if (arg == "--baseline" && i + 1 < argc) {
-            if (std::FILE* file = std::fopen(argv[++i], "r")) {
-                shape s{};
-                int dim = 0;
-                double us = 0.0;
-                while (std::fscanf(file, "%d %d %d %d %d %lf", &s.batch, &s.tokens, &s.q_heads, &s.kv_heads,
-                                   &dim, &us) == 6)
-                    if (dim == 128) set.baseline[s] = us;
-                std::fclose(file);
-            }
-        }
+        if (arg == "--baseline" && i + 1 < argc)
+            for (const auto& [of, us] : bench::read_baseline(argv[++i]))
+                if (std::get<4>(of) == 128)
+                    set.baseline[{std::get<0>(of), std::get<1>(of), std::get<2>(of), std::get<3>(of)}] = us;
     }
     set.bytes = std::size_t{18} << 30;
     BENCH_OK(cudaMalloc(&set.memory, set.bytes));

@@ -1,6 +1,6 @@
 // A decode step of one layer.
 //
-//   step [--json] [--quick] [--only NAME]
+//   step [--json] [--quick] [--only NAME] [--heads Q/KV] [--baseline FILE]
 //
 // With -DPART=0 to 4: the rows of one format, or (4) those of formats alone.
 // Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized; `store_new_tokens` of one token
@@ -8,9 +8,13 @@
 // pages of the same lengths. Times are those of a layer, the 32nd part of a commit included.
 //   equal    lengths are the largest not above those of the shape with a page half filled behind the window: no page is due
 //   ragged   lengths are up to half a page shorter or longer: in most steps some sequence has a page due. Mean of 8 steps
-// "early" is attention_options::early; ratios are those of such steps.
+//   trees    attend of 16 and 64 drafted tokens a sequence
+//   cache    kvq::cuda::cache of 32 layers: append and attend of a layer in a captured step, ragged lengths, begin_step() before every replay
+//            included. Mean of 64 steps
+// "early" is attention_options::early; ratios are those of such steps. Heads: 32 of queries over 8, 64 over 8, 32 over 32.
+// FILE: times of torch_sdpa.py, which are for the shape's round number of tokens.
 // Then (not with --quick) formats alone: `store` and `attend` of one format; "early": attention_options::early.
-// Launches follow each other as in an engine that does nothing else; 32 query heads, 8 kv heads. "attend": without the other launch.
+// Launches follow each other as in an engine that does nothing else. "attend": without the other launch.
 // Every step has the cache of another layer; together they take 0.75 GB or more.
 #include <kvq/backends/cuda.cuh>
 
@@ -25,7 +29,8 @@ namespace {
 
 using namespace kvq;
 
-constexpr int heads = 8, q_heads = 32, dim = 128, page_tokens = 64;
+constexpr int dim = 128, page_tokens = 64;
+int heads = 8, q_heads = 32;  // of the rows at hand
 
 float16* random_numbers(std::size_t n) {
     float16* numbers = nullptr;
@@ -142,7 +147,7 @@ struct step_tensors {
 };
 
 struct step_times {
-    double step, early, attend, ragged;
+    double step, early, attend, ragged, cache, draft16, draft64;
 };
 constexpr int model_layers = 32;
 
@@ -192,7 +197,7 @@ step_times time_full_pages(const shape& s, int page) {
         });
     };
     set_lengths(std::vector<int>(static_cast<std::size_t>(s.batch), s.tokens));
-    step_times times{time(true), 0.0, time(false), 0.0};
+    step_times times{time(true), 0.0, time(false), 0.0, 0.0, 0.0, 0.0};
     for (int draw = 0; draw < ragged_draws; ++draw) {
         set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
         times.ragged += time(true) / ragged_draws;
@@ -200,6 +205,38 @@ step_times time_full_pages(const shape& s, int page) {
     BENCH_OK(cudaFree(workspace));
     BENCH_OK(cudaFree(mapping));
     return times;
+}
+
+/// attend of drafted trees. cache_of(layer): a mix.
+template <class F>
+double time_draft(int batch, int drafted, int layers, const F& cache_of) {
+    using mix = decltype(cache_of(0));
+    const int rows = batch * drafted;
+    float16* const q = random_numbers(static_cast<std::size_t>(rows) * q_heads * dim);
+    float16* const out = random_numbers(static_cast<std::size_t>(rows) * q_heads * dim);
+    std::vector<std::uint64_t> words;
+    for (int b = 0; b < batch; ++b)
+        for (int i = 0; i < drafted; ++i)  // two chains
+            words.push_back((std::uint64_t{2} << i) - 1 &
+                            (i % 2 == 0 ? 0x5555555555555555u : 0xaaaaaaaaaaaaaaaau));
+    std::uint64_t* const ancestors = bench::on_device(words);
+    const std::size_t space = cuda::attend_workspace_bytes<mix, float16>(q_heads / heads, drafted);
+    std::byte* workspace = nullptr;
+    BENCH_OK(cudaMalloc(&workspace, space));
+    BENCH_OK(cudaMemset(workspace, 0, space));
+    const double us = bench::time_launches(
+        std::max(4, layers),
+        [&](int i, cudaStream_t stream) {
+            bench::check(cuda::attend(cache_of(i % layers), token_view<const float16>(q, rows, q_heads, dim),
+                                      token_view<float16>(out, rows, q_heads, dim),
+                                      {.query_tokens = drafted, .ancestors = ancestors}, workspace, space,
+                                      stream));
+        },
+        3);
+    for (void* p : {static_cast<void*>(q), static_cast<void*>(out), static_cast<void*>(ancestors),
+                    static_cast<void*>(workspace)})
+        BENCH_OK(cudaFree(p));
+    return us;
 }
 
 /// commit_due_pages, store_new_tokens and attend of sequences as they are.
@@ -249,7 +286,9 @@ step_times time_real_step(const shape& s) {
                                       space, stream));
         });
     };
-    step_times times{time(true, false), time(true, true), time(false, false), 0.0};
+    step_times times{time(true, false), time(true, true), time(false, false), 0.0, 0.0, 0.0, 0.0};
+    times.draft16 = time_draft(s.batch, 16, layers, cache_of);
+    times.draft64 = time_draft(s.batch, 64, layers, cache_of);
     for (int draw = 0; draw < ragged_draws; ++draw) {
         x.set_lengths(ragged_lengths(s.batch, s.tokens, page, draw));
         times.ragged += time(true, true) / ragged_draws;
@@ -258,29 +297,106 @@ step_times time_real_step(const shape& s) {
     return times;
 }
 
+/// Microseconds of a layer in steps of kvq::cuda::cache.
 template <class Format>
-[[maybe_unused]] void run_real_step(const char* name, const shape& nominal, bool json) {
+double time_cache(const char* name, const shape& s) {
+    constexpr int steps = 64;
+    const cuda::device_format compiled = cuda::make_device_format<float16, Format>();
+    const int most = s.tokens + Format::page_tokens / 2 + steps + 2;
+    cudaStream_t stream;
+    BENCH_OK(cudaStreamCreate(&stream));
+    double us = 0.0;
+    {
+        cuda::cache cache;
+        bench::check(cache.open({.layers = model_layers, .kv_heads = heads, .head_dim = dim},
+                                {.formats = {name},
+                                 .page_tokens = Format::page_tokens,
+                                 .sinks = sinks,
+                                 .recent = recent,
+                                 .max_batch = s.batch,
+                                 .max_tokens = most,
+                                 .pool_tokens = s.batch * most,
+                                 .pool_sequences = s.batch,
+                                 .growing = false},
+                                std::span(&compiled, 1), stream));
+        std::vector<cuda::sequence_id> batch;
+        float16* const prompt = random_numbers(static_cast<std::size_t>(most) * heads * dim);
+        for (const int length : ragged_lengths(s.batch, s.tokens, Format::page_tokens, 0)) {
+            batch.push_back(cache.new_sequence());
+            bench::check(cache.begin_prompt(batch.back(), length, stream));
+            const token_view<const float16> rows(prompt, length, heads, dim);
+            for (int layer = 0; layer < model_layers; ++layer)
+                bench::check(cache.append(layer, rows, rows, stream));
+        }
+        const step_tensors x(s.batch, s.tokens);
+        const auto step = [&] {
+            for (int layer = 0; layer < model_layers; ++layer) {
+                bench::check(cache.append(layer, x.keys(), x.values(), stream));
+                bench::check(cache.attend(layer, x.query(), x.output(), {.early = true}, stream));
+            }
+        };
+        bench::check(cache.begin_step(batch, 1, stream));
+        step();
+        bench::check(cache.begin_step(batch, 1, stream));
+        BENCH_OK(cudaStreamSynchronize(stream));
+        BENCH_OK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        step();
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        BENCH_OK(cudaStreamEndCapture(stream, &graph));
+        BENCH_OK(cudaGraphInstantiate(&exec, graph, 0));
+        BENCH_OK(cudaGraphLaunch(exec, stream));
+        cudaEvent_t from, to;
+        BENCH_OK(cudaEventCreate(&from));
+        BENCH_OK(cudaEventCreate(&to));
+        BENCH_OK(cudaEventRecord(from, stream));
+        for (int i = 0; i < steps; ++i) {
+            bench::check(cache.begin_step(batch, 1, stream));
+            BENCH_OK(cudaGraphLaunch(exec, stream));
+        }
+        BENCH_OK(cudaEventRecord(to, stream));
+        BENCH_OK(cudaEventSynchronize(to));
+        float ms = 0.0f;
+        BENCH_OK(cudaEventElapsedTime(&ms, from, to));
+        us = 1000.0 * static_cast<double>(ms) / (steps * model_layers);
+        BENCH_OK(cudaEventDestroy(from));
+        BENCH_OK(cudaEventDestroy(to));
+        BENCH_OK(cudaGraphExecDestroy(exec));
+        BENCH_OK(cudaGraphDestroy(graph));
+        BENCH_OK(cudaFree(prompt));
+    }
+    BENCH_OK(cudaStreamDestroy(stream));
+    return us;
+}
+
+template <class Format>
+[[maybe_unused]] void run_real_step(const char* name, const shape& nominal, double torch, bool json) {
     constexpr int page = Format::page_tokens;
     const int phase = (nominal.tokens - sinks - recent - page / 2) % page;
     const shape s{nominal.batch, nominal.tokens - phase};
-    const step_times full = time_full_pages(s, page), real = time_real_step<Format>(s);
+    const step_times full = time_full_pages(s, page);
+    step_times real = time_real_step<Format>(s);
+    real.cache = time_cache<Format>(name, s);
     if (json)
         std::printf(
             "{\"op\": \"step\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
             "\"kv_heads\": %d, "
             "\"head_dim\": %d, \"us\": %.2f, \"us_early\": %.2f, \"us_attend\": %.2f, \"us_ragged\": %.2f, "
-            "\"us_fp16\": %.2f, \"us_attend_fp16\": %.2f, \"us_ragged_fp16\": %.2f, \"sinks\": %d, "
-            "\"recent\": %d, \"launches\": 2}\n",
+            "\"us_cache\": %.2f, \"us_fp16\": %.2f, \"us_attend_fp16\": %.2f, \"us_ragged_fp16\": %.2f, "
+            "\"us_torch\": %.2f, \"us_draft16\": %.2f, \"us_draft64\": %.2f, \"sinks\": %d, \"recent\": %d, "
+            "\"launches\": 2}\n",
             name, s.batch, s.tokens, q_heads, heads, dim, real.step, real.early, real.attend, real.ragged,
-            full.step, full.attend, full.ragged, sinks, recent);
+            real.cache, full.step, full.attend, full.ragged, torch, real.draft16, real.draft64, sinks,
+            recent);
     else
         std::printf(
-            "real step  %-10s %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x); step %7.1f us, early %7.1f us "
-            "(fp16 %7.1f, %.2f x); "
-            "ragged %7.1f us (fp16 %7.1f, %.2f x)\n",
-            name, s.batch, s.tokens, real.attend, full.attend, full.attend / real.attend, real.step,
-            real.early, full.step, full.step / real.early, real.ragged, full.ragged,
-            full.ragged / real.ragged);
+            "real step  %-10s %2d/%-2d %4d x %6d: attend %7.1f us (fp16 %7.1f, %.2f x; torch %7.1f, %.2f x); "
+            "step "
+            "%7.1f us, early %7.1f us (fp16 %7.1f, %.2f x); ragged %7.1f us (fp16 %7.1f, %.2f x); cache "
+            "%7.1f us; trees of 16 %7.1f us, of 64 %7.1f us\n",
+            name, q_heads, heads, s.batch, s.tokens, real.attend, full.attend, full.attend / real.attend,
+            torch, torch / real.attend, real.step, real.early, full.step, full.step / real.early, real.ragged,
+            full.ragged, full.ragged / real.ragged, real.cache, real.draft16, real.draft64);
     std::fflush(stdout);
 }
 
@@ -367,31 +483,44 @@ template <class Format>
 
 int main(int argc, char** argv) {
     bool json = false, quick = false;
-    std::string only;
+    std::string only, of_heads, baseline;
     for (int i = 1; i < argc; ++i) {
         const std::string argument = argv[i];
         json = json || argument == "--json";
         quick = quick || argument == "--quick";
         if (argument == "--only" && i + 1 < argc) only = argv[++i];
+        if (argument == "--heads" && i + 1 < argc) of_heads = argv[++i];
+        if (argument == "--baseline" && i + 1 < argc) baseline = argv[++i];
     }
+    const auto torch = bench::read_baseline(baseline.c_str());
     [[maybe_unused]] const auto wanted = [&](const char* name) { return only.empty() || only == name; };
-    for (const shape& s :
-         {shape{16, 2048}, shape{64, 1024}, shape{64, 4096}, shape{8, 32768}, shape{1, 131072}}) {
+    for (const auto& [q, kv] : {std::pair{32, 8}, std::pair{64, 8}, std::pair{32, 32}}) {
+        const std::string both = std::to_string(q) + "/" + std::to_string(kv);
+        if (of_heads.empty() ? quick && both != "32/8" : both != of_heads) continue;
+        heads = kv;
+        q_heads = q;
+        for (const shape& s :
+             {shape{16, 2048}, shape{64, 1024}, shape{64, 4096}, shape{8, 32768}, shape{1, 131072}}) {
+            const auto found = torch.find({s.batch, s.tokens, q, kv, dim});
+            [[maybe_unused]] const double torch_us = found == torch.end() ? 0.0 : found->second;
 #if !defined(PART) || PART == 0
-        if (wanted("kivi4-g64"))
-            run_real_step<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi4-g64", s, json);
+            if (wanted("kivi-4-g64"))
+                run_real_step<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi-4-g64", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 1
-        if (wanted("std4")) run_real_step<cuda::preset_format<std4, dim>>("std4", s, json);
+            if (wanted("std4")) run_real_step<cuda::preset_format<std4, dim>>("std4", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 2
-        if (wanted("low2")) run_real_step<cuda::preset_format<low2, dim>>("low2", s, json);
+            if (wanted("low2")) run_real_step<cuda::preset_format<low2, dim>>("low2", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 3
-        if (wanted("int8")) run_real_step<cuda::format<int8, int8, dim, page_tokens>>("int8", s, json);
+            if (wanted("int8"))
+                run_real_step<cuda::format<int8, int8, dim, page_tokens>>("int8", s, torch_us, json);
 #endif
-        (void)s;
+        }
     }
+    heads = 8;
+    q_heads = 32;
     if (quick) return 0;
 #if !defined(PART) || PART == 4
     for (const auto& [batch, tokens] : {shape{16, 2048}, shape{64, 1024}, shape{128, 4096}}) {

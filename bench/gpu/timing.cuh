@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
+#include <tuple>
 #include <vector>
 
 namespace bench {
@@ -28,6 +30,19 @@ void check(const Status& status) {
     if (status) return;
     std::fprintf(stderr, "%s\n", status.message);
     std::exit(2);
+}
+
+/// Times of torch_sdpa.py in microseconds, by batch, tokens, query heads, kv heads and head_dim. A file that is not there has none.
+inline std::map<std::tuple<int, int, int, int, int>, double> read_baseline(const char* path) {
+    std::map<std::tuple<int, int, int, int, int>, double> times;
+    if (std::FILE* file = std::fopen(path, "r")) {
+        int batch = 0, tokens = 0, q_heads = 0, kv_heads = 0, dim = 0;
+        double us = 0.0;
+        while (std::fscanf(file, "%d %d %d %d %d %lf", &batch, &tokens, &q_heads, &kv_heads, &dim, &us) == 6)
+            times[{batch, tokens, q_heads, kv_heads, dim}] = us;
+        std::fclose(file);
+    }
+    return times;
 }
 
 /// A copy on the device, with room for 16 bytes behind it.

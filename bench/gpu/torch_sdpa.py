@@ -11,7 +11,7 @@ import sys
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LENGTHS = [(1, 131072), (8, 32768), (16, 2048), (64, 4096), (128, 8192)]
+LENGTHS = [(1, 131072), (8, 32768), (16, 2048), (64, 1024), (64, 4096), (128, 8192)]
 HEADS = [(32, 8), (64, 8), (32, 32)]
 DIM = 128
 

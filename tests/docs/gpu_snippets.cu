@@ -66,3 +66,19 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
     }
     if (!s) std::puts(s.message);
 }
+
+template <int = 0>
+void drafted_trees(kvq::cuda::cache& cache, std::span<const kvq::cuda::sequence_id> batch,
+                   const kvq::token_view<const kvq::float16>* k, const kvq::token_view<const kvq::float16>* v,
+                   const kvq::token_view<const kvq::float16>* q, const kvq::token_view<kvq::float16>* out,
+                   const std::uint64_t* words, std::span<const std::span<const int>> paths, int n,
+                   cudaStream_t stream) {
+    using namespace kvq;
+    auto s = cache.begin_draft(batch, n, stream);
+    for (int layer = 0; layer < 32; ++layer) {
+        s = cache.append(layer, k[layer], v[layer], stream);
+        s = cache.attend(layer, q[layer], out[layer], {.query_tokens = n, .ancestors = words}, stream);
+    }
+    s = cache.keep(batch, paths, stream);
+    if (!s) std::puts(s.message);
+}

@@ -1,6 +1,7 @@
 // A cache that owns its pages (kvq/backends/cuda/cache.cuh) against a CPU cache that does the same: random histories of steps, prompts,
-// trims, forks, requantizing and offload with the same bytes afterwards, attention against double arithmetic, a graph that is
-// replayed while contexts grow, bytes of memory, refusals.
+// trims, forks, drafted trees, requantizing and offload with the same bytes afterwards, attention against double arithmetic, graphs that
+// are replayed while contexts grow, bytes of memory, refusals.
+#include <kvq/attention/token_tree.hpp>
 #include <kvq/backends/cuda.cuh>
 #include <kvq/backends/cuda/offload.cuh>
 #include <kvq/cache/requantize.hpp>
@@ -17,9 +18,9 @@ constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 
 #if PART == 0
 #ifdef __CUDACC__
-constexpr int long_run = 4000, graph_steps = 400;
+int long_run = 4000, graph_steps = 400;
 #else
-constexpr int long_run = 350, graph_steps = 100;
+int long_run = 350, graph_steps = 100;
 #endif
 constexpr int page = 32;
 using kivi4 = cuda::kivi_format<4, 32, dim, page>;
@@ -90,7 +91,8 @@ struct counted_memory {
 };
 
 struct both_options {
-    int sinks = 4, recent = 40, rollback = 16, max_batch = 4, max_tokens = 1200, step_tokens = 3;
+    int sinks = 4, recent = 40, rollback = 16, max_batch = 4, max_tokens = 1200, step_tokens = 3,
+        draft_tokens = 24;
     int pool_tokens = 0, pool_sequences = 0;
     bool growing = true;
 };
@@ -105,7 +107,7 @@ struct both_caches {
 
     static constexpr int room = 256;  // tokens of a launch
 
-    explicit both_caches(const both_options& options)
+    explicit both_caches(const both_options& options, const cuda::device_format& format = compiled())
         : o(options),
           cpu({.layers = layers, .kv_heads = heads, .head_dim = dim}, {.keys = host_formats().keys,
                                                                        .values = host_formats().values,
@@ -127,11 +129,12 @@ struct both_caches {
         g.max_batch = o.max_batch;
         g.max_tokens = o.max_tokens;
         g.step_tokens = o.step_tokens;
+        g.draft_tokens = o.draft_tokens;
         g.pool_tokens = o.pool_tokens;
         g.pool_sequences = o.pool_sequences;
         g.growing = o.growing;
         g.memory = counted_memory::allocator();
-        const cuda::status s = gpu.open(cpu.shape(), g, std::span(&compiled(), 1), stream);
+        const cuda::status s = gpu.open(cpu.shape(), g, std::span(&format, 1), stream);
         CHECK(s, "%s", s.message);
     }
     ~both_caches() {
@@ -230,8 +233,11 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
     }
 }
 
-/// Relative error of a row of the output against double arithmetic on what the CPU dequantizes.
-double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* q, const float16* out) {
+/// Relative error of a row of the output against double arithmetic on what the CPU dequantizes. Of tokens from draft_begin on, the row sees
+/// those whose bits are set.
+double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* q, const float16* out,
+                int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0) {
+    const auto hidden = [&](int t) { return t >= draft_begin && (visible >> (t - draft_begin) & 1) == 0; };
     std::vector<float> x[2];
     const int tokens = s.tokens();
     for (const tensor role : {tensor::key, tensor::value}) {
@@ -248,7 +254,8 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
         double score = 0.0;
         for (int d = 0; d < dim; ++d)
             score += static_cast<double>(static_cast<float>(q[d])) * static_cast<double>(x[0][at(t, d)]);
-        scores.push_back(score / std::sqrt(static_cast<double>(dim)));
+        scores.push_back(hidden(t) ? -INFINITY
+                                   : score / std::sqrt(static_cast<double>(dim)) - slope * (seen - 1 - t));
         top = std::max(top, scores.back());
     }
     for (int t = 0; t < seen; ++t) {
@@ -267,6 +274,112 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
     return size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
 }
 
+/// A tree of drafted tokens.
+struct random_tree {
+    std::vector<int> parents;
+
+    random_tree(test::rng& r, int tokens) {
+        for (int i = 0; i < tokens; ++i) parents.push_back(test::uniform(r, std::max(-1, i - 7), i - 1));
+    }
+    token_tree tree() const { return token_tree(0, parents); }
+    /// From the root to a token, or nothing.
+    std::vector<int> random_path(test::rng& r) const {
+        std::vector<int> path;
+        for (int i = test::uniform(r, -1, static_cast<int>(parents.size()) - 1); i >= 0;
+             i = parents[static_cast<std::size_t>(i)])
+            path.insert(path.begin(), i);
+        return path;
+    }
+};
+
+/// Sequences whose drafts grow together: trees, their words, what both sides do.
+struct drafts {
+    both_caches& c;
+    std::vector<pair*> rows;
+    std::vector<cuda::sequence_id> batch;
+    std::vector<random_tree> trees;
+    std::vector<int> accepted;
+    int drafted = 0;
+    test::device_buffer<std::uint64_t> words;
+
+    drafts(test::rng& r, both_caches& of, std::vector<pair*> sequences, int tokens)
+        : c(of), rows(std::move(sequences)), words(rows.size() * 64) {
+        for (const pair* p : rows) {
+            batch.push_back(p->id);
+            trees.emplace_back(r, tokens);
+            accepted.push_back(p->host.tokens());
+        }
+    }
+    /// The words of the newest n drafted tokens.
+    std::vector<std::uint64_t> newest(int n) const {
+        std::vector<std::uint64_t> all;
+        for (const random_tree& t : trees)
+            for (int i = drafted - n; i < drafted; ++i) all.push_back(t.tree().ancestors(i));
+        all.resize(rows.size() * 64);
+        return all;
+    }
+    /// n more drafted tokens on both sides; the device's launches are the caller's, between these two.
+    cuda::status begin(test::rng& r, int n, std::vector<float16>& keys, std::vector<float16>& values) {
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        c.write(r, keys, values);
+        drafted += n;
+        words.upload(newest(n));
+        return c.gpu.begin_draft(batch, n, c.stream);
+    }
+    void host_append(int n, const std::vector<float16>& keys, const std::vector<float16>& values) {
+        for (std::size_t b = 0; b < rows.size(); ++b)
+            for (int layer = 0; layer < layers; ++layer) {
+                const std::size_t at = static_cast<std::size_t>(layer * c.room + static_cast<int>(b) * n) *
+                                       static_cast<std::size_t>(heads * dim);
+                rows[b]->host.append_draft(layer, token_view<const float16>(&keys[at], n, heads, dim),
+                                           token_view<const float16>(&values[at], n, heads, dim));
+            }
+    }
+    void attend(int layer, int n) {
+        const int count = n * static_cast<int>(rows.size());
+        const cuda::status s = c.gpu.attend(layer, token_view<const float16>(c.q.get(), count, q_heads, dim),
+                                            token_view<float16>(c.out.get(), count, q_heads, dim),
+                                            {.query_tokens = n, .ancestors = words.get()}, c.stream);
+        CHECK(s, "draft: %s", s.message);
+    }
+    /// The largest error of a random row of every sequence.
+    double error(test::rng& r, int layer, int n, const std::vector<float16>& q) {
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const auto y = c.out.download();
+        double worst = 0.0;
+        for (std::size_t b = 0; b < rows.size(); ++b) {
+            const int i = test::uniform(r, 0, n - 1), head = test::uniform(r, 0, q_heads - 1);
+            const std::size_t at =
+                ((b * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) * q_heads +
+                 static_cast<std::size_t>(head)) *
+                dim;
+            const int token = drafted - n + i;
+            worst = std::max(worst, error_of(rows[b]->host, layer, head, accepted[b] + token + 1, &q[at],
+                                             &y[at], accepted[b], trees[b].tree().ancestors(token)));
+        }
+        return worst;
+    }
+    /// A random path of every tree.
+    cuda::status keep(test::rng& r) {
+        std::vector<std::vector<int>> paths;
+        std::vector<std::span<const int>> spans;
+        for (const random_tree& t : trees) paths.push_back(t.random_path(r));
+        for (std::size_t b = 0; b < rows.size(); ++b) {
+            spans.emplace_back(paths[b]);
+            rows[b]->host.keep(paths[b]);
+        }
+        return c.gpu.keep(batch, spans, c.stream);
+    }
+};
+
+/// Random queries on the device.
+std::vector<float16> random_queries(test::rng& r, both_caches& c) {
+    std::vector<float16> x(c.q.size());
+    for (float16& y : x) y = float16(test::normal(r));
+    c.q.upload(x);
+    return x;
+}
+
 #if PART == 0
 /// What both caches are asked to do, at random.
 struct history {
@@ -274,7 +387,7 @@ struct history {
     test::rng r;
     const char* name;
     std::vector<pair> pairs;
-    int step = 0, refused = 0, deep = 0, moved = 0, requantized = 0;
+    int step = 0, refused = 0, deep = 0, moved = 0, requantized = 0, kept = 0;
     double worst = 0.0;
 
     history(const both_options& o, unsigned seed, const char* n) : c(o), r(seed), name(n) { add(); }
@@ -382,6 +495,65 @@ struct history {
         CHECK(std::strstr(s.message, "cut the quantized page") != nullptr, "%s", s.message);
         ++refused;
     }
+    void draft() {
+        std::vector<pair*> rows;
+        for (pair* p : some())
+            if (static_cast<int>(rows.size()) < c.o.max_batch && fits(*p, c.o.draft_tokens))
+                rows.push_back(p);
+        if (rows.empty()) return;
+        const int n = any(1, std::min(c.o.draft_tokens, both_caches::room / static_cast<int>(rows.size())));
+        drafts d(r, c, rows, n);
+        // Level by level, or at once.
+        for (int left = n; left > 0;) {
+            const int level = any(0, 1) == 0 ? left : any(1, left);
+            std::vector<float16> keys, values;
+            ok(d.begin(r, level, keys, values));
+            const int tokens = level * static_cast<int>(rows.size());
+            for (int layer = 0; layer < layers; ++layer)
+                ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
+            d.host_append(level, keys, values);
+            if (any(0, 1) == 0) {
+                const int layer = any(0, layers - 1);
+                const std::vector<float16> x = random_queries(r, c);
+                c.out.poison();
+                d.attend(layer, level);
+                const double error = d.error(r, layer, level, x);
+                worst = std::max(worst, error);
+                CHECK(error <= 2e-3, "%s, step %d: error %.3g of a draft of %d", name, step, error, n);
+            }
+            left -= level;
+        }
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const int what = any(0, 7);
+        if (what == 0) {  // all of it is gone, and more
+            for (std::size_t b = 0; b < rows.size(); ++b) {
+                const int left = std::max(0, d.accepted[b] - any(0, c.o.rollback));
+                if (const cuda::status s = c.gpu.trim(rows[b]->id, left); s)
+                    rows[b]->host.trim(left);
+                else {
+                    ok(c.gpu.trim(rows[b]->id, d.accepted[b]));
+                    rows[b]->host.trim(d.accepted[b]);
+                }
+            }
+            return;
+        }
+        if (what == 1 && pairs.size() < 6) {  // a fork keeps another path
+            pair copy{{}, rows[0]->host.fork()};
+            ok(c.gpu.fork(rows[0]->id, copy.id, c.stream));
+            drafts other(r, c, {&copy}, n);
+            other.trees = {d.trees[0]};
+            ok(other.keep(r));
+            ok(d.keep(r));
+            compare(c, copy, name, step);
+            pairs.push_back(std::move(copy));
+        } else {
+            ok(d.keep(r));
+        }
+        kept += static_cast<int>(d.batch.size());
+        for (const cuda::sequence_id id : d.batch)
+            for (const pair& p : pairs)
+                if (p.id == id && any(0, 3) == 0) compare(c, p, name, step);
+    }
     std::vector<pair*> some() {
         std::vector<pair*> chosen;
         for (pair& p : pairs)
@@ -447,8 +619,10 @@ struct history {
     void run(int steps) {
         for (step = 0; step < steps; ++step) {
             const int what = any(0, 99);
-            if (what < 50)
+            if (what < 38)
                 decode();
+            else if (what < 50)
+                draft();
             else if (what < 60)
                 prompt();
             else if (what < 74)
@@ -483,8 +657,10 @@ struct history {
         for (const std::size_t n : u.quantized) used += n;
         CHECK(used == 0, "%s: %zu bytes are in use by no sequence", name, used);
         std::printf(
-            "  %-28s %d steps, %d deep trims and %d refused, %d pages requantized, %d moves, error %.2e\n",
-            name, steps, deep, refused, requantized, moved, worst);
+            "  %-28s %d steps, %d deep trims and %d refused, %d drafts kept, %d pages requantized, %d moves, "
+            "error "
+            "%.2e\n",
+            name, steps, deep, refused, kept, requantized, moved, worst);
     }
 };
 
@@ -560,6 +736,156 @@ void check_graph() {
     std::printf("  %-28s %d steps, error %.2e\n", "a captured step, replayed", graph_steps, worst);
 }
 
+/// A captured check of drafted trees, replayed while contexts grow by the paths that are kept.
+void check_draft_graph() {
+    both_options o;
+    o.growing = false;
+    o.pool_tokens = 4 * 1200;
+    o.pool_sequences = 3;
+    both_caches c(o);
+    test::rng r(6);
+    constexpr int n = 12;
+    std::vector<pair> pairs;
+    for (int i = 0; i < 3; ++i) pairs.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()});
+    std::vector<pair*> rows{&pairs[0], &pairs[1], &pairs[2]};
+    const auto ok = [](const cuda::status& s) { CHECK(s, "draft graph: %s", s.message); };
+    drafts d(r, c, rows, n);
+    std::vector<float16> keys, values;
+    const auto record = [&] {
+        for (int layer = 0; layer < layers; ++layer) {
+            ok(c.gpu.append(layer, c.rows(c.k, layer, 3 * n), c.rows(c.v, layer, 3 * n), c.stream));
+            d.attend(layer, n);
+        }
+    };
+    std::uint64_t id = 0;
+    cudaGraphExec_t exec = nullptr;
+    double worst = 0.0;
+    for (int step = 0; step < graph_steps / 3; ++step) {
+        for (std::size_t b = 0; b < 3; ++b) {
+            d.trees[b] = random_tree(r, n);
+            d.accepted[b] = pairs[b].host.tokens();
+        }
+        d.drafted = 0;
+        const std::vector<float16> x = random_queries(r, c);
+        ok(d.begin(r, n, keys, values));
+        if (step == 0) {
+            record();
+        } else {
+            if (step == 1) {
+                CUDA_OK(cudaStreamSynchronize(c.stream));
+                CUDA_OK(cudaStreamBeginCapture(c.stream, cudaStreamCaptureModeThreadLocal));
+                record();
+                cudaGraph_t graph;
+                CUDA_OK(cudaStreamEndCapture(c.stream, &graph));
+                CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+                CUDA_OK(cudaGraphDestroy(graph));
+                id = c.gpu.graph_id();
+            }
+            CHECK(c.gpu.graph_id() == id, "draft graph: step %d has another graph", step);
+            CUDA_OK(cudaGraphLaunch(exec, c.stream));
+        }
+        d.host_append(n, keys, values);
+        if (step % 10 == 9) worst = std::max(worst, d.error(r, layers - 1, n, x));
+        ok(d.keep(r));
+    }
+    CHECK(worst <= 2e-3, "draft graph: error %.3g", worst);
+    for (const pair& p : pairs) compare(c, p, "draft graph", graph_steps / 3);
+    if (exec) CUDA_OK(cudaGraphExecDestroy(exec));
+    std::printf("  %-28s %d steps, %d tokens, error %.2e\n", "captured drafts, replayed", graph_steps / 3,
+                c.gpu.tokens(pairs[0].id), worst);
+}
+
+/// NaN and infinities by layer, from a prompt and from steps, as the CPU counts them.
+void check_counts() {
+    both_caches c({});
+    test::rng r(8);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "counts: %s", s.message); };
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    const cuda::sequence_id batch[] = {p.id};
+    std::vector<float16> keys, values;
+    const auto append = [&](int n, const std::vector<std::size_t>& bad_keys,
+                            const std::vector<std::size_t>& bad_values) {
+        c.write(r, keys, values);
+        for (const std::size_t i : bad_keys) keys[i] = float16(NAN);
+        for (const std::size_t i : bad_values) values[i] = float16(INFINITY);
+        c.k.upload(keys);
+        c.v.upload(values);
+        ok(n == 1 ? c.gpu.begin_step(batch, 1, c.stream) : c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    const std::size_t row = heads * dim, layer = both_caches::room * row;
+    append(150, {20 * row + 5, layer + 30 * row, layer + 31 * row + 70}, {layer + 99 * row + 3});
+    for (int i = 0; i < 80; ++i)
+        append(1, i % 20 == 3 ? std::vector<std::size_t>{layer + 7} : std::vector<std::size_t>{}, {});
+    std::vector<unsigned> counts(layers);
+    ok(c.gpu.not_finite(counts, c.stream));
+    CHECK(counts[0] == 1 && counts[1] > 3, "counts: %u and %u", counts[0], counts[1]);
+    CHECK(counts[0] + counts[1] == p.host.usage().not_finite, "counts: %u and %u, the CPU's sum is %zu",
+          counts[0], counts[1], p.host.usage().not_finite);
+    const cuda::status s = c.gpu.not_finite(std::span(counts).first(1), c.stream);
+    CHECK(!s && std::strstr(s.message, "counts of 1 layers"), "%s", s.message);
+}
+
+/// Stepping down by bytes: the oldest pages, as many as needed; not those that a fork outside of the call holds.
+void check_budget() {
+    both_caches c({});
+    test::rng r(10);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "budget: %s", s.message); };
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    const cuda::sequence_id ids[] = {p.id};
+    workspace space;
+    kvq::sequence* const hosts[] = {&p.host};
+    const auto to_both = [&](const char* name, int number, int last, bool new_pages) {
+        if (new_pages) ok(c.gpu.requantize(ids, {.format = name, .new_pages = true}, c.stream));
+        requantize_request h;
+        h.key = h.value = number;
+        h.last_token = last;
+        h.new_pages = new_pages;
+        c.cpu.requantize(std::span<kvq::sequence* const>(hosts), h, {}, serial_executor{}, space);
+    };
+    to_both("int8", 1, requantize_request{}.last_token, true);
+    std::vector<float16> keys, values;
+    const auto append = [&](int n) {
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        c.appended(p.host, keys, values, 0, n);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+    };
+    append(4 + 3 * page + 40);
+    cuda::sequence_id fork;
+    ok(c.gpu.fork(p.id, fork, c.stream));  // holds the first three pages
+    append(7 * page);
+    const auto& kinds = c.gpu.formats().kinds;
+    const std::size_t before = c.gpu.usage().in_use(), saved = layers * heads *
+                                                               (kinds[1].key_block + kinds[1].value_block -
+                                                                kinds[0].key_block - kinds[0].value_block);
+    const cuda::tier tiers[] = {{0, "int8"}, {100000, "kivi-4-g32"}};
+    ok(c.gpu.step_down(ids, tiers, c.stream, before));
+    CHECK(c.gpu.usage().in_use() == before, "budget: pages changed below the budget");
+    // Two pages and a bit: three of those that the fork does not hold.
+    ok(c.gpu.step_down(ids, tiers, c.stream, before - 2 * saved - 1));
+    CHECK(c.gpu.usage().in_use() == before - 3 * saved, "budget: %zu bytes, expected %zu",
+          c.gpu.usage().in_use(), before - 3 * saved);
+    requantize_request h;
+    h.key = h.value = 0;
+    h.first_token = 4 + 3 * page;
+    h.last_token = 4 + 6 * page;
+    c.cpu.requantize(std::span<kvq::sequence* const>(hosts), h, {}, serial_executor{}, space);
+    compare(c, p, "budget", 1);
+    // All of them, together with the fork.
+    const cuda::sequence_id both[] = {p.id, fork};
+    ok(c.gpu.step_down(both, tiers, c.stream, 0));
+    CHECK(c.gpu.usage().in_use() == before - 10 * saved, "budget: %zu bytes, expected %zu",
+          c.gpu.usage().in_use(), before - 10 * saved);
+    to_both("kivi-4-g32", 0, requantize_request{}.last_token, false);
+    compare(c, p, "budget", 2);
+}
+
 void refused(const cuda::status& s, const char* part) {
     CHECK(!s && std::strstr(s.message, part) != nullptr, "expected '%s', got '%s'", part, s.message);
 }
@@ -584,6 +910,7 @@ void check_refusals() {
     refused(open([](auto& o) { o.rollback = -1; }, shape), "rollback");
     refused(open([](auto& o) { o.max_batch = 0; }, shape), "max_batch");
     refused(open([](auto& o) { o.max_tokens = 0; }, shape), "max_tokens");
+    refused(open([](auto& o) { o.draft_tokens = 33; }, shape), "draft_tokens is 33");
     refused(open([](auto&) {}, {.layers = 0, .kv_heads = 1, .head_dim = 64}), "0 layers");
 
     both_options o;
@@ -618,6 +945,27 @@ void check_refusals() {
                          token_view<float16>(c.out.get(), 1, 3, dim), {}, c.stream),
             "not a multiple");
     refused(c.gpu.trim(a, 2), "cannot trim to 2");
+    // A draft, and what has to wait for its end.
+    refused(c.gpu.begin_draft(one, 25, c.stream), "draft_tokens is 24");
+    CHECK(c.gpu.begin_draft(one, 3, c.stream), "begin_draft");
+    CHECK(c.gpu.tokens(a) == 4, "%d tokens", c.gpu.tokens(a));
+    const cuda::sequence_id both[] = {a, b};
+    refused(c.gpu.begin_draft(both, 1, c.stream), "grow together");
+    refused(c.gpu.begin_draft(one, 22, c.stream), "behind 3");
+    refused(c.gpu.begin_step(one, 1, c.stream), "holds a draft of 3 tokens");
+    refused(c.gpu.begin_prompt(a, 1, c.stream), "holds a draft");
+    refused(c.gpu.requantize(one, {.format = "int8"}, c.stream), "holds a draft");
+    kvq::sequence away = c.cpu.new_sequence();
+    refused(cuda::offload(c.gpu, a, away, c.stream), "holds a draft");
+    refused(c.gpu.trim(a, 2), "are a draft");
+    const int wrong[] = {1, 1}, outside[] = {3};
+    const std::span<const int> paths[] = {wrong, outside};
+    refused(c.gpu.keep(one, std::span(paths, 1), c.stream), "paths ascend");
+    refused(c.gpu.keep(one, std::span(paths + 1, 1), c.stream), "token 3");
+    refused(c.gpu.keep(one, paths, c.stream), "2 paths for 1");
+    CHECK(c.gpu.tokens(a) == 4, "a refused keep has changed something");
+    CHECK(c.gpu.trim(a, 1) && c.gpu.tokens(a) == 1, "trim of a draft");
+    CHECK(c.gpu.begin_step(one, 0, c.stream), "begin");
     refused(c.gpu.requantize(one, {.format = "std4"}, c.stream), "not compiled");
     refused(c.gpu.requantize(one, {.format = "int8", .first_token = 3, .last_token = 2}, c.stream), "range");
     const cuda::tier descending[] = {{10, "int8"}, {5, "kivi-4-g32"}}, missing[] = {{0, "std4"}};
@@ -657,6 +1005,40 @@ void check_refusals() {
 }
 
 #else
+
+/// A cache whose attention has ALiBi.
+void check_alibi() {
+    const std::vector<float> slopes = {0.5f, 0.1f, 0.02f, 0.004f};
+    const test::device_buffer<float> on_device(slopes);
+    const cuda::device_format scored[] = {
+        cuda::make_scored_format<cuda::alibi, float16, cuda::preset_format<low2, dim, page>>()};
+    both_caches c({}, scored[0]);
+    test::rng r(12);
+    const auto ok = [](const cuda::status& s) { CHECK(s, "ALiBi: %s", s.message); };
+    kvq::sequence host = c.cpu.new_sequence();
+    std::vector<float16> keys, values;
+    const cuda::sequence_id id = c.gpu.new_sequence();
+    ok(c.gpu.calibrate("low2", statistics(), c.stream));
+    c.write(r, keys, values);
+    ok(c.gpu.begin_prompt(id, 230, c.stream));
+    for (int layer = 0; layer < layers; ++layer)
+        ok(c.gpu.append(layer, c.rows(c.k, layer, 230), c.rows(c.v, layer, 230), c.stream));
+    c.appended(host, keys, values, 0, 230);
+    const std::vector<float16> x = random_queries(r, c);
+    const token_view<const float16> q(c.q.get(), 1, q_heads, dim);
+    const token_view<float16> out(c.out.get(), 1, q_heads, dim);
+    const cuda::status without = c.gpu.attend(0, q, out, {}, c.stream);
+    CHECK(!without && std::strstr(without.message, "another score modifier"), "%s", without.message);
+    ok(c.gpu.attend(0, q, out, {}, c.stream, cuda::alibi{on_device.get()}));
+    CUDA_OK(cudaStreamSynchronize(c.stream));
+    const auto y = c.out.download();
+    double worst = 0.0;
+    for (std::size_t h = 0; h < q_heads; ++h)
+        worst = std::max(worst, error_of(host, 0, static_cast<int>(h), 230, &x[h * dim], &y[h * dim], 1 << 30,
+                                         0, static_cast<double>(slopes[h])));
+    CHECK(worst <= 2e-3, "ALiBi: error %.3g", worst);
+    std::printf("  %-28s error %.2e\n", "ALiBi", worst);
+}
 
 /// Keys from statistics: the same bytes as the CPU's, there and back.
 void check_statistics() {
@@ -709,26 +1091,45 @@ void check_statistics() {
             worst = std::max(worst, error_of(host, 1, static_cast<int>(head), host.tokens(), &x[head * dim],
                                              &y[head * dim]));
     }
+    pair p{id, std::move(host)};
+    for (int i = 0; i < 20; ++i) {
+        drafts d(r, c, {&p}, 24);
+        const std::vector<float16> x = random_queries(r, c);
+        ok(d.begin(r, 24, keys, values));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, 24), c.rows(c.v, layer, 24), c.stream));
+        d.host_append(24, keys, values);
+        d.attend(1, 24);
+        worst = std::max(worst, d.error(r, 1, 24, x));
+        ok(d.keep(r));
+    }
     CHECK(worst <= 2e-3, "statistics: error %.3g", worst);
     CHECK(c.gpu.usage().bytes == counted_memory::bytes, "usage");
-    compare(c, {id, std::move(host)}, "statistics", 0);
+    compare(c, p, "statistics", 0);
     std::printf("  %-28s error %.2e\n", "low2 from statistics", worst);
 }
 #endif
 
 }  // namespace
 
-int main() {
+int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
 #if PART == 0
+    if (argc > 1) long_run = graph_steps = std::atoi(argv[1]);  // shorter, under compute-sanitizer
     check_refusals();
     CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
     check_graph();
+    check_draft_graph();
+    check_counts();
+    check_budget();
     history({}, 1, "4 sinks, 40 recent").run(long_run);
-    history({.sinks = 0, .recent = 3, .rollback = 0}, 2, "no sinks, 3 recent").run(long_run / 2);
-    history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1}, 3, "37 sinks, rollback 100")
+    history({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent")
+        .run(long_run / 2);
+    history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
+            "37 sinks, rollback 100")
         .run(long_run / 2);
 #else
     check_statistics();
+    check_alibi();
 #endif
     CHECK(counted_memory::bytes == 0, "%zu bytes were not given back", counted_memory::bytes);
     return test::report("cache");

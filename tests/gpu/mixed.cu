@@ -1,4 +1,6 @@
 // Attention over sequences whose pages have several formats, in one launch, against double arithmetic on the dequantized values.
+#include <kvq/attention/token_tree.hpp>
+
 #include "attention_test.cuh"
 
 using namespace kvq;
@@ -12,6 +14,53 @@ struct mixed_case {
     std::vector<int> lengths;  // sinks included
     bool scattered =
         false;  // pages of the quantized formats in any order, named by negative entries; otherwise they follow each other
+    int drafted = 0;  // a random tree of so many tokens, of which the last query_tokens ask
+    bool sink_logits = false, window_sinks = false;
+};
+
+/// Trees, logits of sinks: what else the options point to.
+struct other_options {
+    std::vector<std::uint64_t> ancestors;
+    std::vector<float> logits;
+    test::device_buffer<std::uint64_t> ancestors_device;
+    test::device_buffer<float> logits_device;
+
+    static std::vector<std::uint64_t> random_trees(test::rng& r, const mixed_case& c) {
+        std::vector<std::uint64_t> words;
+        for (std::size_t b = 0; b < c.lengths.size() && c.drafted > 0; ++b) {
+            std::vector<int> parents;
+            for (int i = 0; i < c.drafted; ++i)
+                parents.push_back(test::uniform(r, std::max(-1, i - 6), i - 1));
+            const token_tree tree(0, parents);
+            for (int i = c.drafted - c.query_tokens; i < c.drafted; ++i) words.push_back(tree.ancestors(i));
+        }
+        return words;
+    }
+    static std::vector<float> random_logits(test::rng& r, int q_heads) {
+        std::vector<float> x;
+        for (int h = 0; h < q_heads; ++h) x.push_back(h % 5 == 3 ? -INFINITY : 3.0f * test::normal(r));
+        return x;
+    }
+    other_options(test::rng& r, const mixed_case& c, cuda::attention_options& o)
+        : ancestors(random_trees(r, c)),
+          logits(random_logits(r, c.kv_heads * c.group)),
+          ancestors_device(ancestors),
+          logits_device(logits) {
+        o.query_tokens = c.query_tokens;
+        o.window = c.window;
+        o.window_sinks = c.window_sinks;
+        o.softcap = c.softcap;
+        o.drafted = c.drafted;
+        if (c.drafted > 0) o.ancestors = ancestors_device.get();
+    }
+    /// Does query token i of sequence b see token t?
+    bool sees(const mixed_case& c, std::size_t b, int i, int t) const {
+        const int position = c.lengths[b] - c.query_tokens + i, bit = t - (c.lengths[b] - c.drafted);
+        if (c.window > 0 && t <= position - c.window && !(c.window_sinks && t < c.sinks)) return false;
+        return c.drafted == 0 || bit < 0 ||
+               (ancestors[b * static_cast<std::size_t>(c.query_tokens) + static_cast<std::size_t>(i)] >> bit &
+                1) != 0;
+    }
 };
 
 /// The numbers of a token and head, dequantized.
@@ -27,9 +76,77 @@ token_numbers numbers_of(const test::quantized_batch<Format>& b, std::size_t seq
             &b.value_values[sequence][head][static_cast<std::size_t>(token) * Format::value_dim]};
 }
 
+/// Compares output and log-sum-exp with double arithmetic. numbers(sequence, kv head, token): that token's, dequantized.
+template <int dim, int value_dim, class T, class Score, class Numbers>
+void check_rows(const mixed_case& c, const other_options& others, [[maybe_unused]] const Score& score,
+                const std::vector<T>& q, const std::vector<T>& got, const std::vector<float>& got_lse,
+                const Numbers& numbers, const char* name, double* worst) {
+    const int q_heads = c.kv_heads * c.group;
+    for (std::size_t b = 0; b < c.lengths.size(); ++b)
+        for (int i = 0; i < c.query_tokens; ++i)
+            for (int h = 0; h < q_heads; ++h) {
+                const std::size_t row =
+                    static_cast<std::size_t>((static_cast<int>(b) * c.query_tokens + i) * q_heads + h);
+                const auto head = static_cast<std::size_t>(h / c.group);
+                const int position = c.lengths[b] - c.query_tokens + i;
+                std::vector<double> scores, sums(value_dim, 0.0);
+                std::vector<const float*> values;
+                double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
+                for (int t = 0; t <= position; ++t) {
+                    if (!others.sees(c, b, i, t)) continue;
+                    const token_numbers x = numbers(b, head, t);
+                    double s = 0.0;
+                    for (int d = 0; d < dim; ++d)
+                        s += static_cast<double>(
+                                 static_cast<float>(q[row * dim + static_cast<std::size_t>(d)])) *
+                             x.key[d];
+                    s /= std::sqrt(static_cast<double>(dim));
+                    if (c.softcap > 0.0f) s = c.softcap * std::tanh(s / c.softcap);
+                    if constexpr (cuda::detail::has_score<Score>)
+                        s = static_cast<double>(score.score(static_cast<float>(s), h, position, t));
+                    if (s == -INFINITY) continue;
+                    scores.push_back(s);
+                    values.push_back(x.value);
+                    top = std::max(top, s);
+                }
+                if (c.sink_logits && !scores.empty()) {
+                    const double logit = static_cast<double>(others.logits[static_cast<std::size_t>(h)]),
+                                 next = std::max(top, logit);
+                    sum = std::exp(logit - next);
+                    top = next;
+                }
+                for (std::size_t t = 0; t < scores.size(); ++t) {
+                    const double p = std::exp(scores[t] - top);
+                    sum += p;
+                    for (int d = 0; d < value_dim; ++d) sums[static_cast<std::size_t>(d)] += p * values[t][d];
+                }
+                for (int d = 0; d < value_dim; ++d) {
+                    const double want = sum > 0.0 ? sums[static_cast<std::size_t>(d)] / sum : 0.0,
+                                 have =
+                                     static_cast<float>(got[row * value_dim + static_cast<std::size_t>(d)]);
+                    error += (have - want) * (have - want);
+                    size += want * want;
+                    if (!(have == have)) error = INFINITY;
+                }
+                const double relative = size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
+                *worst = std::max(*worst, relative);
+                const double limit = 2e-3 + (std::is_same_v<T, bfloat16> ? 0x1p-8 : 0.0);
+                CHECK(relative <= limit,
+                      "%s: error %.3g (sequence %zu of %d tokens, query %d of %d, head %d, group %d, window "
+                      "%d, cap %g, "
+                      "sinks %d, recent %d, drafted %d)",
+                      name, relative, b, c.lengths[b], i, c.query_tokens, h, c.group, c.window,
+                      static_cast<double>(c.softcap), c.sinks, c.recent, c.drafted);
+                const double want_lse = sum > 0.0 ? top + std::log(sum) : -INFINITY, have_lse = got_lse[row];
+                CHECK(
+                    want_lse == have_lse || std::abs(want_lse - have_lse) < 1e-3 * (1.0 + std::abs(want_lse)),
+                    "%s: lse %g, expected %g", name, have_lse, want_lse);
+            }
+}
+
 /// Old and New: quantized formats, the same for caches of one.
-template <class T, class Old, class New, class Window, class Sinks>
-void check_mix(test::rng& r, const mixed_case& c, const char* name, double* worst) {
+template <class T, class Old, class New, class Window, class Sinks, class Score = cuda::unmodified>
+void check_mix(test::rng& r, const mixed_case& c, const char* name, double* worst, Score score = {}) {
     constexpr int dim = New::head_dim, value_dim = New::value_dim, page = New::page_tokens;
     constexpr bool two = !std::is_same_v<Old, New>;
     const std::size_t sequences = c.lengths.size();
@@ -85,13 +202,12 @@ void check_mix(test::rng& r, const mixed_case& c, const char* name, double* wors
     test::device_buffer<T> out(static_cast<std::size_t>(rows * q_heads * value_dim));
     test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
     cuda::attention_options options;
-    options.query_tokens = c.query_tokens;
-    options.window = c.window;
-    options.softcap = c.softcap;
+    const other_options others(r, c, options);
+    if constexpr (std::is_same_v<Score, cuda::learned_sinks>) score.logits = others.logits_device.get();
     options.lse = lse.get();
     const auto attend = [&](const auto& cache) {
         using mix = std::remove_cvref_t<decltype(cache)>;
-        const std::size_t bytes = cuda::attend_workspace_bytes<mix, T>(c.group, c.query_tokens);
+        const std::size_t bytes = cuda::attend_workspace_bytes<mix, T, Score>(c.group, c.query_tokens);
         test::device_buffer<std::byte> workspace(bytes);
         workspace.clear();
         std::vector<T> first;
@@ -100,9 +216,10 @@ void check_mix(test::rng& r, const mixed_case& c, const char* name, double* wors
             ++repeat) {  // the second call finds the workspace as the first left it; lengths and tables are old
             out.poison();
             options.early = repeat == 1;
-            const auto status = cuda::attend<T>(
-                cache, token_view<const T>(q_device.get(), rows, q_heads, dim),
-                token_view<T>(out.get(), rows, q_heads, value_dim), options, workspace.get(), bytes, nullptr);
+            const auto status =
+                cuda::attend<T>(cache, token_view<const T>(q_device.get(), rows, q_heads, dim),
+                                token_view<T>(out.get(), rows, q_heads, value_dim), options, workspace.get(),
+                                bytes, nullptr, score);
             CHECK(status, "%s: %s", name, status.message);
             CUDA_OK(cudaDeviceSynchronize());
             const std::vector<T> got = out.download();
@@ -122,64 +239,14 @@ void check_mix(test::rng& r, const mixed_case& c, const char* name, double* wors
                                 cuda::sink_tokens(sinks_device.ref, c.sinks)));
     }
 
-    const std::vector<T> got = out.download();
-    const std::vector<float> got_lse = lse.download();
-    for (std::size_t b = 0; b < sequences; ++b)
-        for (int i = 0; i < c.query_tokens; ++i)
-            for (int h = 0; h < q_heads; ++h) {
-                const std::size_t row =
-                    static_cast<std::size_t>((static_cast<int>(b) * c.query_tokens + i) * q_heads + h);
-                const auto head = static_cast<std::size_t>(h / c.group);
-                const int position = c.lengths[b] - c.query_tokens + i;
-                const int from = c.window > 0 ? std::max(0, position - c.window + 1) : 0;
-                std::vector<double> scores, sums(value_dim, 0.0);
-                std::vector<const float*> values;
-                double top = -INFINITY, sum = 0.0, error = 0.0, size = 0.0;
-                for (int t = from; t <= position; ++t) {
-                    const int n = t - c.sinks;
-                    const token_numbers x = n < 0                      ? numbers_of(of_sinks, b, head, t)
-                                            : n / page >= committed[b] ? numbers_of(of_window, b, head, n)
-                                            : owner[b][static_cast<std::size_t>(n / page)]
-                                                ? numbers_of(of_old, b, head, n)
-                                                : numbers_of(of_new, b, head, n);
-                    double s = 0.0;
-                    for (int d = 0; d < dim; ++d)
-                        s += static_cast<double>(
-                                 static_cast<float>(q[row * dim + static_cast<std::size_t>(d)])) *
-                             x.key[d];
-                    s /= std::sqrt(static_cast<double>(dim));
-                    if (c.softcap > 0.0f) s = c.softcap * std::tanh(s / c.softcap);
-                    scores.push_back(s);
-                    values.push_back(x.value);
-                    top = std::max(top, s);
-                }
-                for (std::size_t t = 0; t < scores.size(); ++t) {
-                    const double p = std::exp(scores[t] - top);
-                    sum += p;
-                    for (int d = 0; d < value_dim; ++d) sums[static_cast<std::size_t>(d)] += p * values[t][d];
-                }
-                for (int d = 0; d < value_dim; ++d) {
-                    const double want = sum > 0.0 ? sums[static_cast<std::size_t>(d)] / sum : 0.0,
-                                 have =
-                                     static_cast<float>(got[row * value_dim + static_cast<std::size_t>(d)]);
-                    error += (have - want) * (have - want);
-                    size += want * want;
-                    if (!(have == have)) error = INFINITY;
-                }
-                const double relative = size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
-                *worst = std::max(*worst, relative);
-                const double limit = 2e-3 + (std::is_same_v<T, bfloat16> ? 0x1p-8 : 0.0);
-                CHECK(relative <= limit,
-                      "%s: error %.3g (sequence %zu of %d tokens, query %d of %d, head %d, group %d, window "
-                      "%d, cap %g, "
-                      "sinks %d, recent %d)",
-                      name, relative, b, c.lengths[b], i, c.query_tokens, h, c.group, c.window,
-                      static_cast<double>(c.softcap), c.sinks, c.recent);
-                const double want_lse = sum > 0.0 ? top + std::log(sum) : -INFINITY, have_lse = got_lse[row];
-                CHECK(
-                    want_lse == have_lse || std::abs(want_lse - have_lse) < 1e-3 * (1.0 + std::abs(want_lse)),
-                    "%s: lse %g, expected %g", name, have_lse, want_lse);
-            }
+    const auto numbers = [&](std::size_t b, std::size_t head, int t) {
+        const int n = t - c.sinks;
+        return n < 0                                          ? numbers_of(of_sinks, b, head, t)
+               : n / page >= committed[b]                     ? numbers_of(of_window, b, head, n)
+               : owner[b][static_cast<std::size_t>(n / page)] ? numbers_of(of_old, b, head, n)
+                                                              : numbers_of(of_new, b, head, n);
+    };
+    check_rows<dim, value_dim>(c, others, score, q, out.download(), lse.download(), numbers, name, worst);
 }
 
 template <class T, class Old, class New, class Window, class Sinks>
@@ -205,12 +272,109 @@ void check_mixes(const char* name) {
     check({.sinks = 0, .recent = 200, .lengths = ragged});
     check({.group = 2, .lengths = {700, 700, 700}});
     check({.kv_heads = 3, .group = 2, .lengths = std::vector<int>(30, 2 * page + 150)});
+    // Trees of drafted tokens; they may be longer than a sequence, and lie in pages of any format.
+    check({.kv_heads = 1,
+           .group = 4,
+           .query_tokens = 9,
+           .lengths = {500, 9, 0, 3, 2 * page + 9},
+           .drafted = 9});
+    check({.kv_heads = 2,
+           .group = 1,
+           .query_tokens = 5,
+           .recent = 20,
+           .lengths = {700, 64, 130},
+           .drafted = 64});
+    check({.kv_heads = 1, .group = 3, .query_tokens = 64, .lengths = {300, 70}, .drafted = 64});
+    check({.kv_heads = 1,
+           .group = 2,
+           .query_tokens = 12,
+           .window = 40,
+           .softcap = 5.0f,
+           .lengths = {400, 40},
+           .drafted = 12});
+    check({.kv_heads = 1,
+           .group = 2,
+           .query_tokens = 3,
+           .window = 90,
+           .sinks = 20,
+           .lengths = {1000, 20, 130, 5, 0},
+           .window_sinks = true});
+    check({.kv_heads = 1,
+           .group = 8,
+           .query_tokens = 2,
+           .window = 50,
+           .sinks = 37,
+           .lengths = {800, 90},
+           .drafted = 2,
+           .window_sinks = true});
     if (!std::is_same_v<Old, New>) {
         check({.kv_heads = 1, .group = 4, .lengths = {3000, 1, 640}, .scattered = true});
         check({.kv_heads = 2, .group = 8, .lengths = ragged, .scattered = true});
     }
     std::printf("  %-44s largest error %.2e\n", name, worst);
 }
+
+#if !defined(PART) || PART == 4
+/// A score modifier of the user's: slopes of heads, and keys that only some queries see.
+struct tilted {
+    float slope[4];
+    int hidden;
+
+    KVQ_HD float score(float score, int q_head, int q_pos, int k_pos) const {
+        return k_pos % hidden == 1 && q_pos % 2 == 0
+                   ? -INFINITY
+                   : score - slope[q_head % 4] * static_cast<float>(q_pos - k_pos);
+    }
+};
+
+/// A cache of one format with a score modifier, a tree and sinks in the softmax; pages need not be of sizes that the warp kernel takes.
+template <class T, class Format, class Score>
+void check_single(const char* name, Score score) {
+    constexpr int dim = Format::head_dim, value_dim = Format::value_dim;
+    test::rng r(static_cast<unsigned>(Format::page_tokens));
+    double worst = 0.0;
+    for (mixed_case c :
+         {mixed_case{.kv_heads = 2, .group = 4, .sinks = 0, .lengths = {300, 0, 1, 70}},
+          mixed_case{.kv_heads = 1,
+          .group = 3,
+          .query_tokens = 8,
+          .softcap = 5.0f,
+          .sinks = 0,
+          .lengths = {100, 8, 700, 5},
+          .drafted = 10},
+          mixed_case{
+              .kv_heads = 1, .group = 16, .query_tokens = 2, .window = 60, .sinks = 0, .lengths = {500}}}) {
+        const test::quantized_batch<Format> batch(r, c.kv_heads, c.lengths);
+        const test::device_batch<Format> device(batch);
+        const int q_heads = c.kv_heads * c.group, rows = static_cast<int>(c.lengths.size()) * c.query_tokens;
+        std::vector<T> q(static_cast<std::size_t>(rows * q_heads * dim));
+        for (T& x : q) x = test::as<T>(test::normal(r));
+        const test::device_buffer<T> q_device(q);
+        test::device_buffer<T> out(static_cast<std::size_t>(rows * q_heads * value_dim));
+        test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
+        cuda::attention_options options;
+        const other_options others(r, c, options);
+        if constexpr (std::is_same_v<Score, cuda::learned_sinks>) {
+            score.logits = others.logits_device.get();
+            c.sink_logits = true;
+        }
+        options.lse = lse.get();
+        const std::size_t bytes = cuda::attend_workspace_bytes<Format, T, Score>(c.group, c.query_tokens);
+        test::device_buffer<std::byte> workspace(bytes);
+        workspace.clear();
+        const auto s = cuda::attend(device.ref, token_view<const T>(q_device.get(), rows, q_heads, dim),
+                                    token_view<T>(out.get(), rows, q_heads, value_dim), options,
+                                    workspace.get(), bytes, nullptr, score);
+        CHECK(s, "%s: %s", name, s.message);
+        CUDA_OK(cudaDeviceSynchronize());
+        check_rows<dim, value_dim>(
+            c, others, score, q, out.download(), lse.download(),
+            [&](std::size_t b, std::size_t head, int t) { return numbers_of(batch, b, head, t); }, name,
+            &worst);
+    }
+    std::printf("  %-44s largest error %.2e\n", name, worst);
+}
+#endif
 
 template <class T, int Dim, int Page>
 using full_pages = cuda::format<full<T>, full<T>, Dim, Page>;
@@ -236,6 +400,44 @@ int main() {
     check_mixes<float, cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 96, 16>,
                 cuda::kivi_format<2, 32, 96, 16>, full_pages<float16, 96, 16>, full_pages<bfloat16, 96, 32>>(
         "4 bit token, then kivi2, pages of 16");
+#endif
+#if !defined(PART) || PART == 4
+    using small = cuda::kivi_format<4, 32, 64, 32>;
+    using window = full_pages<float16, 64, 32>;
+    test::rng r(11);
+    double worst = 0.0;
+    const tilted score{{0.0f, 0.005f, 0.05f, 0.5f}, 3};
+    for (const mixed_case& c :
+         {mixed_case{.group = 4, .lengths = {700, 0, 1, 90, 133}},
+          mixed_case{.kv_heads = 1,
+          .group = 8,
+          .query_tokens = 3,
+          .window = 70,
+          .sinks = 20,
+          .recent = 32,
+          .lengths = {600, 90, 2},
+          .drafted = 5,
+          .window_sinks = true},
+          mixed_case{.kv_heads = 1, .group = 16, .softcap = 4.0f, .lengths = {500, 60}}})
+        check_mix<float16, small, small, window, full_pages<float16, 64, 16>>(r, c, "score modifier, kivi4",
+                                                                              &worst, score);
+    for (const mixed_case& c :
+         {mixed_case{.group = 4, .lengths = {700, 0, 1, 90, 133, 3000}, .sink_logits = true},
+          mixed_case{.kv_heads = 1,
+          .group = 8,
+          .query_tokens = 6,
+          .window = 70,
+          .lengths = {600, 90, 2},
+          .drafted = 6,
+          .sink_logits = true}})
+        check_mix<float16, small, small, window, full_pages<float16, 64, 16>, cuda::learned_sinks>(
+            r, c, "learned sinks, kivi4", &worst);
+    std::printf("  %-44s largest error %.2e\n", "score modifier, kivi4", worst);
+    check_single<float16, window>("score modifier, fp16 alone", score);
+    using any_shape = cuda::format<int8, int8, 40, 24>;
+    check_single<float, any_shape>("score modifier, any shape", score);
+    check_single<float16, window>("learned sinks, fp16 alone", cuda::learned_sinks{});
+    check_single<float, any_shape>("learned sinks, any shape", cuda::learned_sinks{});
 #endif
     return test::report("mixed");
 }

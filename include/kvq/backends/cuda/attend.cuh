@@ -6,7 +6,8 @@
 // Workspace: attend_workspace_bytes(), 16-byte aligned, zeroed once before its first use; calls leave it ready for the next
 // one. Launches that may run at the same time need workspaces of their own. Nothing is allocated, nothing waits, graphs can
 // capture it.
-// A kernel is instantiated for every (format, type of q) that a program names: pairs are chosen by the user, here.
+// A kernel is instantiated for every (format, type of q) that a program names: pairs are chosen by the user, here. So is one for a score
+// modifier of the user's (score_modifiers.cuh), which goes behind the stream; attend_workspace_bytes takes its type, too.
 #pragma once
 
 #include "attend_any.cuh"
@@ -50,12 +51,16 @@ struct share_launch {
     }
     /// Launches with `args`, once set(cut, partials) and the lines and row blocks of `work` have made them ready. chunks: of one item
     /// at most.
-    template <class Work, class Args, class Set>
-    static status go(Work& work, int kv_heads, int rows, int chunks, const Args& args, const Set& set,
-                     std::byte* space, std::size_t bytes, cudaStream_t stream) noexcept {
+    /// trees: does the launch have them?
+    template <class Work, class Args, class Score, class Set>
+    static status go(Work& work, int kv_heads, int rows, bool trees, int chunks, const Args& args,
+                     const Score& score, const Set& set, std::byte* space, std::size_t bytes,
+                     cudaStream_t stream) noexcept {
         using memory = typename Derived::memory;
         if (reinterpret_cast<std::uintptr_t>(space) % 16 != 0)
             return bad_value("the workspace must start on 16 bytes");
+        if (trees && !takes_trees<memory::rows / 4>)
+            return bad_value("trees of drafted tokens need more shared memory than the device has");
         cudaError_t code = cudaSuccess;
         const int blocks = grid(code);
         if (blocks == 0) {
@@ -76,14 +81,15 @@ struct share_launch {
         set(item_shares(work.sequences * work.lines, blocks, memory::most_teams),
             reinterpret_cast<std::uint32_t*>(space));
         return launch("launching attention", overlap::yes, Derived::kernel,
-                      dim3(static_cast<unsigned>(blocks)), memory::threads, memory::bytes, stream, args);
+                      dim3(static_cast<unsigned>(blocks)), memory::threads, memory::bytes, stream, args,
+                      score);
     }
 };
 
-template <class Format, class T, int Rows4, bool Small>
-struct warp_launch : share_launch<warp_launch<Format, T, Rows4, Small>> {
+template <class Format, class T, class Score, int Rows4, bool Small>
+struct warp_launch : share_launch<warp_launch<Format, T, Score, Rows4, Small>> {
     using memory = attention_memory<Format, Rows4, Small>;
-    static constexpr auto* kernel = attend_warps_kernel<Format, T, Rows4, Small>;
+    static constexpr auto* kernel = attend_warps_kernel<Format, T, Rows4, Small, Score>;
 
     /// Does the current device have the shared memory?
     static bool fits() noexcept {
@@ -92,22 +98,22 @@ struct warp_launch : share_launch<warp_launch<Format, T, Rows4, Small>> {
         else
             return memory::bytes <= device_shared_memory();
     }
-    static status run(attention_args<Format, T> a, std::byte* space, std::size_t bytes,
+    static status run(attention_args<Format, T> a, const Score& score, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
         const auto set = [&](const item_shares& cut, std::uint32_t* partials) {
             a.cut = cut;
             a.partials = partials;
         };
-        return warp_launch::go(a.work, a.cache.kv_heads, a.rows,
-                               kvq::detail::ceil_div(a.work.capacity, memory::step_tokens), a, set, space,
-                               bytes, stream);
+        return warp_launch::go(a.work, a.cache.kv_heads, a.rows, a.ancestors != nullptr,
+                               kvq::detail::ceil_div(a.work.capacity, memory::step_tokens), a, score, set,
+                               space, bytes, stream);
     }
 };
 
-template <class T, int Rows4, bool Small, class... Formats>
-struct mixed_launch : share_launch<mixed_launch<T, Rows4, Small, Formats...>> {
+template <class T, class Score, int Rows4, bool Small, class... Formats>
+struct mixed_launch : share_launch<mixed_launch<T, Score, Rows4, Small, Formats...>> {
     using memory = mixed_memory<Rows4, Small, Formats...>;
-    static constexpr auto* kernel = attend_mixed_kernel<Rows4, Small, T, Formats...>;
+    static constexpr auto* kernel = attend_mixed_kernel<Rows4, Small, T, Score, Formats...>;
 
     static bool fits() noexcept {
         if constexpr (memory::bytes <= memory::budget)
@@ -115,7 +121,7 @@ struct mixed_launch : share_launch<mixed_launch<T, Rows4, Small, Formats...>> {
         else
             return memory::bytes <= device_shared_memory();
     }
-    static status run(mixed_args<T, Formats...> m, std::byte* space, std::size_t bytes,
+    static status run(mixed_args<T, Formats...> m, const Score& score, std::byte* space, std::size_t bytes,
                       cudaStream_t stream) noexcept {
         auto& first = get<0>(m.parts).a;
         long long units = 0;  // of an item, at most
@@ -130,11 +136,14 @@ struct mixed_launch : share_launch<mixed_launch<T, Rows4, Small, Formats...>> {
             first.cut = cut;
             first.partials = partials;
         };
-        return mixed_launch::go(first.work, first.cache.kv_heads, first.rows,
-                                static_cast<int>(kvq::detail::smaller(units, 2147483647LL)), m, set, space,
-                                bytes, stream);
+        return mixed_launch::go(first.work, first.cache.kv_heads, first.rows, first.ancestors != nullptr,
+                                static_cast<int>(kvq::detail::smaller(units, 2147483647LL)), m, score, set,
+                                space, bytes, stream);
     }
 };
+
+/// Rows of the kernel that a launch takes: those for 16 have trees of drafted tokens.
+inline int kernel_rows(int rows, bool trees) noexcept { return trees ? kvq::detail::larger(rows, 16) : rows; }
 
 /// Calls f with the first launch, of kernels that take 16, 8 or 4 query rows of a kv head, that wants so many rows and fits into the
 /// device's shared memory.
@@ -145,12 +154,12 @@ auto with_rows(int rows, F&& f) {
     return f(Launch1{});
 }
 /// The same with the kernels that were compiled for devices like the current one.
-template <class Format, class T, class F>
+template <class Format, class T, class Score, class F>
 auto with_launch(int rows, F&& f) {
     const auto go = [&](auto small) {
         constexpr bool Small = decltype(small)::value;
-        return with_rows<warp_launch<Format, T, 4, Small>, warp_launch<Format, T, 2, Small>,
-                         warp_launch<Format, T, 1, Small>>(rows, f);
+        return with_rows<warp_launch<Format, T, Score, 4, Small>, warp_launch<Format, T, Score, 2, Small>,
+                         warp_launch<Format, T, Score, 1, Small>>(rows, f);
     };
     if constexpr (two_sizes<Format>) {
         if (device_shared_memory() < shared_memory_budget<Format>) return go(std::true_type{});
@@ -159,12 +168,13 @@ auto with_launch(int rows, F&& f) {
         return go(std::bool_constant<targets().small>{});
     }
 }
-template <class T, class... Formats, class F>
+template <class T, class Score, class... Formats, class F>
 auto with_mixed_launch(int rows, F&& f) {
     const auto go = [&](auto small) {
         constexpr bool Small = decltype(small)::value;
-        return with_rows<mixed_launch<T, 4, Small, Formats...>, mixed_launch<T, 2, Small, Formats...>,
-                         mixed_launch<T, 1, Small, Formats...>>(rows, f);
+        return with_rows<mixed_launch<T, Score, 4, Small, Formats...>,
+                         mixed_launch<T, Score, 2, Small, Formats...>,
+                         mixed_launch<T, Score, 1, Small, Formats...>>(rows, f);
     };
     if constexpr ((two_sizes<Formats> || ...)) {
         if (device_shared_memory() < mixed_memory<1, false, Formats...>::budget) return go(std::true_type{});
@@ -234,6 +244,9 @@ attention_args<Format, T> make_arguments(const cache_ref<Format>& cache, const t
     a.scale = o.scale != 0.0f ? o.scale : 1.0f / std::sqrt(static_cast<float>(Format::head_dim));
     if (o.softcap == 0.0f) a.scale *= log2e;
     a.softcap = o.softcap;
+    a.ancestors = o.ancestors;
+    a.drafted = o.drafted == 0 ? o.query_tokens : o.drafted;
+    a.window_sinks = o.window_sinks;
     a.lse = o.lse;
     a.state_in = o.state_in;
     a.state_out = o.state_out;
@@ -272,6 +285,12 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
     if (o.window < 0) return bad_value("the sliding window is %d tokens", o.window);
     if (!(o.softcap >= 0.0f && o.softcap < INFINITY))
         return bad_value("softcap is %g", static_cast<double>(o.softcap));
+    if (o.ancestors != nullptr) {
+        const int drafted = o.drafted == 0 ? o.query_tokens : o.drafted;
+        if (drafted < o.query_tokens || drafted > 64)
+            return bad_value("%d drafted tokens for %d query tokens: a tree has %d to 64", drafted,
+                             o.query_tokens, o.query_tokens);
+    }
     return {};
 }
 
@@ -279,42 +298,50 @@ status check_attention(const cache_ref<Format>& cache, const token_view<const T>
 
 /// Bytes of workspace that attend() needs on the current device for any batch with this many query heads per kv head and query
 /// tokens. 0 where no workspace is needed, and where the kernel cannot run: attend() says why.
-template <class Format, class T>
+template <class Format, class T, class Score = unmodified>
 std::size_t attend_workspace_bytes(int group, int query_tokens = 1) noexcept {
     std::size_t bytes = 0;
     if constexpr (detail::warps_can<Format>)
-        bytes = detail::with_launch<Format, T>(group * query_tokens, [](auto launch) {
-            cudaError_t code = cudaSuccess;
-            const int blocks = decltype(launch)::grid(code);
-            if (code != cudaSuccess) (void)cudaGetLastError();
-            return decltype(launch)::workspace(blocks);
-        });
+        bytes = detail::with_launch<Format, T, Score>(
+            detail::kernel_rows(group * query_tokens, query_tokens > 1), [](auto launch) {
+                cudaError_t code = cudaSuccess;
+                const int blocks = decltype(launch)::grid(code);
+                if (code != cudaSuccess) (void)cudaGetLastError();
+                return decltype(launch)::workspace(blocks);
+            });
     if constexpr (detail::even_keys<Format>::known)
         bytes = kvq::detail::larger(
-            bytes,
-            attend_workspace_bytes<typename detail::even_keys<Format>::format_type, T>(group, query_tokens));
+            bytes, attend_workspace_bytes<typename detail::even_keys<Format>::format_type, T, Score>(
+                       group, query_tokens));
     return bytes;
 }
 
 /// Fused attention of a batch; see the top of this file. `options` name what is not the default.
-template <class Format, class T>
+template <class Format, class T, class Score = unmodified>
 status attend(const cache_ref<Format>& cache, const token_view<const T>& q, const token_view<T>& out,
               const attention_options& options, void* workspace, std::size_t workspace_bytes,
-              cudaStream_t stream) noexcept {
+              cudaStream_t stream, const Score& score = {}) noexcept {
     static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
+    static_assert(detail::is_modifier<Score>,
+                  "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
+                  "sink_logit(q_head)");
     if constexpr (detail::even_keys<Format>::known)
         if (cache.key_plans == nullptr)
             return attend(detail::even_keys<Format>::cache(cache), q, out, options, workspace,
-                          workspace_bytes, stream);
+                          workspace_bytes, stream, score);
     if (status s = detail::check_attention(cache, q, out, options); !s) return s;
+    if (options.window_sinks)
+        return detail::bad_value("window_sinks is for a mixed cache with sink_tokens()");
     if (q.tokens == 0) return {};
     const auto a = detail::make_arguments(cache, q, out, options);
     if constexpr (detail::warps_can<Format>)
-        return detail::with_launch<Format, T>(a.rows, [&](auto launch) {
-            return decltype(launch)::run(a, static_cast<std::byte*>(workspace), workspace_bytes, stream);
-        });
+        return detail::with_launch<Format, T, Score>(
+            detail::kernel_rows(a.rows, a.ancestors != nullptr), [&](auto launch) {
+                return decltype(launch)::run(a, score, static_cast<std::byte*>(workspace), workspace_bytes,
+                                             stream);
+            });
     else
-        return detail::run_any(a, stream);
+        return detail::run_any(a, score, stream);
 }
 
 namespace detail {
@@ -392,16 +419,17 @@ part_args<Format, T> make_part(const cache_part<Format>& part, int recent, const
                            0,
                            {}};
     if (part.range == page_range::window) p.a.work.capacity = most_tokens;  // the table is a ring
+    if (options.window_sinks && part.capacity >= 0) p.a.work.window = 0;    // sink_tokens()
     if (part.capacity >= 0) p.a.work.capacity = kvq::detail::smaller(p.a.work.capacity, part.capacity);
     (take_sinks(p, all), ...);
     return p;
 }
 
 /// Launches the kernel for the parts that stay; `all` are those of the mix.
-template <class T, class... Kept, class... All>
+template <class T, class... Kept, class... All, class Score>
 status attend_parts(int recent, const token_view<const T>& q, const token_view<T>& out,
                     const attention_options& options, void* workspace, std::size_t workspace_bytes,
-                    cudaStream_t stream, const object_list<const All*...>& all,
+                    cudaStream_t stream, const Score& score, const object_list<const All*...>& all,
                     const cache_part<Kept>&... kept) noexcept {
     static_assert(
         (warps_can<Kept> && ...),
@@ -410,14 +438,17 @@ status attend_parts(int recent, const token_view<const T>& q, const token_view<T
         return mixed_args<T, Kept...>{{{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
     }
     (std::make_integer_sequence<int, sizeof...(All)>{});
-    return with_mixed_launch<T, Kept...>(get<0>(m.parts).a.rows, [&](auto launch) {
-        return decltype(launch)::run(m, static_cast<std::byte*>(workspace), workspace_bytes, stream);
-    });
+    const auto& first = get<0>(m.parts).a;
+    return with_mixed_launch<T, Score, Kept...>(
+        kernel_rows(first.rows, first.ancestors != nullptr), [&](auto launch) {
+            return decltype(launch)::run(m, score, static_cast<std::byte*>(workspace), workspace_bytes,
+                                         stream);
+        });
 }
 
-template <class T, class... Formats>
+template <class T, class Score, class... Formats>
 std::size_t mixed_workspace_bytes(int rows) noexcept {
-    return with_mixed_launch<T, Formats...>(rows, [](auto launch) {
+    return with_mixed_launch<T, Score, Formats...>(rows, [](auto launch) {
         cudaError_t code = cudaSuccess;
         const int blocks = decltype(launch)::grid(code);
         if (code != cudaSuccess) (void)cudaGetLastError();
@@ -449,7 +480,7 @@ auto with_part_types(const mixed_cache_ref<Parts...>&, F&& f) {
 }  // namespace detail
 
 /// Bytes of workspace that attend() of this mixed_cache_ref needs.
-template <class Mix, class T>
+template <class Mix, class T, class Score = unmodified>
 requires detail::is_mix<Mix> std::size_t attend_workspace_bytes(int group, int query_tokens = 1)
 noexcept {
     std::size_t bytes = 0;
@@ -457,7 +488,8 @@ noexcept {
         detail::with_kernel_parts(
             [&]<class... Kept>(const cache_part<Kept>&...) {
                 bytes = kvq::detail::larger(bytes,
-                                            detail::mixed_workspace_bytes<T, Kept...>(group * query_tokens));
+                                            detail::mixed_workspace_bytes<T, Score, Kept...>(
+                                                detail::kernel_rows(group * query_tokens, query_tokens > 1)));
             },
             parts...);
     };
@@ -466,12 +498,16 @@ noexcept {
     return bytes;
 }
 
-/// Fused attention over all parts of a mixed cache in one launch; see mixed_cache.cuh. Everything else is as above.
-template <class T, class... Parts>
+/// Fused attention over all parts of a mixed cache in one launch; see mixed_cache.cuh. Everything else is as above. While a tree of drafted
+/// tokens is checked, a mix whose `recent` is larger by their number commits no page for them.
+template <class T, class... Parts, class Score = unmodified>
 status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q, const token_view<T>& out,
               const attention_options& options, void* workspace, std::size_t workspace_bytes,
-              cudaStream_t stream) noexcept {
+              cudaStream_t stream, const Score& score = {}) noexcept {
     static_assert(float_format<T>, "kvq::cuda::attend: q and out must be float16, bfloat16 or float");
+    static_assert(detail::is_modifier<Score>,
+                  "kvq::cuda::attend: a score modifier has score(score, q_head, q_pos, k_pos) or "
+                  "sink_logit(q_head)");
     if (status s = detail::check_mix(cache); !s) return s;
     status checked;
     detail::for_each_part(cache.parts, [&](const auto& part) {
@@ -484,7 +520,7 @@ status attend(const mixed_cache_ref<Parts...>& cache, const token_view<const T>&
         return detail::with_kernel_parts(
             [&](const auto&... kept) {
                 return detail::attend_parts<T>(
-                    cache.recent, q, out, options, workspace, workspace_bytes, stream,
+                    cache.recent, q, out, options, workspace, workspace_bytes, stream, score,
                     detail::object_list<const std::remove_cvref_t<decltype(parts)>*...>{{{&parts}...}},
                     kept...);
             },

@@ -10,14 +10,16 @@
 
 #include "attention_args.cuh"
 #include "block_access.cuh"
+#include "score_modifiers.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int any_threads = 256;
 
-template <class Format, class T>
+template <class Format, class T, class Score>
 __global__ void __launch_bounds__(any_threads)
-    attend_any_kernel(const __grid_constant__ attention_args<Format, T> a) {
+    attend_any_kernel(const __grid_constant__ attention_args<Format, T> a,
+                      const __grid_constant__ Score modifier) {
     constexpr int dim = Format::head_dim, value_dim = Format::value_dim, warps = any_threads / warp_size;
     constexpr int per_lane = ceil_div(value_dim, warp_size);
     __shared__ float query[dim];
@@ -39,6 +41,8 @@ __global__ void __launch_bounds__(any_threads)
 
     const int length = a.work.tokens[sequence];
     const int begin = larger(0, a.row_begin(length, row)), end = a.row_end(length, row);
+    const int query_at = length - a.work.query_tokens + a.row_query(row) - a.cache.first_token;
+    const std::uint64_t visible = a.ancestors == nullptr ? ~std::uint64_t{0} : a.ancestors[token];
     float max = -INFINITY, sum = 0.0f, part[per_lane] = {};
     for (int t = begin + warp; t < end; t += warps) {
         const int page = a.cache.block_table[a.cache.table_entry(sequence, t / Format::page_tokens)];
@@ -49,6 +53,9 @@ __global__ void __launch_bounds__(any_threads)
             score += query[c] * read_value<tensor::key>(a.cache, page, kv_head, in_page, c);
         for (int step = warp_size / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
         if (a.softcap > 0.0f) score = capped(score, a.softcap);
+        if constexpr (has_score<Score>) score = modified_score(a, modifier, score, head, query_at, t);
+        if (a.ancestors != nullptr && is_hidden(visible, t, a.draft_begin(length))) score = -INFINITY;
+        if (score == -INFINITY) continue;
         const float next = fmaxf(max, score);
         const float keep = max == -INFINITY ? 0.0f : exp2f(max - next), weight = exp2f(score - next);
 #pragma unroll
@@ -80,19 +87,21 @@ __global__ void __launch_bounds__(any_threads)
                 if (i * warp_size + lane < value_dim) output[i * warp_size + lane] += part[i] * factor;
         __syncthreads();
     }
+    float of_sink = 1.0f;
+    if constexpr (has_sinks<Score>) of_sink = add_sink(modifier.sink_logit(head), top, total);
     for (int c = thread; c < value_dim; c += any_threads) {
-        float one[1] = {output[c]};
+        float one[1] = {output[c] * of_sink};
         finish_channels(a, token, head, c, top, total, one);
     }
     __syncthreads();
     if (thread == 0) finish_header(a, token, head, top, total);
 }
 
-template <class Format, class T>
-status run_any(const attention_args<Format, T>& a, cudaStream_t stream) noexcept {
+template <class Format, class T, class Score>
+status run_any(const attention_args<Format, T>& a, const Score& score, cudaStream_t stream) noexcept {
     const int blocks = a.work.sequences * a.cache.kv_heads * a.rows;  // of query rows, see check_attention
-    return launch("launching attention (any shape)", overlap::no, attend_any_kernel<Format, T>,
-                  dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a);
+    return launch("launching attention (any shape)", overlap::no, attend_any_kernel<Format, T, Score>,
+                  dim3(static_cast<unsigned>(blocks)), any_threads, 0, stream, a, score);
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -66,7 +66,7 @@ struct part_args {
         const int first = larger(a.work.begin(length), from * page) / Tokens;
         int of_sinks = 0;
         if constexpr (reads_sinks<Format>)
-            if (sink_tokens > 0 && (a.work.window == 0 || a.row_begin(length, 0) < 0))
+            if (sink_tokens > 0 && (a.work.window == 0 || a.window_sinks || a.row_begin(length, 0) < 0))
                 of_sinks = kvq::detail::ceil_div(larger(smaller(sink_tokens, length), 0), Tokens);
         const int count = larger(0, kvq::detail::ceil_div(larger(end, 0), Tokens) - first);
         return {first, of_sinks + count, of_sinks, from, until};
@@ -312,9 +312,9 @@ private:
 };
 
 /// A warp's chunks of one part; their sums are added to `rows`.
-template <class Format, class T, int Rows4, bool Small>
+template <class Format, class T, int Rows4, bool Small, class Score>
 __device__ __forceinline__ void attend_part(
-    const part_args<Format, T>& part, const part_job& job,
+    const part_args<Format, T>& part, const part_job& job, const Score& score,
     finished_rows<attention_memory<Format, Rows4, Small>::values::tiles, Rows4>& rows) {
     using memory = attention_memory<Format, Rows4, Small>;
     const lane_id id;
@@ -335,7 +335,7 @@ __device__ __forceinline__ void attend_part(
     state.clear();
     int slot = 0;
     attend_chunks<memory, Rows4>(part.a, feed, state, slot, job.first - job.sinks, job.index, job.to,
-                                 job.item, job.at, id);
+                                 job.item, job.at, score, id);
     copy_wait<0>();
     __syncwarp();
     rows.add(state.finished());
@@ -407,9 +407,10 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
     });
 }
 
-template <int Rows4, bool Small, class T, class... Formats>
+template <int Rows4, bool Small, class T, class Score, class... Formats>
 __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threads), 1)
-    attend_mixed_kernel(const __grid_constant__ mixed_args<T, Formats...> m) {
+    attend_mixed_kernel(const __grid_constant__ mixed_args<T, Formats...> m,
+                        const __grid_constant__ Score score) {
     if constexpr (of_other_devices<Small>((two_sizes<Formats> || ...))) return;
     using memory = mixed_memory<Rows4, Small, Formats...>;
     using work_type = mixed_work<Rows4, Small, T, Formats...>;
@@ -500,7 +501,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
                     &notes->reader.item,
                     {ring, ring + memory::ring_bytes, ring + memory::ring_bytes + memory::weight_bytes,
                      shared_address(memory::template query<decltype(i)::value, format>(shared, own))}};
-                attend_part<format, T, Rows4, Small>(part, job, rows);
+                attend_part<format, T, Rows4, Small>(part, job, score, rows);
             });
 
         walk.fetch(&notes->reader);
@@ -514,7 +515,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
             query_part.fetch(common_args, walk.item, own);
         merge_warps<memory, Rows4>(rows, common, own, id);
         if (done.is_whole()) {
-            write_rows<memory>(common_args, done, common, common.parts, own);
+            write_rows<memory>(common_args, score, done, common, common.parts, own);
         } else {
             write_partial<memory>(common_args, common, first_of_share, own);
             if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
@@ -525,7 +526,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
     }
     const warp_team own = notes->team;
     const team_memory common = team_memory::of<memory>(shared, own);
-    if (common.later->pending) merge_parts<memory>(common_args, common, own);
+    if (common.later->pending) merge_parts<memory>(common_args, score, common, own);
 }
 
 }  // namespace detail

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attention_memory.cuh"
+#include "score_modifiers.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 
@@ -177,11 +178,12 @@ struct warp_memory {
 
 /// A warp's chunks of an item: those at index, index + feed.stride, ... before to_chunk, counted from chunk first_chunk of the sequence.
 /// The ring holds the first ones, the next unit is in `slot`. item: in shared memory, where it costs no registers.
-template <class memory, int Rows4, class Format, class T, class Feed>
+template <class memory, int Rows4, class Format, class T, class Feed, class Score>
 __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a, Feed& feed,
                                               typename memory::state& state, int& slot, int first_chunk,
                                               int index, int to_chunk, const item_part* item,
-                                              const warp_memory& at_warp, const lane_id& id) {
+                                              const warp_memory& at_warp, const Score& score,
+                                              const lane_id& id) {
     using keys = typename memory::keys;
     using values = typename memory::values;
     constexpr int rows = memory::rows;
@@ -202,7 +204,10 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         if constexpr (keys::skewed || values::skewed) at += (feed.skews >> 4 * slot & 7u) * 16u;
         return at;
     };
-    const span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
+    span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
+    if constexpr (takes_trees<Rows4>)
+        if (a.ancestors != nullptr)
+            seen_by_all.end = smaller(seen_by_all.end, a.draft_begin(a.work.tokens[item->sequence]));
     const head_keys<keys, Rows4> key_head(at_warp.scratch, a.cache.key_plan(item->kv_head), id);
     const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
     folded_row<keys> folded[Rows4];
@@ -233,8 +238,10 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         }
         masked = first + memory::tokens > seen_by_all.end || first < seen_by_all.begin ||
                  held_end - held_begin < memory::tokens;
-        plain = present && !masked && !(a.softcap > 0.0f);
+        plain = !has_score<Score> && present && !masked && !(a.softcap > 0.0f);
     };
+    // Is the chunk one of sinks, which rows see whatever their window?
+    const auto sees_sinks = [&] { return Feed::reads_sinks && a.window_sinks && first < 0; };
     // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
     // the former into pieces. Windows have few chunks: for them less code counts more.
     const auto handle = [&](auto kind) {
@@ -252,13 +259,15 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                         s = capped(s, a.softcap);
                     }
                 }
+                if constexpr (has_score<Score>)
+                    modify_scores<keys, Rows4>(scores, a, score, *item, first, id);
                 if (masked) {
                     const seen_tokens<Format, T> seen(a, *item, rows);
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = seen.first_row + lane_row<Rows4>(n, id.t);
                         const span of_row = seen.of(a, row);
-                        const int begin = larger(of_row.begin, first + held_begin),
+                        const int begin = larger(sees_sinks() ? first : of_row.begin, first + held_begin),
                                   end = smaller(of_row.end, first + held_end);
 #pragma unroll
                         for (int tile = 0; tile < keys::tiles; ++tile)
@@ -267,6 +276,10 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                                 const int token = first + tile * keys::tile_height + 4 * id.g + r;
                                 if (token < begin || token >= end) scores[tile][n][r] = -INFINITY;
                             }
+                    }
+                    if constexpr (takes_trees<Rows4>) {
+                        if (a.ancestors != nullptr) [[unlikely]]
+                            hide_scores<keys, Rows4>(scores, hidden_scores<keys, Rows4>(a, item, first));
                     }
                 }
             }
@@ -277,7 +290,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         if (!rare || present) {
             if (rare && masked) {  // what tokens outside hold may be anything, even NaN
                 const span any = seen_tokens<Format, T>(a, *item, rows).any;
-                const int from = larger(any.begin - first, held_begin),
+                const int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
                           to = smaller(any.end - first, held_end);
                 if constexpr (values::full)
                     values::clear_columns(value_at, id, from, to);
@@ -363,10 +376,11 @@ __device__ constexpr bool of_other_devices([[maybe_unused]] bool has_two_sizes) 
 #endif
 }
 
-template <class Format, class T, int Rows4, bool Small>
+template <class Format, class T, int Rows4, bool Small, class Score>
 __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threads),
                                   attention_memory<Format, Rows4, Small>::blocks)
-    attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a) {
+    attend_warps_kernel(const __grid_constant__ attention_args<Format, T> a,
+                        const __grid_constant__ Score score) {
     if constexpr (of_other_devices<Small>(two_sizes<Format>)) return;
     using memory = attention_memory<Format, Rows4, Small>;
     extern __shared__ __align__(128) std::byte shared[];
@@ -479,7 +493,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
         state.clear();
         attend_chunks<memory, Rows4>(a, feed, state, slot, item.first, item.from + notes->team.member,
                                      item.to, &notes->reader.item,
-                                     {ring, weights, scratch, shared_address(query)}, id);
+                                     {ring, weights, scratch, shared_address(query)}, score, id);
 
         walk.fetch(&notes->reader);
         const item_part done = walk.item;
@@ -493,7 +507,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
             query_part.fetch(a, walk.item, own);
         merge_warps<memory, Rows4>(state.finished(), common, own, id);
         if (done.is_whole()) {
-            write_rows<memory>(a, done, common, common.parts, own);
+            write_rows<memory>(a, score, done, common, common.parts, own);
         } else {
             write_partial<memory>(a, common, first_of_share, own);
             if (done.has_end() && own.thread() == 0) *common.later = {1, notes->span, done};
@@ -505,7 +519,7 @@ __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threa
     copy_wait<0>();
     const warp_team own = notes->team;
     const team_memory common = team_memory::of<memory>(shared, own);
-    if (common.later->pending) merge_parts<memory>(a, common, own);
+    if (common.later->pending) merge_parts<memory>(a, score, common, own);
 }
 
 }  // namespace detail

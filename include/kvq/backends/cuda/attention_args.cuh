@@ -11,10 +11,15 @@
 namespace kvq::inline KVQ_TAGGED::cuda {
 
 struct attention_options {
-    float scale = 0.0f;               ///< of scores; 0: 1/sqrt(head_dim)
-    float softcap = 0.0f;             ///< cap * tanh(score / cap); 0: none
-    int window = 0;                   ///< a query sees itself and the window - 1 tokens before it; 0: all
-    int query_tokens = 1;             ///< per sequence: the last ones of it, with a causal mask among them
+    float scale = 0.0f;         ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;       ///< cap * tanh(score / cap); 0: none
+    int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
+    bool window_sinks = false;  ///< and the tokens of a mixed cache's sink_tokens()
+    int query_tokens = 1;       ///< per sequence: the last ones of it, with a causal mask among them
+    /// Trees of drafted tokens: [sequences][query_tokens] words, a query sees those of the last `drafted` tokens of its sequence whose
+    /// bit is set (bit 0: the first of them; token_tree::ancestors()) and all before; later tokens never. Null: a causal mask.
+    const std::uint64_t* ancestors = nullptr;
+    int drafted = 0;                  ///< query_tokens to 64; 0: query_tokens
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
     const float* state_in = nullptr;  ///< softmax states to start from (see above)
     float* state_out = nullptr;       ///< softmax states to write; may be state_in
@@ -39,6 +44,9 @@ struct attention_args {
     token_view<T> out;
     float scale;  // on the query; log2 e included unless there is a softcap
     float softcap;
+    const std::uint64_t* ancestors;
+    int drafted;
+    bool window_sinks;  // rows see the sinks before position 0 through a window
     float* lse;
     const float* state_in;
     float* state_out;
@@ -70,6 +78,10 @@ struct attention_args {
         const int position = length - work.query_tokens + row_query(row);
         return smaller(position + 1 - cache.first_token, work.capacity);
     }
+    /// Where the draft begins.
+    __device__ __forceinline__ int draft_begin(int length) const {
+        return length - drafted - cache.first_token;
+    }
     /// And begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the window.
     __device__ __forceinline__ int row_begin(int length, int row) const {
         if (work.window == 0) return -most_tokens;
@@ -99,12 +111,6 @@ struct seen_tokens {
         return {a.row_begin(length, row), row < a.rows ? a.row_end(length, row) : 0};
     }
 };
-
-/// cap * tanh(s / cap) in powers of two.
-__device__ __forceinline__ float capped(float s, float cap) {
-    const float e = exp2_fast(fminf(__fdividef(2.0f * log2e * s, cap), 126.0f));
-    return log2e * cap * (1.0f - __fdividef(2.0f, 1.0f + e));
-}
 
 /// Writes N neighbouring channels of a finished row, merged with the state that came in. `output` belongs to {max, sum}.
 template <int N, class Format, class T>

@@ -5,6 +5,7 @@
 //   auto a = cache.new_sequence();
 //   s = cache.begin_prompt(a, n, stream);        then for every layer append(layer, k, v) and, if wanted, attend()
 //   s = cache.begin_step(batch, 1, stream);      then for every layer append(layer, k, v) and attend(layer, q, out)
+//   s = cache.begin_draft(batch, n, stream);     the same with n guesses of the next tokens; then keep(batch, paths)
 //
 // begin_*() does what the host must do: lengths, page numbers, memory; it sends the words that changed in a small launch. What follows
 // takes its numbers from device memory. So the appends and attends of a step can be captured in a graph and replayed after every
@@ -13,6 +14,7 @@
 // Contract: refused calls change nothing. One thread; one stream at a time. Nothing waits, except where a pool grows.
 #pragma once
 
+#include "cache_draft.cuh"
 #include "cache_open.cuh"
 #include "cache_pages.cuh"
 #include "cache_step.cuh"

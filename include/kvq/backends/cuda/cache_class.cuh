@@ -39,14 +39,24 @@ public:
     [[nodiscard]] sequence_id new_sequence();
     /// Gives back its pages. Launches that were made before may still read them.
     status free(sequence_id id);
-    /// Tokens of a sequence; 0 for one that is not there.
-    int tokens(sequence_id id) const noexcept { return is_here(id) ? entry_of(id).pages.tokens : 0; }
+    /// Tokens of a sequence, drafted ones included; 0 for one that is not there.
+    int tokens(sequence_id id) const noexcept {
+        return is_here(id) ? entry_of(id).pages.tokens + entry_of(id).pages.drafted : 0;
+    }
 
     /// Every sequence of the batch gets new_tokens tokens more, in all layers: append() writes them. 0: attend() only. A sequence_id{} is a
     /// row that is not there: its keys are ignored, its output is 0.
     status begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
     /// One sequence gets any number of tokens. Pages that fall behind the window are quantized at once.
     status begin_prompt(sequence_id id, int new_tokens, cudaStream_t stream);
+    /// Every sequence of the batch gets new_tokens drafted tokens behind those that it has: a tree, whose words attend() takes as
+    /// options.ancestors, or a chain. They stay 16 bit and no page is quantized. Further calls make all drafts of the batch longer; 0: attend()
+    /// only. Until keep(), or a trim() to the accepted tokens, other begins, offload and requantizing of these sequences are refused.
+    status begin_draft(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream);
+    /// Accepts the drafted tokens paths[b][0] < paths[b][1] < ... of sequence b (a path of token_tree::is_path()) and removes its others, in
+    /// all layers: the sequence is bit for bit what appending the accepted tokens alone gives. One launch, and one if pages leave a window.
+    status keep(std::span<const sequence_id> batch, std::span<const std::span<const int>> paths,
+                cudaStream_t stream);
     /// New tokens of one layer, [rows x new_tokens][kv_heads][dim]; once per layer, layer 0 first: it also quantizes the pages that leave
     /// the windows of all layers. T: options().type.
     template <class T>
@@ -59,19 +69,25 @@ public:
             return detail::bad_value("k has %d and v %d tokens, but the step has %d x %d", k.tokens, v.tokens,
                                      step_.rows, step_.new_tokens);
         if (step_.prompt) return append_prompt(layer, k, v, stream);
-        if (status s = commit_step(layer, stream); !s) return s;
+        if (!step_.draft)
+            if (status s = commit_step(layer, stream); !s) return s;
         return format_.functions->store_new(view(layer), detail::untyped_view(k), detail::untyped_view(v),
                                             step_.new_tokens, stream);
     }
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
-    /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim.
-    template <class T>
+    /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
+    template <class T, class Score = unmodified>
     status attend(int layer, const token_view<const T>& q, const token_view<T>& out,
-                  attention_options options, cudaStream_t stream) {
+                  attention_options options, cudaStream_t stream, const Score& score = {}) {
         if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+        if (format_.functions->score_type != &detail::type_mark<Score>)
+            return detail::bad_value(
+                "the cache was opened with kernels for another score modifier: add make_scored_format<its "
+                "type, ...>()");
         if (step_.prompt) options.early = false;  // pages were requantized right before
+        if (options.drafted == 0) options.drafted = step_.draft;
         return format_.functions->attend(view(layer), detail::untyped_view(q), detail::untyped_view(out),
-                                         options, workspace_.as<>(), workspace_.bytes(), stream);
+                                         options, workspace_.as<>(), workspace_.bytes(), stream, &score);
     }
     /// A captured step may be replayed after a begin_step() as long as this number is what it was at the capture: it depends on the
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
@@ -85,10 +101,17 @@ public:
     /// Pages that several of the sequences share stay shared.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
                       cudaStream_t stream);
-    /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink.
-    status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream);
+    /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only shrink. Then, while pages in use have
+    /// more than byte_budget bytes (usage_report::in_use), the oldest pages go one tier down, and from there further; pages that other
+    /// sequences hold too stay. More may be in use at the end, if all of them are in the last tier.
+    status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream,
+                     std::size_t byte_budget = no_budget);
+    static constexpr std::size_t no_budget = ~std::size_t{0};
 
     usage_report usage() const;
+    /// Writes for each layer how many NaN and infinities were quantized so far; a page that is quantized again behind a trim counts again.
+    /// Waits for the stream.
+    status not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const;
     /// Bytes of the pages of one sequence in all layers, shared ones included.
     std::size_t bytes(sequence_id id) const noexcept;
 
@@ -118,6 +141,7 @@ private:
     };
     struct step {
         bool begun = false, prompt = false, committed = false;
+        int draft = 0;  // drafted tokens of every sequence
         int rows = 0, new_tokens = 0;
         unsigned targets = 0;
         detail::prompt_ranges ranges;
@@ -138,6 +162,10 @@ private:
     int window_at(int b) const noexcept { return table_at(kinds(), false, 0) + b * rules_.ring; }
     int sinks_at(int b) const noexcept { return window_at(options_.max_batch) + b * sink_columns_; }
     int list_at(bool to) const noexcept { return sinks_at(options_.max_batch) + (to ? columns_ : 0); }
+    int counts_at(int b) const noexcept { return list_at(false) + 2 * columns_ + b; }
+    int path_at(int b) const noexcept { return counts_at(options_.max_batch) + b * options_.draft_tokens; }
+
+    int not_finite_at(int layer) const noexcept { return path_at(options_.max_batch) + layer; }
 
     bool is_here(sequence_id id) const noexcept {
         return id.index >= 0 && id.index < static_cast<int>(entries_.size()) && entry_of(id).alive &&
@@ -164,6 +192,8 @@ private:
         return {};
     }
     status check_batch(std::span<const sequence_id> ids, bool holes);
+    status check_rows(std::span<const sequence_id> batch) const;
+    status check_no_draft(std::span<const sequence_id> ids) const;
     status check_growth(sequence_id id, int new_tokens) const;
     status check_options(const cache_shape& shape, const cache_options& options) const;
     status choose_format(const cache_shape& shape, const cache_options& options,
@@ -177,7 +207,8 @@ private:
     }
     /// All words are sent again: what the device has is not known.
     void forget_rows();
-    void grow_row(int b, sequence_id id, int new_tokens, detail::word_writer& to);
+    void grow_row(int b, sequence_id id, int new_tokens, bool draft, detail::word_writer& to);
+    status send_step(std::span<const sequence_id> batch, int new_tokens, bool draft, cudaStream_t stream);
     void empty_row(int b, detail::word_writer& to);
     status append_prompt(int layer, const detail::untyped_view& k, const detail::untyped_view& v,
                          cudaStream_t stream);
@@ -192,7 +223,17 @@ private:
                           cudaStream_t stream, detail::word_writer& to);
     status requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
                             std::span<const int> last_tokens, int format, cudaStream_t stream);
+    /// Does going from one format to another make pages smaller, and neither K nor V larger?
+    bool shrinks(int from, int to) const noexcept {
+        const device_format::kind &a = format_.kinds[static_cast<std::size_t>(from)],
+                                  &b = format_.kinds[static_cast<std::size_t>(to)];
+        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
+               b.key_block + b.value_block < a.key_block + a.value_block;
+    }
+    status requantize_pages(std::span<const sequence_id> ids, std::span<const detail::held_page> pages,
+                            int format, cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;
+    std::vector<detail::layer_view> all_layers() const;
     struct page_pools {
         cache& of;
         detail::free_pages& quantized(int format) const noexcept {

@@ -18,6 +18,11 @@ inline status cache::check_options(const cache_shape& shape, const cache_options
     if (o.step_tokens < 1 || o.step_tokens > o.page_tokens || o.step_tokens > o.recent)
         return detail::bad_value("step_tokens is %d, but must be 1 to page_tokens (%d) and to recent (%d)",
                                  o.step_tokens, o.page_tokens, o.recent);
+    if (o.draft_tokens < 0 ||
+        o.draft_tokens > kvq::detail::smaller(64, kvq::detail::smaller(o.page_tokens, o.recent)))
+        return detail::bad_value(
+            "draft_tokens is %d, but must be 0 to 64, to page_tokens (%d) and to recent (%d)", o.draft_tokens,
+            o.page_tokens, o.recent);
     if (o.max_batch < 1) return detail::bad_value("max_batch is %d", o.max_batch);
     if (o.max_tokens < 1 || o.max_tokens > detail::most_tokens)
         return detail::bad_value("max_tokens is %d, but must be 1 to %d", o.max_tokens, detail::most_tokens);
@@ -71,13 +76,15 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
     shape_ = shape;
     options_ = options;
     rules_ = {options.sinks, options.recent, options.rollback, options.page_tokens,
-              kvq::detail::larger(window_columns(options.recent + options.rollback, options.page_tokens, 0),
+              kvq::detail::larger(window_columns(options.recent + options.rollback + options.draft_tokens,
+                                                 options.page_tokens, 0),
                                   window_columns(options.recent, options.page_tokens, options.step_tokens))};
     columns_ = kvq::detail::larger(1, rules_.pages(options.max_tokens));
     sink_columns_ = kvq::detail::larger(1, rules_.sink_pages(options.sinks));
-    const long long words = static_cast<long long>(options.max_batch) *
-                                (2 + 2 * kinds() + 2LL * kinds() * columns_ + rules_.ring + sink_columns_) +
-                            2LL * columns_;
+    const long long words =
+        static_cast<long long>(options.max_batch) * (3 + 2 * kinds() + 2LL * kinds() * columns_ +
+                                                     rules_.ring + sink_columns_ + options.draft_tokens) +
+        2LL * columns_ + shape.layers;
     if (words > 1 << 30)
         return undo(detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
                                       options.max_tokens));
@@ -153,8 +160,15 @@ inline void cache::forget_rows() {
 inline std::uint64_t cache::graph_id() const noexcept {
     std::uint64_t moved = window_.generation() + sinks_.generation();
     for (const detail::device_pages& p : quantized_) moved += p.generation();
+    const int tokens = step_.draft == 0 ? step_.new_tokens : 1 << 15 | step_.draft << 7 | step_.new_tokens;
     return moved << 40 | static_cast<std::uint64_t>(step_.rows) << 20 |
-           static_cast<std::uint64_t>(step_.new_tokens) << 4 | step_.targets;
+           static_cast<std::uint64_t>(tokens) << 4 | step_.targets;
+}
+
+inline std::vector<detail::layer_view> cache::all_layers() const {
+    std::vector<detail::layer_view> layers;
+    for (int i = 0; i < shape_.layers; ++i) layers.push_back(view(i));
+    return layers;
 }
 
 inline detail::layer_view cache::view(int layer) const noexcept {
@@ -195,6 +209,7 @@ inline detail::layer_view cache::view(int layer) const noexcept {
     v.kv_heads = shape_.kv_heads;
     v.first_token = options_.sinks;
     v.recent = options_.recent;
+    v.not_finite = words_.as<unsigned>() + not_finite_at(layer);
     return v;
 }
 
@@ -215,6 +230,16 @@ inline usage_report cache::usage() const {
     u.prompt = staging_.bytes() + slots_.bytes();
     u.bytes += u.tables + u.workspace + u.prompt;
     return u;
+}
+
+inline status cache::not_finite(std::span<unsigned> by_layer, cudaStream_t stream) const {
+    if (static_cast<int>(by_layer.size()) != shape_.layers || format_.functions == nullptr)
+        return detail::bad_value("counts of %zu layers, but the cache has %d", by_layer.size(),
+                                 shape_.layers);
+    cudaError_t code = cudaMemcpyAsync(by_layer.data(), words_.as<unsigned>() + not_finite_at(0),
+                                       by_layer.size_bytes(), cudaMemcpyDeviceToHost, stream);
+    if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+    return code == cudaSuccess ? status{} : detail::runtime_error(code, "reading counts");
 }
 
 inline std::size_t cache::bytes(sequence_id id) const noexcept {

@@ -22,6 +22,7 @@ struct cache_options {
     int rollback = 16;       ///< a trim by up to this many tokens is exact
     int max_batch = 1;       ///< sequences of one step
     int max_tokens = 4096;   ///< of one sequence
+    int draft_tokens = 0;    ///< of one sequence at most: up to 64, to page_tokens and to recent
     int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
@@ -45,6 +46,13 @@ struct usage_report {
     std::size_t workspace = 0;
     std::size_t prompt = 0;  ///< one layer of the longest prompt so far in 16 bit, and its slots
     std::size_t bytes = 0;   ///< sum of all: what the allocator was asked for
+
+    /// Of all pages that sequences hold.
+    std::size_t in_use() const noexcept {
+        std::size_t sum = window + sinks;
+        for (const std::size_t n : quantized) sum += n;
+        return sum;
+    }
 };
 
 /// Quantized pages that change their format. Sinks, window and 16-bit values for rollback stay as they are.

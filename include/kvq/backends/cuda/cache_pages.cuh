@@ -39,9 +39,13 @@ inline status cache::trim(sequence_id id, int n) {
     if (status s = check_here(id); !s) return s;
     entry& e = entry_of(id);
     detail::sequence_pages& s = e.pages;
-    if (n < 0 || n > s.tokens)
-        return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index, s.tokens);
-    if (n == s.tokens) return {};
+    if (n < 0 || n > s.tokens + s.drafted)
+        return detail::bad_value("cannot trim to %d tokens: sequence %d holds %d", n, id.index,
+                                 s.tokens + s.drafted);
+    if (n == s.tokens + s.drafted) return {};
+    if (n > s.tokens)
+        return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
+                                 s.tokens, s.tokens + s.drafted);
     const int committed = s.committed_after_trim(n, rules_);
     if (committed < 0) {
         const int page = -1 - committed;
@@ -95,9 +99,10 @@ inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream
     return result;
 }
 
-/// last_tokens: of every sequence, instead of the request's.
-inline status cache::requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
-                                      std::span<const int> last_tokens, int format, cudaStream_t stream) {
+/// These pages get the format, once each, in whichever of the sequences they are.
+inline status cache::requantize_pages(std::span<const sequence_id> ids,
+                                      std::span<const detail::held_page> pages, int format,
+                                      cudaStream_t stream) {
     struct job {
         detail::held_page from;
         int to;
@@ -107,30 +112,13 @@ inline status cache::requantize_range(std::span<const sequence_id> ids, const re
     };
     detail::device_pages& pool = quantized_[static_cast<std::size_t>(format)];
     std::vector<job> jobs;
-    const auto shrinks = [&](int from) {
-        const device_format::kind &a = format_.kinds[static_cast<std::size_t>(from)],
-                                  &b = format_.kinds[static_cast<std::size_t>(format)];
-        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
-               b.key_block + b.value_block < a.key_block + a.value_block;
-    };
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-        const detail::sequence_pages& s = entry_of(ids[i]).pages;
-        const int last = last_tokens.empty() ? request.last_token : last_tokens[i];
-        for (int page = 0; page < s.committed(); ++page) {
-            const detail::held_page p = s.quantized[static_cast<std::size_t>(page)];
-            if (p.format != format && rules_.first_token(page) >= request.first_token &&
-                rules_.first_token(page + 1) <= last && (!request.only_smaller || shrinks(p.format)))
-                jobs.push_back({p, -1});
-        }
-    }
+    for (const detail::held_page& p : pages) jobs.push_back({p, -1});
     // A page that several sequences hold is one job.
     std::sort(jobs.begin(), jobs.end(), [&](const job& a, const job& b) { return before(a.from, b.from); });
     jobs.erase(std::unique(jobs.begin(), jobs.end(),
                            [&](const job& a, const job& b) { return !before(a.from, b.from); }),
                jobs.end());
     if (status s = pool.ensure(static_cast<int>(jobs.size()), options_.growing, stream); !s) return s;
-    if (request.new_pages)
-        for (const sequence_id id : ids) entry_of(id).pages.target = format;
     if (jobs.empty()) return {};
     step_.begun = false;
     for (job& j : jobs) j.to = pool.numbers.take();
@@ -175,9 +163,30 @@ inline status cache::requantize_range(std::span<const sequence_id> ids, const re
     return {};
 }
 
+/// last_tokens: of every sequence, instead of the request's.
+inline status cache::requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
+                                      std::span<const int> last_tokens, int format, cudaStream_t stream) {
+    std::vector<detail::held_page> pages;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const detail::sequence_pages& s = entry_of(ids[i]).pages;
+        const int last = last_tokens.empty() ? request.last_token : last_tokens[i];
+        for (int page = 0; page < s.committed(); ++page) {
+            const detail::held_page p = s.quantized[static_cast<std::size_t>(page)];
+            if (p.format != format && rules_.first_token(page) >= request.first_token &&
+                rules_.first_token(page + 1) <= last && (!request.only_smaller || shrinks(p.format, format)))
+                pages.push_back(p);
+        }
+    }
+    if (status s = requantize_pages(ids, pages, format, stream); !s) return s;
+    if (request.new_pages)
+        for (const sequence_id id : ids) entry_of(id).pages.target = format;
+    return {};
+}
+
 inline status cache::requantize(std::span<const sequence_id> ids, const requantize_request& request,
                                 cudaStream_t stream) {
     if (status s = check_batch(ids, false); !s) return s;
+    if (status s = check_no_draft(ids); !s) return s;
     if (request.first_token < 0 || request.first_token > request.last_token)
         return detail::bad_value("tokens %d to %d are not a range", request.first_token, request.last_token);
     const int format = format_.find(request.format);
@@ -190,8 +199,9 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
 }
 
 inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
-                               cudaStream_t stream) {
+                               cudaStream_t stream, std::size_t byte_budget) {
     if (status s = check_batch(ids, false); !s) return s;
+    if (status s = check_no_draft(ids); !s) return s;
     for (std::size_t i = 0; i < tiers.size(); ++i) {
         if (format_.find(tiers[i].format) < 0)
             return detail::bad_value(
@@ -210,6 +220,37 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
         request.only_smaller = true;
         if (status s = requantize_range(ids, request, last, format_.find(tiers[t].format), stream); !s)
             return s;
+    }
+    std::size_t in_use = usage().in_use();
+    for (std::size_t t = 1; t < tiers.size() && in_use > byte_budget; ++t) {
+        const int format = format_.find(tiers[t].format);
+        const std::size_t size = quantized_[static_cast<std::size_t>(format)].page_bytes();
+        std::vector<detail::held_page> pages;
+        int most = 0;
+        for (const sequence_id id : ids) most = kvq::detail::larger(most, entry_of(id).pages.committed());
+        for (int page = 0; page < most && in_use > byte_budget; ++page)
+            for (const sequence_id id : ids) {
+                const detail::sequence_pages& s = entry_of(id).pages;
+                if (page >= s.committed()) continue;
+                const detail::held_page p = s.quantized[static_cast<std::size_t>(page)];
+                if (p.format == format || !shrinks(p.format, format)) continue;
+                // A page that is shared lies at the same place in all of its sequences. Its first holder takes it for all.
+                int holders = 0;
+                bool first = true;
+                for (const sequence_id other : ids) {
+                    const detail::sequence_pages& o = entry_of(other).pages;
+                    const bool holds = page < o.committed() &&
+                                       o.quantized[static_cast<std::size_t>(page)].format == p.format &&
+                                       o.quantized[static_cast<std::size_t>(page)].number == p.number;
+                    if (holds && holders == 0) first = other == id;
+                    holders += holds;
+                }
+                const detail::device_pages& pool = quantized_[static_cast<std::size_t>(p.format)];
+                if (!first || holders < pool.numbers.holders(p.number)) continue;
+                pages.push_back(p);
+                in_use -= pool.page_bytes() - size;
+            }
+        if (status s = requantize_pages(ids, pages, format, stream); !s) return s;
     }
     return {};
 }

@@ -22,8 +22,16 @@ inline status cache::check_batch(std::span<const sequence_id> ids, bool holes) {
     return {};
 }
 
+inline status cache::check_rows(std::span<const sequence_id> batch) const {
+    if (format_.functions == nullptr) return detail::bad_value("the cache is not open");
+    if (batch.empty() || static_cast<int>(batch.size()) > options_.max_batch)
+        return detail::bad_value("a step of %zu sequences, but max_batch is %d", batch.size(),
+                                 options_.max_batch);
+    return {};
+}
+
 inline status cache::check_growth(sequence_id id, int new_tokens) const {
-    const int held = entry_of(id).pages.tokens;
+    const int held = tokens(id);
     if (new_tokens > options_.max_tokens - held)
         return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d",
                                  id.index, held, new_tokens, options_.max_tokens);
@@ -60,14 +68,17 @@ inline void cache::empty_row(int b, detail::word_writer& to) {
 }
 
 /// The sequence grows; what its row does not say yet is sent. Pages are there (ensure_pages).
-inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_writer& to) {
+inline void cache::grow_row(int b, sequence_id id, int new_tokens, bool draft, detail::word_writer& to) {
     entry& e = entry_of(id);
     detail::sequence_pages& s = e.pages;
     row& r = rows_[static_cast<std::size_t>(b)];
     const bool known = r.id == id && r.version == e.version;
-    const int before = s.committed(), after = s.tokens + new_tokens;
+    const int before = s.committed(), after = s.tokens + s.drafted + new_tokens;
     const auto at = [](int i) { return static_cast<std::size_t>(i); };
-    s.grow(after, rules_, page_pools{*this});
+    if (draft)
+        s.draft(new_tokens, rules_, page_pools{*this});
+    else
+        s.grow(after, rules_, page_pools{*this});
     const int from = known ? r.pages : 0, end = s.committed();
     for (int f = 0; f < kinds() && from < end; ++f) {
         for (int i = from; i < end; ++i)
@@ -93,18 +104,22 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, detail::word_
 }
 
 inline status cache::begin_step(std::span<const sequence_id> batch, int new_tokens, cudaStream_t stream) {
-    if (format_.functions == nullptr) return detail::bad_value("the cache is not open");
-    if (batch.empty() || static_cast<int>(batch.size()) > options_.max_batch)
-        return detail::bad_value("a step of %zu sequences, but max_batch is %d", batch.size(),
-                                 options_.max_batch);
+    if (status s = check_rows(batch); !s) return s;
     if (new_tokens < 0 || new_tokens > options_.step_tokens)
         return detail::bad_value("a step of %d tokens, but step_tokens is %d", new_tokens,
                                  options_.step_tokens);
     if (status s = check_batch(batch, true); !s) return s;
+    if (status s = check_no_draft(batch); !s) return s;
     for (const sequence_id id : batch)
         if (id != sequence_id{})
             if (status s = check_growth(id, new_tokens); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, stream); !s) return s;
+    return send_step(batch, new_tokens, false, stream);
+}
+
+/// The batch's sequences grow, and the device hears of it. All pages are there.
+inline status cache::send_step(std::span<const sequence_id> batch, int new_tokens, bool draft,
+                               cudaStream_t stream) {
     step next;
     next.begun = true;
     next.rows = static_cast<int>(batch.size());
@@ -116,8 +131,9 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
             empty_row(b, to);
             continue;
         }
-        grow_row(b, id, new_tokens, to);
+        grow_row(b, id, new_tokens, draft, to);
         next.targets |= 1u << entry_of(id).pages.target;
+        next.draft = entry_of(id).pages.drafted;
     }
     if (next.targets == 0) next.targets = 1u << target_;
     step_ = next;
@@ -130,6 +146,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (format_.functions == nullptr) return detail::bad_value("the cache is not open");
     if (new_tokens < 1) return detail::bad_value("a prompt of %d tokens", new_tokens);
     if (status s = check_here(id); !s) return s;
+    if (status s = check_no_draft(std::span(&id, 1)); !s) return s;
     if (status s = check_growth(id, new_tokens); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, stream); !s) return s;
     // The scratch comes before the sequence changes.
@@ -163,7 +180,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
                    clamp(rules_.first_token(kept)), new_tokens, first_new};
     const int before = s.tokens, committed = s.committed();
     detail::word_writer to(words_.as<int>(), stream);
-    grow_row(0, id, new_tokens, to);
+    grow_row(0, id, new_tokens, false, to);
     // What is quantized from where.
     const int due = s.committed();
     next.jobs = {kvq::detail::larger(0, kvq::detail::smaller(due, first_new) - committed),
@@ -196,11 +213,11 @@ inline status cache::commit_step(int layer, cudaStream_t stream) {
                          "layer %d of a step comes before layer 0, which commits the pages of all "
                          "layers",
                          layer);
-    std::vector<detail::layer_view> layers;
-    for (int i = 0; i < shape_.layers; ++i) layers.push_back(view(i));
+    const std::vector<detail::layer_view> layers = all_layers();
     for (int f = 0; f < kinds(); ++f)
         if ((step_.targets >> f & 1) != 0)
-            if (status s = format_.functions->commit(layers, f, step_.new_tokens, stream); !s) return s;
+            if (status s = format_.functions->commit(layers, f, step_.new_tokens, nullptr, stream); !s)
+                return s;
     step_.committed = true;
     return {};
 }

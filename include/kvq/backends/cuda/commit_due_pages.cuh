@@ -34,7 +34,8 @@ struct commit_args {
     cache_ref<Quantized> quantized;  // of the first layer; tables and strides are the same in all
     cache_ref<Window> window;
     int layers, recent, new_tokens;
-    unsigned* not_finite;
+    const int* counts;
+    unsigned* not_finite;  // of every layer
     committed_layer memory[most_layers];
 };
 
@@ -42,8 +43,9 @@ struct commit_args {
 template <class Quantized, class Window>
 __device__ __forceinline__ int page_due(const commit_args<Quantized, Window>& a, int sequence) {
     const int tokens = a.window.tokens[sequence] - a.window.first_token;
+    const int new_tokens = a.counts == nullptr ? a.new_tokens : a.counts[sequence];
     const int after = committed_pages(tokens, a.recent, Window::page_tokens);
-    if (after == committed_pages(tokens - a.new_tokens, a.recent, Window::page_tokens) ||
+    if (after == committed_pages(tokens - new_tokens, a.recent, Window::page_tokens) ||
         after > a.quantized.table_columns)
         return -1;
     return after - 1;
@@ -93,7 +95,8 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads,
             const int from_page = from.block_table[from.table_entry(sequence, page % from.table_columns)],
                       to_page = to.block_table[to.table_entry(sequence, page)];
             if (from_page >= 0 && to_page >= 0)
-                requantize_block(from, to, from_page, to_page, head, keys, a.not_finite, page_memory);
+                requantize_block(from, to, from_page, to_page, head, keys,
+                                 a.not_finite == nullptr ? nullptr : a.not_finite + layer, page_memory);
             __syncthreads();
         }
         job -= jobs;
@@ -140,11 +143,12 @@ status check_commit(std::span<const cache_ref<Quantized>> quantized,
 /// Quantizes the pages that fall behind the recent window with the newest new_tokens tokens of every sequence (tokens[b] counts them
 /// already), from the window's ring to `quantized`. One entry of both lists for each layer; layers have the same tables, lengths and strides
 /// and differ in their pages. Once a step: before the attention of the first layer, before or after its store_new_tokens. not_finite, if
-/// given, adds up NaN and infinities once more.
+/// given, has a number for each layer, to which NaN and infinities are added. counts: [sequences] new tokens, in device memory, each at most new_tokens. Null: new_tokens
+/// of every sequence.
 template <class Quantized, class Window>
 status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
                         std::span<const cache_ref<Window>> window, int recent, int new_tokens,
-                        unsigned* not_finite, cudaStream_t stream) noexcept {
+                        unsigned* not_finite, cudaStream_t stream, const int* counts = nullptr) noexcept {
     static_assert(detail::same_geometry<Window, Quantized>,
                   "kvq::cuda::commit_due_pages: both formats must have the same head sizes and page size");
     static_assert(full_precision<typename Window::keys> && full_precision<typename Window::values>,
@@ -160,8 +164,14 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
     if (code != cudaSuccess) return detail::runtime_error(code, "asking for the device");
     using quantizer = detail::page_quantizer<Quantized>;
     for (std::size_t first = 0; first < quantized.size(); first += detail::most_layers) {
-        detail::commit_args<Quantized, Window> a{quantized[0], window[0],  0, recent,
-                                                 new_tokens,   not_finite, {}};
+        detail::commit_args<Quantized, Window> a{quantized[0],
+                                                 window[0],
+                                                 0,
+                                                 recent,
+                                                 new_tokens,
+                                                 counts,
+                                                 not_finite == nullptr ? nullptr : not_finite + first,
+                                                 {}};
         for (std::size_t i = first; i < quantized.size() && a.layers < detail::most_layers; ++i)
             a.memory[a.layers++] = {quantized[i].key_pages, quantized[i].value_pages,
                                     window[i].key_pages,    window[i].value_pages,

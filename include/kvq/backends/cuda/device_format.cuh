@@ -19,6 +19,7 @@
 #include "attend.cuh"
 #include "bookkeeping.cuh"
 #include "commit_due_pages.cuh"
+#include "keep_tokens.cuh"
 #include "store_new_tokens.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
@@ -43,7 +44,12 @@ struct layer_view {
     const int *window_table, *sink_table;
     const int *tokens, *committed;  // [sequences]
     int sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
+    unsigned* not_finite;  // of the layer; those of other layers follow
 };
+
+/// Tells types apart when the program runs.
+template <class X>
+inline constexpr char type_mark = 0;
 
 /// Rows of T that the caller of a device_format has checked the type of.
 struct untyped_view {
@@ -73,8 +79,10 @@ struct key_state {
 };
 
 struct device_functions {
-    /// All layers of a cache.
-    status (*commit)(std::span<const layer_view>, int target, int new_tokens, cudaStream_t);
+    /// All layers of a cache. counts: new tokens of every sequence, at most new_tokens; null: new_tokens.
+    status (*commit)(std::span<const layer_view>, int target, int new_tokens, const int* counts,
+                     cudaStream_t);
+    status (*keep)(const keep_args&, int sequences, int layers, cudaStream_t);
     status (*store_new)(const layer_view&, const untyped_view& k, const untyped_view& v, int new_tokens,
                         cudaStream_t);
     status (*store)(const layer_view&, const layer_memory&, bool sinks, const untyped_view& k,
@@ -83,7 +91,9 @@ struct device_functions {
     status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
                          const int* from_pages, const int* to_pages, int count, cudaStream_t);
     status (*attend)(const layer_view&, const untyped_view& q, const untyped_view& out,
-                     const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t);
+                     const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t,
+                     const void* score);
+    const char* score_type;  // of the score modifier: its type_mark
     std::size_t (*workspace_bytes)(int group, int query_tokens);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
@@ -112,7 +122,7 @@ std::string name_of_format() {
     return std::string(keys{}.name()) + "+" + std::string(values{}.name());
 }
 
-template <class T, class... Formats>
+template <class Score, class T, class... Formats>
 struct device_table {
     using first = std::tuple_element_t<0, std::tuple<Formats...>>;
     static constexpr int head_dim = first::head_dim, value_dim = first::value_dim,
@@ -166,7 +176,9 @@ struct device_table {
     static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
         cache_part<window_format> recent = in_window(window(l));
         recent.first_page = l.committed;
-        return make_mixed(l.recent, part<Formats>(l, I)..., recent, sink_tokens(sinks(l), l.first_token));
+        // Pages are in the window from `committed` on; the length says too much while a draft waits, so its own rule has the whole ring.
+        return make_mixed((l.ring - 1) * page_tokens + 1, part<Formats>(l, I)..., recent,
+                          sink_tokens(sinks(l), l.first_token));
     }
     using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Formats))>;
     using mix_type = decltype(mix(std::declval<const layer_view&>(), numbers{}));
@@ -180,7 +192,7 @@ struct device_table {
         return result;
     }
 
-    static status commit(std::span<const layer_view> layers, int target, int new_tokens,
+    static status commit(std::span<const layer_view> layers, int target, int new_tokens, const int* counts,
                          cudaStream_t stream) {
         return with_format(target, [&]<class Format>(std::type_identity<Format>) {
             std::vector<cache_ref<Format>> pages;
@@ -191,8 +203,11 @@ struct device_table {
             }
             return commit_due_pages(std::span<const cache_ref<Format>>(pages),
                                     std::span<const cache_ref<window_format>>(windows), layers[0].recent,
-                                    new_tokens, nullptr, stream);
+                                    new_tokens, layers[0].not_finite, stream, counts);
         });
+    }
+    static status keep(const keep_args& a, int sequences, int layers, cudaStream_t stream) {
+        return keep_tokens<window_format, sinks_format>(a, sequences, layers, stream);
     }
     static status store_new(const layer_view& l, const untyped_view& k, const untyped_view& v, int new_tokens,
                             cudaStream_t stream) {
@@ -213,7 +228,7 @@ struct device_table {
             const auto target = quantized<To>(l, to, nullptr);
             if (from < 0)
                 return requantize_pages(ref<window_format>(l, window_pages, nullptr, 0, 0), target,
-                                        from_pages, to_pages, count, nullptr, stream);
+                                        from_pages, to_pages, count, l.not_finite, stream);
             return with_format(from, [&]<class From>(std::type_identity<From>) -> status {
                 if constexpr (std::is_same_v<From, To>)
                     return bad_value("pages have format %d already", from);
@@ -225,12 +240,12 @@ struct device_table {
     }
     static status attend(const layer_view& l, const untyped_view& q, const untyped_view& out,
                          const attention_options& options, void* workspace, std::size_t bytes,
-                         cudaStream_t stream) {
+                         cudaStream_t stream, const void* score) {
         return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
-                               stream);
+                               stream, *static_cast<const Score*>(score));
     }
     static std::size_t workspace_bytes(int group, int query_tokens) {
-        return attend_workspace_bytes<mix_type, T>(group, query_tokens);
+        return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);
     }
     static key_state make_keys(int number, const calibration& statistics) {
         key_state state;
@@ -263,8 +278,9 @@ struct device_table {
         ((i++ == number ? make.template operator()<Formats>() : void()), ...);
         return state;
     }
-    static constexpr device_functions functions{&commit, &store_new,       &store,    &requantize,
-                                                &attend, &workspace_bytes, &make_keys};
+    static constexpr device_functions functions{&commit,     &keep,   &store_new,        &store,
+                                                &requantize, &attend, &type_mark<Score>, &workspace_bytes,
+                                                &make_keys};
 };
 
 }  // namespace detail
@@ -292,11 +308,12 @@ struct device_format {
 
 /// T: float16 or bfloat16, of the window and of k, v, q and out. Formats: cuda::format of quantized schemes, up to 4 that may be in one
 /// sequence; they have the same head sizes and page size.
-template <class T, class... Formats>
-device_format make_device_format() {
+/// Score: the type of score modifier that cache::attend() takes (score_modifiers.cuh).
+template <class Score, class T, class... Formats>
+device_format make_scored_format() {
     static_assert(std::is_same_v<T, float16> || std::is_same_v<T, bfloat16>,
                   "kvq::cuda::make_device_format: the window is float16 or bfloat16");
-    using table = detail::device_table<T, Formats...>;
+    using table = detail::device_table<Score, T, Formats...>;
     using window = typename table::window_format;
     using sinks = typename table::sinks_format;
     device_format f{table::head_dim,
@@ -312,6 +329,11 @@ device_format make_device_format() {
                         Formats::value_block_bytes}),
      ...);
     return f;
+}
+/// The same without a score modifier.
+template <class T, class... Formats>
+device_format make_device_format() {
+    return make_scored_format<unmodified, T, Formats...>();
 }
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda

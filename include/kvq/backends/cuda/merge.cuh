@@ -10,7 +10,7 @@
 // Source: words that carry their own flag are the "LL" protocol of NCCL; waiting for lower numbers: decoupled look-back (CUB).
 #pragma once
 
-#include "attention_args.cuh"
+#include "score_modifiers.cuh"
 #include "value_product.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
@@ -144,13 +144,40 @@ __device__ __forceinline__ float4 read_output(const team_memory& state, int part
     return sum;
 }
 
+/// Learned sinks become a part of the states of an item's rows. All threads of the team.
+template <class Memory, class Format, class T, class Score>
+__device__ __forceinline__ void add_sinks(const attention_args<Format, T>& a, const Score& score,
+                                          const item_part& item, const team_memory& state, int parts,
+                                          const warp_team& team) {
+    const int first_row = item.row_block * Memory::rows;
+    const int rows = smaller(Memory::rows, a.rows - first_row);
+    const auto add = [&](int row, float& max, float& sum) {
+        return add_sink(score.sink_logit(a.row_head(item.kv_head, first_row + row)), max, sum);
+    };
+#pragma unroll 1
+    for (int i = team.thread(); i < rows * Format::value_dim; i += team.threads()) {
+        const int row = i / Format::value_dim, channel = i % Format::value_dim;
+        float max = state.max[row], sum = state.sum[row];
+        const float factor = add(row, max, sum);
+        for (int p = 0; p < parts; ++p)
+            state.output[p * Memory::output_part + row * Memory::output_stride + channel] *= factor;
+    }
+    team.wait();
+#pragma unroll 1
+    for (int row = team.thread(); row < rows; row += team.threads())
+        (void)add(row, state.max[row], state.sum[row]);
+    team.wait();
+}
+
 /// Writes the rows of a finished item. All threads of the team.
-template <class Memory, class Format, class T>
-__device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, const item_part& item,
-                                           const team_memory& state, int parts, const warp_team& team) {
+template <class Memory, class Format, class T, class Score>
+__device__ __forceinline__ void write_rows(const attention_args<Format, T>& a, const Score& score,
+                                           const item_part& item, const team_memory& state, int parts,
+                                           const warp_team& team) {
     const int kv_head = item.kv_head;
     const int first_row = item.row_block * Memory::rows;
     const int rows = smaller(Memory::rows, a.rows - first_row);
+    if constexpr (has_sinks<Score>) add_sinks<Memory>(a, score, item, state, parts, team);
 #pragma unroll 1
     for (int i = team.thread(); i < rows * Format::value_dim / 4; i += team.threads()) {
         const int row = i / (Format::value_dim / 4), channel = i % (Format::value_dim / 4) * 4;
@@ -208,9 +235,9 @@ __device__ __forceinline__ void write_partial(const attention_args<Format, T>& a
 
 /// Merges all parts of an item, as they arrive in the workspace, in token order, writes its rows, and leaves zeros. All threads of
 /// the team that has the item's last part, when they have nothing else to do.
-template <class Memory, class Format, class T>
-__device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, const team_memory& state,
-                                            const warp_team& team) {
+template <class Memory, class Format, class T, class Score>
+__device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, const Score& score,
+                                            const team_memory& state, const warp_team& team) {
     constexpr int rows = Memory::rows, dim = Format::value_dim;
     const share_span span = state.later->span;
     const int from = span.from, count = span.to - from + 1, second = span.from_is_second;
@@ -308,7 +335,7 @@ __device__ __forceinline__ void merge_parts(const attention_args<Format, T>& a, 
         }
     }
     team.wait();
-    write_rows<Memory>(a, state.later->item, state, sets, team);
+    write_rows<Memory>(a, score, state.later->item, state, sets, team);
 #pragma unroll 1
     for (int i = team.thread(); i < count * 2 * rows; i += team.threads())
         store_relaxed(part(i / (2 * rows)) + i % (2 * rows), 0u);

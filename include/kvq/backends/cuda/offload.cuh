@@ -107,6 +107,7 @@ struct cache_access {
         if (status s = gpu.check_here(id); !s) return s;
         if (to.tokens() != 0)
             return bad_value("the CPU's sequence holds %d tokens, but must be empty", to.tokens());
+        if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
         const sequence_pages& s = gpu.entry_of(id).pages;
         const page_rules& rules = gpu.rules_;
         const page_geometry g = cpu.geometry();
@@ -229,6 +230,10 @@ struct cache_access {
         const auto& tracks = kvq::detail::sequence_access::tracks(from);
         const auto& first = tracks[0];
         const page_rules& rules = gpu.rules_;
+        for (const auto& track : tracks)
+            if (track.draft > 0)
+                return bad_value("a layer holds a draft of %d tokens: keep() a part of it first",
+                                 track.draft);
         const int tokens = first.tokens, sinks = rules.sinks > 0 && tokens > 0 ? 1 : 0,
                   before = sinks != 0 && tokens >= rules.sinks ? 1 : 0, committed = first.committed - before;
         if (tokens > gpu.options_.max_tokens)

@@ -46,8 +46,9 @@ struct held_page {
 
 struct sequence_pages {
     int tokens = 0;
-    int first_copy = 0;                ///< committed pages from here on have their 16-bit values in the ring
-    int target = 0;                    ///< the format of pages that are committed from now on
+    int drafted = 0;     ///< tokens behind them that wait for keep(), in the window and in sinks
+    int first_copy = 0;  ///< committed pages from here on have their 16-bit values in the ring
+    int target = 0;      ///< the format of pages that are committed from now on
     std::vector<held_page> quantized;  ///< the committed pages
     std::vector<int> window;           ///< numbers by column of the ring, -1: none yet
     std::vector<int> sinks;            ///< numbers of pages of 16 tokens
@@ -83,36 +84,55 @@ struct sequence_pages {
     /// To n tokens. The pools have enough free pages.
     template <class Pools>
     void grow(int n, const page_rules& r, const Pools& pools) {
-        for_each_written(n, r, [&](int column) {
-            int& number = window[static_cast<std::size_t>(column)];
-            if (number < 0) number = pools.window().take();
-        });
-        while (static_cast<int>(sinks.size()) < r.sink_pages(n)) sinks.push_back(pools.sinks().take());
+        take_written(n, r, pools);
         for (int i = committed_at(n, r); committed() < i;)
             quantized.push_back({target, pools.quantized(target).take()});
         tokens = n;
         while (first_copy < committed() && r.first_token(first_copy + 1) + r.recent <= n - r.rollback)
             ++first_copy;
     }
-    /// To n tokens, of which `left` pages stay quantized. Gives back what no token needs.
+    /// n more drafted tokens. No page is committed for them.
+    template <class Pools>
+    void draft(int n, const page_rules& r, const Pools& pools) {
+        drafted += n;
+        take_written(tokens + drafted, r, pools);
+    }
+    /// Gives back pages that no accepted token needs.
+    template <class Pools>
+    void release_unused(const page_rules& r, const Pools& pools) noexcept {
+        for (int column = 0; column < static_cast<int>(window.size()); ++column) {
+            int& number = window[static_cast<std::size_t>(column)];
+            // The newest page of the column.
+            const int page = r.pages(tokens) - 1 - (r.pages(tokens) - 1 - column + r.ring) % r.ring;
+            if (number >= 0 && page < first_copy) pools.window().release(std::exchange(number, -1));
+        }
+        for (; static_cast<int>(sinks.size()) > r.sink_pages(tokens); sinks.pop_back())
+            pools.sinks().release(sinks.back());
+    }
+    /// To n tokens, of which `left` pages stay quantized. A draft is gone. Gives back what no token needs.
     template <class Pools>
     void trim(int n, int left, const page_rules& r, const Pools& pools) noexcept {
         for (; committed() > left; quantized.pop_back())
             pools.quantized(quantized.back().format).release(quantized.back().number);
         first_copy = kvq::detail::smaller(first_copy, left);
         tokens = n;
-        for (int column = 0; column < static_cast<int>(window.size()); ++column) {
-            int& number = window[static_cast<std::size_t>(column)];
-            // The newest page of the column.
-            const int page = r.pages(n) - 1 - (r.pages(n) - 1 - column + r.ring) % r.ring;
-            if (number >= 0 && page < first_copy) pools.window().release(std::exchange(number, -1));
-        }
-        for (; static_cast<int>(sinks.size()) > r.sink_pages(n); sinks.pop_back())
-            pools.sinks().release(sinks.back());
+        drafted = 0;
+        release_unused(r, pools);
     }
     template <class Pools>
     void free(const page_rules& r, const Pools& pools) noexcept {
         trim(0, 0, r, pools);
+    }
+
+private:
+    /// 16-bit pages for all tokens up to n.
+    template <class Pools>
+    void take_written(int n, const page_rules& r, const Pools& pools) {
+        for_each_written(n, r, [&](int column) {
+            int& number = window[static_cast<std::size_t>(column)];
+            if (number < 0) number = pools.window().take();
+        });
+        while (static_cast<int>(sinks.size()) < r.sink_pages(n)) sinks.push_back(pools.sinks().take());
     }
 };
 

@@ -1,0 +1,139 @@
+// What changes scores between the product of keys and the softmax.
+//
+//   s = cap tanh(q . k / cap);   s = score.score(s, q_head, q_pos, k_pos);   hidden: -infinity
+//   softmax sum + exp(score.sink_logit(q_head))
+//
+// A score modifier is a template argument of attend(): without one there is no code of it. Where it has score(), all chunks take the rare twin
+// of the loop (attend_warps.cuh), as they do with softcap. Trees of drafted tokens hide scores of the few chunks that hold a draft.
+// Contract: names and order of arguments are those of the CPU's score modifiers (attention/score_modifiers.hpp), so one struct can be both.
+#pragma once
+
+#include "attention_args.cuh"
+#include "key_product.cuh"
+
+namespace kvq::inline KVQ_TAGGED::cuda {
+
+/// No score modifier. One is a struct with one or both of
+///   __device__ float score(float score, int q_head, int q_pos, int k_pos) const    scores are scaled and behind softcap, positions those of
+///                                                                                  the sequence; -infinity hides a key
+///   __device__ float sink_logit(int q_head) const                                  as learned_sinks
+/// It travels in the parameters of the launch.
+struct unmodified {};
+
+/// score - slopes[q_head] * (q_pos - k_pos). Press et al., arXiv 2108.12409.
+struct alibi {
+    const float* slopes;  ///< [q_heads], device memory
+
+    __device__ __forceinline__ float score(float score, int q_head, int q_pos, int k_pos) const {
+        return score - slopes[q_head] * static_cast<float>(q_pos - k_pos);
+    }
+};
+
+/// exp(logits[q_head]) more in the softmax sum of a row, without a value; also in lse and state_out: of launches whose states are merged, only
+/// one takes it. Rows without keys stay empty. -infinity: none; another logit that is not finite gives NaN. gpt-oss, arXiv 2508.10925.
+struct learned_sinks {
+    const float* logits;  ///< [q_heads], device memory
+
+    __device__ __forceinline__ float sink_logit(int q_head) const { return logits[q_head]; }
+};
+
+namespace detail {
+
+template <class Score>
+inline constexpr bool has_score = requires(const Score& s) {
+    s.score(0.0f, 0, 0, 0);
+};
+template <class Score>
+inline constexpr bool has_sinks = requires(const Score& s) {
+    s.sink_logit(0);
+};
+template <class Score>
+inline constexpr bool is_modifier = has_score<Score> || has_sinks<Score> || std::is_same_v<Score, unmodified>;
+
+/// A row's learned sink becomes a part of its state: one more score, without a value. Returns the factor of the row's output.
+__device__ __forceinline__ float add_sink(float logit, float& max, float& sum) {
+    if (max == -INFINITY) return 1.0f;
+    const float score = logit * log2e, top = fmaxf(max, score), factor = exp2_fast(max - top);
+    sum = sum * factor + exp2_fast(score - top);
+    max = top;
+    return factor;
+}
+
+/// cap * tanh(s / cap) in powers of two.
+__device__ __forceinline__ float capped(float s, float cap) {
+    const float e = exp2_fast(fminf(__fdividef(2.0f * log2e * s, cap), 126.0f));
+    return log2e * cap * (1.0f - __fdividef(2.0f, 1.0f + e));
+}
+
+/// One score, which kernels have in powers of two. Positions are counted from the format's first token.
+template <class Format, class T, class Score>
+__device__ __forceinline__ float modified_score(const attention_args<Format, T>& a, const Score& score,
+                                                float s, int head, int query, int key) {
+    return log2e *
+           score.score(s * (1.0f / log2e), head, query + a.cache.first_token, key + a.cache.first_token);
+}
+/// The scores of a chunk whose first token is `first`.
+template <class Keys, int Rows4, class Format, class T, class Score>
+__device__ __forceinline__ void modify_scores(float (&scores)[Keys::tiles][Rows4][4],
+                                              const attention_args<Format, T>& a, const Score& score,
+                                              const item_part& item, int first, const lane_id& id) {
+    const int length = a.work.tokens[item.sequence];
+#pragma unroll
+    for (int n = 0; n < Rows4; ++n) {
+        const int row = item.row_block * 4 * Rows4 + lane_row<Rows4>(n, id.t);
+        if (row >= a.rows) continue;
+        const int head = a.row_head(item.kv_head, row),
+                  query = length - a.work.query_tokens + a.row_query(row) - a.cache.first_token;
+#pragma unroll
+        for (int tile = 0; tile < Keys::tiles; ++tile)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                float& s = scores[tile][n][r];
+                s = modified_score(a, score, s, head, query, first + tile * Keys::tile_height + 4 * id.g + r);
+            }
+    }
+}
+
+/// Is a token a drafted one that the query does not see? `visible`: the query's word. Tokens behind the query: anything.
+__device__ __forceinline__ bool is_hidden(std::uint64_t visible, int token, int draft_begin) {
+    return token >= draft_begin && (visible >> (token - draft_begin & 63) & 1u) == 0;
+}
+/// Are these kernels also for trees of drafted tokens? Others would become longer, and slower by up to 4 % where caches of instructions are
+/// full (low2).
+template <int Rows4>
+inline constexpr bool takes_trees = Rows4 == 4;
+/// A bit for each of a lane's scores.
+template <class Keys, int Rows4>
+using score_bits = std::conditional_t<(Keys::tiles * Rows4 * 4 > 32), std::uint64_t, std::uint32_t>;
+/// For each of a lane's rows and tokens of a chunk a bit: is it a drafted token that the row does not see? Bit (tile * Rows4 + n) * 4 + r.
+/// A call: inline it would make windows' loops a fifth longer.
+template <class Keys, int Rows4, class Format, class T>
+__device__ __noinline__ score_bits<Keys, Rows4> hidden_scores(const attention_args<Format, T>& a,
+                                                              const item_part* item, int first) {
+    static_assert(Keys::tiles * Rows4 * 4 <= 64);
+    using bits = score_bits<Keys, Rows4>;
+    const lane_id id;
+    const int draft_begin = a.draft_begin(a.work.tokens[item->sequence]);
+    bits hidden = 0;
+#pragma unroll 1
+    for (int n = 0; n < Rows4; ++n) {
+        const int row = item->row_block * 4 * Rows4 + lane_row<Rows4>(n, id.t);
+        if (row >= a.rows) continue;
+        const std::uint64_t visible = a.ancestors[a.row_token(item->sequence, row)];
+#pragma unroll 1
+        for (int i = 0; i < 4 * Keys::tiles; ++i)
+            if (is_hidden(visible, first + i / 4 * Keys::tile_height + 4 * id.g + i % 4, draft_begin))
+                hidden |= bits{1} << ((i / 4 * Rows4 + n) * 4 + i % 4);
+    }
+    return hidden;
+}
+template <class Keys, int Rows4>
+__device__ __forceinline__ void hide_scores(float (&scores)[Keys::tiles][Rows4][4],
+                                            score_bits<Keys, Rows4> hidden) {
+#pragma unroll
+    for (int i = 0; i < Keys::tiles * Rows4 * 4; ++i)
+        if ((hidden >> i & 1) != 0) scores[i / (4 * Rows4)][i / 4 % Rows4][i % 4] = -INFINITY;
+}
+
+}  // namespace detail
+}  // namespace kvq::inline KVQ_TAGGED::cuda
