@@ -18,11 +18,11 @@ struct cache_options {
     int page_tokens = 64;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out: fp16 or bf16
     int sinks = 0;                       ///< first tokens, always 16 bit
-    int recent = 64;         ///< at least this many newest tokens are 16 bit; at least step_tokens
+    int recent = 64;  ///< at least this many newest tokens are 16 bit; at least step_tokens
     int rollback = 16;       ///< a trim by up to this many tokens is exact
     int max_batch = 1;       ///< sequences of one step
     int max_tokens = 4096;   ///< of one sequence
-    int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most
+    int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most; 0: prompts only
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     bool growing = true;     ///< pools that are full grow, between steps
