@@ -194,6 +194,25 @@ double distance(const std::vector<float>& a, const std::vector<float>& b) {
     return worst;
 }
 
+/// What softmax states of several ranks make together, in double arithmetic.
+std::vector<float> merged_states(const std::vector<std::vector<float>>& states) {
+    std::vector<float> merged;
+    for (std::size_t row = 0; row < states[0].size(); row += dim + 2) {
+        double top = -INFINITY, sum = 0.0;
+        for (const auto& s : states) top = std::max(top, static_cast<double>(s[row]));
+        const auto weight = [&](const std::vector<float>& s) {
+            return s[row] == -INFINITY ? 0.0 : std::exp2(static_cast<double>(s[row]) - top);
+        };
+        for (const auto& s : states) sum += weight(s) * static_cast<double>(s[row + 1]);
+        for (std::size_t c = 2; c < dim + 2; ++c) {
+            double x = 0.0;
+            for (const auto& s : states) x += weight(s) * static_cast<double>(s[row + c]);
+            merged.push_back(static_cast<float>(x / sum));
+        }
+    }
+    return merged;
+}
+
 // ---- contexts ----
 
 void check_context(int ranks, const std::vector<int>& weights, int group, int unit, unsigned seed) {
@@ -205,7 +224,7 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
     std::vector<tokens_of> x;
     for (std::size_t i = 0; i < lengths.size(); ++i)
         x.emplace_back(seed + static_cast<unsigned>(i), heads, lengths[i] + steps);
-    std::vector<std::vector<float>> outputs(static_cast<std::size_t>(ranks));
+    std::vector<std::vector<float>> outputs(static_cast<std::size_t>(ranks)), states(outputs.size());
     std::vector<float> want, logs;
     std::mutex waits;
     run_ranks(ranks, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
@@ -265,6 +284,11 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
                 RANK_CHECK(rounded == y.size(), "%zu of %zu float16 outputs are the float ones, rounded", rounded,
                            y.size());
                 mine.insert(mine.end(), y.begin(), y.end());
+                std::vector<float> own_states(static_cast<std::size_t>(rows * q_heads * (dim + 2)));
+                CUDA_OK(cudaMemcpy(own_states.data(), merge.own_states(), own_states.size() * sizeof(float),
+                                   cudaMemcpyDeviceToHost));
+                auto& kept = states[static_cast<std::size_t>(rank)];
+                kept.insert(kept.end(), own_states.begin(), own_states.end());
                 if (!home) continue;
                 const auto expected = one.attend(layer, q, rows, q_heads);
                 const std::lock_guard lock(waits);
@@ -281,10 +305,13 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
                std::memcmp(o.data(), outputs[0].data(), o.size() * sizeof(float)) == 0;
     CHECK(same, "%d ranks have different outputs", ranks);
     for (const float l : logs) CHECK(std::isfinite(l), "lse is %g", static_cast<double>(l));
+    const double merged = distance(outputs[0], merged_states(states));
+    CHECK(merged <= 1e-6, "%d ranks, group %d, unit %d: the merge is %.3g off", ranks, group, unit, merged);
+    // Attention of a part rounds its 16-bit weights and sums its floats as attention of all tokens does, but for their order.
     const double worst = distance(outputs[0], want);
-    CHECK(worst <= 1e-6, "%d ranks, group %d, unit %d: distance to one rank %.3g", ranks, group, unit, worst);
-    std::printf("  context on %d ranks, %d query heads per kv head, units of %d: distance to one rank %.2e\n", ranks,
-                group, unit, worst);
+    CHECK(worst <= 5e-5, "%d ranks, group %d, unit %d: distance to one rank %.3g", ranks, group, unit, worst);
+    std::printf("  context on %d ranks, %d query heads per kv head, units of %d: merge %.2e, distance to one rank %.2e\n",
+                ranks, group, unit, merged, worst);
 }
 
 // ---- heads ----
@@ -335,7 +362,7 @@ void check_heads(int ranks, const std::vector<int>& weights) {
                    distance(floats, want));
     });
     const double most = *std::max_element(worst.begin(), worst.end());
-    CHECK(most <= 1e-6, "heads on %d ranks: %.3g off", ranks, most);
+    CHECK(most <= 5e-5, "heads on %d ranks: %.3g off", ranks, most);
     std::printf("  heads on %d ranks: distance to one rank %.2e\n", ranks, most);
 }
 
@@ -402,7 +429,8 @@ void check_transfer(int ranks, int to, const transfer_case& t) {
             for (int layer = 0; layer < layers; ++layer) OK(sender.send_layer(layer, stream));
             cuda::sequence_report report;
             OK(sender.finish(&report));
-            RANK_CHECK(report.tokens == t.n && report.bytes > 0 && report.bytes <= report.bytes_as_is,
+            RANK_CHECK(report.tokens == t.n && report.bytes > 0 &&
+                           (t.asked[0] != '\0' || report.bytes <= report.bytes_as_is),
                        "%s: %d tokens, %zu of %zu bytes", t.name, report.tokens, report.bytes, report.bytes_as_is);
             std::printf("  %-44s %zu bytes, as they are %zu, saved %zu\n", t.name, report.bytes, report.bytes_as_is,
                         report.saved());
@@ -559,6 +587,9 @@ void check_silence(int ranks) {
         ++noticed;
     });
     // A sender that stops after a layer.
+#ifndef __CUDACC__
+    emulated_patience = 4s;
+#endif
     const tokens_of x(21, 2, 300);
     std::mutex ended;
     bool over = false;
@@ -675,7 +706,7 @@ int main(int argc, char** argv) {
     uneven[0] = 3;
     check_context(ranks, equal, 4, page_size, 1);
     check_context(ranks, uneven, 2, 64, 2);
-    check_context(ranks, equal, 8, 0, 3);
+    check_context(ranks, equal, 8, 128, 3);
     check_heads(ranks, equal);
     check_heads(ranks, uneven);
     const page_geometry usual{4, 40, page_size}, long_window{4, 1200, page_size};
