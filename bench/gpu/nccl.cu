@@ -3,7 +3,8 @@
 //   nccl [--json] [--quick] [--ranks N] [--blocking]
 //
 // With -DPART=0: std4, and transfers; 1: kivi4-g64. 32 query heads, 8 kv heads of 128, 4 sinks, 128 recent tokens, one token per sequence.
-//   context   every rank has a range of the tokens: attend, ncclAllGather of partial states, merge; all ranks get all outputs
+//   context   every rank has a range of the tokens: attend, partial states to all ranks (ncclAllGather, or peer memory), merge; all ranks
+//             get all outputs
 //   heads     every rank has 8 / N kv heads: attend; "gathered": with all heads on all ranks afterwards
 //   transfer  a prompt of 32768 tokens and 32 layers to another GPU, against ncclSend and ncclRecv of as many bytes
 // Times are those of a layer: a graph of many layers, replayed by all ranks at once, the slowest rank's median. --blocking: with
@@ -11,6 +12,7 @@
 // of one GPU on two ranks, transfer 0.8 of NCCL's rate, std4 0.29 of the bytes of fp16.
 #include <kvq/adapters/distributed/nccl_attention.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
+#include <kvq/adapters/distributed/peer_attention.cuh>
 #include <kvq/backends/cuda.cuh>
 
 #include <barrier>
@@ -140,7 +142,7 @@ double time_together(int rank, meeting& m, int count, cudaStream_t stream, const
 }
 
 struct decode_times {
-    double one, part, exchange, context, plain_context, heads, gathered;
+    double one, part, exchange, context, peers, peer_exchange, heads, gathered;
 };
 
 decode_times time_decode(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, int batch, int tokens,
@@ -154,7 +156,7 @@ decode_times time_decode(int rank, meeting& m, meeting& alone, cuda::nccl_group&
     const auto view = [&](float16* p, int heads) { return token_view<float16>(p, batch, heads, dim); };
     const auto step = [&](filled_cache& c, int heads, bool states, float* to, int i) {
         must(c.cache.attend(i % layers, token_view<const float16>(view(q, heads)),
-                            states ? token_view<float16>{} : view(out, heads), {.state_out = to, .early = !states},
+                            states ? token_view<float16>{} : view(out, heads), {.state_out = to, .early = true},
                             stream));
     };
     if (rank == 0) {
@@ -172,22 +174,24 @@ decode_times time_decode(int rank, meeting& m, meeting& alone, cuda::nccl_group&
         filled_cache own(layers, kv_heads, g.recent, g.sinks, batch, tokens + 1, stream);
         for (int b = 0; b < batch; ++b) own.add(split.tokens(rank), stream);
         must(own.cache.begin_step(own.batch, 0, stream));
-        for (const bool registered : {true, false}) {
-            cuda::context_attention merge;
-            must(merge.open(group, batch, q_heads, dim, registered));
-            const auto attend = [&](int i) {
+        const auto run = [&](auto& merge, double& all_of_it, double& alone_of_it) {
+            must(merge.open(group, batch, q_heads, dim, stream));
+            all_of_it = time_together(rank, m, count, stream, [&](int i) {
                 must(merge.attend(own.cache, i % layers, token_view<const float16>(view(q, q_heads)),
-                                  view(out, q_heads), {}, stream));
-            };
-            (registered ? t.context : t.plain_context) = time_together(rank, m, count, stream, attend);
-            if (registered) {
-                t.part = time_together(rank, m, count, stream,
-                                       [&](int i) { step(own, q_heads, true, merge.own_states(), i); });
-                t.exchange = time_together(rank, m, count, stream,
-                                           [&](int) { must(merge.merge(view(out, q_heads), nullptr, stream)); });
-            }
+                                  view(out, q_heads), {.early = true}, stream));
+            });
+            alone_of_it = time_together(rank, m, count, stream,
+                                        [&](int) { must(merge.merge(view(out, q_heads), nullptr, stream)); });
+            t.part = time_together(rank, m, count, stream,
+                                   [&](int i) { step(own, q_heads, true, merge.own_states(), i); });
             m.all.arrive_and_wait();
-        }
+        };
+        cuda::context_attention merge;
+        run(merge, t.context, t.exchange);
+        cuda::peer_context_attention peers;
+        run(peers, t.peers, t.peer_exchange);
+        must(peers.wait(stream, "for the last outputs"));
+        m.all.arrive_and_wait();
     }
     {
         const std::vector<int> weights(static_cast<std::size_t>(ranks), 1);
@@ -216,25 +220,26 @@ void bound(bool holds, const char* what) {
 }
 
 void print_decode(const decode_times& t, int batch, int tokens) {
-    const double c = t.one / t.context, p = t.one / t.plain_context, h = t.one / t.heads, g = t.one / t.gathered;
+    const double c = t.one / t.context, p = t.one / t.peers, h = t.one / t.heads, g = t.one / t.gathered;
     if (json)
         std::printf("{\"op\": \"ranks\", \"scheme\": \"%s\", \"ranks\": %d, \"batch\": %d, \"tokens\": %d, \"us_one\": %.2f, "
-                    "\"us_part\": %.2f, \"us_exchange\": %.2f, \"us_context\": %.2f, \"us_context_plain\": %.2f, "
-                    "\"us_heads\": %.2f, \"us_heads_gathered\": %.2f}\n",
-                    name, ranks, batch, tokens, t.one, t.part, t.exchange, t.context, t.plain_context, t.heads,
-                    t.gathered);
+                    "\"us_part\": %.2f, \"us_exchange\": %.2f, \"us_context\": %.2f, \"us_peer_exchange\": %.2f, "
+                    "\"us_peers\": %.2f, \"us_heads\": %.2f, \"us_heads_gathered\": %.2f}\n",
+                    name, ranks, batch, tokens, t.one, t.part, t.exchange, t.context, t.peer_exchange, t.peers,
+                    t.heads, t.gathered);
     else
-        std::printf("%-10s %d x %6d, %d ranks: one GPU %7.1f us; context %7.1f us %.2f x (attention of a part %7.1f, gather "
-                    "and merge alone %5.1f; without a window of NCCL %7.1f, %.2f x); heads %7.1f us %.2f x, gathered "
-                    "%7.1f us %.2f x\n",
-                    name, batch, tokens, ranks, t.one, t.context, c, t.part, t.exchange, t.plain_context, p, t.heads, h,
-                    t.gathered, g);
+        std::printf("%-10s %d x %6d, %d ranks: one GPU %.1f us, a part %.1f us (%.2f x); context over NCCL %.1f us, %.2f x "
+                    "(gather and merge alone %.1f); over peer memory %.1f us, %.2f x (alone %.1f); heads %.1f us, %.2f x, "
+                    "gathered %.1f us, %.2f x\n",
+                    name, batch, tokens, ranks, t.one, t.part, t.one / t.part, t.context, c, t.exchange, t.peers, p,
+                    t.peer_exchange, t.heads, h, t.gathered, g);
     if (ranks != 2) return;
-    bound(c >= 1.7, "context parallel 1.7 x of one GPU");
+    bound(c >= 1.7, "context parallel over NCCL 1.7 x of one GPU");
+    bound(p >= 1.7, "context parallel over peer memory 1.7 x of one GPU");
     if (batch == 8) bound(h >= 1.85, "head parallel 1.85 x of one GPU");
 }
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
+[[maybe_unused]] double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 

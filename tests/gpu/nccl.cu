@@ -3,6 +3,9 @@
 #include <kvq/adapters/distributed/nccl_attention.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
 #include <kvq/backends/cuda.cuh>
+#ifdef __CUDACC__
+#include <kvq/adapters/distributed/peer_attention.cuh>
+#endif
 
 #include <functional>
 #include <mutex>
@@ -249,11 +252,15 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
             batch.push_back(own.cache.tokens(id) == 0 && seed % 2 == 0 ? cuda::sequence_id{} : id);
         }
         cuda::context_attention merge;
-        OK(merge.open(g, 3, q_heads, dim));
+        OK(merge.open(g, 3, q_heads, dim, stream));
+#ifdef __CUDACC__
+        cuda::peer_context_attention peers;
+        OK(peers.open(g, 3, q_heads, dim, stream));
+#endif
         std::vector<float>& mine = outputs[static_cast<std::size_t>(rank)];
         const int rows = static_cast<int>(lengths.size());
-        const test::device_buffer<float> out(static_cast<std::size_t>(rows * q_heads * dim)),
-            lse(static_cast<std::size_t>(rows * q_heads));
+        test::device_buffer<float> out(static_cast<std::size_t>(rows * q_heads * dim));
+        const test::device_buffer<float> lse(static_cast<std::size_t>(rows * q_heads));
         const test::device_buffer<float16> half(out.size());
         for (int step = 0; step < steps; ++step) {
             std::vector<int> at;
@@ -284,6 +291,15 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
                 RANK_CHECK(rounded == y.size(), "%zu of %zu float16 outputs are the float ones, rounded", rounded,
                            y.size());
                 mine.insert(mine.end(), y.begin(), y.end());
+#ifdef __CUDACC__
+                out.poison();
+                OK(peers.attend(own.cache, layer, view, token_view<float>(out.get(), rows, q_heads, dim),
+                                {.early = true}, stream));
+                OK(peers.wait(stream, "for outputs"));
+                const auto other = out.download();
+                RANK_CHECK(std::memcmp(other.data(), y.data(), y.size() * sizeof(float)) == 0,
+                           "rank %d, step %d: outputs over peer memory differ", rank, step);
+#endif
                 std::vector<float> own_states(static_cast<std::size_t>(rows * q_heads * (dim + 2)));
                 CUDA_OK(cudaMemcpy(own_states.data(), merge.own_states(), own_states.size() * sizeof(float),
                                    cudaMemcpyDeviceToHost));
@@ -570,13 +586,22 @@ void check_silence(int ranks) {
     };
     run_ranks(ranks, limit, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
         cuda::context_attention merge;
-        OK(merge.open(g, 1, 4, dim));
+        OK(merge.open(g, 1, 4, dim, stream));
+#ifdef __CUDACC__
+        cuda::peer_context_attention peers;
+        OK(peers.open(g, 1, 4, dim, stream));
+#endif
         if (rank == ranks - 1) {
             while (!all_noticed()) std::this_thread::sleep_for(5ms);
             return;
         }
         const test::device_buffer<float> out(4 * dim);
         const token_view<float> view(out.get(), 1, 4, dim);
+#ifdef __CUDACC__
+        cuda::status late = peers.merge(view, nullptr, stream);
+        if (late) late = peers.wait(stream, "for the partial outputs");
+        REFUSED(late, "which is the time limit");
+#endif
         cuda::status s = merge.merge(view, nullptr, stream);
         if (s) s = g.wait(stream, "for the partial outputs");
         REFUSED(s, "rank");
@@ -655,13 +680,28 @@ bool check_processes(int ranks) {
             cuda::nccl_group group;
             OK(group.open(id, r, ranks, 20s));
             cuda::context_attention merge;
-            OK(merge.open(group, 1, 4, dim));
-            const test::device_buffer<float> out(4 * dim);
+            OK(merge.open(group, 1, 4, dim, stream));
+            test::device_buffer<float> out(4 * dim);
             const token_view<float> view(out.get(), 1, 4, dim);
-            CUDA_OK(cudaMemset(merge.own_states(), 0, 4 * (dim + 2) * sizeof(float)));
+            std::vector<float> states;
+            test::rng random(static_cast<unsigned>(r));
+            for (int i = 0; i < 4 * (dim + 2); ++i) states.push_back(1.0f + std::abs(test::normal(random)));
+            cuda::peer_context_attention peers;
+            OK(peers.open(group, 1, 4, dim, stream));
+            for (float* to : {merge.own_states(), peers.own_states()})
+                CUDA_OK(cudaMemcpy(to, states.data(), states.size() * sizeof(float), cudaMemcpyHostToDevice));
             cuda::status s = merge.merge(view, nullptr, stream);
             if (s) s = group.wait(stream, "for the partial outputs");
             OK(s);
+            const auto want = out.download();
+            for (int i = 0; i < 5; ++i) {
+                out.poison();
+                OK(peers.merge(view, nullptr, stream));
+                OK(peers.wait(stream, "for the partial outputs"));
+                const auto have = out.download();
+                CHECK(std::memcmp(want.data(), have.data(), want.size() * sizeof(float)) == 0,
+                      "outputs over peer memory of processes differ");
+            }
             if (r == ranks - 1) {
                 std::this_thread::sleep_for(200ms);
                 kill(getpid(), SIGKILL);

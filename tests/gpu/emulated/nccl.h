@@ -16,9 +16,6 @@
 
 #include "cuda_runtime_api.h"
 
-#define NCCL_VERSION(X, Y, Z) ((X)*10000 + (Y)*100 + (Z))
-#define NCCL_VERSION_CODE NCCL_VERSION(2, 27, 0)
-#define NCCL_WIN_COLL_SYMMETRIC 1
 #define NCCL_CONFIG_INITIALIZER \
     { 1 }
 
@@ -55,7 +52,6 @@ struct emulated_communicator {
     int rank, ranks;
 };
 using ncclComm_t = emulated_communicator*;
-using ncclWindow_t = void*;
 
 inline const char* ncclGetErrorString(ncclResult_t r) {
     return r == ncclRemoteError ? "remote process exited or there was a network error" : "emulated error";
@@ -103,14 +99,6 @@ inline ncclResult_t ncclCommAbort(ncclComm_t c) {
     }
     return ncclCommDestroy(c);
 }
-inline ncclResult_t ncclMemAlloc(void** p, std::size_t bytes) {
-    return cudaMalloc(p, bytes) == cudaSuccess ? ncclSuccess : ncclSystemError;
-}
-inline ncclResult_t ncclMemFree(void* p) { return cudaFree(p), ncclSuccess; }
-inline ncclResult_t ncclCommWindowRegister(ncclComm_t, void* p, std::size_t, ncclWindow_t* window, int) {
-    return *window = p, ncclSuccess;
-}
-inline ncclResult_t ncclCommWindowDeregister(ncclComm_t, ncclWindow_t) { return ncclSuccess; }
 inline ncclResult_t ncclGroupStart() { return ncclSuccess; }
 inline ncclResult_t ncclGroupEnd() { return ncclSuccess; }
 

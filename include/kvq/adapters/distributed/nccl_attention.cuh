@@ -1,7 +1,7 @@
 // Decode on several GPUs: a context divided among ranks, or kv heads divided among ranks.
 //
 //   context parallel   every rank has a cuda::cache with its tokens of each sequence (split.hpp says which), and all query heads
-//     cuda::context_attention merge;  s = merge.open(group, max_batch, q_heads, value_dim);       once
+//     cuda::context_attention merge;  s = merge.open(group, max_batch, q_heads, value_dim, stream);
 //     s = cache.begin_step(batch, is_home ? 1 : 0, stream);  if (is_home) s = cache.append(layer, k, v, stream);
 //     s = merge.attend(cache, layer, q, out, {}, stream);                                          all ranks get all outputs
 //   head parallel      every rank has a cuda::cache with its kv heads of all tokens
@@ -13,7 +13,7 @@
 // Contract: partial softmax states (attention_args.cuh) go to all ranks in one all-gather and are added in the order of ranks, so every
 // rank has the same bits, whatever came first. A rank without tokens of a sequence (sequence_id{} in its batch) adds nothing. Outputs
 // over heads are those of one cache, bit for bit. Calls put work on the stream and do not wait for it; graphs can capture them.
-// Bytes sent and received by a rank: ranks * rows * (value_dim + 2) * 4.
+// Bytes that a rank sends to each other one: rows * (value_dim + 2) * 4. peer_attention.cuh: the same with less latency on one machine.
 #pragma once
 
 #include <span>
@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(128)
     if (lse != nullptr && lane == 0) lse[row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
 }
 
-/// [rank][tokens][heads of the rank][dim] to [tokens][all heads][dim]. Block: a token and a head.
+/// [tokens][heads of a rank][dim] to their place in [tokens][all heads][dim]. Block: a token and a head.
 template <class T>
 __global__ void __launch_bounds__(128)
-    spread_heads_kernel(const T* from, std::size_t rank_first, int first, int count, token_view<T> out) {
+    spread_heads_kernel(const T* from, int first, int count, token_view<T> out) {
     const int token = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y);
-    const T* const row = from + (rank_first + static_cast<std::size_t>(token) * static_cast<std::size_t>(count) +
+    const T* const row = from + (static_cast<std::size_t>(token) * static_cast<std::size_t>(count) +
                                  static_cast<std::size_t>(head)) *
                                     static_cast<std::size_t>(out.dim);
     for (int i = static_cast<int>(threadIdx.x); i < out.dim; i += static_cast<int>(blockDim.x))
@@ -71,57 +71,10 @@ __global__ void __launch_bounds__(128)
 
 }  // namespace detail
 
-/// Attention over a context whose tokens are divided among the ranks of a group.
-class context_attention {
+/// What attention over a divided context is, however states go to other ranks. Derived: exchange(rows, out, lse, stream).
+template <class Derived>
+class divided_context {
 public:
-    context_attention() = default;
-    context_attention(const context_attention&) = delete;
-    context_attention& operator=(const context_attention&) = delete;
-    ~context_attention() { close(); }
-
-    /// On every rank, with the same numbers. max_batch: sequences of a step. The group outlives it. registered: the memory of the states
-    /// becomes a window of NCCL (2.27 and later), whose small messages take less time.
-    status open(nccl_group& group, int max_batch, int q_heads, int value_dim, bool registered = true) {
-        if (group_ != nullptr) return detail::bad_value("attention over a divided context is open already");
-        if (max_batch < 1 || q_heads < 1 || value_dim < 1)
-            return detail::bad_value("a divided context of %d sequences, %d query heads and value_dim %d",
-                                     max_batch, q_heads, value_dim);
-        rows_ = max_batch * q_heads;
-        dim_ = value_dim;
-        bytes_ = (static_cast<std::size_t>(group.ranks()) + 1) * own_bytes();
-        void* memory = nullptr;
-        if (ncclMemAlloc(&memory, bytes_) != ncclSuccess) {
-            status s = detail::bad_value("%zu bytes of device memory for partial outputs are not there", bytes_);
-            s.code = cudaErrorMemoryAllocation;
-            return s;
-        }
-        memory_ = static_cast<float*>(memory);
-        group_ = &group;
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-        if (registered)
-            return group.call("registering the memory of partial outputs", [&](ncclComm_t c) {
-                return ncclCommWindowRegister(c, memory_, bytes_, &window_, NCCL_WIN_COLL_SYMMETRIC);
-            });
-#endif
-        (void)registered;
-        return {};
-    }
-    /// The ranks' launches must have ended.
-    void close() noexcept {
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-        if (window_ != nullptr && group_->communicator() != nullptr)
-            (void)group_->call("giving up a window", [&](ncclComm_t c) {
-                return ncclCommWindowDeregister(c, window_);
-            });
-        window_ = nullptr;
-#endif
-        if (memory_ != nullptr) (void)ncclMemFree(memory_);
-        memory_ = nullptr;
-        group_ = nullptr;
-    }
-    /// Device memory of it.
-    std::size_t bytes() const noexcept { return memory_ == nullptr ? 0 : bytes_; }
-
     /// Attention of the step that cache.begin_step() has begun, on all ranks with the same rows in the same order. q: [rows][q_heads]
     /// [head_dim], the same on every rank. out: [rows][q_heads][value_dim] of any float type. Of the options scale, softcap and early count;
     /// lse is that of the whole context. One query token per sequence.
@@ -129,24 +82,90 @@ public:
     status attend(cache& own, int layer, const token_view<const T>& q, const token_view<Out>& out,
                   attention_options options, cudaStream_t stream) {
         float* const lse = std::exchange(options.lse, nullptr);
-        if (status s = check(q.tokens, q.heads, out.tokens, out.heads, out.dim, options); !s) return s;
-        options.state_out = memory_;
+        if (status s = check(q.tokens, q.heads, out, options); !s) return s;
+        options.state_out = states_;
         if (status s = own.attend(layer, q, token_view<T>{}, options, stream); !s) return s;
         return merge(out, lse, stream);
     }
     /// For engines that compute partial states themselves: where a rank writes its own, [rows][q_heads][value_dim + 2], before merge().
-    float* own_states() const noexcept { return memory_; }
+    float* own_states() const noexcept { return states_; }
     /// Sends the rank's states to all others and merges those of all.
     template <class Out>
     status merge(const token_view<Out>& out, float* lse, cudaStream_t stream) {
-        if (status s = check(out.tokens, out.heads, out.tokens, out.heads, out.dim, {}); !s) return s;
+        if (status s = check(out.tokens, out.heads, out, {}); !s) return s;
         const int rows = out.tokens * out.heads;
+        return rows == 0 ? status{} : static_cast<Derived*>(this)->exchange(rows, out, lse, stream);
+    }
+    /// Device memory of it.
+    std::size_t bytes() const noexcept { return bytes_; }
+
+protected:
+    /// Memory for the rank's states is the first part of `bytes`.
+    status prepare(nccl_group& group, int max_batch, int q_heads, int value_dim) {
+        if (group_ != nullptr) return detail::bad_value("attention over a divided context is open already");
+        if (max_batch < 1 || q_heads < 1 || value_dim < 1)
+            return detail::bad_value("a divided context of %d sequences, %d query heads and value_dim %d",
+                                     max_batch, q_heads, value_dim);
+        group_ = &group;
+        rows_ = max_batch * q_heads;
+        dim_ = value_dim;
+        return {};
+    }
+    std::size_t own_values() const noexcept {
+        return kvq::detail::round_up(static_cast<std::size_t>(rows_) * static_cast<std::size_t>(dim_ + 2),
+                                     std::size_t{64});
+    }
+
+    nccl_group* group_ = nullptr;
+    int rows_ = 0, dim_ = 0;
+    std::size_t bytes_ = 0;
+    float* states_ = nullptr;  // of this rank
+
+private:
+    template <class Out>
+    status check(int q_tokens, int q_heads, const token_view<Out>& out, const attention_options& o) const {
+        if (group_ == nullptr) return detail::bad_value("attention over a divided context is not open");
+        if (o.query_tokens != 1 || o.window != 0 || o.state_in != nullptr || o.state_out != nullptr)
+            return detail::bad_value(
+                "a divided context takes one query token per sequence (got %d), no sliding window (got %d) and no "
+                "states",
+                o.query_tokens, o.window);
+        if (out.dim != dim_ || q_tokens != out.tokens || q_heads != out.heads || out.tokens * out.heads > rows_)
+            return detail::bad_value(
+                "q is %d x %d and out %d x %d x %d, but a divided context was opened for %d rows of %d", q_tokens,
+                q_heads, out.tokens, out.heads, out.dim, rows_, dim_);
+        return {};
+    }
+};
+
+/// Attention over a context whose tokens are divided among the ranks of a group. States go through ncclAllGather.
+class context_attention : public divided_context<context_attention> {
+public:
+    context_attention() = default;
+    context_attention(const context_attention&) = delete;
+    context_attention& operator=(const context_attention&) = delete;
+
+    /// On every rank, with the same numbers. max_batch: sequences of a step. The group outlives it.
+    status open(nccl_group& group, int max_batch, int q_heads, int value_dim, cudaStream_t stream,
+                const device_allocator& from = {}) {
+        if (status s = prepare(group, max_batch, q_heads, value_dim); !s) return s;
+        bytes_ = static_cast<std::size_t>(group.ranks() + 1) * own_values() * sizeof(float);
+        const status s = memory_.allocate(from, bytes_, "partial outputs", stream);
+        states_ = memory_.as<float>();
+        if (!s) group_ = nullptr;
+        return s;
+    }
+
+private:
+    friend divided_context;
+
+    template <class Out>
+    status exchange(int rows, const token_view<Out>& out, float* lse, cudaStream_t stream) {
         const std::size_t count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(dim_ + 2);
-        float* const all = memory_ + own_bytes() / sizeof(float);
-        if (rows == 0) return {};
+        float* const all = states_ + own_values();
         if (status s = group_->call("gathering partial outputs",
                                     [&](ncclComm_t c) {
-                                        return ncclAllGather(memory_, all, count, ncclFloat32, c, stream);
+                                        return ncclAllGather(states_, all, count, ncclFloat32, c, stream);
                                     });
             !s)
             return s;
@@ -155,34 +174,7 @@ public:
                               0, stream, static_cast<const float*>(all), group_->ranks(), rows, out, lse);
     }
 
-private:
-    std::size_t own_bytes() const noexcept {
-        return kvq::detail::round_up(
-            static_cast<std::size_t>(rows_) * static_cast<std::size_t>(dim_ + 2) * sizeof(float),
-            std::size_t{256});
-    }
-    status check(int q_tokens, int q_heads, int tokens, int heads, int dim,
-                 const attention_options& o) const {
-        if (group_ == nullptr) return detail::bad_value("attention over a divided context is not open");
-        if (o.query_tokens != 1 || o.window != 0 || o.state_in != nullptr || o.state_out != nullptr)
-            return detail::bad_value(
-                "a divided context takes one query token per sequence (got %d), no sliding window (got %d) and no "
-                "states",
-                o.query_tokens, o.window);
-        if (dim != dim_ || q_tokens != tokens || q_heads != heads || tokens * heads > rows_)
-            return detail::bad_value(
-                "q is %d x %d and out %d x %d x %d, but a divided context was opened for %d rows of %d", q_tokens,
-                q_heads, tokens, heads, dim, rows_, dim_);
-        return {};
-    }
-
-    nccl_group* group_ = nullptr;
-    int rows_ = 0, dim_ = 0;
-    std::size_t bytes_ = 0;
-    float* memory_ = nullptr;  // the rank's states, then those of all ranks
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-    ncclWindow_t window_ = nullptr;
-#endif
+    detail::device_memory memory_;  // the rank's states, then those of all ranks
 };
 
 /// heads: query heads of each rank, consecutive from 0 on (split.hpp). own: dense [tokens][heads of this rank][dim]. all: [tokens][all
@@ -203,25 +195,32 @@ status gather_heads(nccl_group& group, std::span<const index_range> heads, const
         return detail::bad_value("outputs of own heads must be dense");
     if (all.tokens == 0) return {};
     const auto row = static_cast<std::size_t>(all.dim), tokens = static_cast<std::size_t>(all.tokens);
-    const auto first_row = [&](const index_range& r) { return static_cast<std::size_t>(r.first) * tokens; };
+    bool equal = true;
+    for (const index_range& r : heads) equal = equal && r.size() == heads[0].size();
+    const bool in_place = all.tokens == 1 && all.head_stride == all.dim;
+    T* const gathered = in_place ? all.data : scratch;
+    const auto first_value = [&](const index_range& r) { return static_cast<std::size_t>(r.first) * tokens * row; };
+    const auto values = [&](const index_range& r) { return static_cast<std::size_t>(r.size()) * tokens * row; };
     status s = group.call("gathering heads", [&](ncclComm_t c) {
+        if (equal)
+            return ncclAllGather(own.data, gathered, values(mine) * sizeof(T), ncclUint8, c, stream);
         ncclResult_t result = ncclGroupStart();
         for (std::size_t r = 0; r < heads.size(); ++r) {
-            const std::size_t bytes = static_cast<std::size_t>(heads[r].size()) * tokens * row * sizeof(T);
-            T* const to = scratch + first_row(heads[r]) * row;
-            if (bytes == 0) continue;
-            const ncclResult_t one = ncclBroadcast(static_cast<int>(r) == me ? own.data : to, to, bytes, ncclUint8,
-                                                   static_cast<int>(r), c, stream);
+            T* const to = gathered + first_value(heads[r]);
+            if (heads[r].size() == 0) continue;
+            const ncclResult_t one = ncclBroadcast(static_cast<int>(r) == me ? own.data : to, to,
+                                                   values(heads[r]) * sizeof(T), ncclUint8, static_cast<int>(r), c,
+                                                   stream);
             if (result == ncclSuccess && one != ncclInProgress) result = one;
         }
         const ncclResult_t end = ncclGroupEnd();
         return result == ncclSuccess ? end : result;
     });
     for (const index_range& r : heads)
-        if (s && r.size() > 0)
+        if (s && r.size() > 0 && !in_place)
             s = detail::launch("launching a copy of heads", detail::overlap::no, detail::spread_heads_kernel<T>,
                                dim3(static_cast<unsigned>(all.tokens), static_cast<unsigned>(r.size())), 128, 0,
-                               stream, static_cast<const T*>(scratch), first_row(r), r.first, r.size(), all);
+                               stream, static_cast<const T*>(gathered + first_value(r)), r.first, r.size(), all);
     return s;
 }
 

@@ -21,7 +21,7 @@
 #include <cstring>
 #include <vector>
 
-#include "nccl_wire.cuh"
+#include "nccl_pages.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 
@@ -198,7 +198,7 @@ private:
                                     pipe_.pages);
             !s)
             return s;
-        if (status s = detail::transfer_access::unpack(*cache_, plan_, of, layer_, buffer, memory_, pipe_.pages);
+        if (status s = detail::transfer_access::unpack(*cache_, of, layer_, buffer, memory_, pipe_.pages);
             !s)
             return s;
         return pipe_.buffer_done(pipe_.pages);
