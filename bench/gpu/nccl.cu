@@ -87,11 +87,13 @@ struct filled_cache {
         o.step_tokens = window > 0 ? 1 : 0;
         o.max_batch = max_batch;
         o.max_tokens = max_tokens;
-        must(cache.open({.layers = layers, .kv_heads = heads, .head_dim = dim}, o, std::span(&compiled(), 1), stream));
+        must(cache.open({.layers = layers, .kv_heads = heads, .head_dim = dim}, o, std::span(&compiled(), 1),
+                        stream));
     }
     void add(int tokens, cudaStream_t stream) {
         constexpr int chunk = 32768;
-        const std::size_t n = static_cast<std::size_t>(std::min(tokens, chunk)) * static_cast<std::size_t>(heads) * dim;
+        const std::size_t n =
+            static_cast<std::size_t>(std::min(tokens, chunk)) * static_cast<std::size_t>(heads) * dim;
         float16* const k = random_values(n, stream);
         float16* const v = random_values(n, stream);
         batch.push_back(cache.new_sequence());
@@ -109,7 +111,8 @@ struct filled_cache {
 };
 
 /// Microseconds per call of launch(i), captured `count` times, replayed by all ranks of `m` at once.
-double time_together(int rank, meeting& m, int count, cudaStream_t stream, const std::function<void(int)>& launch) {
+double time_together(int rank, meeting& m, int count, cudaStream_t stream,
+                     const std::function<void(int)>& launch) {
     launch(0);
     BENCH_OK(cudaStreamSynchronize(stream));
     m.all.arrive_and_wait();
@@ -156,8 +159,8 @@ decode_times time_decode(int rank, meeting& m, meeting& alone, cuda::nccl_group&
     const auto view = [&](float16* p, int heads) { return token_view<float16>(p, batch, heads, dim); };
     const auto step = [&](filled_cache& c, int heads, bool states, float* to, int i) {
         must(c.cache.attend(i % layers, token_view<const float16>(view(q, heads)),
-                            states ? token_view<float16>{} : view(out, heads), {.state_out = to, .early = true},
-                            stream));
+                            states ? token_view<float16>{} : view(out, heads),
+                            {.state_out = to, .early = true}, stream));
     };
     if (rank == 0) {
         filled_cache one(layers, kv_heads, recent, sinks, batch, tokens + 1, stream);
@@ -201,11 +204,12 @@ decode_times time_decode(int rank, meeting& m, meeting& alone, cuda::nccl_group&
         filled_cache own(layers, mine, recent, sinks, batch, tokens + 1, stream);
         for (int b = 0; b < batch; ++b) own.add(tokens, stream);
         must(own.cache.begin_step(own.batch, 0, stream));
-        t.heads = time_together(rank, m, count, stream, [&](int i) { step(own, 4 * mine, false, nullptr, i); });
+        t.heads =
+            time_together(rank, m, count, stream, [&](int i) { step(own, 4 * mine, false, nullptr, i); });
         t.gathered = time_together(rank, m, count, stream, [&](int i) {
             step(own, 4 * mine, false, nullptr, i);
-            must(cuda::gather_heads<float16>(group, heads, view(out, 4 * mine), view(all, q_heads), all + values,
-                                             stream));
+            must(cuda::gather_heads<float16>(group, heads, view(out, 4 * mine), view(all, q_heads),
+                                             all + values, stream));
         });
     }
     for (float16* p : {q, out, all}) BENCH_OK(cudaFree(p));
@@ -222,17 +226,22 @@ void bound(bool holds, const char* what) {
 void print_decode(const decode_times& t, int batch, int tokens) {
     const double c = t.one / t.context, p = t.one / t.peers, h = t.one / t.heads, g = t.one / t.gathered;
     if (json)
-        std::printf("{\"op\": \"ranks\", \"scheme\": \"%s\", \"ranks\": %d, \"batch\": %d, \"tokens\": %d, \"us_one\": %.2f, "
-                    "\"us_part\": %.2f, \"us_exchange\": %.2f, \"us_context\": %.2f, \"us_peer_exchange\": %.2f, "
-                    "\"us_peers\": %.2f, \"us_heads\": %.2f, \"us_heads_gathered\": %.2f}\n",
-                    name, ranks, batch, tokens, t.one, t.part, t.exchange, t.context, t.peer_exchange, t.peers,
-                    t.heads, t.gathered);
+        std::printf(
+            "{\"op\": \"ranks\", \"scheme\": \"%s\", \"ranks\": %d, \"batch\": %d, \"tokens\": %d, "
+            "\"us_one\": %.2f, "
+            "\"us_part\": %.2f, \"us_exchange\": %.2f, \"us_context\": %.2f, \"us_peer_exchange\": %.2f, "
+            "\"us_peers\": %.2f, \"us_heads\": %.2f, \"us_heads_gathered\": %.2f}\n",
+            name, ranks, batch, tokens, t.one, t.part, t.exchange, t.context, t.peer_exchange, t.peers,
+            t.heads, t.gathered);
     else
-        std::printf("%-10s %d x %6d, %d ranks: one GPU %.1f us, a part %.1f us (%.2f x); context over NCCL %.1f us, %.2f x "
-                    "(gather and merge alone %.1f); over peer memory %.1f us, %.2f x (alone %.1f); heads %.1f us, %.2f x, "
-                    "gathered %.1f us, %.2f x\n",
-                    name, batch, tokens, ranks, t.one, t.part, t.one / t.part, t.context, c, t.exchange, t.peers, p,
-                    t.peer_exchange, t.heads, h, t.gathered, g);
+        std::printf(
+            "%-10s %d x %6d, %d ranks: one GPU %.1f us, a part %.1f us (%.2f x); context over NCCL %.1f us, "
+            "%.2f x "
+            "(gather and merge alone %.1f); over peer memory %.1f us, %.2f x (alone %.1f); heads %.1f us, "
+            "%.2f x, "
+            "gathered %.1f us, %.2f x\n",
+            name, batch, tokens, ranks, t.one, t.part, t.one / t.part, t.context, c, t.exchange, t.peers, p,
+            t.peer_exchange, t.heads, h, t.gathered, g);
     if (ranks != 2) return;
     bound(c >= 1.7, "context parallel over NCCL 1.7 x of one GPU");
     bound(p >= 1.7, "context parallel over peer memory 1.7 x of one GPU");
@@ -249,7 +258,8 @@ struct transfer_time {
     double seconds = 1e9;
     cuda::sequence_report report;
 };
-transfer_time time_transfer(int rank, meeting& m, cuda::nccl_group& group, filled_cache& c, cudaStream_t stream) {
+transfer_time time_transfer(int rank, meeting& m, cuda::nccl_group& group, filled_cache& c,
+                            cudaStream_t stream) {
     transfer_time best;
     for (int i = 0; i < 4 && rank < 2; ++i) {
         m.all.arrive_and_wait();
@@ -308,13 +318,17 @@ void transfers(int rank, meeting& m, cuda::nccl_group& group, cudaStream_t strea
         const double rate = static_cast<double>(t.report.bytes) / t.seconds * 1e-9,
                      other = static_cast<double>(t.report.bytes) / messages * 1e-9;
         if (json)
-            std::printf("{\"op\": \"transfer\", \"what\": \"%s\", \"tokens\": %d, \"layers\": %d, \"bytes\": %zu, \"ms\": %.2f, "
-                        "\"gb_per_s\": %.1f, \"nccl_gb_per_s\": %.1f}\n",
-                        what, tokens, layers, t.report.bytes, 1000.0 * t.seconds, rate, other);
+            std::printf(
+                "{\"op\": \"transfer\", \"what\": \"%s\", \"tokens\": %d, \"layers\": %d, \"bytes\": %zu, "
+                "\"ms\": %.2f, "
+                "\"gb_per_s\": %.1f, \"nccl_gb_per_s\": %.1f}\n",
+                what, tokens, layers, t.report.bytes, 1000.0 * t.seconds, rate, other);
         else
-            std::printf("transfer %-22s %d tokens, %d layers: %.1f MB in %.2f ms, %.1f GB/s; NCCL %.1f GB/s, %.2f of it\n",
-                        what, tokens, layers, static_cast<double>(t.report.bytes) * 1e-6, 1000.0 * t.seconds, rate,
-                        other, rate / other);
+            std::printf(
+                "transfer %-22s %d tokens, %d layers: %.1f MB in %.2f ms, %.1f GB/s; NCCL %.1f GB/s, %.2f of "
+                "it\n",
+                what, tokens, layers, static_cast<double>(t.report.bytes) * 1e-6, 1000.0 * t.seconds, rate,
+                other, rate / other);
         return rate / other;
     };
     // 16 bit: a window as long as the prompt.
@@ -333,8 +347,8 @@ void transfers(int rank, meeting& m, cuda::nccl_group& group, cudaStream_t strea
     const double a = print("fp16", whole, whole_messages), b = print("std4", coded, coded_messages);
     print("fp16, std4 on the way", on_the_way, coded_messages);
     const double share = static_cast<double>(coded.report.bytes) / static_cast<double>(whole.report.bytes);
-    std::printf("transfer: std4 takes %.3f of the bytes of fp16; on the way %.1f of %.1f MB are saved\n", share,
-                static_cast<double>(on_the_way.report.saved()) * 1e-6,
+    std::printf("transfer: std4 takes %.3f of the bytes of fp16; on the way %.1f of %.1f MB are saved\n",
+                share, static_cast<double>(on_the_way.report.saved()) * 1e-6,
                 static_cast<double>(on_the_way.report.bytes_as_is) * 1e-6);
     bound(a >= 0.8 && b >= 0.8, "transfer 0.8 of NCCL's rate");
     bound(share <= 0.29, "std4 0.29 of the bytes of fp16");

@@ -12,9 +12,9 @@
 #include <thread>
 
 #ifdef __CUDACC__
-#include <csignal>
 #include <sys/wait.h>
 #include <unistd.h>
+#include <csignal>
 #endif
 
 #include "support.cuh"
@@ -34,10 +34,10 @@ const cuda::device_format& compiled() {
 }
 
 std::mutex checking;
-#define RANK_CHECK(...)                                \
-    do {                                               \
-        const std::lock_guard lock(checking);          \
-        CHECK(__VA_ARGS__);                            \
+#define RANK_CHECK(...)                       \
+    do {                                      \
+        const std::lock_guard lock(checking); \
+        CHECK(__VA_ARGS__);                   \
     } while (0)
 void ok(const cuda::status& s, int line) {
     const std::lock_guard lock(checking);
@@ -46,7 +46,8 @@ void ok(const cuda::status& s, int line) {
 #define OK(call) ok((call), __LINE__)
 void refused(const cuda::status& s, const char* part, int line) {
     const std::lock_guard lock(checking);
-    CHECK(!s && std::strstr(s.message, part) != nullptr, "line %d: expected '%s', got '%s'", line, part, s.message);
+    CHECK(!s && std::strstr(s.message, part) != nullptr, "line %d: expected '%s', got '%s'", line, part,
+          s.message);
 }
 #define REFUSED(call, part) refused((call), part, __LINE__)
 
@@ -116,7 +117,8 @@ struct held_cache {
         o.step_tokens = g.recent > 0 ? 1 : 0;
         o.max_batch = batch;
         o.max_tokens = max_tokens;
-        OK(cache.open({.layers = layers, .kv_heads = h, .head_dim = dim}, o, std::span(&compiled(), 1), stream));
+        OK(cache.open({.layers = layers, .kv_heads = h, .head_dim = dim}, o, std::span(&compiled(), 1),
+                      stream));
     }
     std::size_t used_pages() const {
         const cuda::usage_report u = cache.usage();
@@ -239,7 +241,8 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
         for (std::size_t i = 0; i < lengths.size(); ++i) {
             const cuda::sequence_id id = own.cache.new_sequence();
             if (home) all.push_back(one.cache.new_sequence());
-            for (const index_range chunk : {index_range{0, lengths[i] / 3}, index_range{lengths[i] / 3, lengths[i]}}) {
+            for (const index_range chunk :
+                 {index_range{0, lengths[i] / 3}, index_range{lengths[i] / 3, lengths[i]}}) {
                 std::vector<index_range> mine;
                 for (const auto& p : splits[i].add(chunk.size()))
                     if (p.rank == rank) mine.push_back({p.first, p.end});
@@ -281,15 +284,15 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
             for (int layer = 0; layer < layers; ++layer) {
                 OK(merge.attend(own.cache, layer, view, token_view<float>(out.get(), rows, q_heads, dim),
                                 {.lse = lse.get()}, stream));
-                OK(merge.attend(own.cache, layer, view, token_view<float16>(half.get(), rows, q_heads, dim), {},
-                                stream));
+                OK(merge.attend(own.cache, layer, view, token_view<float16>(half.get(), rows, q_heads, dim),
+                                {}, stream));
                 OK(g.wait(stream, "for outputs"));
                 const auto y = out.download();
                 const auto z = half.download();
                 std::size_t rounded = 0;
                 for (std::size_t i = 0; i < y.size(); ++i) rounded += float16(y[i]).bits == z[i].bits;
-                RANK_CHECK(rounded == y.size(), "%zu of %zu float16 outputs are the float ones, rounded", rounded,
-                           y.size());
+                RANK_CHECK(rounded == y.size(), "%zu of %zu float16 outputs are the float ones, rounded",
+                           rounded, y.size());
                 mine.insert(mine.end(), y.begin(), y.end());
 #ifdef __CUDACC__
                 out.poison();
@@ -326,8 +329,10 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
     // Attention of a part rounds its 16-bit weights and sums its floats as attention of all tokens does, but for their order.
     const double worst = distance(outputs[0], want);
     CHECK(worst <= 5e-5, "%d ranks, group %d, unit %d: distance to one rank %.3g", ranks, group, unit, worst);
-    std::printf("  context on %d ranks, %d query heads per kv head, units of %d: merge %.2e, distance to one rank %.2e\n",
-                ranks, group, unit, merged, worst);
+    std::printf(
+        "  context on %d ranks, %d query heads per kv head, units of %d: merge %.2e, distance to one rank "
+        "%.2e\n",
+        ranks, group, unit, merged, worst);
 }
 
 // ---- heads ----
@@ -342,7 +347,8 @@ void check_heads(int ranks, const std::vector<int>& weights) {
     const auto q = random_rows(8, q_heads * dim);
     std::vector<double> worst(static_cast<std::size_t>(ranks));
     run_ranks(ranks, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
-        const index_range mine = kv[static_cast<std::size_t>(rank)], own_q = queries[static_cast<std::size_t>(rank)];
+        const index_range mine = kv[static_cast<std::size_t>(rank)],
+                          own_q = queries[static_cast<std::size_t>(rank)];
         std::vector<float16> own(static_cast<std::size_t>(own_q.size() * dim)), part;
         part.assign(q.begin() + own_q.first * dim, q.begin() + own_q.end * dim);
         const test::device_buffer<float16> out(static_cast<std::size_t>(own_q.size() * dim)), query(part);
@@ -361,17 +367,19 @@ void check_heads(int ranks, const std::vector<int>& weights) {
             OK(c.cache.attend(1, token_view<const float16>(query.get(), 1, own_q.size(), dim),
                               token_view<float16>(out.get(), 1, own_q.size(), dim), {}, stream));
             const auto a = c.attend(1, part, 1, own_q.size()), b = twin.attend(1, part, 1, own_q.size());
-            RANK_CHECK(std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0, "rank %d is not repeatable",
-                       rank);
+            RANK_CHECK(std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0,
+                       "rank %d is not repeatable", rank);
             worst[static_cast<std::size_t>(rank)] = distance(
                 a, std::vector<float>(want.begin() + own_q.first * dim, want.begin() + own_q.end * dim));
         }
         const test::device_buffer<float16> all(static_cast<std::size_t>(q_heads * dim)), scratch(all.size());
         OK(cuda::gather_heads<float16>(g, queries, token_view<const float16>(out.get(), 1, own_q.size(), dim),
-                                       token_view<float16>(all.get(), 1, q_heads, dim), scratch.get(), stream));
+                                       token_view<float16>(all.get(), 1, q_heads, dim), scratch.get(),
+                                       stream));
         OK(g.wait(stream, "for heads"));
         const auto y = all.download(), z = out.download();
-        RANK_CHECK(std::memcmp(y.data() + own_q.first * dim, z.data(), z.size() * 2) == 0, "own heads have moved");
+        RANK_CHECK(std::memcmp(y.data() + own_q.first * dim, z.data(), z.size() * 2) == 0,
+                   "own heads have moved");
         std::vector<float> floats;
         for (const float16 v : y) floats.push_back(static_cast<float>(v));
         RANK_CHECK(distance(floats, want) <= 1e-3, "rank %d: gathered heads are %.3g off", rank,
@@ -395,8 +403,8 @@ void same_pages(const held_cache& a, cuda::sequence_id ia, const held_cache& b, 
                x.committed(), x.first_copy, y.tokens, y.committed(), y.first_copy);
     int different = 0;
     for (std::size_t i = 0; i < x.quantized.size() && i < y.quantized.size(); ++i) {
-        RANK_CHECK(x.quantized[i].format == y.quantized[i].format, "%s: page %zu has format %d, not %d", name, i,
-                   x.quantized[i].format, y.quantized[i].format);
+        RANK_CHECK(x.quantized[i].format == y.quantized[i].format, "%s: page %zu has format %d, not %d", name,
+                   i, x.quantized[i].format, y.quantized[i].format);
         if (x.quantized[i].format != y.quantized[i].format) continue;
         for (int layer = 0; layer < layers; ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
@@ -416,9 +424,9 @@ void same_pages(const held_cache& a, cuda::sequence_id ia, const held_cache& b, 
 struct transfer_case {
     const char* name;
     page_geometry from, to;
-    const char* asked;      // format
+    const char* asked;  // format
     int n;
-    bool mixed = false;     // the sender has pages of two formats
+    bool mixed = false;  // the sender has pages of two formats
 };
 
 /// Rank 0 sends to rank `to`; both go on with the same tokens as a cache that was never moved.
@@ -430,8 +438,8 @@ void check_transfer(int ranks, int to, const transfer_case& t) {
             const cuda::sequence_id id = c.cache.new_sequence();
             c.prompt(id, x[0], {{0, t.n / 2}}, {0, heads});
             if (t.mixed)
-                OK(c.cache.requantize(std::span(&id, 1), {.format = "int8", .first_token = 64, .last_token = 200},
-                                      stream));
+                OK(c.cache.requantize(std::span(&id, 1),
+                                      {.format = "int8", .first_token = 64, .last_token = 200}, stream));
             c.prompt(id, x[0], {{t.n / 2, t.n}}, {0, heads});
             return id;
         };
@@ -447,9 +455,10 @@ void check_transfer(int ranks, int to, const transfer_case& t) {
             OK(sender.finish(&report));
             RANK_CHECK(report.tokens == t.n && report.bytes > 0 &&
                            (t.asked[0] != '\0' || report.bytes <= report.bytes_as_is),
-                       "%s: %d tokens, %zu of %zu bytes", t.name, report.tokens, report.bytes, report.bytes_as_is);
-            std::printf("  %-44s %zu bytes, as they are %zu, saved %zu\n", t.name, report.bytes, report.bytes_as_is,
-                        report.saved());
+                       "%s: %d tokens, %zu of %zu bytes", t.name, report.tokens, report.bytes,
+                       report.bytes_as_is);
+            std::printf("  %-44s %zu bytes, as they are %zu, saved %zu\n", t.name, report.bytes,
+                        report.bytes_as_is, report.saved());
         }
         if (rank != to) return;
         held_cache c(heads, t.to, stream), twin(heads, t.to, stream);
@@ -465,8 +474,8 @@ void check_transfer(int ranks, int to, const transfer_case& t) {
         if (c.cache.tokens(id) != t.n) return;
         std::size_t data = 0;
         data = c.cache.bytes(id);
-        RANK_CHECK(report.bytes == data && report.bytes == c.used_pages(), "%s: %zu bytes came, the sequence has %zu",
-                   t.name, report.bytes, data);
+        RANK_CHECK(report.bytes == data && report.bytes == c.used_pages(),
+                   "%s: %zu bytes came, the sequence has %zu", t.name, report.bytes, data);
         same_pages(c, id, twin, want, t.name);
         const cuda::sequence_id a[] = {id}, b[] = {want};
         for (int i = 0; i < more; ++i) {
@@ -475,7 +484,8 @@ void check_transfer(int ranks, int to, const transfer_case& t) {
             if (i % 23 != 0) continue;
             const auto q = random_rows(30, q_heads * dim);
             const auto y = c.attend(1, q, 1, q_heads), z = twin.attend(1, q, 1, q_heads);
-            RANK_CHECK(std::memcmp(y.data(), z.data(), y.size() * sizeof(float)) == 0, "%s: outputs differ", t.name);
+            RANK_CHECK(std::memcmp(y.data(), z.data(), y.size() * sizeof(float)) == 0, "%s: outputs differ",
+                       t.name);
         }
         same_pages(c, id, twin, want, t.name);
         OK(c.cache.free(id));
@@ -487,8 +497,9 @@ void check_refusals() {
     constexpr int heads = 2, n = 300;
     const tokens_of x(21, heads, n);
     const page_geometry geometry{4, 40, page_size};
-    const auto attempt = [&](const page_geometry& to, const std::vector<std::string>& formats, const char* asked,
-                             int max_tokens, const char* at_sender, const char* at_receiver) {
+    const auto attempt = [&](const page_geometry& to, const std::vector<std::string>& formats,
+                             const char* asked, int max_tokens, const char* at_sender,
+                             const char* at_receiver) {
         run_ranks(2, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
             if (rank == 0) {
                 held_cache c(heads, geometry, stream);
@@ -509,11 +520,12 @@ void check_refusals() {
             RANK_CHECK(id == cuda::sequence_id{} && c.used_pages() == 0, "a refused sequence has left pages");
         });
     };
-    attempt({4, 40, page_size}, {"kivi-4-g32"}, "", 200, "rank 1 refuses the sequence: kvq: a sequence of 300",
-            "max_tokens is 200");
+    attempt({4, 40, page_size}, {"kivi-4-g32"}, "", 200,
+            "rank 1 refuses the sequence: kvq: a sequence of 300", "max_tokens is 200");
     attempt({4, 41, page_size}, {"kivi-4-g32"}, "", 3000, "sinks, page_tokens and recent",
             "rank 0 cannot send the sequence: kvq: sinks");
-    attempt({3, 40, page_size}, {"kivi-4-g32"}, "", 3000, "sinks, page_tokens and recent", "rank 0 cannot send");
+    attempt({3, 40, page_size}, {"kivi-4-g32"}, "", 3000, "sinks, page_tokens and recent",
+            "rank 0 cannot send");
 }
 
 /// A sender whose messages go wrong, made of the parts of sequence_sender.
@@ -605,7 +617,8 @@ void check_silence(int ranks) {
         cuda::status s = merge.merge(view, nullptr, stream);
         if (s) s = g.wait(stream, "for the partial outputs");
         REFUSED(s, "rank");
-        RANK_CHECK(s.code == cudaErrorTimeout || s.code == cudaErrorUnknown, "code %d", static_cast<int>(s.code));
+        RANK_CHECK(s.code == cudaErrorTimeout || s.code == cudaErrorUnknown, "code %d",
+                   static_cast<int>(s.code));
         REFUSED(merge.merge(view, nullptr, stream), "failed before");
         REFUSED(g.wait(stream, "again"), "failed before");
         const std::lock_guard lock(mutex);
@@ -712,7 +725,8 @@ bool check_processes(int ranks) {
                 if (s) s = group.wait(stream, "for the partial outputs");
             }
             std::printf("  rank %d, %.1f s after the other was killed: %s\n", r,
-                        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(), s.message);
+                        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
+                        s.message);
             std::fflush(stdout);
             _exit(!s && test::failures == 0 ? 0 : 1);
         }

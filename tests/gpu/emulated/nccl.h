@@ -148,10 +148,10 @@ inline ncclResult_t ncclBroadcast(const void* own, void* to, std::size_t n, nccl
         if (to != own) std::memcpy(to, own, bytes);
     });
 }
-inline ncclResult_t ncclAllGather(const void* own, void* all, std::size_t n, ncclDataType_t type, ncclComm_t c,
-                                  cudaStream_t stream) {
+inline ncclResult_t ncclAllGather(const void* own, void* all, std::size_t n, ncclDataType_t type,
+                                  ncclComm_t c, cudaStream_t stream) {
     for (int r = 0; r < c->ranks; ++r)
-        ncclBroadcast(own, static_cast<char*>(all) + emulated_bytes(n, type) * static_cast<std::size_t>(r), n, type,
-                      r, c, stream);
+        ncclBroadcast(own, static_cast<char*>(all) + emulated_bytes(n, type) * static_cast<std::size_t>(r), n,
+                      type, r, c, stream);
     return ncclSuccess;
 }

@@ -30,7 +30,8 @@ public:
 
     static status make_id(ncclUniqueId& id) {
         const ncclResult_t r = ncclGetUniqueId(&id);
-        return r == ncclSuccess ? status{} : error(cudaErrorUnknown, "making an id: %s", ncclGetErrorString(r));
+        return r == ncclSuccess ? status{}
+                                : error(cudaErrorUnknown, "making an id: %s", ncclGetErrorString(r));
     }
 
     /// Joins the group; returns when all ranks have.

@@ -127,13 +127,15 @@ private:
         if (group_ == nullptr) return detail::bad_value("attention over a divided context is not open");
         if (o.query_tokens != 1 || o.window != 0 || o.state_in != nullptr || o.state_out != nullptr)
             return detail::bad_value(
-                "a divided context takes one query token per sequence (got %d), no sliding window (got %d) and no "
+                "a divided context takes one query token per sequence (got %d), no sliding window (got %d) "
+                "and no "
                 "states",
                 o.query_tokens, o.window);
-        if (out.dim != dim_ || q_tokens != out.tokens || q_heads != out.heads || out.tokens * out.heads > rows_)
+        if (out.dim != dim_ || q_tokens != out.tokens || q_heads != out.heads ||
+            out.tokens * out.heads > rows_)
             return detail::bad_value(
-                "q is %d x %d and out %d x %d x %d, but a divided context was opened for %d rows of %d", q_tokens,
-                q_heads, out.tokens, out.heads, out.dim, rows_, dim_);
+                "q is %d x %d and out %d x %d x %d, but a divided context was opened for %d rows of %d",
+                q_tokens, q_heads, out.tokens, out.heads, out.dim, rows_, dim_);
         return {};
     }
 };
@@ -163,15 +165,15 @@ private:
     status exchange(int rows, const token_view<Out>& out, float* lse, cudaStream_t stream) {
         const std::size_t count = static_cast<std::size_t>(rows) * static_cast<std::size_t>(dim_ + 2);
         float* const all = states_ + own_values();
-        if (status s = group_->call("gathering partial outputs",
-                                    [&](ncclComm_t c) {
-                                        return ncclAllGather(states_, all, count, ncclFloat32, c, stream);
-                                    });
+        if (status s = group_->call(
+                "gathering partial outputs",
+                [&](ncclComm_t c) { return ncclAllGather(states_, all, count, ncclFloat32, c, stream); });
             !s)
             return s;
         return detail::launch("launching the merge of partial outputs", detail::overlap::yes,
-                              detail::merge_states_kernel<Out>, dim3(static_cast<unsigned>((rows + 3) / 4)), 128,
-                              0, stream, static_cast<const float*>(all), group_->ranks(), rows, out, lse);
+                              detail::merge_states_kernel<Out>, dim3(static_cast<unsigned>((rows + 3) / 4)),
+                              128, 0, stream, static_cast<const float*>(all), group_->ranks(), rows, out,
+                              lse);
     }
 
     detail::device_memory memory_;  // the rank's states, then those of all ranks
@@ -188,9 +190,9 @@ status gather_heads(nccl_group& group, std::span<const index_range> heads, const
     const index_range mine = heads[static_cast<std::size_t>(me)];
     if (own.heads != mine.size() || all.heads != heads.back().end || own.tokens != all.tokens ||
         (own.heads > 0 && own.dim != all.dim))
-        return detail::bad_value("rank %d has %d of %d heads, but outputs are %d x %d x %d of %d x %d x %d", me,
-                                 mine.size(), heads.back().end, own.tokens, own.heads, own.dim, all.tokens,
-                                 all.heads, all.dim);
+        return detail::bad_value("rank %d has %d of %d heads, but outputs are %d x %d x %d of %d x %d x %d",
+                                 me, mine.size(), heads.back().end, own.tokens, own.heads, own.dim,
+                                 all.tokens, all.heads, all.dim);
     if (own.heads > 0 && (own.head_stride != own.dim || own.token_stride != own.heads * own.dim))
         return detail::bad_value("outputs of own heads must be dense");
     if (all.tokens == 0) return {};
@@ -199,18 +201,21 @@ status gather_heads(nccl_group& group, std::span<const index_range> heads, const
     for (const index_range& r : heads) equal = equal && r.size() == heads[0].size();
     const bool in_place = all.tokens == 1 && all.head_stride == all.dim;
     T* const gathered = in_place ? all.data : scratch;
-    const auto first_value = [&](const index_range& r) { return static_cast<std::size_t>(r.first) * tokens * row; };
-    const auto values = [&](const index_range& r) { return static_cast<std::size_t>(r.size()) * tokens * row; };
+    const auto first_value = [&](const index_range& r) {
+        return static_cast<std::size_t>(r.first) * tokens * row;
+    };
+    const auto values = [&](const index_range& r) {
+        return static_cast<std::size_t>(r.size()) * tokens * row;
+    };
     status s = group.call("gathering heads", [&](ncclComm_t c) {
-        if (equal)
-            return ncclAllGather(own.data, gathered, values(mine) * sizeof(T), ncclUint8, c, stream);
+        if (equal) return ncclAllGather(own.data, gathered, values(mine) * sizeof(T), ncclUint8, c, stream);
         ncclResult_t result = ncclGroupStart();
         for (std::size_t r = 0; r < heads.size(); ++r) {
             T* const to = gathered + first_value(heads[r]);
             if (heads[r].size() == 0) continue;
-            const ncclResult_t one = ncclBroadcast(static_cast<int>(r) == me ? own.data : to, to,
-                                                   values(heads[r]) * sizeof(T), ncclUint8, static_cast<int>(r), c,
-                                                   stream);
+            const ncclResult_t one =
+                ncclBroadcast(static_cast<int>(r) == me ? own.data : to, to, values(heads[r]) * sizeof(T),
+                              ncclUint8, static_cast<int>(r), c, stream);
             if (result == ncclSuccess && one != ncclInProgress) result = one;
         }
         const ncclResult_t end = ncclGroupEnd();
@@ -218,9 +223,10 @@ status gather_heads(nccl_group& group, std::span<const index_range> heads, const
     });
     for (const index_range& r : heads)
         if (s && r.size() > 0 && !in_place)
-            s = detail::launch("launching a copy of heads", detail::overlap::no, detail::spread_heads_kernel<T>,
-                               dim3(static_cast<unsigned>(all.tokens), static_cast<unsigned>(r.size())), 128, 0,
-                               stream, static_cast<const T*>(gathered + first_value(r)), r.first, r.size(), all);
+            s = detail::launch(
+                "launching a copy of heads", detail::overlap::no, detail::spread_heads_kernel<T>,
+                dim3(static_cast<unsigned>(all.tokens), static_cast<unsigned>(r.size())), 128, 0, stream,
+                static_cast<const T*>(gathered + first_value(r)), r.first, r.size(), all);
     return s;
 }
 

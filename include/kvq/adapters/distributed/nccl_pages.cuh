@@ -83,8 +83,8 @@ template <bool Pack>
 status move_pages(const layer_kinds& kinds, const moved_page* pages, int count, std::byte* slice,
                   cudaStream_t stream) {
     return launch("launching copies of pages", overlap::no, move_pages_kernel<Pack>,
-                  dim3(static_cast<unsigned>(kvq::detail::smaller(2 * count, few_blocks))), 256, 0, stream, kinds,
-                  pages, count, slice);
+                  dim3(static_cast<unsigned>(kvq::detail::smaller(2 * count, few_blocks))), 256, 0, stream,
+                  kinds, pages, count, slice);
 }
 
 /// Reads and makes sequences of a cache.
@@ -126,23 +126,26 @@ struct transfer_access {
 
     /// What a page of the sequence is, here and on its way.
     struct entry {
-        int kind, number;         // here, or where it goes to
-        int wire;                 // as it travels, in the sender's numbers
-        bool converted = false;   // kind and number are those of its source
+        int kind, number;        // here, or where it goes to
+        int wire;                // as it travels, in the sender's numbers
+        bool converted = false;  // kind and number are those of its source
     };
-    static status plan_sending(const cache& c, sequence_id id, const transfer_request& r, transfer_offer& offer,
-                               transfer_plan& plan, plan_memory& memory, cudaStream_t stream) {
+    static status plan_sending(const cache& c, sequence_id id, const transfer_request& r,
+                               transfer_offer& offer, transfer_plan& plan, plan_memory& memory,
+                               cudaStream_t stream) {
         transfer_request own;
         (void)make_request(c, {}, own);
         if (r.layers != own.layers || r.kv_heads != own.kv_heads || r.head_dim != own.head_dim ||
             r.value_dim != own.value_dim || r.type != own.type)
-            return bad_value("the receiver has %d layers of %d x %d and %d, the sender %d of %d x %d and %d, or "
-                             "another type",
-                             r.layers, r.kv_heads, r.head_dim, r.value_dim, own.layers, own.kv_heads, own.head_dim,
-                             own.value_dim);
+            return bad_value(
+                "the receiver has %d layers of %d x %d and %d, the sender %d of %d x %d and %d, or "
+                "another type",
+                r.layers, r.kv_heads, r.head_dim, r.value_dim, own.layers, own.kv_heads, own.head_dim,
+                own.value_dim);
         if (r.sinks != own.sinks || r.page_tokens != own.page_tokens || r.recent > own.recent)
-            return bad_value("sinks, page_tokens and recent are %d, %d, %d at the receiver, %d, %d, %d at the sender",
-                             r.sinks, r.page_tokens, r.recent, own.sinks, own.page_tokens, own.recent);
+            return bad_value(
+                "sinks, page_tokens and recent are %d, %d, %d at the receiver, %d, %d, %d at the sender",
+                r.sinks, r.page_tokens, r.recent, own.sinks, own.page_tokens, own.recent);
         int asked = -1;
         if (r.format[0] != '\0') {
             asked = c.format_.find(r.format);
@@ -154,16 +157,19 @@ struct transfer_access {
                   committed = kvq::detail::larger(s.committed(), rules.due(n));
         // 16-bit values that the receiver would have kept for its rollback, where the sender has them.
         int first_copy = kvq::detail::larger(s.first_copy, pages - r.ring);
-        while (first_copy < committed && rules.first_token(first_copy + 1) + r.recent <= n - r.rollback) ++first_copy;
+        while (first_copy < committed && rules.first_token(first_copy + 1) + r.recent <= n - r.rollback)
+            ++first_copy;
         first_copy = kvq::detail::smaller(first_copy, committed);
 
         std::vector<entry> entries;
-        const auto in_window = [&](int page) { return s.window[static_cast<std::size_t>(page % c.rules_.ring)]; };
+        const auto in_window = [&](int page) {
+            return s.window[static_cast<std::size_t>(page % c.rules_.ring)];
+        };
         plan.formats.clear();
         for (int i = 0; i < committed; ++i) {
             const bool quantized = i < s.committed();
-            const held_page p = quantized ? s.quantized[static_cast<std::size_t>(i)]
-                                          : held_page{window_kind, in_window(i)};
+            const held_page p =
+                quantized ? s.quantized[static_cast<std::size_t>(i)] : held_page{window_kind, in_window(i)};
             const int wire = asked >= 0 ? asked : quantized ? p.format : s.target;
             entries.push_back({p.format, p.number, wire, wire != p.format});
             plan.formats.push_back(static_cast<std::int8_t>(wire));
@@ -192,17 +198,18 @@ struct transfer_access {
     }
 
     /// Takes pages for the sequence of an offer. An error has changed nothing.
-    static status plan_receiving(cache& c, const transfer_offer& offer, transfer_plan& plan, plan_memory& memory,
-                                 sequence_id& made, cudaStream_t stream) {
+    static status plan_receiving(cache& c, const transfer_offer& offer, transfer_plan& plan,
+                                 plan_memory& memory, sequence_id& made, cudaStream_t stream) {
         if (offer.formats_checksum != host_checksum(plan.formats.data(), plan.formats.size()))
             return bad_value("the formats of %zu pages came damaged", plan.formats.size());
         if (offer.tokens > c.options_.max_tokens)
-            return bad_value("a sequence of %d tokens, but max_tokens is %d", offer.tokens, c.options_.max_tokens);
+            return bad_value("a sequence of %d tokens, but max_tokens is %d", offer.tokens,
+                             c.options_.max_tokens);
         const page_rules& rules = c.rules_;
         const int pages = rules.pages(offer.tokens), sinks = rules.sink_pages(offer.tokens);
         if (pages - offer.first_copy > rules.ring || offer.first_copy > offer.committed)
-            return bad_value("%d pages from page %d on do not fit a window of %d pages", pages, offer.first_copy,
-                             rules.ring);
+            return bad_value("%d pages from page %d on do not fit a window of %d pages", pages,
+                             offer.first_copy, rules.ring);
         std::vector<int> local(page_kinds, -1);
         local[window_kind] = window_kind;
         local[sink_kind] = sink_kind;
@@ -210,7 +217,8 @@ struct transfer_access {
         s.tokens = offer.tokens;
         s.first_copy = offer.first_copy;
         const auto map = [&](int wire) -> status {
-            if (wire < 0 || wire >= most_formats) return bad_value("a page has format %d of the sender", wire);
+            if (wire < 0 || wire >= most_formats)
+                return bad_value("a page has format %d of the sender", wire);
             int& f = local[static_cast<std::size_t>(wire)];
             if (f < 0) f = c.format_.find(offer.names[wire]);
             if (f < 0) return bad_value("%.60s is not a format of the receiving cache", offer.names[wire]);
@@ -263,7 +271,8 @@ struct transfer_access {
                           transfer_plan& plan, plan_memory& memory, cudaStream_t stream) {
         const auto layers = static_cast<std::size_t>(c.shape_.layers);
         std::size_t all = 0;
-        for (const entry& e : entries) all += pool(c, local[static_cast<std::size_t>(e.wire)]).page_bytes() / layers;
+        for (const entry& e : entries)
+            all += pool(c, local[static_cast<std::size_t>(e.wire)]).page_bytes() / layers;
         const std::size_t count = entries.size(), slices = all / transfer_plan::slice_limit + 1,
                           per_slice = kvq::detail::larger<std::size_t>(1, (count + slices - 1) / slices);
         std::vector<moved_page> moved;
@@ -295,8 +304,8 @@ struct transfer_access {
                 const int source = e.kind == window_kind ? -1 : e.kind;
                 if (static_cast<int>(plan.conversions.size()) == first_conversion ||
                     plan.conversions.back().source != source || plan.conversions.back().target != e.wire)
-                    plan.conversions.push_back({source, e.wire, static_cast<int>(from.size()), 0, key_at[e.wire],
-                                                value_at[e.wire]});
+                    plan.conversions.push_back(
+                        {source, e.wire, static_cast<int>(from.size()), 0, key_at[e.wire], value_at[e.wire]});
                 ++plan.conversions.back().count;
                 from.push_back(e.number);
                 to.push_back(static_cast<int>(number));
@@ -310,7 +319,8 @@ struct transfer_access {
             m = device_memory();
             if (result) result = m.allocate(c.options_.memory, bytes, "a list of pages", stream);
             if (!result || bytes == 0) return;
-            const cudaError_t code = cudaMemcpyAsync(m.as<>(), list.data(), bytes, cudaMemcpyHostToDevice, stream);
+            const cudaError_t code =
+                cudaMemcpyAsync(m.as<>(), list.data(), bytes, cudaMemcpyHostToDevice, stream);
             if (code != cudaSuccess) result = runtime_error(code, "copying a list of pages");
         };
         put(memory.pages, moved);
@@ -322,8 +332,7 @@ struct transfer_access {
     static layer_kinds kinds_of(const cache& c, int layer) {
         layer_kinds k;
         for (int i = 0; i < page_kinds; ++i)
-            if (i >= most_formats || i < c.kinds())
-                k.of[i] = pool(c, i).memory().layer(layer);
+            if (i >= most_formats || i < c.kinds()) k.of[i] = pool(c, i).memory().layer(layer);
         return k;
     }
     static status pack(const cache& c, const transfer_plan& plan, const transfer_plan::slice& of, int layer,
@@ -343,9 +352,9 @@ struct transfer_access {
             layer_memory& to = l.quantized[x.target].pages;
             to.keys = slice + x.key_at;
             to.values = slice + x.value_at;
-            if (status s = c.format_.functions->requantize(l, x.source, l.window, x.target,
-                                                           memory.from.as<const int>() + x.first,
-                                                           memory.to.as<const int>() + x.first, x.count, stream);
+            if (status s = c.format_.functions->requantize(
+                    l, x.source, l.window, x.target, memory.from.as<const int>() + x.first,
+                    memory.to.as<const int>() + x.first, x.count, stream);
                 !s)
                 return s;
         }

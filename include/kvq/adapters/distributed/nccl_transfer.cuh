@@ -88,7 +88,8 @@ private:
         std::byte* const buffer = pipe_.next();
         const detail::transfer_plan::slice& of = plan_.slice_at(i);
         if (status s = pipe_.wait_for_buffer(pipe_.pages); !s) return s;
-        if (status s = detail::transfer_access::pack(*cache_, plan_, of, layer_, buffer, memory_, pipe_.pages);
+        if (status s =
+                detail::transfer_access::pack(*cache_, plan_, of, layer_, buffer, memory_, pipe_.pages);
             !s)
             return s;
         if (status s = detail::seal(buffer, of.bytes, layer_, i, pipe_.pages); !s) return s;
@@ -128,7 +129,8 @@ public:
     }
     /// Receives the sender's offer and takes pages for it. receive() does so if it was not done before.
     status begin() {
-        if (pipe_.group == nullptr || begun_) return detail::bad_value("the receiver is not open, or has begun");
+        if (pipe_.group == nullptr || begun_)
+            return detail::bad_value("the receiver is not open, or has begun");
         const status s = accept();
         if (!s) drop();
         return s;
@@ -193,26 +195,25 @@ private:
         if (status s = pipe_.wait_for_buffer(pipe_.messages); !s) return s;
         if (status s = pipe_.group->receive(buffer, of.bytes, pipe_.peer, pipe_.messages); !s) return s;
         if (status s = pipe_.pass(pipe_.messages, pipe_.pages); !s) return s;
-        if (status s = detail::note(buffer, of.bytes,
-                                    sums_.as<detail::slice_header>() + layer_ * plan_.slices() + i,
-                                    pipe_.pages);
+        if (status s =
+                detail::note(buffer, of.bytes, sums_.as<detail::slice_header>() + layer_ * plan_.slices() + i,
+                             pipe_.pages);
             !s)
             return s;
-        if (status s = detail::transfer_access::unpack(*cache_, of, layer_, buffer, memory_, pipe_.pages);
-            !s)
+        if (status s = detail::transfer_access::unpack(*cache_, of, layer_, buffer, memory_, pipe_.pages); !s)
             return s;
         return pipe_.buffer_done(pipe_.pages);
     }
     /// Are the headers those that were expected, and their checksums those of what came?
     status check_messages() {
-        const cudaError_t code = cudaMemcpy(headers_.data(), sums_.as<>(), headers_.size() * sizeof(headers_[0]),
-                                            cudaMemcpyDeviceToHost);
+        const cudaError_t code = cudaMemcpy(headers_.data(), sums_.as<>(),
+                                            headers_.size() * sizeof(headers_[0]), cudaMemcpyDeviceToHost);
         if (code != cudaSuccess) return detail::runtime_error(code, "reading checksums");
         for (std::size_t at = 0; at < headers_.size(); ++at) {
             const auto slices = static_cast<std::size_t>(plan_.slices());
             const int layer = static_cast<int>(at / slices), slice = static_cast<int>(at % slices);
-            if (status s = detail::check_header(headers_[at], pipe_.peer, layer, slice,
-                                                plan_.slice_at(slice).bytes);
+            if (status s =
+                    detail::check_header(headers_[at], pipe_.peer, layer, slice, plan_.slice_at(slice).bytes);
                 !s)
                 return s;
         }

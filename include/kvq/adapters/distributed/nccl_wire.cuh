@@ -66,8 +66,8 @@ inline status add_checksum(const std::byte* slice, std::size_t bytes, unsigned l
                            cudaStream_t stream) {
     const std::size_t count = (bytes - sizeof(slice_header)) / sizeof(uint4);
     const std::size_t blocks = std::clamp<std::size_t>(count / 2048, 1, few_blocks);
-    return launch("launching a checksum", overlap::no, checksum_kernel, dim3(static_cast<unsigned>(blocks)), 256,
-                  0, stream, reinterpret_cast<const uint4*>(slice + sizeof(slice_header)), count, sum);
+    return launch("launching a checksum", overlap::no, checksum_kernel, dim3(static_cast<unsigned>(blocks)),
+                  256, 0, stream, reinterpret_cast<const uint4*>(slice + sizeof(slice_header)), count, sum);
 }
 /// Writes the header of a slice.
 inline status seal(std::byte* slice, std::size_t bytes, int layer, int number, cudaStream_t stream) {
@@ -76,7 +76,8 @@ inline status seal(std::byte* slice, std::size_t bytes, int layer, int number, c
     header.slice = number;
     header.bytes = bytes;
     auto* const to = reinterpret_cast<slice_header*>(slice);
-    if (status s = launch("launching a header", overlap::no, write_header_kernel, dim3(1), 1, 0, stream, header, to);
+    if (status s =
+            launch("launching a header", overlap::no, write_header_kernel, dim3(1), 1, 0, stream, header, to);
         !s)
         return s;
     return add_checksum(slice, bytes, &to->checksum, stream);
@@ -90,9 +91,9 @@ inline status note(const std::byte* slice, std::size_t bytes, slice_header* to, 
     return add_checksum(slice, bytes, &to->computed, stream);
 }
 inline status check_header(const slice_header& h, int from, int layer, int slice, std::size_t bytes) {
-    const status damaged = bad_value(
-        "slice %d of layer %d from rank %d is damaged: its checksum is %llx, not %llx", slice, layer, from,
-        h.computed, h.checksum);
+    const status damaged =
+        bad_value("slice %d of layer %d from rank %d is damaged: its checksum is %llx, not %llx", slice,
+                  layer, from, h.computed, h.checksum);
     const bool right = h.magic == slice_header::right_magic && h.layer == layer && h.slice == slice &&
                        h.bytes == bytes && h.computed == h.checksum;
     return right ? status{} : damaged;
@@ -108,7 +109,8 @@ inline std::uint64_t host_checksum(const void* data, std::size_t bytes) noexcept
     std::uint64_t sum = 0;
     for (std::size_t i = 0; i * 4 < bytes; ++i) {
         std::uint32_t word = 0;
-        std::memcpy(&word, static_cast<const std::byte*>(data) + 4 * i, kvq::detail::smaller<std::size_t>(4, bytes - 4 * i));
+        std::memcpy(&word, static_cast<const std::byte*>(data) + 4 * i,
+                    kvq::detail::smaller<std::size_t>(4, bytes - 4 * i));
         sum += word * checksum_factor(i);
     }
     return sum;
@@ -200,7 +202,9 @@ struct transfer_pipe {
         return checked(code);
     }
     std::byte* next() const noexcept { return buffers_[turn_].as<>(); }
-    status wait_for_buffer(cudaStream_t stream) { return checked(cudaStreamWaitEvent(stream, done_[turn_], 0)); }
+    status wait_for_buffer(cudaStream_t stream) {
+        return checked(cudaStreamWaitEvent(stream, done_[turn_], 0));
+    }
     status buffer_done(cudaStream_t stream) {
         const cudaError_t code = cudaEventRecord(done_[turn_], stream);
         turn_ ^= 1;
@@ -216,20 +220,24 @@ struct transfer_pipe {
     template <class Words>
     status receive_words(Words& words, const char* what) {
         if (status s = receive_bytes(&words, sizeof words, what); !s) return s;
-        const std::uint64_t sent = std::exchange(words.checksum, 0), right = host_checksum(&words, sizeof words);
+        const std::uint64_t sent = std::exchange(words.checksum, 0),
+                            right = host_checksum(&words, sizeof words);
         if (words.magic == Words::right_magic && sent == right) return {};
         return bad_value("a message from rank %d is damaged: its checksum is %llx, not %llx", peer,
                          static_cast<unsigned long long>(right), static_cast<unsigned long long>(sent));
     }
     status send_list(const std::vector<std::int8_t>& list, const char* what) {
         for (std::size_t at = 0; at < list.size(); at += small_bytes)
-            if (status s = send_bytes(&list[at], kvq::detail::smaller(small_bytes, list.size() - at), what); !s)
+            if (status s = send_bytes(&list[at], kvq::detail::smaller(small_bytes, list.size() - at), what);
+                !s)
                 return s;
         return {};
     }
     status receive_list(std::vector<std::int8_t>& list, const char* what) {
         for (std::size_t at = 0; at < list.size(); at += small_bytes)
-            if (status s = receive_bytes(&list[at], kvq::detail::smaller(small_bytes, list.size() - at), what); !s)
+            if (status s =
+                    receive_bytes(&list[at], kvq::detail::smaller(small_bytes, list.size() - at), what);
+                !s)
                 return s;
         return {};
     }

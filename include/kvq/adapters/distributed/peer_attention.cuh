@@ -63,9 +63,9 @@ __device__ __forceinline__ float4 await(const uint4* from, unsigned long long li
 /// A warp per row. own: [rows][dim + 2].
 template <class T>
 __global__ void __launch_bounds__(128)
-    merge_peers_kernel(const __grid_constant__ peer_pointers peers, const float* own, int me, int ranks, int most_rows,
-                       int rows, token_view<T> out, float* lse, unsigned* steps, unsigned long long limit,
-                       volatile int* failed) {
+    merge_peers_kernel(const __grid_constant__ peer_pointers peers, const float* own, int me, int ranks,
+                       int most_rows, int rows, token_view<T> out, float* lse, unsigned* steps,
+                       unsigned long long limit, volatile int* failed) {
     launch_dependents();
     const int row = static_cast<int>(blockIdx.x) * 4 + static_cast<int>(threadIdx.x) / 32,
               lane = static_cast<int>(threadIdx.x) % 32;
@@ -167,7 +167,8 @@ private:
     status check_peers() const {
         if (*static_cast<volatile int*>(failed_) == 0) return {};
         status s = detail::bad_value(
-            "rank %d waited %lld ms for partial outputs, which is the time limit: another rank has failed or is silent",
+            "rank %d waited %lld ms for partial outputs, which is the time limit: another rank has failed or "
+            "is silent",
             group_->rank(), static_cast<long long>(group_->limit().count()));
         s.code = cudaErrorTimeout;
         return s;
@@ -188,7 +189,8 @@ private:
         place own{machine(), static_cast<int>(getpid()), 0, memory_, {}};
         if (code == cudaSuccess) code = cudaGetDevice(&own.device);
         if (code == cudaSuccess) code = cudaIpcGetMemHandle(&own.handle, memory_);
-        if (code != cudaSuccess) return detail::runtime_error(code, "memory for partial outputs of all ranks");
+        if (code != cudaSuccess)
+            return detail::runtime_error(code, "memory for partial outputs of all ranks");
         *failed_ = 0;
         states_ = reinterpret_cast<float*>(memory + kvq::detail::round_up(slots, std::size_t{256}));
         steps_ = reinterpret_cast<unsigned*>(states_ + own_values());
@@ -199,8 +201,9 @@ private:
         if (code != cudaSuccess) return detail::runtime_error(code, "handles of memory");
         if (status s = group_->call("telling handles of memory",
                                     [&](ncclComm_t c) {
-                                        return ncclAllGather(told + static_cast<std::size_t>(me) * sizeof(place), told,
-                                                             sizeof(place), ncclUint8, c, stream);
+                                        return ncclAllGather(
+                                            told + static_cast<std::size_t>(me) * sizeof(place), told,
+                                            sizeof(place), ncclUint8, c, stream);
                                     });
             !s)
             return s;
@@ -210,7 +213,8 @@ private:
             const place& other = all[static_cast<std::size_t>(r)];
             void* at = other.memory;
             if (other.machine != own.machine)
-                return detail::bad_value("rank %d is on another machine, whose memory rank %d cannot write to", r, me);
+                return detail::bad_value(
+                    "rank %d is on another machine, whose memory rank %d cannot write to", r, me);
             if (r != me && other.process == own.process) {
                 code = cudaDeviceEnablePeerAccess(other.device, 0);
                 if (code == cudaErrorPeerAccessAlreadyEnabled) {
@@ -239,9 +243,10 @@ private:
         if (status s = check_peers(); !s) return s;
         const auto limit = static_cast<unsigned long long>(group_->limit().count()) * 1000000ULL;
         return detail::launch("launching the merge of partial outputs", detail::overlap::yes,
-                              detail::merge_peers_kernel<Out>, dim3(static_cast<unsigned>((rows + 3) / 4)), 128, 0,
-                              stream, peers_, static_cast<const float*>(states_), group_->rank(), group_->ranks(),
-                              rows_, rows, out, lse, steps_, limit, static_cast<volatile int*>(failed_));
+                              detail::merge_peers_kernel<Out>, dim3(static_cast<unsigned>((rows + 3) / 4)),
+                              128, 0, stream, peers_, static_cast<const float*>(states_), group_->rank(),
+                              group_->ranks(), rows_, rows, out, lse, steps_, limit,
+                              static_cast<volatile int*>(failed_));
     }
 
     void* memory_ = nullptr;

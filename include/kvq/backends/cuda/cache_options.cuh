@@ -18,7 +18,7 @@ struct cache_options {
     int page_tokens = 64;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out: fp16 or bf16
     int sinks = 0;                       ///< first tokens, always 16 bit
-    int recent = 64;  ///< at least this many newest tokens are 16 bit; at least step_tokens
+    int recent = 64;         ///< at least this many newest tokens are 16 bit; at least step_tokens
     int rollback = 16;       ///< a trim by up to this many tokens is exact
     int max_batch = 1;       ///< sequences of one step
     int max_tokens = 4096;   ///< of one sequence
