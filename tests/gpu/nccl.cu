@@ -184,6 +184,12 @@ std::vector<float16> random_rows(unsigned seed, int n) {
     for (float16& y : x) y = float16(test::normal(r));
     return x;
 }
+/// To attention on one rank, in float outputs. The emulated device has three multiprocessors: a warp sums many tokens, in another order.
+#ifdef __CUDACC__
+constexpr double most_distance = 1e-6;
+#else
+constexpr double most_distance = 5e-5;
+#endif
 /// Largest distance of a row, relative to its norm.
 double distance(const std::vector<float>& a, const std::vector<float>& b) {
     double worst = a.size() == b.size() ? 0.0 : INFINITY;
@@ -220,11 +226,13 @@ std::vector<float> merged_states(const std::vector<std::vector<float>>& states) 
 
 // ---- contexts ----
 
-void check_context(int ranks, const std::vector<int>& weights, int group, int unit, unsigned seed) {
+void check_context(int ranks, const std::vector<int>& weights, int group, int unit, unsigned seed,
+                   const std::vector<int>& lengths = {700, 90, 1500}) {
     constexpr int heads = 2;
     const int q_heads = heads * group;
     const page_geometry whole{4, 40, page_size};
-    const std::vector<int> lengths{700, 90, 1500};  // the second one may be too short for some ranks
+    // The second one may be too short for some ranks.
+    const int most_tokens = *std::max_element(lengths.begin(), lengths.end()) + 100;
     constexpr int steps = 40;
     std::vector<tokens_of> x;
     for (std::size_t i = 0; i < lengths.size(); ++i)
@@ -235,8 +243,8 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
     run_ranks(ranks, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
         std::vector<context_split> splits(lengths.size(), context_split(whole, weights, -1, unit));
         const bool home = splits[0].home() == rank;
-        held_cache own(heads, splits[0].geometry(rank), stream);
-        held_cache one(heads, whole, stream);
+        held_cache own(heads, splits[0].geometry(rank), stream, 4, most_tokens);
+        held_cache one(heads, whole, stream, 4, most_tokens);
         std::vector<cuda::sequence_id> batch, all;
         for (std::size_t i = 0; i < lengths.size(); ++i) {
             const cuda::sequence_id id = own.cache.new_sequence();
@@ -326,9 +334,9 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
     for (const float l : logs) CHECK(std::isfinite(l), "lse is %g", static_cast<double>(l));
     const double merged = distance(outputs[0], merged_states(states));
     CHECK(merged <= 1e-6, "%d ranks, group %d, unit %d: the merge is %.3g off", ranks, group, unit, merged);
-    // Attention of a part rounds its 16-bit weights and sums its floats as attention of all tokens does, but for their order.
     const double worst = distance(outputs[0], want);
-    CHECK(worst <= 5e-5, "%d ranks, group %d, unit %d: distance to one rank %.3g", ranks, group, unit, worst);
+    CHECK(worst <= most_distance, "%d ranks, group %d, unit %d: distance to one rank %.3g", ranks, group,
+          unit, worst);
     std::printf(
         "  context on %d ranks, %d query heads per kv head, units of %d: merge %.2e, distance to one rank "
         "%.2e\n",
@@ -386,7 +394,7 @@ void check_heads(int ranks, const std::vector<int>& weights) {
                    distance(floats, want));
     });
     const double most = *std::max_element(worst.begin(), worst.end());
-    CHECK(most <= 5e-5, "heads on %d ranks: %.3g off", ranks, most);
+    CHECK(most <= most_distance, "heads on %d ranks: %.3g off", ranks, most);
     std::printf("  heads on %d ranks: distance to one rank %.2e\n", ranks, most);
 }
 
@@ -560,23 +568,21 @@ void check_damage(unsigned seed) {
         OK(pipe.send_list(plan.formats, "for formats"));
         OK(pipe.receive_words(answer, "for an answer"));
         OK(pipe.reserve(plan.most_bytes(), {}, stream));
+        RANK_CHECK(plan.messages.size() == 1 && plan.slices() == 1, "%zu messages", plan.messages.size());
+        const std::size_t bytes = plan.slice_at(0).bytes;
         for (int layer = 0; layer < layers; ++layer)
-            for (int i = 0; i < plan.slices(); ++i) {
-                const auto& of = plan.slice_at(i);
-                OK(d::transfer_access::pack(c.cache, plan, of, layer, pipe.next(), memory, pipe.messages));
-                OK(d::seal(pipe.next(), of.bytes, layer, i, pipe.messages));
-                CUDA_OK(cudaStreamSynchronize(pipe.messages));
-                if (layer == 1) {  // one bit
-                    std::byte* const at = pipe.next() + r() % of.bytes;
-                    std::byte b{};
-                    // Words behind the header's checksum are of the receiver.
-                    if (at < pipe.next() + 64 && at >= pipe.next() + 32) continue;
-                    CUDA_OK(cudaMemcpy(&b, at, 1, cudaMemcpyDeviceToHost));
-                    b ^= static_cast<std::byte>(1u << r() % 8);
-                    CUDA_OK(cudaMemcpy(at, &b, 1, cudaMemcpyHostToDevice));
-                }
-                OK(g.send(pipe.next(), of.bytes, 1, pipe.messages));
-            }
+            OK(d::transfer_access::pack(c.cache, plan, plan.slice_at(0), layer, 0,
+                                        pipe.next() + static_cast<std::size_t>(layer) * bytes, memory,
+                                        pipe.messages));
+        CUDA_OK(cudaStreamSynchronize(pipe.messages));
+        // One bit of the second layer; words behind the header's checksum are the receiver's.
+        std::size_t at = r() % (bytes - 32);
+        if (at >= 32) at += 32;
+        std::byte b{};
+        CUDA_OK(cudaMemcpy(&b, pipe.next() + bytes + at, 1, cudaMemcpyDeviceToHost));
+        b ^= static_cast<std::byte>(1u << r() % 8);
+        CUDA_OK(cudaMemcpy(pipe.next() + bytes + at, &b, 1, cudaMemcpyHostToDevice));
+        OK(g.send(pipe.next(), plan.messages[0].bytes, 1, pipe.messages));
         OK(g.wait(pipe.messages, "until layers are sent"));
     });
 }
@@ -599,21 +605,12 @@ void check_silence(int ranks) {
     run_ranks(ranks, limit, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
         cuda::context_attention merge;
         OK(merge.open(g, 1, 4, dim, stream));
-#ifdef __CUDACC__
-        cuda::peer_context_attention peers;
-        OK(peers.open(g, 1, 4, dim, stream));
-#endif
         if (rank == ranks - 1) {
             while (!all_noticed()) std::this_thread::sleep_for(5ms);
             return;
         }
         const test::device_buffer<float> out(4 * dim);
         const token_view<float> view(out.get(), 1, 4, dim);
-#ifdef __CUDACC__
-        cuda::status late = peers.merge(view, nullptr, stream);
-        if (late) late = peers.wait(stream, "for the partial outputs");
-        REFUSED(late, "which is the time limit");
-#endif
         cuda::status s = merge.merge(view, nullptr, stream);
         if (s) s = g.wait(stream, "for the partial outputs");
         REFUSED(s, "rank");
@@ -624,6 +621,24 @@ void check_silence(int ranks) {
         const std::lock_guard lock(mutex);
         ++noticed;
     });
+#ifdef __CUDACC__
+    noticed = 0;
+    run_ranks(ranks, limit, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
+        cuda::peer_context_attention peers;
+        OK(peers.open(g, 1, 4, dim, stream));
+        if (rank == ranks - 1) {
+            while (!all_noticed()) std::this_thread::sleep_for(5ms);
+            return;
+        }
+        const test::device_buffer<float> out(4 * dim);
+        cuda::status s = peers.merge(token_view<float>(out.get(), 1, 4, dim), nullptr, stream);
+        if (s) s = peers.wait(stream, "for the partial outputs");
+        REFUSED(s, "which is the time limit");
+        CUDA_OK(cudaStreamSynchronize(stream));
+        const std::lock_guard lock(mutex);
+        ++noticed;
+    });
+#endif
     // A sender that stops after a layer.
 #ifndef __CUDACC__
     emulated_patience = 4s;
@@ -691,7 +706,7 @@ bool check_processes(int ranks) {
             cudaStream_t stream;
             CUDA_OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
             cuda::nccl_group group;
-            OK(group.open(id, r, ranks, 20s));
+            OK(group.open(id, r, ranks, 6s));
             cuda::context_attention merge;
             OK(merge.open(group, 1, 4, dim, stream));
             test::device_buffer<float> out(4 * dim);
@@ -761,6 +776,9 @@ int main(int argc, char** argv) {
     check_context(ranks, equal, 4, page_size, 1);
     check_context(ranks, uneven, 2, 64, 2);
     check_context(ranks, equal, 8, 128, 3);
+#ifdef __CUDACC__
+    check_context(ranks, equal, 4, page_size, 4, {40000, 90, 9000});
+#endif
     check_heads(ranks, equal);
     check_heads(ranks, uneven);
     const page_geometry usual{4, 40, page_size}, long_window{4, 1200, page_size};

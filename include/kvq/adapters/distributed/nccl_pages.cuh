@@ -16,7 +16,7 @@ inline constexpr int window_kind = most_formats, sink_kind = most_formats + 1, p
 /// A page and its place in a slice. number -1: it is quantized to its place.
 struct moved_page {
     int kind, number;  // of this rank's cache
-    long long key_at, value_at;
+    long long key_at, key_end, value_at, value_end;
 };
 /// Pages of a slice that are quantized from one kind to a format.
 struct slice_conversion {
@@ -25,7 +25,7 @@ struct slice_conversion {
     std::size_t key_at, value_at;  // of the target's pages in the slice
 };
 struct transfer_plan {
-    static constexpr std::size_t slice_limit = std::size_t{64} << 20;
+    static constexpr std::size_t message_limit = std::size_t{144} << 20;
     struct slice {
         int first, end;  // pages
         std::size_t bytes;
@@ -35,11 +35,28 @@ struct transfer_plan {
     std::vector<slice> list;
     std::vector<slice_conversion> conversions;
 
+    /// Slices [first, end) of all layers, counted through, that travel together: large messages take less time.
+    struct message {
+        int first, end;
+        std::size_t bytes;
+    };
+    std::vector<message> messages;
+    void pack_messages(int layers) {
+        messages.clear();
+        for (int i = 0; i < layers * slices(); ++i) {
+            const std::size_t bytes = slice_at(i % slices()).bytes;
+            if (messages.empty() || messages.back().bytes + bytes > message_limit)
+                messages.push_back({i, i, 0});
+            messages.back().end = i + 1;
+            messages.back().bytes += bytes;
+        }
+    }
+
     int slices() const noexcept { return static_cast<int>(list.size()); }
     const slice& slice_at(int i) const noexcept { return list[static_cast<std::size_t>(i)]; }
     std::size_t most_bytes() const noexcept {
         std::size_t most = 0;
-        for (const slice& s : list) most = kvq::detail::larger(most, s.bytes);
+        for (const message& m : messages) most = kvq::detail::larger(most, m.bytes);
         return most;
     }
 };
@@ -51,40 +68,59 @@ struct plan_memory {
 struct layer_kinds {
     layer_memory of[page_kinds];
 };
-/// Packs pages into a slice, or takes them out of it. A block takes keys or values of every so-manieth page.
+/// Packs pages into a slice, or takes them out of it, and adds the checksum. A block takes keys or values of every so-manieth page; those
+/// that were quantized to their place are only read.
 template <bool Pack>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(1024)
     move_pages_kernel(const __grid_constant__ layer_kinds kinds, const moved_page* pages, int count,
-                      std::byte* slice) {
+                      std::byte* slice, unsigned long long* checksum) {
+    unsigned long long sum = 0;
     for (int job = static_cast<int>(blockIdx.x); job < 2 * count; job += static_cast<int>(gridDim.x)) {
         const moved_page p = pages[job / 2];
-        if (p.number < 0) continue;
         const layer_memory& m = kinds.of[p.kind];
-        const bool keys = job % 2 == 0;
-        const std::size_t bytes = keys ? m.key_page_bytes : m.value_page_bytes, words = bytes / sizeof(uint4);
-        auto* const page =
-            reinterpret_cast<uint4*>((keys ? m.keys : m.values) + static_cast<std::size_t>(p.number) * bytes);
-        auto* const place = reinterpret_cast<uint4*>(slice + (keys ? p.key_at : p.value_at));
+        const bool keys = job % 2 == 0, there = p.number >= 0;
+        const long long at = keys ? p.key_at : p.value_at, end = keys ? p.key_end : p.value_end;
+        const auto words = static_cast<std::size_t>(end - at) / sizeof(uint4);
+        auto* const place = reinterpret_cast<uint4*>(slice + at);
+        auto* const page = there
+                               ? reinterpret_cast<uint4*>((keys ? m.keys : m.values) +
+                                                          static_cast<std::size_t>(p.number) *
+                                                              (keys ? m.key_page_bytes : m.value_page_bytes))
+                               : place;
         const uint4* const from = Pack ? page : place;
         uint4* const to = Pack ? place : page;
+        const std::uint64_t first_word = static_cast<std::uint64_t>(at) / 4;
+        const auto put = [&](std::size_t i, const uint4& v) {
+            if (there) to[i] = v;
+            sum += checksum_of(v, first_word + 4 * i);
+        };
+        const std::size_t threads = blockDim.x;
         std::size_t i = threadIdx.x;
-        for (; i + 3 * blockDim.x < words; i += 4 * blockDim.x) {  // four loads under way
-            const uint4 a = from[i], b = from[i + blockDim.x], c = from[i + 2 * blockDim.x],
-                        d = from[i + 3 * blockDim.x];
-            to[i] = a;
-            to[i + blockDim.x] = b;
-            to[i + 2 * blockDim.x] = c;
-            to[i + 3 * blockDim.x] = d;
+        for (; i + 3 * threads < words; i += 4 * threads) {  // four loads under way
+            const uint4 a = from[i], b = from[i + threads], c = from[i + 2 * threads],
+                        d = from[i + 3 * threads];
+            put(i, a);
+            put(i + threads, b);
+            put(i + 2 * threads, c);
+            put(i + 3 * threads, d);
         }
-        for (; i < words; i += blockDim.x) to[i] = from[i];
+        for (; i < words; i += threads) put(i, from[i]);
     }
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x % 32 == 0) atomicAdd(checksum, sum);
 }
+/// On three quarters of the multiprocessors: a block of NCCL's kernels needs one for itself.
 template <bool Pack>
 status move_pages(const layer_kinds& kinds, const moved_page* pages, int count, std::byte* slice,
-                  cudaStream_t stream) {
+                  unsigned long long* checksum, cudaStream_t stream) {
+    int device = 0, multiprocessors = 0;
+    cudaError_t code = cudaGetDevice(&device);
+    if (code == cudaSuccess)
+        code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    if (code != cudaSuccess) return runtime_error(code, "counting multiprocessors");
+    const int blocks = kvq::detail::smaller(2 * count, kvq::detail::larger(1, multiprocessors * 3 / 4));
     return launch("launching copies of pages", overlap::no, move_pages_kernel<Pack>,
-                  dim3(static_cast<unsigned>(kvq::detail::smaller(2 * count, few_blocks))), 256, 0, stream,
-                  kinds, pages, count, slice);
+                  dim3(static_cast<unsigned>(blocks)), 1024, 0, stream, kinds, pages, count, slice, checksum);
 }
 
 /// Reads and makes sequences of a cache.
@@ -273,7 +309,7 @@ struct transfer_access {
         std::size_t all = 0;
         for (const entry& e : entries)
             all += pool(c, local[static_cast<std::size_t>(e.wire)]).page_bytes() / layers;
-        const std::size_t count = entries.size(), slices = all / transfer_plan::slice_limit + 1,
+        const std::size_t count = entries.size(), slices = all / transfer_plan::message_limit + 1,
                           per_slice = kvq::detail::larger<std::size_t>(1, (count + slices - 1) / slices);
         std::vector<moved_page> moved;
         std::vector<int> from, to;
@@ -297,9 +333,11 @@ struct transfer_access {
                 const entry& e = entries[i];
                 const pool_memory& m = pool(c, local[static_cast<std::size_t>(e.wire)]).memory();
                 const std::size_t number = pages[e.wire]++;
-                moved.push_back({e.kind, e.converted ? -1 : e.number,
-                                 static_cast<long long>(key_at[e.wire] + number * m.key_page_bytes),
-                                 static_cast<long long>(value_at[e.wire] + number * m.value_page_bytes)});
+                const auto key = static_cast<long long>(key_at[e.wire] + number * m.key_page_bytes),
+                           value = static_cast<long long>(value_at[e.wire] + number * m.value_page_bytes);
+                moved.push_back({e.kind, e.converted ? -1 : e.number, key,
+                                 key + static_cast<long long>(m.key_page_bytes), value,
+                                 value + static_cast<long long>(m.value_page_bytes)});
                 if (!e.converted) continue;
                 const int source = e.kind == window_kind ? -1 : e.kind;
                 if (static_cast<int>(plan.conversions.size()) == first_conversion ||
@@ -313,6 +351,7 @@ struct transfer_access {
             plan.list.push_back({static_cast<int>(first), static_cast<int>(end), at, first_conversion,
                                  static_cast<int>(plan.conversions.size())});
         }
+        plan.pack_messages(c.shape_.layers);
         status result;
         const auto put = [&](device_memory& m, const auto& list) {
             const std::size_t bytes = list.size() * sizeof(list[0]);
@@ -336,16 +375,12 @@ struct transfer_access {
         return k;
     }
     static status pack(const cache& c, const transfer_plan& plan, const transfer_plan::slice& of, int layer,
-                       std::byte* slice, const plan_memory& memory, cudaStream_t stream) {
+                       int number, std::byte* slice, const plan_memory& memory, cudaStream_t stream) {
         if (of.first_conversion < of.end_conversion) {
             // Bytes that no value has are zero.
             const cudaError_t code = cudaMemsetAsync(slice, 0, of.bytes, stream);
             if (code != cudaSuccess) return runtime_error(code, "zeroing a slice");
         }
-        if (status s = move_pages<true>(kinds_of(c, layer), memory.pages.as<const moved_page>() + of.first,
-                                        of.end - of.first, slice, stream);
-            !s)
-            return s;
         for (int i = of.first_conversion; i < of.end_conversion; ++i) {
             const slice_conversion& x = plan.conversions[static_cast<std::size_t>(i)];
             layer_view l = c.view(layer);
@@ -358,12 +393,16 @@ struct transfer_access {
                 !s)
                 return s;
         }
-        return {};
+        if (status s = write_header(slice, of.bytes, layer, number, stream); !s) return s;
+        return move_pages<true>(kinds_of(c, layer), memory.pages.as<const moved_page>() + of.first,
+                                of.end - of.first, slice, &reinterpret_cast<slice_header*>(slice)->checksum,
+                                stream);
     }
     static status unpack(const cache& c, const transfer_plan::slice& of, int layer, std::byte* slice,
-                         const plan_memory& memory, cudaStream_t stream) {
+                         slice_header* noted, const plan_memory& memory, cudaStream_t stream) {
+        if (status s = note_header(slice, noted, stream); !s) return s;
         return move_pages<false>(kinds_of(c, layer), memory.pages.as<const moved_page>() + of.first,
-                                 of.end - of.first, slice, stream);
+                                 of.end - of.first, slice, &noted->computed, stream);
     }
 };
 

@@ -11,11 +11,11 @@
 //
 // Both caches have the same layers, heads, type, sinks and page size. The receiver's recent window may be shorter than the sender's: pages
 // behind it are quantized before they are sent; so are pages whose format is not the one that the receiver asks for. The
-// bytes are those of requantizing after the transfer. A slice of a layer is one message of at most 64 MiB, behind a header with a
-// checksum (sum of words times odd numbers, 64 bits: it finds every damaged word); packing, sending and unpacking overlap.
+// bytes are those of requantizing after the transfer. Layers travel in messages of at most 144 MiB, several together where they are small;
+// each is checked (sum of words times odd numbers, 64 bits: it finds every damaged word). Packing, sending and unpacking overlap.
 // Contract: until finish(), neither sequence is changed, and pools of the receiver do not grow (that is an error). A message that is
 // damaged, a rank that is gone, a refusal: a status, and the receiving cache has no page of the sequence. No call waits longer than
-// the limit of the group. Memory: two slices on each side.
+// the limit of the group. Memory: two messages on each side, until the object ends. An object sends or receives one sequence.
 #pragma once
 
 #include <cstring>
@@ -64,7 +64,6 @@ public:
             return detail::bad_value("a sequence ends after %d of %d layers", layer_, cache_->shape().layers);
         const status s = pipe_.group->wait(pipe_.messages, "until the layers of a sequence are sent");
         if (s && report != nullptr) *report = {offer_.tokens, offer_.bytes, offer_.bytes_as_is};
-        pipe_.close();
         return s;
     }
 
@@ -85,16 +84,22 @@ private:
         return pipe_.reserve(plan_.most_bytes(), cache_->options().memory, stream);
     }
     status send_slice(int i) {
-        std::byte* const buffer = pipe_.next();
+        const detail::transfer_plan::message& m = plan_.messages[message_];
         const detail::transfer_plan::slice& of = plan_.slice_at(i);
-        if (status s = pipe_.wait_for_buffer(pipe_.pages); !s) return s;
+        const int at = layer_ * plan_.slices() + i;
+        if (at == m.first) {
+            place_ = pipe_.next();
+            if (status s = pipe_.wait_for_buffer(pipe_.pages); !s) return s;
+        }
         if (status s =
-                detail::transfer_access::pack(*cache_, plan_, of, layer_, buffer, memory_, pipe_.pages);
+                detail::transfer_access::pack(*cache_, plan_, of, layer_, i, place_, memory_, pipe_.pages);
             !s)
             return s;
-        if (status s = detail::seal(buffer, of.bytes, layer_, i, pipe_.pages); !s) return s;
+        place_ += of.bytes;
+        if (at + 1 < m.end) return {};
+        ++message_;
         if (status s = pipe_.pass(pipe_.pages, pipe_.messages); !s) return s;
-        if (status s = pipe_.group->send(buffer, of.bytes, pipe_.peer, pipe_.messages); !s) return s;
+        if (status s = pipe_.group->send(pipe_.next(), m.bytes, pipe_.peer, pipe_.messages); !s) return s;
         return pipe_.buffer_done(pipe_.messages);
     }
 
@@ -103,6 +108,8 @@ private:
     detail::transfer_offer offer_;
     detail::transfer_plan plan_;
     detail::plan_memory memory_;
+    std::byte* place_ = nullptr;  // of the next slice in its message
+    std::size_t message_ = 0;
     int layer_ = 0;
 };
 
@@ -160,8 +167,9 @@ public:
         if (s) {
             made = std::exchange(id_, {});
             if (report != nullptr) *report = {offer_.tokens, offer_.bytes, offer_.bytes_as_is};
+        } else {
+            drop();
         }
-        drop();
         return s;
     }
 
@@ -190,18 +198,22 @@ private:
         return {};
     }
     status receive_slice(int i) {
-        std::byte* const buffer = pipe_.next();
+        const detail::transfer_plan::message& m = plan_.messages[message_];
         const detail::transfer_plan::slice& of = plan_.slice_at(i);
-        if (status s = pipe_.wait_for_buffer(pipe_.messages); !s) return s;
-        if (status s = pipe_.group->receive(buffer, of.bytes, pipe_.peer, pipe_.messages); !s) return s;
-        if (status s = pipe_.pass(pipe_.messages, pipe_.pages); !s) return s;
-        if (status s =
-                detail::note(buffer, of.bytes, sums_.as<detail::slice_header>() + layer_ * plan_.slices() + i,
-                             pipe_.pages);
+        const int at = layer_ * plan_.slices() + i;
+        if (at == m.first) {
+            place_ = pipe_.next();
+            if (status s = pipe_.wait_for_buffer(pipe_.messages); !s) return s;
+            if (status s = pipe_.group->receive(place_, m.bytes, pipe_.peer, pipe_.messages); !s) return s;
+            if (status s = pipe_.pass(pipe_.messages, pipe_.pages); !s) return s;
+        }
+        if (status s = detail::transfer_access::unpack(
+                *cache_, of, layer_, place_, sums_.as<detail::slice_header>() + at, memory_, pipe_.pages);
             !s)
             return s;
-        if (status s = detail::transfer_access::unpack(*cache_, of, layer_, buffer, memory_, pipe_.pages); !s)
-            return s;
+        place_ += of.bytes;
+        if (at + 1 < m.end) return {};
+        ++message_;
         return pipe_.buffer_done(pipe_.pages);
     }
     /// Are the headers those that were expected, and their checksums those of what came?
@@ -237,6 +249,8 @@ private:
     std::vector<detail::slice_header> headers_;
     sequence_id id_;
     std::uint64_t generation_ = 0;
+    std::byte* place_ = nullptr;  // of the next slice in its message
+    std::size_t message_ = 0;
     int layer_ = 0;
     bool begun_ = false;
 };

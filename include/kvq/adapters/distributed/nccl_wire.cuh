@@ -7,7 +7,6 @@
 //   checksum   sum over 32-bit words w_i of w_i * ((i + 1) * 0x9e3779b97f4a7c15 | 1), modulo 2^64: a single damaged word always changes it
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
@@ -15,9 +14,6 @@
 #include "nccl.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
-
-/// Blocks of kernels that run beside those of NCCL, which need room on some multiprocessors.
-inline constexpr int few_blocks = 264;
 
 KVQ_HD constexpr std::uint64_t checksum_factor(std::uint64_t word) noexcept {
     return (word + 1) * 0x9e3779b97f4a7c15ULL | 1;
@@ -41,54 +37,24 @@ __global__ void note_header_kernel(const slice_header* from, slice_header* to) {
     *to = *from;
     to->computed = 0;
 }
-/// Adds the checksum of `count` times 16 bytes to *sum.
-__global__ void __launch_bounds__(256)
-    checksum_kernel(const uint4* data, std::size_t count, unsigned long long* sum) {
-    unsigned long long own = 0;
-    const std::size_t threads = static_cast<std::size_t>(gridDim.x) * blockDim.x;
-    const auto add = [&](std::size_t i, const uint4& v) {
-        own += v.x * checksum_factor(4 * i) + v.y * checksum_factor(4 * i + 1) +
-               v.z * checksum_factor(4 * i + 2) + v.w * checksum_factor(4 * i + 3);
-    };
-    std::size_t i = static_cast<std::size_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    for (; i + 3 * threads < count; i += 4 * threads) {  // four loads under way
-        const uint4 a = data[i], b = data[i + threads], c = data[i + 2 * threads], d = data[i + 3 * threads];
-        add(i, a);
-        add(i + threads, b);
-        add(i + 2 * threads, c);
-        add(i + 3 * threads, d);
-    }
-    for (; i < count; i += threads) add(i, data[i]);
-    for (int step = 16; step > 0; step /= 2) own += __shfl_xor_sync(~0u, own, step);
-    if (threadIdx.x % 32 == 0) atomicAdd(sum, own);
+/// What 16 bytes add to a checksum; place: of their first word among the words of the slice.
+__device__ __forceinline__ unsigned long long checksum_of(const uint4& v, std::uint64_t place) {
+    return v.x * checksum_factor(place) + v.y * checksum_factor(place + 1) +
+           v.z * checksum_factor(place + 2) + v.w * checksum_factor(place + 3);
 }
-inline status add_checksum(const std::byte* slice, std::size_t bytes, unsigned long long* sum,
-                           cudaStream_t stream) {
-    const std::size_t count = (bytes - sizeof(slice_header)) / sizeof(uint4);
-    const std::size_t blocks = std::clamp<std::size_t>(count / 2048, 1, few_blocks);
-    return launch("launching a checksum", overlap::no, checksum_kernel, dim3(static_cast<unsigned>(blocks)),
-                  256, 0, stream, reinterpret_cast<const uint4*>(slice + sizeof(slice_header)), count, sum);
-}
-/// Writes the header of a slice.
-inline status seal(std::byte* slice, std::size_t bytes, int layer, int number, cudaStream_t stream) {
+/// Writes the header of a slice; its checksum is added by what packs the pages.
+inline status write_header(std::byte* slice, std::size_t bytes, int layer, int number, cudaStream_t stream) {
     slice_header header;
     header.layer = layer;
     header.slice = number;
     header.bytes = bytes;
-    auto* const to = reinterpret_cast<slice_header*>(slice);
-    if (status s =
-            launch("launching a header", overlap::no, write_header_kernel, dim3(1), 1, 0, stream, header, to);
-        !s)
-        return s;
-    return add_checksum(slice, bytes, &to->checksum, stream);
+    return launch("launching a header", overlap::no, write_header_kernel, dim3(1), 1, 0, stream, header,
+                  reinterpret_cast<slice_header*>(slice));
 }
-/// Keeps the header of a slice that came, and the checksum that it should have.
-inline status note(const std::byte* slice, std::size_t bytes, slice_header* to, cudaStream_t stream) {
-    if (status s = launch("launching a header", overlap::no, note_header_kernel, dim3(1), 1, 0, stream,
-                          reinterpret_cast<const slice_header*>(slice), to);
-        !s)
-        return s;
-    return add_checksum(slice, bytes, &to->computed, stream);
+/// Keeps the header of a slice that came; the checksum that it should have is added by what unpacks the pages.
+inline status note_header(const std::byte* slice, slice_header* to, cudaStream_t stream) {
+    return launch("launching a header", overlap::no, note_header_kernel, dim3(1), 1, 0, stream,
+                  reinterpret_cast<const slice_header*>(slice), to);
 }
 inline status check_header(const slice_header& h, int from, int layer, int slice, std::size_t bytes) {
     const status damaged =

@@ -44,13 +44,14 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
     return t;
 }
 
-/// Four words when they have arrived; NaN, and *failed, when they have not within `limit` nanoseconds.
+/// Four words when they have arrived; NaN, and *failed, when they have not within `limit` nanoseconds. *failed is memory of the host: it
+/// is not looked at while the words may still come in time.
 __device__ __forceinline__ float4 await(const uint4* from, unsigned long long limit, volatile int* failed) {
     uint4 v = load_system(from);
     if (!arrived(v)) {
         const unsigned long long start = nanoseconds();
         while (!arrived(v)) {
-            if (nanoseconds() - start > limit || *failed != 0) {
+            if (nanoseconds() - start > limit) {
                 *failed = 1;
                 return {NAN, NAN, NAN, NAN};
             }
@@ -86,30 +87,34 @@ __global__ void __launch_bounds__(128)
         const uint4 x = sealed(float4{word(4 * v), word(4 * v + 1), word(4 * v + 2), word(4 * v + 3)});
         for (int r = 0; r < ranks; ++r) store_system(slot(r, me) + v, x);
     }
-    // As merge_states_kernel, with the same bits.
+    // As merge_states_kernel, with the same bits. Lane 0 has max and sum of a rank in its first words.
     float max = -INFINITY, sum = 0.0f;
-    for (int r = 0; r < ranks; ++r) max = fmaxf(max, await(slot(me, r), limit, failed).x);
-    for (int r = 0; r < ranks; ++r) {
-        const float4 head = await(slot(me, r), limit, failed);
-        if (!(head.x == -INFINITY)) sum = fmaf(head.y, exp2_fast(head.x - max), sum);
-    }
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const int own_vector = kvq::detail::smaller(lane, vectors - 1);
+    for (int r = 0; r < ranks; ++r)
+        max = fmaxf(max, __shfl_sync(~0u, await(slot(me, r) + own_vector, limit, failed).x, 0));
     T* const to = out.at(row / out.heads, row % out.heads);
-    for (int v = lane; v < vectors; v += 32) {
+    for (int first = 0; first < vectors; first += 32) {
+        const int v = first + lane;
         float output[4] = {};
+        float total = 0.0f;
         for (int r = 0; r < ranks; ++r) {
-            const float of_rank = await(slot(me, r), limit, failed).x;
-            const float4 x = await(slot(me, r) + v, limit, failed);
+            const float4 x = await(slot(me, r) + kvq::detail::smaller(v, vectors - 1), limit, failed);
+            const float4 head = first == 0 ? x : await(slot(me, r), limit, failed);
+            const float of_rank = __shfl_sync(~0u, head.x, 0), rank_sum = __shfl_sync(~0u, head.y, 0);
             if (of_rank == -INFINITY) continue;
             const float factor = exp2_fast(of_rank - max);
+            total = fmaf(rank_sum, factor, total);
             output[0] = fmaf(x.x, factor, output[0]);
             output[1] = fmaf(x.y, factor, output[1]);
             output[2] = fmaf(x.z, factor, output[2]);
             output[3] = fmaf(x.w, factor, output[3]);
         }
+        sum = total;
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         for (int i = 0; i < 4; ++i) {
             const int channel = 4 * v + i - 2;
-            if (channel >= 0 && channel < out.dim) to[channel] = from_float<T>(output[i] * inverse);
+            if (v < vectors && channel >= 0 && channel < out.dim)
+                to[channel] = from_float<T>(output[i] * inverse);
         }
     }
     if (lse != nullptr && lane == 0) lse[row] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
