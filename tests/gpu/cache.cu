@@ -906,7 +906,7 @@ void check_refusals() {
     refused(open([](auto& o) { o.type = float_type::bf16; }, shape), "make_device_format<bfloat16");
     refused(open([](auto&) {}, {.layers = 1, .kv_heads = 1, .head_dim = 128}), "head_dim 128");
     refused(open([](auto& o) { o.formats = {}; }, shape), "needs a format");
-    refused(open([](auto& o) { o.recent = 0; }, shape), "step_tokens");
+    refused(open([](auto& o) { o.recent = 0; }, shape), "step_tokens is 1");
     refused(open([](auto& o) { o.rollback = -1; }, shape), "rollback");
     refused(open([](auto& o) { o.max_batch = 0; }, shape), "max_batch");
     refused(open([](auto& o) { o.max_tokens = 0; }, shape), "max_tokens");

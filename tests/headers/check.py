@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Compiles every header of the library alone, and all of them together.
 
-check.py <include folder> [--without simd|eigen|io|mpi]... [--together] <compiler> [flags...]
+check.py <include folder> [--without simd|eigen|io|mpi|nccl]... [--together] <compiler> [flags...]
 
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
 (poison.hpp). Headers that need xsimd, Eigen, nlohmann-json or MPI are left out with --without, and go unpoisoned.
@@ -33,6 +33,7 @@ THIRD_PARTY = {
     "eigen": ("adapters/eigen",),
     "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "adapters/prefix_tiers"),
     "mpi": ("adapters/distributed/mpi",),
+    "nccl": ("adapters/distributed/nccl", "adapters/distributed/peer_attention"),
 }
 
 # Headers below backends/simd of one instruction set: the processor they are for, and the flags they need there.
@@ -125,12 +126,13 @@ def main():
     root = include / "kvq"
     headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.hpp"))
     device_headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.cuh"))
+    device_headers = [header for header in device_headers if not header.startswith(tuple(left_out))]
 
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         if "nvcc" in os.path.basename(compiler):
             groups = [[header for header in headers if header.startswith(DEVICE)], *([h] for h in device_headers)]
             jobs = [pool.submit(compile_device, compiler, flags, include, group, folder) for group in groups if group]
-            everything = sum(groups, [])
+            everything = [header for header in sum(groups, []) if not header.startswith(THIRD_PARTY["nccl"])]
             jobs.append(pool.submit(compile_poisoned_device, compiler, flags, include, everything, folder))
         else:
             machine = machine_of(compiler)

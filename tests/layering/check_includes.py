@@ -17,6 +17,8 @@ FORMAT = BASE | {"core", "format/format", "format/builtin_format"}
 KERNELS = CODES | FORMAT | {"backends/kernels"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
 CACHE = CODES | FORMAT | {"format/format_table", "page", "attention", "cache"}
+# Ranks over NCCL, above the cache on the device.
+NCCL = CACHE | {"backends/cuda", "adapters/distributed/nccl"}
 ALLOWED = {
     "version": set(),
     "config": {"version"},
@@ -42,6 +44,12 @@ ALLOWED = {
     "policy": CACHE,
     "adapters": CACHE,
     "adapters/distributed": CACHE | {"io"},
+    "adapters/distributed/nccl": {"backends/cuda"},
+    "adapters/distributed/nccl_attention": NCCL | {"adapters/distributed"},
+    "adapters/distributed/peer_attention": NCCL | {"adapters/distributed/nccl_attention"},
+    "adapters/distributed/nccl_wire": NCCL,
+    "adapters/distributed/nccl_pages": NCCL | {"adapters/distributed/nccl_wire"},
+    "adapters/distributed/nccl_transfer": NCCL | {"adapters/distributed/nccl_pages"},
     "adapters/prefix_tiers": CACHE | {"io", "policy"},
     "io": CACHE,
     "estimate": CACHE,
@@ -56,6 +64,7 @@ RESTRICTED = [
     (r"(unsupported/)?Eigen/.*", ("adapters/eigen",)),
     (r"nlohmann/.*", ("io/safetensors",)),
     (r"mpi\.h", ("adapters/distributed/mpi",)),
+    (r"nccl\.h", ("adapters/distributed/nccl",)),
     (r"cuda.*|cub/.*|cooperative_groups.*|mma\.h", ("backends/cuda", "config", "core")),
 ]
 # What the umbrella leaves to the user, because it needs a third party.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <mutex>
 #include <type_traits>
 
 #include "engine.hpp"
@@ -159,7 +160,15 @@ inline unsigned atomicOr(unsigned* p, unsigned value) { return std::exchange(*p,
 
 // ---- functions of the host ----
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorInvalidConfiguration, cudaErrorMemoryAllocation };
+enum cudaError_t {
+    cudaSuccess,
+    cudaErrorInvalidValue,
+    cudaErrorInvalidConfiguration,
+    cudaErrorMemoryAllocation,
+    cudaErrorNotReady,
+    cudaErrorTimeout,
+    cudaErrorUnknown
+};
 inline const char* cudaGetErrorString(cudaError_t code) {
     return code == cudaSuccess ? "no error" : "emulated error";
 }
@@ -171,6 +180,7 @@ inline cudaError_t cudaPeekAtLastError() { return emulated_last_error; }
 using emulated_graph = std::vector<std::function<void()>>;
 struct emulated_stream {
     emulated_graph* capture = nullptr;
+    bool stuck = false;  // behind a message that does not come (nccl.h)
 };
 using cudaStream_t = emulated_stream*;
 using cudaGraph_t = emulated_graph*;
@@ -185,11 +195,43 @@ inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
     return cudaStreamCreate(stream);
 }
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    *least = *greatest = 0;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+    return cudaStreamCreate(stream);
+}
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     delete stream;
     return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return stream != nullptr && stream->stuck ? cudaErrorNotReady : cudaSuccess;
+}
+// Launches take place at once, so events have nothing to do but to pass on that a stream is stuck.
+struct emulated_event {
+    bool stuck = false;
+};
+using cudaEvent_t = emulated_event*;
+inline constexpr unsigned cudaEventDisableTiming = 2;
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+    *event = new emulated_event;
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    delete event;
+    return cudaSuccess;
+}
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    event->stuck = stream != nullptr && stream->stuck;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    stream->stuck = stream->stuck || event->stuck;
+    return cudaSuccess;
+}
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     stream->capture = new emulated_graph;
@@ -253,6 +295,7 @@ inline cudaError_t cudaGetDevice(int* device) {
     *device = 0;
     return cudaSuccess;
 }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = attribute == cudaDevAttrMultiProcessorCount ? 3
              : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin
@@ -293,11 +336,15 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute* attrs;
     unsigned numAttrs;
 };
+/// Kernels of several threads run one after the other.
+inline std::mutex emulated_kernels;
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
     if (config->dynamicSmemBytes > emulated::device_shared_memory || config->gridDim.x == 0)
         return cudaErrorInvalidConfiguration;
+    if (cudaStreamQuery(config->stream) != cudaSuccess) return cudaSuccess;
+    const std::lock_guard lock(emulated_kernels);
     const auto launch = [=, grid = config->gridDim, threads = config->blockDim] {
         for (unsigned z = 0; z < grid.z; ++z)
             for (unsigned y = 0; y < grid.y; ++y)

@@ -14,6 +14,7 @@ namespace kvq::inline KVQ_TAGGED::cuda {
 
 namespace detail {
 struct cache_access;
+struct transfer_access;
 }
 
 class cache {
@@ -117,6 +118,7 @@ public:
 
 private:
     friend struct detail::cache_access;
+    friend struct detail::transfer_access;
 
     struct entry {
         detail::sequence_pages pages;

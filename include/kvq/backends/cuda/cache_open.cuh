@@ -15,8 +15,8 @@ inline status cache::check_options(const cache_shape& shape, const cache_options
     if (o.sinks < 0 || o.rollback < 0)
         return detail::bad_value("sinks is %d and rollback %d; they must not be negative", o.sinks,
                                  o.rollback);
-    if (o.step_tokens < 1 || o.step_tokens > o.page_tokens || o.step_tokens > o.recent)
-        return detail::bad_value("step_tokens is %d, but must be 1 to page_tokens (%d) and to recent (%d)",
+    if (o.recent < 0 || o.step_tokens < 0 || o.step_tokens > o.page_tokens || o.step_tokens > o.recent)
+        return detail::bad_value("step_tokens is %d, but must be 0 to page_tokens (%d) and to recent (%d)",
                                  o.step_tokens, o.page_tokens, o.recent);
     if (o.draft_tokens < 0 ||
         o.draft_tokens > kvq::detail::smaller(64, kvq::detail::smaller(o.page_tokens, o.recent)))

@@ -23,7 +23,7 @@ struct cache_options {
     int max_batch = 1;       ///< sequences of one step
     int max_tokens = 4096;   ///< of one sequence
     int draft_tokens = 0;    ///< of one sequence at most: up to 64, to page_tokens and to recent
-    int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most
+    int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most; 0: prompts only
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     bool growing = true;     ///< pools that are full grow, between steps

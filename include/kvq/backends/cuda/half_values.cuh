@@ -8,7 +8,7 @@
 // through shared memory once for all groups of channels, and a lane multiplies two of them with their tokens' scales at once. What
 // else a group needs of the parameters are products of tensor cores too, with parameters as rows of A. A code that lies `place` bits
 // higher counts 2^place times: w' is multiplied by 2^-place.
-// r is a score so far, at most 2 below the largest one: it follows when a lane finds one farther above. Weights are lifted by 2^12, since
+// r is a whole number, at most 2 below the largest score so far: it follows when a lane finds one farther above. Weights are lifted by 2^12, since
 // half floats below 2^-14 lose digits; e is 0 unless scales of values are 2 or more and grows with them, so that no product leaves
 // the range.
 //

@@ -197,8 +197,8 @@ __device__ __forceinline__ bool any_rises(const float (&keep)[Rows4]) {
 /// How far (in powers of two) a state's maximum may stay below the largest score.
 inline constexpr float score_slack = 2.0f;
 
-/// state.max becomes the largest score so far where it was more than score_slack below. Lanes have to know of each other's scores
-/// only then.
+/// state.max becomes the largest score so far, rounded up, where it was more than score_slack below. Lanes have to know of each other's
+/// scores only then. Weights relative to different whole numbers round alike: how a context is divided changes float sums only.
 template <class Keys, class State, int Rows4>
 __device__ __forceinline__ void follow_maximum(float (&s)[Keys::tiles][Rows4][4], State& state,
                                                const lane_id& id) {
@@ -215,7 +215,7 @@ __device__ __forceinline__ void follow_maximum(float (&s)[Keys::tiles][Rows4][4]
         for (int n = 0; n < Rows4; ++n) {
             // Rows that would not have asked stay: no row's bits depend on others.
             const float highest = over_tokens(top[n], max_floats{});
-            const float next = highest > state.max[n] + score_slack ? highest : state.max[n];
+            const float next = highest > state.max[n] + score_slack ? ceilf(highest) : state.max[n];
             keep[n] = kept(state.max[n], next);
             state.max[n] = next;
             state.sum[n] *= keep[n];
