@@ -13,9 +13,10 @@ namespace {
 enum value_type : std::uint32_t { u8, i8, u16, i16, u32, i32, f32, boolean, text, list, u64, i64, f64 };
 
 // Takes numbers and texts from the begin of a file and knows where it is.
-class reader {
+class file_reader {
 public:
-    explicit reader(const gguf_file& file, std::span<const std::byte> bytes) : file_(file), bytes_(bytes) {}
+    explicit file_reader(const gguf_file& file, std::span<const std::byte> bytes)
+        : file_(file), bytes_(bytes) {}
 
     std::size_t at() const { return at_; }
     std::size_t left() const { return bytes_.size() - at_; }
@@ -117,14 +118,14 @@ private:
 gguf_file::gguf_file(const std::string& path)
     : file_(std::make_shared<const mapped_file>("GGUF file", path)) {
     const auto bytes = file_->bytes();
-    reader in(*this, bytes);
+    file_reader in(*this, bytes);
     const auto magic = in.take<std::uint32_t>("the header");
     if (magic != 0x46554747) {
         refuse("it does not begin with GGUF");
     }
     const auto version = in.take<std::uint32_t>("the header");
     if (version != 2 &&
-        version != 3) {  // they differ in what this reader ignores: files of big-endian machines
+        version != 3) {  // they differ in what this file_reader ignores: files of big-endian machines
         refuse("it has version " + std::to_string(version) + ", read are 2 and 3");
     }
     const auto tensors = in.take<std::uint64_t>("the header"), values = in.take<std::uint64_t>("the header");
