@@ -125,7 +125,7 @@ gguf_file::gguf_file(const std::string& path)
     }
     const auto version = in.take<std::uint32_t>("the header");
     if (version != 2 &&
-        version != 3) {  // they differ in what this file_reader ignores: files of big-endian machines
+        version != 3) {  // they differ in what this reader ignores: files of big-endian machines
         refuse("it has version " + std::to_string(version) + ", read are 2 and 3");
     }
     const auto tensors = in.take<std::uint64_t>("the header"), values = in.take<std::uint64_t>("the header");

@@ -11,7 +11,7 @@
 namespace llama {
 namespace {
 
-constexpr int begin = 1, end = 2, first_byte_piece = 3;  // 0 is unknown
+constexpr int begin_word = 1, end_word = 2, first_byte_piece = 3;  // 0 is unknown
 
 [[noreturn]] void refuse_vocabulary(const std::string& path, const std::string& reason) {
     throw std::runtime_error("tokenizer \"" + path + "\": " + reason);
@@ -82,8 +82,8 @@ vocabulary read_llama2c_vocabulary(const std::string& path) {
     }
     find_byte_pieces(words);
     words.merges_by_score = true;
-    words.begin_of_text = begin;
-    words.ends = {begin, end};
+    words.begin_of_text = begin_word;
+    words.ends = {begin_word, end_word};
     return words;
 }
 
