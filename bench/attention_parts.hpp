@@ -177,10 +177,10 @@ inline void bench_select(const named_formats& formats, const part_settings& s,
             if (select > 0 && mass > 0.0f) calls.emplace_back([&] { cache.attend(both); });
             const std::vector<double> ns = median_ns(calls, s.threads, s.repetitions);
             const std::vector<float> dense = cache.attend(kvq::causal{});
-            const auto show = [&](const std::string& what, double time, double key_share, double value_share,
-                                  double error, double left_out) {
+            const auto show = [&, &scheme = name](const std::string& what, double time, double key_share,
+                                                  double value_share, double error, double left_out) {
                 if (s.json)
-                    std::printf("%s\n", nlohmann::ordered_json{{"scheme", name},
+                    std::printf("%s\n", nlohmann::ordered_json{{"scheme", scheme},
                                                                {"tokens", tokens},
                                                                {"reads", what},
                                                                {"select", select},
@@ -195,8 +195,8 @@ inline void bench_select(const named_formats& formats, const part_settings& s,
                                             .dump()
                                             .c_str());
                 else
-                    std::printf("%-14s %8d %-22s %10.1f %8.2fx %7.1f%% %7.1f%% %9.1e\n", name.c_str(), tokens,
-                                what.c_str(), time * 1e-3, ns[0] / time, 100.0 * key_share,
+                    std::printf("%-14s %8d %-22s %10.1f %8.2fx %7.1f%% %7.1f%% %9.1e\n", scheme.c_str(),
+                                tokens, what.c_str(), time * 1e-3, ns[0] / time, 100.0 * key_share,
                                 100.0 * value_share, error);
                 std::fflush(stdout);
             };

@@ -13,9 +13,10 @@ namespace {
 enum value_type : std::uint32_t { u8, i8, u16, i16, u32, i32, f32, boolean, text, list, u64, i64, f64 };
 
 // Takes numbers and texts from the begin of a file and knows where it is.
-class reader {
+class file_reader {
 public:
-    explicit reader(const gguf_file& file, std::span<const std::byte> bytes) : file_(file), bytes_(bytes) {}
+    explicit file_reader(const gguf_file& file, std::span<const std::byte> bytes)
+        : file_(file), bytes_(bytes) {}
 
     std::size_t at() const { return at_; }
     std::size_t left() const { return bytes_.size() - at_; }
@@ -117,7 +118,7 @@ private:
 gguf_file::gguf_file(const std::string& path)
     : file_(std::make_shared<const mapped_file>("GGUF file", path)) {
     const auto bytes = file_->bytes();
-    reader in(*this, bytes);
+    file_reader in(*this, bytes);
     const auto magic = in.take<std::uint32_t>("the header");
     if (magic != 0x46554747) {
         refuse("it does not begin with GGUF");

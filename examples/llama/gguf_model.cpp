@@ -12,22 +12,22 @@
 namespace llama {
 namespace {
 
-constexpr tensor_names names{.embedding = "token_embd",
-                             .final_norm = "output_norm",
-                             .logits = "output",
-                             .attention_norm = "blk.#.attn_norm",
-                             .query = "blk.#.attn_q",
-                             .key = "blk.#.attn_k",
-                             .value = "blk.#.attn_v",
-                             .attention_output = "blk.#.attn_output",
-                             .query_norm = "blk.#.attn_q_norm",
-                             .key_norm = "blk.#.attn_k_norm",
-                             .attention_output_norm = "blk.#.post_attention_norm",
-                             .feed_forward_norm = "blk.#.ffn_norm",
-                             .gate = "blk.#.ffn_gate",
-                             .up = "blk.#.ffn_up",
-                             .down = "blk.#.ffn_down",
-                             .feed_forward_output_norm = "blk.#.post_ffw_norm"};
+constexpr tensor_names gguf_names{.embedding = "token_embd",
+                                  .final_norm = "output_norm",
+                                  .logits = "output",
+                                  .attention_norm = "blk.#.attn_norm",
+                                  .query = "blk.#.attn_q",
+                                  .key = "blk.#.attn_k",
+                                  .value = "blk.#.attn_v",
+                                  .attention_output = "blk.#.attn_output",
+                                  .query_norm = "blk.#.attn_q_norm",
+                                  .key_norm = "blk.#.attn_k_norm",
+                                  .attention_output_norm = "blk.#.post_attention_norm",
+                                  .feed_forward_norm = "blk.#.ffn_norm",
+                                  .gate = "blk.#.ffn_gate",
+                                  .up = "blk.#.ffn_up",
+                                  .down = "blk.#.ffn_down",
+                                  .feed_forward_output_norm = "blk.#.post_ffw_norm"};
 constexpr std::string_view rotary_factors = "rope_freqs.weight";
 
 // The values that a reader of these architectures must know: any other may change the model.
@@ -136,7 +136,7 @@ model_shape read_shape(const gguf_file& file, const hyperparameters& values) {
         file.refuse("it is a mixture of experts, which is not handled");
     }
     const auto& tensors = file.tensors();
-    const auto embedding = tensors.find(std::string(names.embedding) + ".weight");
+    const auto embedding = tensors.find(std::string(gguf_names.embedding) + ".weight");
     if (embedding == tensors.end() || embedding->second.sizes.front() > large) {
         file.refuse("the tensor \"token_embd.weight\" is missing or has too many tokens");
     }
@@ -223,7 +223,7 @@ model_weights load_gguf_model(const std::string& path, double rope_theta) {
             }
         }
     }
-    model_weights model = build_model(*kind, std::move(config), tensors, names, 0.0F,
+    model_weights model = build_model(*kind, std::move(config), tensors, gguf_names, 0.0F,
                                       [&](const std::string& reason) { file.refuse(reason); });
     for (const gguf_file& part : files) {
         model.files.push_back(part.memory());

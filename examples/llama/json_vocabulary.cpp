@@ -11,7 +11,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::string_view sign = "\xE2\x96\x81";  // SentencePiece's space
+constexpr std::string_view space_sign = "\xE2\x96\x81";  // SentencePiece's space
 
 // A component: {"type": "Sequence", ...: [components]} becomes its components, null becomes none.
 std::vector<json_object> components(const json_object& parent, const char* name, const char* list) {
@@ -43,10 +43,10 @@ void read_normalizer(const json_object& file, vocabulary& words) {
         if (type == "NFC") {  // texts almost always are in this form already
             continue;
         }
-        if (type == "Prepend" && part.text("prepend") == sign) {
+        if (type == "Prepend" && part.text("prepend") == space_sign) {
             words.leading_space = true;
         } else if (type == "Replace" && part.object("pattern").value() == json{{"String", " "}} &&
-                   part.text("content") == sign) {
+                   part.text("content") == space_sign) {
             words.spaces_are_signs = true;
         } else {
             refuse_component(part, "normalizer");
@@ -91,7 +91,7 @@ void read_pre_tokenizer(const json_object& file, vocabulary& words) {
                                                              : literal(pattern.text("String")));
         } else if (type == "Digits") {
             words.patterns.emplace_back(part.flag("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)");
-        } else if (type == "Metaspace" && part.text("replacement") == sign) {
+        } else if (type == "Metaspace" && part.text("replacement") == space_sign) {
             const std::string scheme =
                 part.text("prepend_scheme", part.flag("add_prefix_space", true) ? "always" : "never");
             words.spaces_are_signs = true;

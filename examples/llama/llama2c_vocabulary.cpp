@@ -11,9 +11,9 @@
 namespace llama {
 namespace {
 
-constexpr int begin = 1, end = 2, first_byte_piece = 3;  // 0 is unknown
+constexpr int begin_word = 1, end_word = 2, first_byte_piece = 3;  // 0 is unknown
 
-[[noreturn]] void refuse(const std::string& path, const std::string& reason) {
+[[noreturn]] void refuse_vocabulary(const std::string& path, const std::string& reason) {
     throw std::runtime_error("tokenizer \"" + path + "\": " + reason);
 }
 
@@ -51,7 +51,8 @@ void find_byte_pieces(vocabulary& words) {
 vocabulary read_llama2c_vocabulary(const std::string& path) {
     const std::string bytes = read_file("tokenizer", path);
     if (bytes.size() < 4) {
-        refuse(path, "the file has " + std::to_string(bytes.size()) + " bytes, the header alone needs 4");
+        refuse_vocabulary(
+            path, "the file has " + std::to_string(bytes.size()) + " bytes, the header alone needs 4");
     }
     vocabulary words;
     const auto longest = load<std::int32_t>(bytes, 0);
@@ -61,17 +62,17 @@ vocabulary read_llama2c_vocabulary(const std::string& path) {
         const std::string where =
             "piece " + std::to_string(words.tokens.size()) + " at byte " + std::to_string(at);
         if (left < 8) {
-            refuse(path, where + " is cut: " + std::to_string(left) + " bytes are left");
+            refuse_vocabulary(path, where + " is cut: " + std::to_string(left) + " bytes are left");
         }
         const auto score = load<float>(bytes, at);
         const auto length = load<std::int32_t>(bytes, at + 4);
         if (length < 0 || length > longest) {
-            refuse(path, where + " is " + std::to_string(length) + " bytes long, the header allows 0 to " +
-                             std::to_string(longest));
+            refuse_vocabulary(path, where + " is " + std::to_string(length) +
+                                        " bytes long, the header allows 0 to " + std::to_string(longest));
         }
         if (left - 8 < static_cast<std::size_t>(length)) {
-            refuse(path, where + " is cut: " + std::to_string(left - 8) + " of " + std::to_string(length) +
-                             " bytes are left");
+            refuse_vocabulary(path, where + " is cut: " + std::to_string(left - 8) + " of " +
+                                        std::to_string(length) + " bytes are left");
         }
         // Unknown, begin and end of text: pieces of no text.
         const bool special = words.tokens.size() < first_byte_piece;
@@ -81,8 +82,8 @@ vocabulary read_llama2c_vocabulary(const std::string& path) {
     }
     find_byte_pieces(words);
     words.merges_by_score = true;
-    words.begin_of_text = begin;
-    words.ends = {begin, end};
+    words.begin_of_text = begin_word;
+    words.ends = {begin_word, end_word};
     return words;
 }
 

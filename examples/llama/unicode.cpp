@@ -6,16 +6,16 @@
 namespace llama {
 namespace {
 
-constexpr std::string_view names[] = {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd",
-                                      "Nl", "No", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po",
-                                      "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cn"};
-constexpr std::size_t other = std::size(names) - 1;
+constexpr std::string_view category_names[] = {"Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me", "Nd",
+                                               "Nl", "No", "Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po",
+                                               "Sm", "Sc", "Sk", "So", "Zs", "Zl", "Zp", "Cn"};
+constexpr std::size_t other = std::size(category_names) - 1;
 
 constexpr std::string_view runs =
 #include "data/unicode_categories.inc"
     ;
 
-// The place of each code point's category in `names`.
+// The place of each code point's category in `category_names`.
 std::unique_ptr<const std::uint8_t[]> read_categories() {
     auto categories = std::make_unique<std::uint8_t[]>(first_stray_byte);
     std::size_t code_point = 0;
@@ -40,7 +40,7 @@ std::unique_ptr<const std::uint8_t[]> read_categories() {
 category_set find_category(std::string_view name) {
     category_set set = 0;
     for (std::size_t place = 0; place < other; ++place) {
-        if (!name.empty() && (names[place] == name || names[place].substr(0, 1) == name)) {
+        if (!name.empty() && (category_names[place] == name || category_names[place].substr(0, 1) == name)) {
             set |= category_set{1} << place;
         }
     }

@@ -15,6 +15,8 @@
 
 #include "support/random.hpp"
 
+namespace behaviour_tests {
+
 namespace {
 
 constexpr int layers = 2, kv_heads = 2, q_heads = 4, dim = 32, value_dim = 48;
@@ -723,3 +725,5 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
     CHECK(std::string(kvq_status_name(99)) == "unknown status");
     CHECK(kvq_abi_version() == KVQ_ABI_VERSION);
 }
+
+}  // namespace behaviour_tests

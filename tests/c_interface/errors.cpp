@@ -17,6 +17,8 @@
 #include <type_traits>
 #include <vector>
 
+namespace errors_tests {
+
 namespace {
 
 constexpr int layers = 2, kv_heads = 2, q_heads = 4, dim = 32;
@@ -765,3 +767,5 @@ TEST_CASE(
     CHECK(kvq_sequence_free(s) == KVQ_OK);
     CHECK(kvq_cache_free(cache) == KVQ_OK);
 }
+
+}  // namespace errors_tests

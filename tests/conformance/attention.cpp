@@ -11,6 +11,8 @@
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
 
+namespace attention_conformance_tests {
+
 namespace {
 
 constexpr double bound = 5e-4;
@@ -106,3 +108,5 @@ TEST_CASE("SIMD attention: same bits on one thread and on many, alone and in a b
         CHECK(std::sqrt(error) <= bound * std::sqrt(power));
     }
 }
+
+}  // namespace attention_conformance_tests

@@ -8,6 +8,8 @@
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
 
+namespace attention_query_bytes_tests {
+
 namespace {
 
 constexpr int tokens = 256, page_tokens = 64, dim = 64, heads = 2, q_heads = 4;
@@ -98,3 +100,5 @@ TEST_CASE("one byte per value: within what 8 bits of query and weights allow, an
         }
     }
 }
+
+}  // namespace attention_query_bytes_tests

@@ -11,6 +11,8 @@
 #include "support/channel_plans.hpp"
 #include "support/typed_cache.hpp"
 
+namespace channel_attention_tests {
+
 namespace {
 
 constexpr double bound = 5e-4;
@@ -97,3 +99,5 @@ TEST_CASE("a trim into a quantized page of mixed widths, and a fork, keep every 
                       std::fabs(before.view().at(t, h)[c]) * 0x1p-11f + 0x1p-25f);
     CHECK(test::dequantized(sequence, shape, 0, kvq::tensor::key).values() == before.values());
 }
+
+}  // namespace channel_attention_tests

@@ -10,6 +10,8 @@
 #include "support/channel_plans.hpp"
 #include "support/quantized_blocks.hpp"
 
+namespace channel_codec_tests {
+
 namespace {
 
 using native = kvq::simd<>;
@@ -192,3 +194,5 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and dequantized in lan
                   (key || group % 32 == 0));
         }
 }
+
+}  // namespace channel_codec_tests

@@ -10,6 +10,8 @@
 #include "support/quantized_blocks.hpp"
 #include "support/scheme_list.hpp"
 
+namespace dequantize_tests {
+
 namespace {
 
 using native = kvq::simd<>;
@@ -80,3 +82,5 @@ TEST_CASE_TEMPLATE("tokens become the same window bytes", T, float, kvq::float16
     check(kvq::bfloat16{});
     check(float{});
 }
+
+}  // namespace dequantize_tests

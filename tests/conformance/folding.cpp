@@ -14,6 +14,8 @@
 
 #include "support/random.hpp"
 
+namespace folding_tests {
+
 namespace {
 
 /// x^[r][c] = row_scale[r] * (col_scale[c] * (code - Zero) + col_bias[c]) + row_bias[r] * col_scale[c]: bits of Uses say which
@@ -144,3 +146,5 @@ TEST_CASE("products with every set of parameters of rows and columns") {
         check_all(random, shape, n, std::make_integer_sequence<unsigned, 16>{});
     }
 }
+
+}  // namespace folding_tests

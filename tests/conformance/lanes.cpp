@@ -11,6 +11,8 @@
 
 #include "support/random.hpp"
 
+namespace lanes_tests {
+
 namespace {
 
 using kvq::detail::bit_cast;
@@ -584,3 +586,5 @@ TEST_CASE_TEMPLATE("floats round to 16 bits: to nearest, down and up, the same a
     check(kvq::float16{});
     check(kvq::bfloat16{});
 }
+
+}  // namespace lanes_tests

@@ -13,6 +13,8 @@
 #include "support/caches.hpp"
 #include "support/quantized_blocks.hpp"
 
+namespace quantize_tests {
+
 namespace {
 
 using native = kvq::simd<>;
@@ -207,3 +209,5 @@ TEST_CASE("a cache holds the same bytes on every backend, whatever its history")
         }
     }
 }
+
+}  // namespace quantize_tests

@@ -13,6 +13,8 @@
 #include "support/scheme_list.hpp"
 #include "support/typed_cache.hpp"
 
+namespace score_estimate_tests {
+
 namespace {
 
 using token_scaled = kvq::channel_grid<kvq::grid{.bits = {4}, .group = 32}, kvq::min_max, kvq::coded,
@@ -93,12 +95,19 @@ void check_scheme(const Scheme& scheme) {
 
 }  // namespace
 
+#if defined(KVQ_TEST_FEWER_SCHEMES)
+#define KVQ_TEST_ESTIMATED \
+    kvq::affine<3 KVQ_COMMA kvq::per_channel<7> KVQ_COMMA kvq::params<kvq::bfloat16>>, token_scaled
+#else
+#define KVQ_TEST_ESTIMATED                                                                                \
+    kvq::affine<1 KVQ_COMMA kvq::per_channel<32>>,                                                        \
+        kvq::affine<3 KVQ_COMMA kvq::per_channel<7> KVQ_COMMA kvq::params<kvq::bfloat16>>,                \
+        test::symmetric_scheme<4 KVQ_COMMA kvq::per_channel<32> KVQ_COMMA kvq::float16>, kvq::std4::keys, \
+        kvq::low2::keys, token_scaled, kvq::hadamard<kvq::affine<4 KVQ_COMMA kvq::per_channel<32>>>
+#endif
+
 TEST_CASE_TEMPLATE("estimates bound the scores of keys with parameters of channels", Scheme,
-                   kvq::affine<1 KVQ_COMMA kvq::per_channel<32>>,
-                   kvq::affine<3 KVQ_COMMA kvq::per_channel<7> KVQ_COMMA kvq::params<kvq::bfloat16>>,
-                   test::symmetric_scheme<4 KVQ_COMMA kvq::per_channel<32> KVQ_COMMA kvq::float16>,
-                   kvq::std4::keys, kvq::low2::keys, token_scaled,
-                   kvq::hadamard<kvq::affine<4 KVQ_COMMA kvq::per_channel<32>>>) {
+                   KVQ_TEST_ESTIMATED) {
     check_scheme(Scheme{});
 }
 
@@ -120,3 +129,5 @@ TEST_CASE("formats without parameters of channels have no estimate") {
     CHECK(!estimated(kvq::make_format<kvq::scalar>(kvq::full<kvq::float16>{})));
     CHECK(!estimated(kvq::make_format<kvq::scalar>(test::make_scheme<test::magnitude_bytes>())));
 }
+
+}  // namespace score_estimate_tests

@@ -10,6 +10,8 @@
 
 #include "support/channel_plans.hpp"
 
+namespace tiles_tests {
+
 namespace {
 
 /// What arch::amx_tiles does, in plain C++. Whoever uses registers outside of a session, or rows that they do not have, fails.
@@ -192,3 +194,5 @@ TEST_CASE("a session gives the thread's registers back the shapes that they had"
     for (const auto& [tile, rows] : {std::pair{0, 3}, {2, 5}, {6, 16}}) CHECK(after.rows[tile] == rows);
 }
 #endif
+
+}  // namespace tiles_tests

@@ -12,6 +12,8 @@
 
 #include "support/random.hpp"
 
+namespace words_tests {
+
 namespace {
 
 constexpr int slack = 16;  // vectors are read in whole registers
@@ -179,3 +181,5 @@ TEST_CASE("huge, tiny and zero values times many vectors") {
             p.number(i, c) = (i % 3 == 0 ? 1e6f : i % 3 == 1 ? 1e-6f : 0.0f) * static_cast<float>(1 + c % 5);
     p.check(p.multiply(false), false);
 }
+
+}  // namespace words_tests

@@ -10,6 +10,8 @@
 #include "support/golden.hpp"
 #include "support/random.hpp"
 
+namespace channel_bytes_tests {
+
 namespace {
 
 // clang-format off
@@ -105,3 +107,5 @@ TEST_CASE("bytes of channel grids, encoders and presets") {
     grid.encoder = feedback(s);
     check("channel_grid<3, 0, error_feedback>", grid);
 }
+
+}  // namespace channel_bytes_tests

@@ -14,6 +14,8 @@
 #include "support/golden.hpp"
 #include "support/typed_cache.hpp"
 
+namespace page_bytes_tests {
+
 namespace {
 
 using test::block_of;
@@ -140,3 +142,5 @@ TEST_CASE("a page is its heads' blocks, one after the other") {
     check(*entry.keys, kvq::kivi<4>::keys{}, kvq::tensor::key, 20, k);
     check(*entry.values, kvq::kivi<4>::values{}, kvq::tensor::value, 12, v);
 }
+
+}  // namespace page_bytes_tests

@@ -7,6 +7,8 @@
 #include "support/golden.hpp"
 #include "support/random.hpp"
 
+namespace published_bytes_tests {
+
 namespace {
 
 // clang-format off
@@ -47,3 +49,5 @@ TEST_CASE("centred keys: bytes") {
     CHECK(test::is_golden(table, kvq::hadamard<baselines::centred<kvq::affine<3, kvq::per_token<>>>>{},
                           kvq::tensor::key, input()));
 }
+
+}  // namespace published_bytes_tests

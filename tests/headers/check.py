@@ -6,7 +6,8 @@ check.py <include folder> [--without simd|eigen|io|mpi|nccl]... [--together] <co
 
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
 (poison.hpp). Headers that need xsimd, Eigen, nlohmann-json or MPI are left out with --without, and go unpoisoned.
---together leaves this out: what a header forgets to include, a second compiler misses as well.
+--together leaves this out: what a header forgets to include, a second compiler misses as well. clang++ reads headers that
+many others include from precompiled ones: only into headers that include them themselves, which therefore see nothing more.
 With nvcc: everything that must be usable from device code in one translation unit, since nvcc is slow to start;
 then every *.cuh by itself.
 With all of them: every header in one translation unit, behind the standard library and macros that it cannot take
@@ -57,12 +58,59 @@ def warnings_of(compiler):
     return [*WARNINGS, "-fmax-errors=3"]
 
 
-def compile_alone(compiler, flags, include, header, poisoned):
+def compile_alone(compiler, flags, include, header, poisoned, precompiled):
     command = [compiler, "-std=c++20", "-fsyntax-only", *warnings_of(compiler), *flags, "-I", str(include)]
-    if poisoned:
+    if precompiled:
+        command += ["-include-pch", str(precompiled.result())]
+    elif poisoned:
         command += ["-include", str(HERE / "poison.hpp")]
     command += ["-include", f"kvq/{header}", "-include", f"kvq/{header}", "-x", "c++", os.devnull]
     return header, subprocess.run(command, capture_output=True, text=True)
+
+
+def precompile(compiler, flags, include, header, poisoned, folder):
+    source = pathlib.Path(folder) / f"{header.replace('/', '_')}_{poisoned}.hpp"
+    source.write_text(f'#include "{HERE / "poison.hpp"}"\n' * poisoned + f"#include <kvq/{header}>\n")
+    command = [compiler, "-std=c++20", "-fpch-instantiate-templates", *warnings_of(compiler), *flags, "-I", str(include)]
+    # If it fails, so do all that need it, and the header by itself.
+    subprocess.run([*command, "-x", "c++-header", "-o", f"{source}.pch", str(source)], capture_output=True)
+    return f"{source}.pch"
+
+
+class include_graph:
+    """Which headers every header includes, through others as well. Conditional includes do not count."""
+
+    def __init__(self, root):
+        self.root, self.all = root, {}
+
+    def of(self, header):
+        if header not in self.all:
+            self.all[header] = {header}
+            depth, text = 0, (self.root / header).read_text()
+            for directive, name in re.findall(r'^ *# *(if|endif|include)\w* *(?:"([^"]+)")?', text, re.MULTILINE):
+                depth += {"if": 1, "endif": -1, "include": 0}[directive]
+                if name and depth == 0:
+                    self.all[header] |= self.of(os.path.relpath((self.root / header).parent / name, self.root))
+        return self.all[header]
+
+    def choose_precompiled(self, headers, most=8):
+        """For each header one that it includes, or none. The fewest bytes are left to read, with at most so many different ones."""
+
+        chosen = dict.fromkeys(headers)
+        # The headers of the standard library are about as many bytes again.
+        sizes = {base: 60_000 + sum((self.root / h).stat().st_size for h in self.of(base))
+                 for base in set().union(*map(self.of, headers))}
+        for _ in range(most):
+            def gain(base):
+                saved = (sizes[base] - sizes.get(chosen[h], 0) for h in headers if base in self.of(h) and h != base)
+                return sum(max(s, 0) for s in saved) - 2 * sizes[base]
+            best = max(sizes, key=gain)
+            if gain(best) <= 0:
+                break
+            for h in headers:
+                if best in self.of(h) and h != best and sizes[best] > sizes.get(chosen[h], 0):
+                    chosen[h] = best
+        return chosen
 
 
 def compile_device(compiler, flags, include, headers, folder):
@@ -136,15 +184,24 @@ def main():
             jobs.append(pool.submit(compile_poisoned_device, compiler, flags, include, everything, folder))
         else:
             machine = machine_of(compiler)
-            jobs, together = [], []
+            jobs, together, plain = [], [], {False: [], True: []}
             for header in headers:
                 processor, extra = INSTRUCTION_SETS.get(header.removesuffix(".hpp"), (machine, []))
                 if processor == machine and not header.startswith(tuple(left_out)):
                     together.append(header)
-                    if together_only:
-                        continue
                     poisoned = not header.startswith(sum(THIRD_PARTY.values(), ()))
-                    jobs.append(pool.submit(compile_alone, compiler, [*flags, *extra], include, header, poisoned))
+                    if extra and not together_only:
+                        jobs.append(pool.submit(compile_alone, compiler, [*flags, *extra], include, header, poisoned, None))
+                    elif not together_only:
+                        plain[poisoned].append(header)
+            graph = include_graph(root)
+            for poisoned, group in plain.items():
+                chosen = graph.choose_precompiled(group) if "clang" in os.path.basename(compiler) and group else {}
+                precompiled = {base: pool.submit(precompile, compiler, flags, include, base, poisoned, folder)
+                               for base in sorted({b for b in chosen.values() if b})}
+                for header in group:
+                    base = precompiled.get(chosen.get(header))
+                    jobs.append(pool.submit(compile_alone, compiler, flags, include, header, poisoned, base))
             extra = WHOLE_PROCESSOR.get(machine, [])
             jobs.append(pool.submit(compile_poisoned, compiler, [*flags, *extra], include, together, folder))
         results = [job.result() for job in jobs]

@@ -8,6 +8,8 @@
 #include "support/caches.hpp"
 #include "support/memory.hpp"
 
+namespace adapters_contiguous_tests {
+
 namespace {
 
 using kvq::mlx_device;
@@ -517,3 +519,5 @@ TEST_CASE("views that cannot be are refused, and nothing changes") {
     CHECK_THROWS_WITH_AS(buffers.commit(-1), doctest::Contains("-1 tokens"), kvq::error);
     CHECK(buffers.tokens() == 3);
 }
+
+}  // namespace adapters_contiguous_tests

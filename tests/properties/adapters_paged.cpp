@@ -10,6 +10,8 @@
 #include "support/caches.hpp"
 #include "support/memory.hpp"
 
+namespace adapters_paged_tests {
+
 namespace {
 
 using kvq::paged_view;
@@ -320,3 +322,5 @@ TEST_CASE(
         REQUIRE(test::contents(cache, gathered) == test::contents(cache, direct));
     }
 }
+
+}  // namespace adapters_paged_tests

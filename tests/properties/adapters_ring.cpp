@@ -8,6 +8,8 @@
 #include "support/attention_error.hpp"
 #include "support/caches.hpp"
 
+namespace adapters_ring_tests {
+
 namespace {
 
 using ring_cache = test::typed_cache<kvq::kivi<4, 8>>;
@@ -311,3 +313,5 @@ TEST_CASE("what was overwritten is named; options are checked") {
     CHECK_THROWS_WITH_AS(r.append(0, words.k.slice(0, 1), words.v.slice(0, 1)),
                          doctest::Contains("moved from"), kvq::error);
 }
+
+}  // namespace adapters_ring_tests

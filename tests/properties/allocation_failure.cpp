@@ -139,6 +139,8 @@ TEST_CASE("requantizing and stepping down: pages done stay done, the others stay
     }
 }
 
+namespace allocation_failure_tests {
+
 namespace {
 
 /// 8-bit codes on a fixed grid, by a scheme that needs memory of its own while it quantizes, as the baselines do.
@@ -211,3 +213,5 @@ TEST_CASE("append and trim leave everything as it was when a scheme runs out of 
         REQUIRE(contents(cache, sequence) == contents(cache, twin));
     }
 }
+
+}  // namespace allocation_failure_tests

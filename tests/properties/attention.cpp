@@ -14,6 +14,8 @@
 using test::append;
 using test::measure_attention;
 
+namespace attention_tests {
+
 namespace {
 
 constexpr double bound = 5e-4;
@@ -302,3 +304,5 @@ TEST_CASE_TEMPLATE("a query that is not finite makes its own head NaN, and nothi
                 }
     }
 }
+
+}  // namespace attention_tests

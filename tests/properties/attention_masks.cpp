@@ -12,6 +12,8 @@
 using test::append;
 using test::measure_attention;
 
+namespace attention_masks_tests {
+
 namespace {
 
 constexpr double bound = 5e-4;
@@ -332,3 +334,5 @@ TEST_CASE("strided queries and outputs") {
                 CHECK(std::equal(outs.at(t, h), outs.at(t, h) + 40, expected.view().at(t, h)));
     });
 }
+
+}  // namespace attention_masks_tests

@@ -14,6 +14,8 @@
 using test::append;
 using test::measure_attention;
 
+namespace attention_mods_tests {
+
 namespace {
 
 constexpr double bound = 5e-4;
@@ -461,3 +463,5 @@ TEST_CASE("mods combine as written: masks with AND, scores one after the other, 
     static_assert(!kvq::detail::lifts_causal<kvq::mods<kvq::prefix_lm, kvq::causal>>());
     CHECK(kvq::mods{kvq::score_scale{0.25f}, kvq::softcap{1.0f}}.scale(64) == 0.25f);
 }
+
+}  // namespace attention_mods_tests

@@ -14,6 +14,8 @@
 
 using test::append;
 
+namespace attention_selection_tests {
+
 namespace {
 
 struct attended {
@@ -533,3 +535,5 @@ TEST_CASE("softcap: tanh is within 1e-6 of its value, and NaN stays NaN") {
     CHECK(kvq::softcap{30.0f}.score(std::numeric_limits<float>::infinity(), 0, 0, 0) ==
           doctest::Approx(30.0));
 }
+
+}  // namespace attention_selection_tests

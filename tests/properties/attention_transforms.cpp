@@ -8,6 +8,8 @@
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
 
+namespace attention_transforms_tests {
+
 namespace {
 
 /// What it inherits says that attention may read its codes; its own functions say that they are those of 2 x.
@@ -84,3 +86,5 @@ TEST_CASE("attention cannot tell a transform from its dequantized values") {
 TEST_CASE("attention reads codes only of schemes that say so themselves") {
     check_against_dequantized_values<wrapped_cache>();
 }
+
+}  // namespace attention_transforms_tests

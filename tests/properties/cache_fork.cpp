@@ -12,6 +12,8 @@ using test::append;
 using test::attention_bits;
 using test::contents;
 
+namespace cache_fork_tests {
+
 namespace {
 
 /// Pages that a sequence can be seen to hold.
@@ -189,3 +191,5 @@ TEST_CASE("pages live as long as somebody holds them") {
     third = cache.new_sequence();
     CHECK(cache.bytes_in_use() == 0);
 }
+
+}  // namespace cache_fork_tests

@@ -10,6 +10,8 @@ using test::append;
 using test::attention_bits;
 using test::contents;
 
+namespace cache_trim_tests {
+
 namespace {
 
 /// Tokens of a layer that lie in quantized pages.
@@ -234,3 +236,5 @@ TEST_CASE("a trim gives back the pages that nobody needs") {
     sequence.trim(0);
     CHECK(cache.bytes_in_use() == 0);
 }
+
+}  // namespace cache_trim_tests

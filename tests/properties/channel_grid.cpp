@@ -9,6 +9,8 @@
 
 #include "support/blocks.hpp"
 
+namespace channel_grid_tests {
+
 namespace {
 
 using kvq::coded;
@@ -264,3 +266,5 @@ TEST_CASE_TEMPLATE(
         CHECK(differ == 0);
     }
 }
+
+}  // namespace channel_grid_tests

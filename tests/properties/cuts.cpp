@@ -15,6 +15,8 @@
 using test::append;
 using test::contents;
 
+namespace cuts_tests {
+
 namespace {
 
 bool same_bits(const float* a, const float* b, int n) {
@@ -302,3 +304,5 @@ TEST_CASE("requantizing and stepping down go on after cuts, and keep what pages 
         for (int layer = 0; layer < 2; ++layer) require_whole(sequence, layer);
     }
 }
+
+}  // namespace cuts_tests

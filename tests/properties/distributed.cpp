@@ -14,6 +14,8 @@
 #include "support/messages.hpp"
 #include "support/ranks.hpp"
 
+namespace distributed_tests {
+
 namespace {
 
 using numbers = std::vector<float>;
@@ -617,3 +619,5 @@ TEST_CASE("a damaged, cut or lost message of a transfer leaves no page in the re
         REQUIRE(left == 0);
     }
 }
+
+}  // namespace distributed_tests

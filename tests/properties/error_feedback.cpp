@@ -10,6 +10,8 @@
 #include "support/blocks.hpp"
 #include "support/tensors.hpp"
 
+namespace error_feedback_tests {
+
 namespace {
 
 using kvq::error_feedback;
@@ -146,3 +148,5 @@ TEST_CASE("feedback needs products, positive damping and a plan of its shape") {
     CHECK(none.row({0, 2}, 8, 0) == nullptr);
     CHECK(none.row({0, 0}, 7, 0) == nullptr);
 }
+
+}  // namespace error_feedback_tests

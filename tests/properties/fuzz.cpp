@@ -13,6 +13,8 @@
 #include "support/memory.hpp"
 #include "support/typed_cache.hpp"
 
+namespace fuzz_tests {
+
 namespace {
 
 // Tiny pages of tiny heads: what matters are the transitions.
@@ -350,3 +352,5 @@ TEST_CASE("a million random operations") {
     // The budget was met, too.
     CHECK(refused > 0);
 }
+
+}  // namespace fuzz_tests

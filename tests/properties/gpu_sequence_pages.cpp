@@ -14,6 +14,8 @@
 
 namespace gpu = kvq::cuda::detail;
 
+namespace gpu_sequence_pages_tests {
+
 namespace {
 
 struct pools {
@@ -142,3 +144,5 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
         CHECK(p.quantized_pages.used() + p.window_pages.used() + p.sink_pages.used() == 0);
     }
 }
+
+}  // namespace gpu_sequence_pages_tests

@@ -8,6 +8,8 @@
 #include "baselines/kvarn.hpp"
 #include "support/blocks.hpp"
 
+namespace kvarn_tests {
+
 namespace {
 
 using free3 = baselines::variance_normalized<3, false>;
@@ -124,3 +126,5 @@ TEST_CASE("KVarN: poison is counted, dequantizes to finite numbers, and leaves i
         CHECK(counted == wanted);
     }
 }
+
+}  // namespace kvarn_tests

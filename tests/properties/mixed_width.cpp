@@ -12,6 +12,8 @@
 #include "support/channel_plans.hpp"
 #include "support/typed_cache.hpp"
 
+namespace mixed_width_tests {
+
 namespace {
 
 kvq::block_shape key_shape(test::generator& random) {
@@ -309,3 +311,5 @@ TEST_CASE_TEMPLATE("value() is what dequantize() gives, by place", S,
         CHECK(differ == 0);
     }
 }
+
+}  // namespace mixed_width_tests

@@ -14,6 +14,8 @@ using test::append;
 using test::contents;
 using test::message_of;
 
+namespace page_wire_tests {
+
 namespace {
 
 using message = std::vector<std::byte>;
@@ -46,7 +48,8 @@ std::vector<message> sent(const Cache& cache, const kvq::sequence& sequence) {
 }
 
 template <class Cache>
-void require_same(const Cache& cache, const kvq::sequence& a, const Cache& other, const kvq::sequence& b) {
+void require_same_pages(const Cache& cache, const kvq::sequence& a, const Cache& other,
+                        const kvq::sequence& b) {
     REQUIRE(contents(cache, a) == contents(other, b));
     REQUIRE(sent(cache, a) == sent(other, b));
     REQUIRE(a.usage().quantized == b.usage().quantized);
@@ -164,7 +167,7 @@ TEST_CASE_TEMPLATE("a sequence sent page by page is the same in another cache, n
         kvq::page_receiver receiver(decode);
         for (const message& m : messages) receiver.accept(kvq::parse_page(m));
         auto copy = receiver.finish();
-        require_same(prefill, sequence, decode, copy);
+        require_same_pages(prefill, sequence, decode, copy);
         for (int step = 0; step < 6; ++step) {
             const bool trims = random.one_in(3);
             const int n = trims ? random.between(0, sequence.tokens()) : random.between(0, 20);
@@ -174,7 +177,7 @@ TEST_CASE_TEMPLATE("a sequence sent page by page is the same in another cache, n
                 else if (one->tokens() < 370)
                     append(*one, shape.layers, s, one->tokens(), n);
             }
-            require_same(prefill, sequence, decode, copy);
+            require_same_pages(prefill, sequence, decode, copy);
         }
         // The receiver gave everything away.
         copy = decode.new_sequence();
@@ -311,3 +314,5 @@ TEST_CASE("what arrives in another order, twice, incomplete or in the wrong cach
     CHECK(other.bytes_in_use() == 0);
     CHECK(memory.bytes() == 0);
 }
+
+}  // namespace page_wire_tests

@@ -15,6 +15,8 @@
 using test::append;
 using test::contents;
 
+namespace prefill_tests {
+
 namespace {
 
 constexpr int group = 2;
@@ -439,3 +441,5 @@ TEST_CASE(
         }
     }
 }
+
+}  // namespace prefill_tests

@@ -16,6 +16,8 @@ using test::append;
 using test::attention_bits;
 using test::contents;
 
+namespace prefix_cache_tests {
+
 namespace {
 
 /// Format 0 loses nothing, so that what a sequence holds can be compared with what was put in.
@@ -781,3 +783,5 @@ TEST_CASE("threads: entries step down while others fetch and store") {
     store.clear();
     CHECK(cache.bytes_in_use() == 0);
 }
+
+}  // namespace prefix_cache_tests

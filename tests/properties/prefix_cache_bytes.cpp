@@ -7,6 +7,8 @@
 
 #include "support/caches.hpp"
 
+namespace prefix_cache_bytes_tests {
+
 namespace {
 
 // MLX's formats: groups of 64 channels, 16-bit scale and bias.
@@ -87,3 +89,5 @@ TEST_CASE(
         CHECK(test::attention_bits(cache, shorter.sequence) == test::attention_bits(plain, fresh));
     }
 }
+
+}  // namespace prefix_cache_bytes_tests

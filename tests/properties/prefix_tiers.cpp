@@ -12,6 +12,8 @@
 #include "support/messages.hpp"
 #include "support/saved.hpp"
 
+namespace prefix_tiers_tests {
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -165,3 +167,5 @@ TEST_CASE("options of tiers that are out of range are refused") {
     own.memory.evicted = [](kvq::token_ids, const kvq::sequence&) {};
     CHECK(test::contains(test::message_of([&] { kvq::prefix_tiers store(cache, own); }), "evicted"));
 }
+
+}  // namespace prefix_tiers_tests

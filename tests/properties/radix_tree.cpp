@@ -7,6 +7,8 @@
 
 #include "support/random.hpp"
 
+namespace radix_tree_tests {
+
 namespace {
 
 using key = std::vector<kvq::token_id>;
@@ -127,3 +129,5 @@ TEST_CASE("keys that nest thousands deep are destroyed without recursion") {
     CHECK(t.nodes() == 0);
     CHECK(t.find(k).tokens == 0);
 }
+
+}  // namespace radix_tree_tests

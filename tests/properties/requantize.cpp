@@ -15,6 +15,8 @@
 using test::ladder_cache;
 using ladder_sequence = ladder_cache::sequence_type;
 
+namespace requantize_tests {
+
 namespace {
 
 struct fixture {
@@ -569,3 +571,5 @@ TEST_CASE("impossible requests are refused with their numbers, before anything c
     CHECK_THROWS_WITH_AS(kvq::step_down(f.cache, std::span<ladder_cache::sequence_type* const>(twice), {}),
                          what, kvq::error);
 }
+
+}  // namespace requantize_tests

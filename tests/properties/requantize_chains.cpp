@@ -14,6 +14,8 @@
 
 #include "support/blocks.hpp"
 
+namespace requantize_chains_tests {
+
 namespace {
 
 using kvq::tensor;
@@ -300,3 +302,5 @@ TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every c
         for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, kivi2));
     }
 }
+
+}  // namespace requantize_chains_tests

@@ -13,6 +13,8 @@
 using test::append;
 using test::contents;
 
+namespace reserve_tests {
+
 namespace {
 
 constexpr int group = 2, longest = 600;
@@ -363,3 +365,5 @@ TEST_CASE("a reservation that is given back, replaced or dropped with its sequen
     }
     CHECK(memory.bytes() == 0);
 }
+
+}  // namespace reserve_tests

@@ -12,6 +12,8 @@ using test::message_of;
 using test::restored;
 using test::saved;
 
+namespace save_convert_tests {
+
 namespace {
 
 /// x^ of every token, bit for bit.
@@ -227,3 +229,5 @@ TEST_CASE("a scheme with other parameters is another scheme") {
          decltype(both)::value_table(test::magnitude_bytes(0.5f)));
     CHECK(same_numbers(sequence, restored(both, saved(sequence))));
 }
+
+}  // namespace save_convert_tests

@@ -15,6 +15,8 @@ using test::message_of;
 using test::restored;
 using test::saved;
 
+namespace save_restore_tests {
+
 namespace {
 
 /// A sequence with a past: tokens, trims, forks, pages of several formats.
@@ -227,3 +229,5 @@ TEST_CASE("files: written beside their place, refused when they go on, missing o
     CHECK(test::contains(message_of([&] { (void)kvq::restore(cache, "."); }), "cannot read .: "));
     CHECK(cache.bytes_in_use() == in_use);
 }
+
+}  // namespace save_restore_tests

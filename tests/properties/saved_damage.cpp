@@ -13,6 +13,8 @@ using test::message_of;
 using test::restored;
 using test::saved;
 
+namespace saved_damage_tests {
+
 namespace {
 
 using cache_type =
@@ -318,3 +320,5 @@ TEST_CASE(
     }
     CHECK(other.bytes_in_use() == 0);
 }
+
+}  // namespace saved_damage_tests

@@ -10,6 +10,8 @@
 
 using kvq::block_shape;
 
+namespace schemes_tests {
+
 namespace {
 
 /// A number, its group's stored parameters, and what it dequantized to.
@@ -337,3 +339,5 @@ TEST_CASE("symmetric codes are symmetric: quantize(-x) dequantizes to -x^") {
         for (std::size_t i = 0; i < x.size(); ++i) REQUIRE(plus[i] == -minus[i]);
     }
 }
+
+}  // namespace schemes_tests

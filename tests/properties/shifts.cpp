@@ -19,6 +19,8 @@
 
 using test::message_of;
 
+namespace shifts_tests {
+
 namespace {
 
 // ---- rotations in double --------------------------------------------------------------------------------------------------
@@ -1028,3 +1030,5 @@ TEST_CASE("the sinks of a ring stay directly before its window, if they are to")
     CHECK(test::contains(message_of([&] { kvq::ring(std::move(erased), {.window = 24}); }),
                          "a ring cannot begin with a sequence whose 4 sinks were erased in part"));
 }
+
+}  // namespace shifts_tests

@@ -9,6 +9,8 @@
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
 
+namespace shifts_simd_tests {
+
 namespace {
 
 template <class Keys, class Values>
@@ -55,3 +57,5 @@ TEST_CASE("attention over moved keys of every kind of kernel, for one row and fo
             }
     }
 }
+
+}  // namespace shifts_simd_tests

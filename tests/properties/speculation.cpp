@@ -16,6 +16,8 @@
 using test::append;
 using test::contents;
 
+namespace speculation_tests {
+
 namespace {
 
 std::vector<int> random_parents(test::generator& random, int n) {
@@ -473,3 +475,5 @@ TEST_CASE_TEMPLATE("drafts behind erased, shifted and spliced tokens", C, KVQ_TE
         }
     }
 }
+
+}  // namespace speculation_tests

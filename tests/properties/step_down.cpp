@@ -10,6 +10,8 @@
 using test::ladder_cache;
 using ladder_sequence = ladder_cache::sequence_type;
 
+namespace step_down_tests {
+
 namespace {
 
 kvq::step_down_policy random_policy(test::generator& random) {
@@ -375,3 +377,5 @@ TEST_CASE("usage rows add up to the usage report") {
         for (const int n : tokens) CHECK(n == sequence.tokens());
     }
 }
+
+}  // namespace step_down_tests

@@ -14,6 +14,8 @@
 #include "support/caches.hpp"
 #include "support/memory.hpp"
 
+namespace threads_tests {
+
 namespace {
 
 static_assert(kvq::executor<kvq::thread_pool> && kvq::executor<const kvq::thread_pool>);
@@ -276,3 +278,5 @@ TEST_CASE("chunks that are merged by whoever ends last: the bits of one thread")
         for (int i = 0; i < 20; ++i) REQUIRE(run(pool) == expected);
     }
 }
+
+}  // namespace threads_tests

@@ -13,6 +13,8 @@
 #include "support/blocks.hpp"
 #include "support/typed_cache.hpp"
 
+namespace transforms_tests {
+
 namespace {
 
 /// The one kind that stays foldable when it is centred: factors on columns only.
@@ -207,3 +209,5 @@ TEST_CASE_TEMPLATE("centring: k^ = Inner(k - m) + m with the stored mean", Inner
             REQUIRE(y[i] == inner[i] + mean[i % static_cast<std::size_t>(shape.dim)]);
     }
 }
+
+}  // namespace transforms_tests

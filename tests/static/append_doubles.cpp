@@ -1,6 +1,6 @@
 // expect: kvq::input_view: keys and values must be float, float16 or bfloat16
 // SPDX-License-Identifier: MIT
-#include <kvq/kvq.hpp>
+#include <kvq/cache/sequence.hpp>
 
 void append(kvq::sequence& sequence, const double* x) {
     const kvq::token_view<const double> view(x, 1, 1, 8);

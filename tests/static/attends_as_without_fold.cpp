@@ -1,7 +1,6 @@
 // expect: kvq::make_format: this scheme says `attends_as`, so it needs code_bits
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
 
 struct read_as_it_is {
     using attends_as = read_as_it_is;

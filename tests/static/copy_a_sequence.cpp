@@ -1,6 +1,6 @@
 // expect: use fork()
 // SPDX-License-Identifier: MIT
-#include <kvq/kvq.hpp>
+#include <kvq/cache/sequence.hpp>
 
 // Sharing pages is what fork() is for; a copy would hide it. Compilers show the line that says so.
 auto copy(const kvq::sequence& sequence) {

@@ -3,4 +3,4 @@
 // What -ffast-math and -Ofast define.
 #undef __FINITE_MATH_ONLY__
 #define __FINITE_MATH_ONLY__ 1
-#include <kvq/kvq.hpp>
+#include <kvq/config.hpp>

@@ -1,7 +1,7 @@
 // expect: kvq::make_format: fold() of this scheme says that columns have parameters
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
+#include <kvq/pack/code_layout.hpp>
 
 struct folded {
     using attends_as = folded;

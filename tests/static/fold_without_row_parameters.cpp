@@ -1,7 +1,7 @@
 // expect: kvq::make_format: fold() of this scheme says that rows have parameters
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
+#include <kvq/pack/code_layout.hpp>
 
 // Misspelt: without a word, attention would read memory that nobody has written.
 struct folded {

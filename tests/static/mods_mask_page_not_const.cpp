@@ -1,6 +1,7 @@
 // expect: the hooks of a mask or score modifier must be const
 // SPDX-License-Identifier: MIT
-#include <kvq/kvq.hpp>
+#include <kvq/attention/mods.hpp>
+#include <kvq/attention/score_modifiers.hpp>
 
 // As a part of mods.
 struct even {
@@ -8,6 +9,5 @@ struct even {
     kvq::page_visibility mask_page(int, int, int, int) { return kvq::page_visibility::some; }
 };
 
-void f(kvq::sequence& s, kvq::token_view<float> x) {
-    s.attend(0, x, x, kvq::mods{kvq::softcap{30.0f}, even{}});
-}
+void attend(const kvq::mods_view& mods);
+void f() { attend(kvq::mods{kvq::softcap{30.0f}, even{}}); }

@@ -1,6 +1,6 @@
 // expect: kvq::params<P>: P must be trivially copyable, constructible from float and convertible to float
 // SPDX-License-Identifier: MIT
-#include <kvq/kvq.hpp>
+#include <kvq/schemes/affine.hpp>
 #include <string>
 
 kvq::affine<4, kvq::per_token<64>, kvq::params<std::string>> scheme;

@@ -1,7 +1,7 @@
 // expect: kvq::make_format: a scheme must be copyable and destructible
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
+#include <kvq/schemes/affine.hpp>
 #include <memory>
 
 struct holds_state : kvq::affine<4> {

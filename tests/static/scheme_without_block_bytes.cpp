@@ -1,7 +1,6 @@
 // expect: kvq::make_format: a scheme needs `std::size_t block_bytes(block_shape) const`
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
 
 struct lacks_block_bytes {
     std::string name() const { return "lacks"; }

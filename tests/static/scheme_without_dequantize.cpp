@@ -1,7 +1,6 @@
 // expect: kvq::make_format: a scheme needs `void dequantize(block_shape, block_id, const std::byte* block, float* values) const`
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
 
 struct lacks_dequantize {
     std::string name() const { return "lacks"; }

@@ -1,7 +1,6 @@
 // expect: kvq::make_format: a scheme needs `std::string name() const`
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
 
 struct lacks_name {
     std::size_t block_bytes(const kvq::block_shape&) const { return 16; }

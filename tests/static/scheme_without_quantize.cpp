@@ -1,7 +1,6 @@
 // expect: kvq::make_format: a scheme needs `std::uint32_t quantize(block_shape, block_id, float* values, std::byte* block) const`
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
 
 struct lacks_quantize {
     std::string name() const { return "lacks"; }

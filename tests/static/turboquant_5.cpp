@@ -1,7 +1,6 @@
 // expect: baselines::normal_levels<B>: there are tables for codes of 2, 3 and 4 bits (turboquant<2> to <4>)
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
-#include <kvq/kvq.hpp>
 
 #include "baselines/published.hpp"
 

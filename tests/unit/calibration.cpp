@@ -10,6 +10,8 @@
 #include "support/random.hpp"
 #include "support/tensors.hpp"
 
+namespace calibration_tests {
+
 namespace {
 
 double error_of(const std::vector<double>& sorted, const std::vector<int>& widths,
@@ -231,3 +233,5 @@ TEST_CASE("save and load: the same numbers; what is not a calibration is refused
         CHECK_THROWS_AS(kvq::calibration::load(broken), kvq::error);
     }
 }
+
+}  // namespace calibration_tests

@@ -8,6 +8,8 @@
 #include "baselines/published.hpp"
 #include "support/blocks.hpp"
 
+namespace codebooks_tests {
+
 namespace {
 
 double density(double x) { return std::exp(-0.5 * x * x) / std::sqrt(2.0 * std::acos(-1.0)); }
@@ -296,3 +298,5 @@ TEST_CASE_TEMPLATE(
         CHECK(y == test::dequantized(scheme, less, test::quantized(scheme, less, rest)));
     }
 }
+
+}  // namespace codebooks_tests

@@ -6,6 +6,8 @@
 
 #include "support/caches.hpp"
 
+namespace eigen_tests {
+
 namespace {
 
 constexpr kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 6};
@@ -95,3 +97,5 @@ TEST_CASE("matrices that are not tokens are refused") {
         m.data(), 4, 5, Eigen::Stride<Eigen::Dynamic, Eigen::Dynamic>(features, 2));
     CHECK_THROWS_WITH_AS(kvq::tokens_of(strided, 1), doctest::Contains("stride is 2"), kvq::error);
 }
+
+}  // namespace eigen_tests

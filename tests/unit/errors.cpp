@@ -14,6 +14,8 @@
 
 using kvq::token_view;
 
+namespace errors_tests {
+
 namespace {
 
 /// One sentence that names the library and contains all of the given parts.
@@ -321,3 +323,5 @@ TEST_CASE("errors belong to the families that callers already catch") {
     static_assert(std::is_nothrow_destructible_v<sequence> && !std::is_copy_constructible_v<sequence>);
     static_assert(!std::is_copy_constructible_v<cache_type>);
 }
+
+}  // namespace errors_tests

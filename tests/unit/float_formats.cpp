@@ -14,6 +14,8 @@ using kvq::bfloat16;
 using kvq::float16;
 using kvq::detail::bit_cast;
 
+namespace float_formats_tests {
+
 namespace {
 
 /// What a format is, from its definition: the number of mantissa bits and the smallest exponent.
@@ -179,3 +181,5 @@ TEST_CASE("float16 is what F16C computes, bit for bit") {
     CHECK(wrong == 0);
 }
 #endif
+
+}  // namespace float_formats_tests

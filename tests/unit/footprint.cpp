@@ -9,6 +9,8 @@
 #include "support/memory.hpp"
 #include "support/typed_cache.hpp"
 
+namespace footprint_tests {
+
 namespace {
 
 template <class Cache>
@@ -140,3 +142,5 @@ TEST_CASE("the longest context fits, one token more does not") {
     }
     CHECK(kvq::longest_context(cache, 10) == -1);
 }
+
+}  // namespace footprint_tests

@@ -14,6 +14,8 @@
 using test::contains;
 using test::message_of;
 
+namespace formats_tests {
+
 namespace {
 
 /// Holds state that dequantizing needs, and does not say which.
@@ -42,11 +44,15 @@ constexpr kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 32};
 
 }  // namespace
 
+}  // namespace formats_tests
+
 // What kvq::library defines elsewhere.
 const kvq::builtin_format* kvq::builtin_formats(std::size_t* count) {
-    *count = listed().size();
-    return listed().data();
+    *count = formats_tests::listed().size();
+    return formats_tests::listed().data();
 }
+
+namespace formats_tests {
 
 TEST_CASE("formats are found by name, for each tensor its own") {
     CHECK(std::string(kvq::find_format("kivi-4-g32", kvq::tensor::key).name()) == "affine4-channel-g32-fp16");
@@ -201,3 +207,5 @@ TEST_CASE("a format says what runs in vectors") {
                .describe({kvq::tensor::key, 64, 70})
                .dequantize);
 }
+
+}  // namespace formats_tests

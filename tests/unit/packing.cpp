@@ -16,6 +16,8 @@
 using kvq::code_layout;
 using kvq::grouped_axis;
 
+namespace packing_tests {
+
 namespace {
 
 template <int B>
@@ -172,3 +174,5 @@ TEST_CASE_TEMPLATE("value layout: every element has a place of its own inside th
         CHECK(std::count(seen.begin(), seen.end(), 1) == static_cast<std::ptrdiff_t>(shape.values()));
     }
 }
+
+}  // namespace packing_tests

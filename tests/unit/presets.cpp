@@ -9,6 +9,8 @@
 #include "support/random.hpp"
 #include "support/typed_cache.hpp"
 
+namespace presets_tests {
+
 namespace {
 
 template <class P>
@@ -70,3 +72,5 @@ TEST_CASE("protected layers: the first and last, for any number of layers") {
     CHECK_THROWS_AS(kvq::protect_layers(0, 1), kvq::error);
     CHECK_THROWS_AS(kvq::protect_layers(4, -1), kvq::error);
 }
+
+}  // namespace presets_tests

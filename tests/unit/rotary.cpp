@@ -12,6 +12,8 @@ using kvq::detail::rotation;
 using test::contains;
 using test::message_of;
 
+namespace rotary_tests {
+
 namespace {
 
 constexpr double pi = 3.141592653589793;
@@ -161,3 +163,5 @@ TEST_CASE("scalings out of range") {
                    "betas 1.000000 and 1.000000"));
     CHECK(contains(message_of([] { (void)kvq::yarn_frequencies(8, 1.0, {}); }), "base 1"));
 }
+
+}  // namespace rotary_tests

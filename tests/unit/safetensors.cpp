@@ -8,6 +8,8 @@
 
 #include "support/random.hpp"
 
+namespace safetensors_tests {
+
 namespace {
 
 std::string file_of(const std::string& json) {
@@ -198,3 +200,5 @@ TEST_CASE("random changes of a header end in a header or in kvq::error, never in
     CHECK(refused > 10000);
     CHECK(refused < 20000);
 }
+
+}  // namespace safetensors_tests

@@ -10,6 +10,8 @@
 
 #include "support/random.hpp"
 
+namespace softmax_state_tests {
+
 namespace {
 
 constexpr int dim = 6;
@@ -125,3 +127,5 @@ TEST_CASE("softmax_tile: tiles of any size and cut give the same softmax as doub
         }
     }
 }
+
+}  // namespace softmax_state_tests
