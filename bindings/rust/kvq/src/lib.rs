@@ -19,7 +19,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! docs/rust.md of the repository is the guide, include/kvq/kvq.h says what every call means. Errors are one sentence with the numbers in
+//! docs/guide/rust.md of the repository is the guide, include/kvq/kvq.h says what every call means. Errors are one sentence with the numbers in
 //! it; on an error nothing has changed, but outputs may be written in part.
 //!
 //! Threads: `&self` methods may run together, `&mut self` methods not, as Rust has it. Objects are freed in any order.
