@@ -122,9 +122,10 @@ def speed(rows, shown, figure):
     tokens = sorted({row["tokens"] for row in rows})
     by_scheme = {(row["scheme"], row["tokens"]): row["ns"] / 1e6 for row in rows}
     names = [name for name in shown if any((name, n) in by_scheme for n in tokens)]
-    figure.set_size_inches(7.6, 0.5 + 0.27 * len(names))
+    width = 1.0 + 2.2 * len(tokens)
+    figure.set_size_inches(width, 0.5 + 0.27 * len(names))
     panels = figure.subplots(1, len(tokens), sharey=True, squeeze=False)[0]
-    figure.subplots_adjust(left=0.13, right=0.98, bottom=0.18, top=0.9, wspace=0.08)
+    figure.subplots_adjust(left=1.0 / width, right=0.98, bottom=0.18, top=0.9, wspace=0.08)
     for panel, n in zip(panels, tokens):
         times = [by_scheme.get((name, n), 0.0) for name in names]
         colors = ["#777777" if name.startswith("ggml") else "#9db7e8" if name == "fp16" else "#1f3fa8" for name in names]
