@@ -3,11 +3,12 @@
 """Plots and tables of the JSON lines that bench_quality, kvq_llama evaluate and bench_attention print.
 
 plot.py pareto RESULTS.jsonl OUT.svg [--y kld|out|ppl_delta_pct|bare_kld|scheme_error|...]   quality against bits per value
-plot.py speed  RESULTS.jsonl OUT.svg [--y ns|vs_fp16]                           time of a decode step against context
+plot.py speed  RESULTS.jsonl OUT.svg [--schemes fp16,std4,...]                  time of a decode step, a panel for each context
 plot.py table  RESULTS.jsonl                                                    Markdown of bench_quality or evaluate
 
-Several files of results may be given. Plots are SVG. Schemes of this library (--own) and published ones get a line each through
-what no other of their kind beats. The same input gives the same bytes.
+Several files of results may be given. Plots are SVG. pareto draws a line each through what no other of its kind beats: presets of this
+library (--own) with statistics (+stats), presets without, and published methods; plans of widths (-plan) are left to the tables. The
+same input gives the same bytes.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import sys
 
 OWN = "ref8,hi6,std5,std4,mix4,low3,low2"
+SHOWN = "fp16,int8,kivi-4-g64,std4,low3,low2,ggml f16,ggml q8_0,ggml q4_0"
 LABELS = {
     "kld": "KL divergence (nats)",
     "out": "relative error of the attention output",
@@ -22,8 +24,6 @@ LABELS = {
     "bare_kld": "KL divergence without window (nats)",
     "bare_out": "relative error without window",
     "ppl_delta_pct": "perplexity increase (%)",
-    "ns": "time of one decode step (us)",
-    "vs_fp16": "speed against 16-bit pages",
     "scheme_error": "relative error of the attention output, random data",
 }
 
@@ -53,65 +53,95 @@ def is_own(name, own):
     return any(base == o or base.startswith(o + "-") for o in own)
 
 
-def place_label(axes, x, y, text, color, taken):
-    """Writes text beside a point, on the first of six sides where no other text is; nowhere if there is none."""
-    size = 6
-    width, height = 0.62 * size * len(text), 1.15 * size  # in points, near enough
-    axes.figure.canvas.draw()
+SIDES = ((5, -3, "left"), (-5, -3, "right"), (5, 4, "left"), (-5, 4, "right"), (5, -10, "left"), (-5, -10, "right"),
+         (0, 6, "center"), (0, -12, "center"), (5, 11, "left"), (-5, 11, "right"), (5, -17, "left"), (-5, -17, "right"))  # fmt: skip
+
+
+def place_label(axes, x, y, text, color, taken, must):
+    """Writes text beside a point, on the first side where neither text nor a point is; where there is none only if it must be there."""
+    size = 7.5
+    width, height = 0.55 * size * len(text), 0.9 * size  # in points, near enough
+    px, py = in_points(axes, x, y)
+    boxes = []
+    for dx, dy, align in SIDES:
+        left = px + dx - {"left": 0, "right": width, "center": width / 2}[align]
+        boxes.append(((left, py + dy - 1, left + width, py + dy + height), dx, dy, align))
+    frame = axes.get_window_extent()
+    inside = [b for b in boxes if b[0][0] > frame.x0 * 72 / axes.figure.dpi and b[0][2] < frame.x1 * 72 / axes.figure.dpi]
+    free = [b for b in inside if all(b[0][2] < t[0] or t[2] < b[0][0] or b[0][3] < t[1] or t[3] < b[0][1] for t in taken)]
+    if not free and not must:
+        return
+    box, dx, dy, align = (free or boxes)[0]
+    taken.append(box)
+    axes.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", fontsize=size, color=color, ha=align)
+
+
+def in_points(axes, x, y):
     to_points = 72.0 / axes.figure.dpi
-    px, py = (v * to_points for v in axes.transData.transform((x, y)))
-    for dx, dy in ((4, -2), (4, 4), (4, -8), (-4 - width, -2), (-4 - width, 4), (-4 - width, -8)):
-        box = (px + dx, py + dy, px + dx + width, py + dy + height)
-        if all(box[2] < t[0] or t[2] < box[0] or box[3] < t[1] or t[3] < box[1] for t in taken):
-            taken.append(box)
-            axes.annotate(text, (x, y), xytext=(dx, dy), textcoords="offset points", fontsize=size, color=color)
-            return
+    return (v * to_points for v in axes.transData.transform((x, y)))
 
 
-def pareto(rows, y, own, axes):
-    own_points, published = [], []
+def pareto(rows, y, own, figure):
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.1, top=0.97)
+    kinds = {"published": [], "kvq presets": [], "kvq presets with statistics": []}
     for row in rows:
-        value = row.get(y)
-        if value is None or value <= 0 or row["scheme"] in ("fp16", "reference") or row["scheme"].endswith(("/1", "/vnni")):
+        value, name = row.get(y), row["scheme"]
+        if value is None or value <= 0 or name in ("fp16", "reference") or name.endswith(("/1", "/vnni")) or "-plan" in name:
             continue
-        (own_points if is_own(row["scheme"], own) else published).append((row["bits"], value, row["scheme"]))
-    for points, color, marker, label in ((published, "tab:gray", "o", "published"), (own_points, "tab:blue", "s", "kvq presets")):
-        if not points:
-            continue
-        axes.scatter([p[0] for p in points], [p[1] for p in points], s=14, color=color, marker=marker, label=label, zorder=3)
-        line = front(points)
-        axes.plot([p[0] for p in line], [p[1] for p in line], color=color, linewidth=1, zorder=2)
+        mine = is_own(name, own)
+        kind = "published" if not mine else "kvq presets with statistics" if "+stats" in name else "kvq presets"
+        kinds[kind].append((row["bits"], value, name.removesuffix("+stats")))
+    looks = {"published": ("#777777", "o"), "kvq presets": ("#5b9bd5", "s"), "kvq presets with statistics": ("#1f3fa8", "D")}
+    for kind, points in kinds.items():
+        color, marker = looks[kind]
+        if points:
+            axes.scatter([p[0] for p in points], [p[1] for p in points], s=20, color=color, marker=marker, label=kind, zorder=3)
+            line = front(points)
+            axes.plot([p[0] for p in line], [p[1] for p in line], color=color, linewidth=1.3, zorder=2)
     axes.set_yscale("log")
-    axes.margins(x=0.12)
-    taken = []
-    for points, color in ((own_points, "tab:blue"), (published, "tab:gray")):
-        line = front(points)
-        for bits, value, name in sorted(points, key=lambda p: (p not in line, p)):
-            place_label(axes, bits, value, name, color, taken)
+    axes.margins(x=0.14, y=0.07)
+    axes.grid(True, which="major", linewidth=0.3)
     axes.set_xlabel("bits per stored value, parameters included")
     axes.set_ylabel(LABELS.get(y, y))
-    axes.legend(loc="upper right", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8.5)
+    figure.canvas.draw()
+    taken = []
+    for points in kinds.values():
+        for bits, value, _ in points:
+            px, py = in_points(axes, bits, value)
+            taken.append((px - 2.5, py - 2.5, px + 2.5, py + 2.5))
+    for kind, points in reversed(kinds.items()):
+        line = front(points)
+        for bits, value, name in sorted(points, key=lambda p: (p not in line, p)):
+            place_label(axes, bits, value, name, looks[kind][0], taken, kind != "published")
 
 
-def speed(rows, y, _own, axes):
-    by_scheme = {}
-    for row in rows:
-        by_scheme.setdefault(row["scheme"], []).append((row["tokens"], row[y] / (1000 if y == "ns" else 1)))
-    for index, (name, points) in enumerate(by_scheme.items()):
-        points.sort()
-        axes.plot([p[0] for p in points], [p[1] for p in points], marker="osv^Dx+*"[index % 8], markersize=4, linewidth=1, label=name)
-    axes.set_xscale("log", base=2)
-    if y == "ns":
-        axes.set_yscale("log")
-    axes.set_xlabel("tokens in the cache")
-    axes.set_ylabel(LABELS.get(y, y))
-    # Beside the axes: seventeen names would hide lines. In the order in which they end.
-    last = {name: max(points)[1] for name, points in by_scheme.items()}
-    lines, names = axes.get_legend_handles_labels()
-    order = sorted(range(len(names)), key=lambda i: -last[names[i]])
-    axes.legend([lines[i] for i in order], [names[i] for i in order], fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.figure.set_size_inches(8.2, 4.6)
-    axes.figure.subplots_adjust(right=0.83)
+def speed(rows, shown, figure):
+    """Bars: lines of seven formats lie on each other. Most formats take about as long; what differs is what is worth a look."""
+    tokens = sorted({row["tokens"] for row in rows})
+    by_scheme = {(row["scheme"], row["tokens"]): row["ns"] / 1e6 for row in rows}
+    names = [name for name in shown if any((name, n) in by_scheme for n in tokens)]
+    width = 1.0 + 2.2 * len(tokens)
+    figure.set_size_inches(width, 0.5 + 0.27 * len(names))
+    panels = figure.subplots(1, len(tokens), sharey=True, squeeze=False)[0]
+    figure.subplots_adjust(left=1.0 / width, right=0.98, bottom=0.18, top=0.9, wspace=0.08)
+    for panel, n in zip(panels, tokens):
+        times = [by_scheme.get((name, n), 0.0) for name in names]
+        colors = ["#777777" if name.startswith("ggml") else "#9db7e8" if name == "fp16" else "#1f3fa8" for name in names]
+        panel.barh(range(len(names)), times, color=colors, height=0.72)
+        panel.set_xscale("log")
+        low, high = min(t for t in times if t) * 0.6, max(times)
+        panel.set_xlim(low, high * 3.2)
+        for i, t in enumerate(times):
+            panel.annotate(f"{t:.3g}", (t, i), xytext=(3, 0), textcoords="offset points", fontsize=8, va="center")
+        panel.set_title(f"{n} tokens", fontsize=9)
+        panel.set_xlabel("ms, logarithmic", fontsize=8)
+        panel.tick_params(axis="x", labelsize=7)
+        panel.tick_params(axis="y", length=0)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].invert_yaxis()
 
 
 TABLES = {
@@ -141,7 +171,7 @@ def main():
     parser.add_argument("files", nargs="+", metavar="FILE")
     parser.add_argument("--y")
     parser.add_argument("--own", default=OWN, help="names of this library's presets, separated by commas")
-    parser.add_argument("--title", default="")
+    parser.add_argument("--schemes", default=SHOWN, help="those that speed shows, from top to bottom, separated by commas")
     parser.add_argument("--max-y", type=float, help="leave out what is worse")
     parser.add_argument("--tokens", type=int, help="only rows of this context")
     chosen = parser.parse_args()
@@ -149,7 +179,7 @@ def main():
         return table(read(chosen.files))
     if len(chosen.files) < 2:
         parser.error("name the results and the file to write")
-    y = chosen.y or {"pareto": "kld", "speed": "ns"}[chosen.kind]
+    y = chosen.y or "kld"
 
     import matplotlib
 
@@ -158,16 +188,16 @@ def main():
 
     # Nothing in the file may depend on the day or on the run.
     plt.rcParams.update({"svg.hashsalt": "kvq", "svg.fonttype": "none", "font.size": 9})
-    figure, axes = plt.subplots(figsize=(7, 4.6))
+    figure = plt.figure(figsize=(7.6, 5.2))
     rows = read(chosen.files[:-1])
     if chosen.tokens is not None:
         rows = [row for row in rows if row["tokens"] == chosen.tokens]
     if chosen.max_y is not None:
         rows = [row for row in rows if row.get(y, 0) <= chosen.max_y]
-    figure.subplots_adjust(left=0.11, right=0.98, bottom=0.11, top=0.95)
-    {"pareto": pareto, "speed": speed}[chosen.kind](rows, y, chosen.own.split(","), axes)
-    axes.set_title(chosen.title, fontsize=9)
-    axes.grid(True, which="major", linewidth=0.3)
+    if chosen.kind == "speed":
+        speed(rows, chosen.schemes.split(","), figure)
+    else:
+        pareto(rows, y, chosen.own.split(","), figure)
     figure.savefig(chosen.files[-1], metadata={"Date": None})
 
 

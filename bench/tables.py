@@ -9,7 +9,7 @@ tables.py windows   RESULTS...                        a scheme with several wind
 tables.py transfer  NAME TEXT RESULTS [TEXT RESULTS]... [, NAME ...]     statistics of several texts, the judged text's first
 tables.py parts     NAME RESULTS [NAME RESULTS]...    bench_ablation: keys alone and values alone
 tables.py changes   NAME RESULTS [NAME RESULTS]...    presets with one ingredient changed
-tables.py gpu       RESULTS                           docs/gpu.md, of `scripts/gpu-bench --json`
+tables.py gpu       RESULTS                           docs/lab/gpu.md, of `scripts/gpu-bench --json`
 """
 
 import json

@@ -1,5 +1,5 @@
 // K and V in the memory of other engines, copied into a quantized sequence and back. The layouts are those of
-// docs/adapters.md.
+// docs/guide/adapters.md.
 #include <cstdio>
 #include <kvq/adapters/contiguous.hpp>
 #include <kvq/adapters/paged.hpp>

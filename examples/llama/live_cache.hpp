@@ -44,7 +44,7 @@ public:
     // Number of pages that were requantized so far.
     std::size_t requantized() const { return requantized_; }
 
-    // A safetensors file that describes itself (docs/save.md). load() returns the number of tokens in the file, and converts
+    // A safetensors file that describes itself (docs/guide/save.md). load() returns the number of tokens in the file, and converts
     // pages that were saved with other options. Both throw kvq::error.
     void save(const std::string& path) const;
     int load(const std::string& path);

@@ -7,7 +7,7 @@
 //   kvq_sequence_create(cache, &s);
 //   kvq_sequence_prefill(s, layer, &k, &v, &q, &out, NULL);
 //
-// The program links kvq::library (CMake option KVQ_LIBRARY), static or shared. docs/c_interface.md is the guide.
+// The program links kvq::library (CMake option KVQ_LIBRARY), static or shared. docs/guide/c.md is the guide.
 //
 // Errors: functions return a status. On any other than KVQ_OK nothing has changed (tensors of outputs aside, which may be written in
 // part), and kvq_last_error() is a sentence with the numbers in it. No function crashes on a null pointer, on a handle that was
@@ -59,7 +59,7 @@ enum {
 KVQ_API const char* kvq_last_error(void);
 /// "KVQ_OK", "KVQ_ERROR_ARGUMENT", ...; "unknown status" for other numbers.
 KVQ_API const char* kvq_status_name(kvq_status status);
-/// The version of the library, such as "0.1.0".
+/// The version of the library, such as "0.2.0".
 KVQ_API const char* kvq_version(void);
 /// KVQ_ABI_VERSION of the library.
 KVQ_API int32_t kvq_abi_version(void);
@@ -180,7 +180,7 @@ KVQ_API kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, 
                                        kvq_format_description* description);
 
 // ---- pages in memory of the caller -----------------------------------------------------------------------------------
-// A page is `heads` blocks, one after the other (docs/format.md). It has no header and no pointers; its address is a multiple of 16.
+// A page is `heads` blocks, one after the other (docs/reference/format.md). It has no header and no pointers; its address is a multiple of 16.
 
 typedef struct kvq_page_shape {
     kvq_role role;
@@ -535,7 +535,7 @@ typedef struct kvq_save_options {
     int32_t convert;    // restore: 1: pages may change to the formats and the layout of this cache
 } kvq_save_options;
 
-/// Writes a sequence as a safetensors file (docs/save.md). options may be NULL. KVQ_ERROR_UNSUPPORTED without nlohmann-json.
+/// Writes a sequence as a safetensors file (docs/guide/save.md). options may be NULL. KVQ_ERROR_UNSUPPORTED without nlohmann-json.
 KVQ_API kvq_status kvq_sequence_save(const kvq_sequence* sequence, const kvq_save_options* options,
                                      kvq_write write, void* user);
 /// The same to a file, which is renamed when it is complete.

@@ -1,4 +1,4 @@
-// kvq: every header of a cache, without the kernels of formats. Finer includes work as well; see docs/architecture.md.
+// kvq: every header of a cache, without the kernels of formats. Finer includes work as well; see docs/reference/architecture.md.
 //
 //   formats come from   backends/simd.hpp         make_format<Scheme>(), for the instructions that this build allows
 //                       format/find_format.hpp    find_format("kivi-4-g64", tensor::key), from the compiled library

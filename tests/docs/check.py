@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Every C, C++, Python and Rust example of README.md and docs/ stands, word by word, in one of the files that are compiled or run.
+"""Every C, C++, Python and Rust example of README.md and docs/ stands, word by word, in one of the files that are compiled or run, and
+every link of a Markdown file leads to a file of the repository and to a heading that is there.
 
     check.py FOLDER SNIPPETS...     FOLDER: of the repository
 
@@ -16,12 +17,37 @@ def bare(code):
     return re.sub(r"\s+", "", re.sub(r"/\*.*?\*/", "", code))
 
 
+def prose(text):
+    """Without blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+def anchors(document):
+    """What `#...` may name there: headings, as GitHub and python-markdown make words of them."""
+    headings = re.findall(r"^#+ (.*)$", prose(document.read_text()), re.M)
+    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def dead_links(folder, document):
+    text = re.sub(r"`[^`\n]*`", "", prose(document.read_text()))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, heading = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        there = (document.parent / path).resolve() if path else document
+        if not there.exists():
+            yield f"{document.relative_to(folder)}: no such file: {target}"
+        elif heading and there.suffix == ".md" and heading not in anchors(there):
+            yield f"{document.relative_to(folder)}: no such heading: {target}"
+
+
 def main():
-    folder = pathlib.Path(sys.argv[1])
+    folder = pathlib.Path(sys.argv[1]).resolve()
     compiled = "".join(bare(pathlib.Path(name).read_text()) for name in sys.argv[2:])
     found = 0
     missing = []
-    for document in [folder / "README.md", *sorted((folder / "docs").glob("*.md"))]:
+    documents = [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
+    for document in documents:
         for block in re.findall(r"```(?:cpp|c|python|rust)\n(.*?)```", document.read_text(), re.S):
             parts = [bare(part) for part in re.sub(r"//[^\n]*", "", block).split("...")]
             if all(part in compiled for part in parts):
@@ -29,6 +55,9 @@ def main():
             else:
                 first = next(line for line in block.splitlines() if line and not line.startswith("#"))
                 missing.append(f"{document.relative_to(folder)}: not compiled: {first.strip()}")
+    others = [p for name in ("*.md", "bench/**/*.md", "bindings/*.md", "examples/**/*.md") for p in folder.glob(name)]
+    for document in sorted({*documents, *others}):
+        missing += dead_links(folder, document)
     print("\n".join(missing) or f"{found} examples")
     return 1 if missing or found == 0 else 0
 

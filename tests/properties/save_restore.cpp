@@ -226,7 +226,8 @@ TEST_CASE("files: written beside their place, refused when they go on, missing o
     CHECK(std::remove(path.c_str()) == 0);
     CHECK(test::contains(message_of([&] { (void)kvq::restore(cache, path); }), "cannot open"));
     CHECK(test::contains(message_of([&] { kvq::save(sequence, "no/such/folder/file"); }), "cannot open"));
-    CHECK(test::contains(message_of([&] { (void)kvq::restore(cache, "."); }), "cannot read .: "));
+    const std::string folder = message_of([&] { (void)kvq::restore(cache, "."); });  // Windows opens none
+    CHECK((test::contains(folder, "cannot read .: ") || test::contains(folder, "cannot open .: ")));
     CHECK(cache.bytes_in_use() == in_use);
 }
 

@@ -22,7 +22,7 @@ namespace kvq::inline KVQ_TAGGED {
 
 struct prefix_tier_options {
     prefix_cache_options memory = {};  ///< `evicted` is the store's own
-    std::string folder = ".";          ///< exists; files get the name prefix-<number>.safetensors
+    std::string folder = ".";          ///< exists; files get the name `prefix-7.safetensors`
     std::size_t file_bytes = (std::numeric_limits<std::size_t>::max)();  ///< for all files
     std::string model = {};                                              ///< as in save_options
 };

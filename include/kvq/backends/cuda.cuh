@@ -11,7 +11,7 @@
 //   attend               fused attention over packed pages                               cuda/attend.cuh
 //
 // Needs the CUDA toolkit, C++20 (nvcc -std=c++20) and compute capability 8.0. Pages are byte for byte those of the CPU, so
-// they can be copied between both at any time. docs/gpu.md has the layout as lanes see it and measured figures.
+// they can be copied between both at any time. docs/reference/gpu_kernels.md has the layout as lanes see it, docs/lab/gpu.md measured figures.
 #pragma once
 
 #include "cuda/attend.cuh"

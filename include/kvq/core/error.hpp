@@ -13,7 +13,7 @@
 
 #include "text.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline v0_2 {
 
 /// Bad argument or state. The message is one sentence that contains the numbers.
 class error : public std::invalid_argument {
@@ -51,7 +51,7 @@ inline error_handler& current_error_handler() noexcept {
     return handler;
 }
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline v0_2
 
 namespace kvq::inline KVQ_TAGGED::detail {
 

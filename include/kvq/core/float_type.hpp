@@ -6,11 +6,11 @@
 
 #include "float_formats.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline v0_2 {
 
 enum class float_type : unsigned char { fp32, fp16, bf16 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline v0_2
 
 namespace kvq::inline KVQ_TAGGED {
 

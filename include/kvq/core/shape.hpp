@@ -11,7 +11,7 @@
 
 #include "error.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline v0_2 {
 
 /// One of the two tensors.
 enum class tensor : unsigned char { key, value };
@@ -47,7 +47,7 @@ struct block_id {
     int head = 0;
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline v0_2
 
 namespace kvq::inline KVQ_TAGGED::detail {
 

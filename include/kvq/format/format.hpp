@@ -19,7 +19,7 @@
 #include "../core/float_type.hpp"
 #include "../core/shape.hpp"
 
-namespace kvq::inline v0_1 {
+namespace kvq::inline v0_2 {
 
 class format;
 
@@ -181,7 +181,7 @@ private:
     format_record* record_ = nullptr;
 };
 
-}  // namespace kvq::inline v0_1
+}  // namespace kvq::inline v0_2
 
 namespace kvq::inline KVQ_TAGGED {
 

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
+#include <system_error>
 
 #include "restore.hpp"
 #include "save.hpp"
@@ -62,8 +64,10 @@ inline void save(const sequence& s, const std::string& path, const save_options&
     save(
         s, [&](const void* data, std::size_t bytes) { check(file.write(data, bytes)); }, options);
     check(file.close());
-    const bool renamed = std::rename(unfinished.c_str(), path.c_str()) == 0;
-    detail::expect_io(renamed, "cannot rename ", unfinished, " to ", path);
+    std::error_code failed;
+    // std::rename does not replace a file on Windows.
+    std::filesystem::rename(unfinished, path, failed);
+    detail::expect(!failed, "cannot rename ", unfinished, " to ", path, ": ", failed.message());
     guard.finished = true;
 }
 

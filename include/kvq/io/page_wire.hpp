@@ -1,4 +1,4 @@
-// One page as a message: sends pages to another process in quantized form (docs/save.md).
+// One page as a message: sends pages to another process in quantized form (docs/reference/files.md).
 //
 //   offset                                      offset
 //    0  "kvqpage" and a zero                     36  tokens that the page has memory for
@@ -12,7 +12,7 @@
 //   28  layer                                    72  tokens of the layer, 0: unknown
 //   80  tokens before the first shown one        84  tokens that may be shown, 0: all
 //   88  shift of the keys (64 bits, signed)      96  name of the scheme, filled up with zeros to a multiple of 16
-//    H  data: kv_heads blocks (docs/format.md)
+//    H  data: kv_heads blocks (docs/reference/format.md)
 //
 // Little-endian, 32 bits unless another width is given. Every flipped bit and every truncation is found. A reader raises kvq::error
 // for other versions; a change of the page bytes is a new version.

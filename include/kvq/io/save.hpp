@@ -1,4 +1,4 @@
-// Saves a sequence as a safetensors file that describes itself (docs/save.md): save(sequence, sink).
+// Saves a sequence as a safetensors file that describes itself (docs/guide/save.md): save(sequence, sink).
 //
 // Pages are written as they lie in memory, one after the other; besides them only the header and one row of integers per page and span need
 // memory. A sequence in the same state always gives the same bytes: in 16-bit pages that are not full, the values of trimmed tokens

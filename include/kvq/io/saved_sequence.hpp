@@ -1,4 +1,4 @@
-// The description of a saved sequence: the metadata and the index of the file (docs/save.md).
+// The description of a saved sequence: the metadata and the index of the file (docs/reference/files.md).
 //
 //   metadata     format, versions, model, shapes, options, window, schemes with their fingerprints: everything as text
 //   tokens       I32 [layers]       committed     I32 [layers]

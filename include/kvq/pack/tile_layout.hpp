@@ -8,7 +8,7 @@
 // So a SIMD lane (or a row of a tensor-core tile) is one row, a product broadcasts words of the query or weight,
 // and no sum runs across lanes. Heights are multiples of 4 rows (16 bytes). Axes may be cut into groups
 // (values that share parameters); a group starts on a multiple of 4, so odd groups cost padding but nothing else.
-// All offsets are relative: a block can be copied anywhere. docs/format.md draws this.
+// All offsets are relative: a block can be copied anywhere. docs/reference/format.md draws this.
 #pragma once
 
 #include <cstddef>

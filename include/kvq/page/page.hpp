@@ -1,6 +1,6 @@
 // A page: `page_tokens` tokens of one layer's K or V, all kv heads, in one piece of memory; and the pool of pages.
 //
-//   page data = kv_heads blocks, one after the other (docs/format.md); relocatable, no pointers inside
+//   page data = kv_heads blocks, one after the other (docs/reference/format.md); relocatable, no pointers inside
 //
 // Pages are shared by reference counting: forked sequences hold the same pages until one of them writes.
 // Thread safety: the pool and reference counts may be used from any thread; a page's contents are written only by a

@@ -7,7 +7,7 @@
 //
 // An engine adds the queries and keys of its first tokens (a few hundred are enough for widths), or loads saved bytes. Keys alone
 // are enough for widths: every cache has them, while queries must be fetched from attention. Models have large queries in channels
-// with large keys; docs/quality.md has the part of the gain that keys alone keep.
+// with large keys; docs/lab/quality.md has the part of the gain that keys alone keep.
 // Contract: double sums over exact products, so that the same input gives the same bytes from every compiler.
 // Thread safety: as a container.
 #pragma once

@@ -203,7 +203,7 @@ struct least_squares {
 };
 
 /// Least squares for channels of at most 2 bits, the range for channels of more bits: there, clipping outliers of keys costs more
-/// than it gains (docs/schemes.md).
+/// than it gains (docs/lab/presets.md).
 struct least_squares_below_3_bits {
     static constexpr parameter_rounding rounding = parameter_rounding::nearest;
     static constexpr bool corrects_mean = false;

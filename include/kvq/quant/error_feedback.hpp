@@ -7,7 +7,7 @@
 //
 // Contract: the block format and dequantizing are those of the inner encoder; only codes change. Without matrices, or for heads without
 // queries, the result is the inner encoder's. The error of a channel may exceed half a step; e^T H e falls.
-// With few queries, correlations that may be chance are shrunk, down to zero (docs/schemes.md). Sums are double over exact
+// With few queries, correlations that may be chance are shrunk, down to zero (docs/lab/presets.md). Sums are double over exact
 // products, in a fixed order. Cost: head_dim^2 / 2 products per token.
 // Source: GPTQ, arXiv 2210.17323, section 3.2, in the form of successive rounding in a triangular basis (Babai); shrinkage of
 // correlations: Schaefer & Strimmer 2005, target D.

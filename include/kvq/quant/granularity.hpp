@@ -5,7 +5,7 @@
 //   per_token<any_group>{G}, per_channel<any_group>{G}    the same; G is a value, so that functions for all G are compiled once
 //
 // On the matrix of a block (core/shape.hpp), parameters belong either to rows (they are applied to the product
-// afterwards) or to columns (they are multiplied into the query or weight beforehand); docs/architecture.md.
+// afterwards) or to columns (they are multiplied into the query or weight beforehand); docs/reference/architecture.md.
 // Source: per-channel keys and per-token values: KIVI, arXiv 2402.02750, section 3.
 #pragma once
 

@@ -80,12 +80,12 @@ inline double exact_exp2(double x) noexcept {
 }  // namespace detail
 
 /// Expected variance, from one text to another, of the logarithm of a channel's importance. Measured: 0.01 to 0.02
-/// between two parts of one text, 0.05 to 0.64 between texts of different kinds (docs/quality.md). At averages of 4 bits and more,
+/// between two parts of one text, 0.05 to 0.64 between texts of different kinds (docs/lab/quality.md). At averages of 4 bits and more,
 /// plans gain less over even widths than a mistake costs, so the worst case is expected.
 constexpr double text_doubt(double average_bits) noexcept { return average_bits < 4.0 ? 0.2 : 0.6; }
 
 /// Least expected variance when the power of keys replaces that of queries: the variance of log(E[q_c^2] / E[k_c^2]) over
-/// the channels of a head. Measured: 0.15, 0.6 and 1.05 in three models (docs/schemes.md).
+/// the channels of a head. Measured: 0.15, 0.6 and 1.05 in three models (docs/lab/presets.md).
 inline constexpr double key_doubt = 0.6;
 
 /// Shrinks importances (>= 0, in any unit) by what may be chance; their order stays. doubt: expected variance of the natural

@@ -6,7 +6,7 @@
 // Several widths have a plan. For each layer and head, a plan gives the order of the channels and the number of quads of each width. It
 // is fixed before the first token; every plan of a shape gives blocks of the same size. Without a plan channels keep their order and
 // have the average width, or the two widths around it. The order is a permutation of the query, which attention applies once.
-// Source: allocation by E[q^2] var(k): quant/width_allocation.hpp. docs/format.md draws the block.
+// Source: allocation by E[q^2] var(k): quant/width_allocation.hpp. docs/reference/format.md draws the block.
 #pragma once
 
 #include <concepts>

@@ -11,7 +11,7 @@
 // Other encoders: quant/encoders.hpp. NaN and infinities never set parameters or token scales; NaN is quantized as the value
 // nearest zero; infinities and magnitudes above 2^100 saturate. At most 1024 tokens and channels per block.
 // Source: per-channel grids over tokens: KIVI (arXiv 2402.02750); a scale per token: KVarN; both together with 8-bit stored
-// parameters, as measured in docs/schemes.md. Several widths: quant/width_allocation.hpp.
+// parameters, as measured in docs/lab/presets.md. Several widths: quant/width_allocation.hpp.
 #pragma once
 
 #include <cstring>

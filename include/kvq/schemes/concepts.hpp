@@ -133,7 +133,7 @@ struct code_segment {
 /// A scheme whose columns form ranges with codes of different widths, and whose columns carry the parameters:
 ///
 ///   width_list                       its count and values: the widths of codes, 0 for none
-///   for_each_segment(shape, id, f)   f.operator()<Bits>(code_segment) for every width in use, in the order of columns
+///   for_each_segment(shape, id, f)   `f.operator()<Bits>(code_segment)` for every width in use, in the order of columns
 ///   columns(shape)                   all columns as one matrix: codes(shape), as if of 8 bits; fold(role); parameters, offset of their
 ///                                    first one in a block; load<Backend>(block, row_group, scale, bias, factor): scales times factor[c]
 ///

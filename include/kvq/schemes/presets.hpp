@@ -15,7 +15,7 @@
 // (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of keys and queries (quant/calibration.hpp). mix4, low3
 // and low2 take a plan of channel widths from them, for which statistics of keys are enough. All of them take error feedback if the
 // statistics hold products of queries. Without statistics they have even widths and no feedback.
-// Measured errors: docs/schemes.md. Use as a pair: cache<std4, std4, simd<>>;
+// Measured errors: docs/lab/presets.md. Use as a pair: cache<std4, std4, simd<>>;
 // cache<low2, low2, simd<>>(shape, options, low2::keys(statistics)).
 #pragma once
 
@@ -29,7 +29,7 @@ namespace detail {
 /// Keys of mixed widths.
 using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 
-/// Where most channels have 2 bits, feedback has large errors to correct, and it cannot correct clipping (docs/quality.md).
+/// Where most channels have 2 bits, feedback has large errors to correct, and it cannot correct clipping (docs/lab/quality.md).
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
 /// Values of the presets: per channel over the page, one token scale, least squares and corrected mean.

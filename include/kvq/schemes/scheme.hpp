@@ -1,6 +1,6 @@
 // scheme<bits, levels, granularity, params, encoder>: the composed scheme that every published affine method is an alias of.
 //
-//   block = [codes][scales][biases]          each section padded to 16 bytes; docs/format.md
+//   block = [codes][scales][biases]          each section padded to 16 bytes; docs/reference/format.md
 //   parameters of rows    are stored [column group][row slot], those of columns [row group][column slot]
 //
 // Encoder: quant/encoders.hpp. min_max, the only encoder that kernels vectorise here, takes the range of the group with parameters

@@ -5,7 +5,7 @@
     sequence = cache.new_sequence()
     out = sequence.prefill(layer, k, v, q)      # [tokens][heads][dim], numpy or torch
 
-Tensors are numpy arrays or torch tensors of the CPU, read and written in place. docs/python.md is the guide.
+Tensors are numpy arrays or torch tensors of the CPU, read and written in place. docs/guide/python.md is the guide.
 """
 from ._attention import Mods, Threads, Workspace
 from ._cache import Cache, Rotary

@@ -19,7 +19,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! docs/rust.md of the repository is the guide, include/kvq/kvq.h says what every call means. Errors are one sentence with the numbers in
+//! docs/guide/rust.md of the repository is the guide, include/kvq/kvq.h says what every call means. Errors are one sentence with the numbers in
 //! it; on an error nothing has changed, but outputs may be written in part.
 //!
 //! Threads: `&self` methods may run together, `&mut self` methods not, as Rust has it. Objects are freed in any order.
@@ -46,7 +46,7 @@ pub use ring::{Ring, RingOptions};
 pub use sequence::{Receiver, Sequence};
 pub use tensor::{Bf16, Tensor, TensorMut, Value, F16};
 
-/// The version of the library, such as "0.1.0".
+/// The version of the library, such as "0.2.0".
 pub fn version() -> &'static str {
     // A text that lives as long as the program.
     unsafe { std::ffi::CStr::from_ptr(kvq_sys::kvq_version()) }

@@ -8,7 +8,7 @@
 //   team     merged as in merge.cuh
 //
 // Sinks in pages of 16 tokens are the window's first chunks, two pages each. attend_part as a function that mixes share would read a
-// launch's parameters through memory: 5 to 20 % slower (docs/gpu_experiments.md).
+// launch's parameters through memory: 5 to 20 % slower (docs/lab/gpu_experiments.md).
 // Contract: as attend_warps.cuh.
 #pragma once
 

@@ -6,7 +6,7 @@
 //   grid:   as many blocks as fit; an item that spans teams is merged by the team with its last part (same launch)
 //
 // Nothing is dequantized to memory, warps wait for each other only at the end of an item, and copies run on across items.
-// Contract: error against double arithmetic on the dequantized values below 2e-3 (measured: docs/gpu.md); deterministic for
+// Contract: error against double arithmetic on the dequantized values below 2e-3 (measured: docs/reference/gpu_kernels.md); deterministic for
 // a given grid. Instantiated once per (format, type of q, 4, 8 or 16 query rows), for one or two sizes of shared memory.
 // Source: split keys with a merge, Flash-Decoding; shares of equal size over ragged work: stream-K, arXiv 2301.03598.
 #pragma once

@@ -1,7 +1,7 @@
 // A paged cache in device memory, seen by kernels: pointers, strides and tables, passed by value.
 //
 // `format` fixes at compile time what decides the code of a kernel: both schemes, both head sizes and the page size.
-// The pages are byte for byte those of the CPU (docs/format.md): a page is kv_heads key (or value) blocks, one after the
+// The pages are byte for byte those of the CPU (docs/reference/format.md): a page is kv_heads key (or value) blocks, one after the
 // other, so every block of one head is contiguous. Token i of a sequence lies in column i / PageTokens of its row of
 // the block table, once `first_token` has been subtracted. A negative entry means "not held in this format". A sequence
 // whose pages have several formats has one cache_ref (and one table) for each; mixed_cache.cuh puts them together.

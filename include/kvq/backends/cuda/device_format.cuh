@@ -7,7 +7,7 @@
 // The kernels of one entry take keys, values and queries of type T, keep sinks and recent window in T, and quantize to the first format
 // that a cache names. Pages of all formats of an entry may be in one sequence: requantizing and stepping down go from one to another.
 // Names: those of find_format, "kivi-4-g64", "affine-4-g64", "int8", "std4"; else the names of both schemes with a + between them.
-// Contract: a table of functions, nothing else. An entry costs a program the kernels of a mix of its formats (docs/gpu.md).
+// Contract: a table of functions, nothing else. An entry costs a program the kernels of a mix of its formats (docs/guide/gpu.md).
 #pragma once
 
 #include <span>

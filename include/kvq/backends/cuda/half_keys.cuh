@@ -16,7 +16,7 @@
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
-/// Up to how many tokens a group may have: more share a folded query in fewer instructions. (Measured: docs/gpu_experiments.md.)
+/// Up to how many tokens a group may have: more share a folded query in fewer instructions. (Measured: docs/lab/gpu_experiments.md.)
 template <class Chunk, int Rows4>
 inline constexpr int longest_dequantized_group = [] {
     const bool few_bits = Chunk::scheme::code_bits <= 2;

@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Files that cannot read the version from include/kvq/version.hpp have the same one.
+
+    check.py REPOSITORY
+"""
+import pathlib
+import re
+import sys
+
+# A file, and what stands before and behind the version in it.
+COPIES = (
+    ("CHANGELOG.md", r"^## (\S+)"),
+    ("CITATION.cff", r"^version: (\S+)"),
+    ("bindings/rust/kvq/Cargo.toml", r'^version = "(\S+)"'),
+    ("bindings/rust/kvq-sys/Cargo.toml", r'^version = "(\S+)"'),
+    ("bindings/rust/Cargo.lock", r'^name = "kvq"\nversion = "(\S+)"'),
+    ("bindings/rust/Cargo.lock", r'^name = "kvq-sys"\nversion = "(\S+)"'),
+    ("packaging/debian/changelog", r"^kvq \((\S+)-\d+\)"),
+    ("packaging/vcpkg/kvq/vcpkg.json", r'"version-semver": "(\S+)"'),
+    ("README.md", r"find_package\(kvq (\d+\.\d+)"),
+    ("docs/guide/quick_start.md", r"find_package\(kvq (\d+\.\d+)"),
+    ("packaging/debian/rules", r"libkvq0 \(>= (\d+\.\d+)\)"),
+    ("packaging/debian/libkvq0.lintian-overrides", r"sonames libkvq(\d+\.\d+)"),
+)
+
+
+def main():
+    root = pathlib.Path(sys.argv[1])
+    version = ".".join(re.findall(r"#define KVQ_VERSION_\w+ (\d+)", (root / "include/kvq/version.hpp").read_text()))
+    wrong = 0
+    for name, pattern in COPIES:
+        found = re.search(pattern, (root / name).read_text(), re.M)
+        if not found:
+            print(f"{name}: no version: {pattern}")
+        elif found[1] != version[: len(found[1])] or found[1].count(".") < 1:
+            print(f"{name}: {found[1]} is not {version}")
+        else:
+            continue
+        wrong += 1
+    print(f"{len(COPIES) - wrong} of {len(COPIES)} copies are those of version {version}")
+    return wrong != 0
+
+
+sys.exit(main())
