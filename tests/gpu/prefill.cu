@@ -71,7 +71,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     test::device_buffer<float> lse(static_cast<std::size_t>(tokens * q_heads) + 1);
     cuda::prefill_options options;
     options.window = c.window;
-    options.window_keeps_sinks = c.keep_sinks;
+    options.window_sinks = c.keep_sinks;
     options.softcap = c.softcap;
     options.sink_logits = c.logits ? logits_device.get() : nullptr;
     options.lse = lse.get();

@@ -9,6 +9,7 @@
 //   commit_due_pages     pages that leave the window quantized, all layers at once       cuda/commit_due_pages.cuh
 //   commit_full_pages, requantize_pages, dequantize_tokens                               cuda/pages.cuh
 //   attend               fused attention over packed pages                               cuda/attend.cuh
+//   prefill              a prompt's attention over packed pages and over itself          cuda/prefill.cuh
 //
 // Needs the CUDA toolkit, C++20 (nvcc -std=c++20) and compute capability 8.0. Pages are byte for byte those of the CPU, so
 // they can be copied between both at any time. docs/reference/gpu_kernels.md has the layout as lanes see it, docs/lab/gpu.md measured figures.
@@ -18,5 +19,6 @@
 #include "cuda/cache.cuh"
 #include "cuda/commit_due_pages.cuh"
 #include "cuda/pages.cuh"
+#include "cuda/prefill.cuh"
 #include "cuda/store.cuh"
 #include "cuda/store_new_tokens.cuh"

@@ -75,6 +75,27 @@ public:
         return format_.functions->store_new(view(layer), detail::untyped_view(k), detail::untyped_view(v),
                                             step_.new_tokens, stream);
     }
+    /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
+    /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim].
+    template <class T>
+    status prefill(int layer, const token_view<const T>& q, const token_view<const T>& k,
+                   const token_view<const T>& v, const token_view<T>& out, const prefill_options& options,
+                   cudaStream_t stream) {
+        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+        if (!step_.prompt)
+            return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
+        if (q.tokens != step_.new_tokens || k.tokens != step_.new_tokens || v.tokens != step_.new_tokens ||
+            out.tokens != step_.new_tokens)
+            return detail::bad_value("q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d",
+                                     q.tokens, k.tokens, v.tokens, out.tokens, step_.new_tokens);
+        if (status s = format_.functions->prefill(
+                view_before_prompt(layer), detail::untyped_view(q), detail::untyped_view(k),
+                detail::untyped_view(v), detail::untyped_view(out), words_.as<int>() + prompt_at() + 2,
+                step_.new_tokens, options, stream);
+            !s)
+            return s;
+        return append_prompt(layer, k, v, stream);
+    }
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
     /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
     template <class T, class Score = unmodified>
@@ -168,6 +189,9 @@ private:
     int path_at(int b) const noexcept { return counts_at(options_.max_batch) + b * options_.draft_tokens; }
 
     int not_finite_at(int layer) const noexcept { return path_at(options_.max_batch) + layer; }
+    /// Of a prompt: tokens and quantized pages before it, 0, new tokens.
+    int prompt_at() const noexcept { return not_finite_at(shape_.layers); }
+    static constexpr int prompt_words = 4;
 
     bool is_here(sequence_id id) const noexcept {
         return id.index >= 0 && id.index < static_cast<int>(entries_.size()) && entry_of(id).alive &&
@@ -235,6 +259,8 @@ private:
     status requantize_pages(std::span<const sequence_id> ids, std::span<const detail::held_page> pages,
                             int format, cudaStream_t stream);
     detail::layer_view view(int layer) const noexcept;
+    /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide them.
+    detail::layer_view view_before_prompt(int layer) const noexcept;
     std::vector<detail::layer_view> all_layers() const;
     struct page_pools {
         cache& of;

@@ -84,7 +84,7 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
     const long long words =
         static_cast<long long>(options.max_batch) * (3 + 2 * kinds() + 2LL * kinds() * columns_ +
                                                      rules_.ring + sink_columns_ + options.draft_tokens) +
-        2LL * columns_ + shape.layers;
+        2LL * columns_ + shape.layers + prompt_words;
     if (words > 1 << 30)
         return undo(detail::bad_value("tables of %d sequences of %d tokens are too large", options.max_batch,
                                       options.max_tokens));
@@ -210,6 +210,14 @@ inline detail::layer_view cache::view(int layer) const noexcept {
     v.first_token = options_.sinks;
     v.recent = options_.recent;
     v.not_finite = words_.as<unsigned>() + not_finite_at(layer);
+    return v;
+}
+
+inline detail::layer_view cache::view_before_prompt(int layer) const noexcept {
+    detail::layer_view v = view(layer);
+    v.tokens = words_.as<int>() + prompt_at();
+    v.committed = words_.as<int>() + prompt_at() + 1;
+    for (int f = 0; f < kinds(); ++f) v.quantized[f].end_page = v.committed;
     return v;
 }
 

@@ -193,6 +193,8 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     }
     for (int i = committed; i < due; ++i)
         to.put(list_at(true) + i - committed, s.quantized[static_cast<std::size_t>(i)].number);
+    const int of_prompt[prompt_words] = {before, committed, 0, new_tokens};
+    for (int i = 0; i < prompt_words; ++i) to.put(prompt_at() + i, of_prompt[i]);
     step_ = next;
     if (status sent = to.flush(); !sent) {
         forget_rows();

@@ -20,6 +20,7 @@
 #include "bookkeeping.cuh"
 #include "commit_due_pages.cuh"
 #include "keep_tokens.cuh"
+#include "prefill.cuh"
 #include "store_new_tokens.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
@@ -93,6 +94,10 @@ struct device_functions {
     status (*attend)(const layer_view&, const untyped_view& q, const untyped_view& out,
                      const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t,
                      const void* score);
+    /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
+    status (*prefill)(const layer_view&, const untyped_view& q, const untyped_view& k, const untyped_view& v,
+                      const untyped_view& out, const int* starts, int new_tokens, const prefill_options&,
+                      cudaStream_t);
     const char* score_type;  // of the score modifier: its type_mark
     std::size_t (*workspace_bytes)(int group, int query_tokens);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
@@ -244,6 +249,18 @@ struct device_table {
         return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
                                stream, *static_cast<const Score*>(score));
     }
+    static status prefill(const layer_view& l, const untyped_view& q, const untyped_view& k,
+                          const untyped_view& v, const untyped_view& out, const int* starts, int new_tokens,
+                          const prefill_options& options, cudaStream_t stream) {
+        if constexpr (head_dim == value_dim && prefills<window_format> && (prefills<Formats> && ...))
+            return cuda::prefill<T>(mix(l, numbers{}), q.as<const T>(), k.as<const T>(), v.as<const T>(),
+                                    out.as<T>(), starts, new_tokens, options, stream);
+        else
+            return bad_value(
+                "prefill does not know these formats (keys of several widths, or sizes that are no multiples "
+                "of "
+                "32): append, then attend");
+    }
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);
     }
@@ -278,9 +295,9 @@ struct device_table {
         ((i++ == number ? make.template operator()<Formats>() : void()), ...);
         return state;
     }
-    static constexpr device_functions functions{&commit,     &keep,   &store_new,        &store,
-                                                &requantize, &attend, &type_mark<Score>, &workspace_bytes,
-                                                &make_keys};
+    static constexpr device_functions functions{&commit,          &keep,     &store_new, &store,
+                                                &requantize,      &attend,   &prefill,   &type_mark<Score>,
+                                                &workspace_bytes, &make_keys};
 };
 
 }  // namespace detail

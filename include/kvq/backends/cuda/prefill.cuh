@@ -99,7 +99,7 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                            0.0f,
                                            options.softcap,
                                            options.window,
-                                           options.window_keeps_sinks,
+                                           options.window_sinks,
                                            options.sink_logits,
                                            options.lse};
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
