@@ -55,7 +55,8 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
     cuda::sequence_id a = cache.new_sequence(), b;
 
     s = cache.begin_prompt(a, n, stream);
-    for (int layer = 0; layer < 32; ++layer) s = cache.append(layer, k[layer], v[layer], stream);
+    for (int layer = 0; layer < 32; ++layer)
+        s = cache.prefill(layer, q[layer], k[layer], v[layer], out[layer], {}, stream);
     s = cache.fork(a, b, stream);
 
     const cuda::sequence_id batch[] = {a, b};
