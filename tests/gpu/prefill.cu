@@ -235,6 +235,7 @@ int main() {
     check_format<cuda::preset_format<ref8, 64, 64>, float16>("ref8, head_dim 64");
     check_format<cuda::kivi_format<4, 32, 256, 64>, float16>("head_dim 256");
     check_format<cuda::kivi_format<4, 32, 96, 32>, float16>("head_dim 96");
+    check_format<cuda::kivi_format<4, 64, 128, 96>, float16>("groups that end with a page of 96");
 #endif
     return test::report("prefill");
 }

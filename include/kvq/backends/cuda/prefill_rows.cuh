@@ -8,6 +8,7 @@
 #pragma once
 
 #include "prefill_args.cuh"
+#include "score_modifiers.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 

@@ -167,6 +167,7 @@ struct cell_batch {
     /// Cells below each other whose columns have the same parameters.
     static constexpr int cells_per_set = [] {
         if (!column_parameters) return Count;
+        if (key && page % group != 0) return 1;  // a group ends where a page does
         const int together = group % 128 == 0 ? 4 : group % 64 == 0 ? 2 : 1;
         return Count % together == 0 && cells::each % together == 0 ? together : 1;
     }();
