@@ -13,7 +13,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the checkpoint is read as it lies in the file");
 
-using header = std::array<std::int32_t, 7>;
+using header_words = std::array<std::int32_t, 7>;
 
 [[noreturn]] void refuse(const std::string& path, const std::string& reason) {
     throw std::runtime_error("checkpoint \"" + path + "\": " + reason);
@@ -35,7 +35,7 @@ void check_divides(const std::string& path, const char* whole_name, int whole, c
     }
 }
 
-model_shape read_shape(const std::string& path, const header& fields) {
+model_shape read_shape(const std::string& path, const header_words& fields) {
     constexpr std::int32_t wide = 1 << 20, deep = 1 << 12, large = 1 << 24;
     check_range(path, "dim", fields[0], wide);
     check_range(path, "hidden_dim", fields[1], wide);
@@ -97,7 +97,7 @@ row_vector row_of(const std::byte* all, std::ptrdiff_t layer, Eigen::Index size)
 model_weights load_checkpoint(const std::string& path, double rope_theta) {
     auto file = std::make_shared<const mapped_file>("checkpoint", path);
     const auto file_bytes = static_cast<std::int64_t>(file->bytes().size());
-    header fields{};
+    header_words fields{};
     if (file->bytes().size() < sizeof fields) {
         refuse(path, "the file has " + std::to_string(file_bytes) + " bytes, the header alone needs " +
                          std::to_string(sizeof fields));
