@@ -23,7 +23,6 @@ int long_run = 4000, graph_steps = 400;
 int long_run = 350, graph_steps = 100;
 #endif
 constexpr int page = 32;
-constexpr bool with_queries = true;
 using kivi4 = cuda::kivi_format<4, 32, dim, page>;
 using wide = cuda::format<int8, int8, dim, page>;
 
@@ -39,7 +38,6 @@ struct host_formats {
 };
 #else
 constexpr int page = 64;
-constexpr bool with_queries = false;  // keys of several widths: prefill refuses them
 
 const cuda::device_format& compiled() {
     static const cuda::device_format f =
@@ -470,7 +468,7 @@ struct history {
         std::vector<float16> keys, values;
         c.write(r, keys, values);
         ok(c.gpu.begin_prompt(p.id, n, c.stream));
-        if (with_queries && any(0, 1) == 0) {
+        if (any(0, 1) == 0) {
             prefill(p, n, keys, values);
             return;
         }
