@@ -245,8 +245,6 @@ private:
                          cudaStream_t stream) {
         return append_prompt(layer, detail::untyped_view(k), detail::untyped_view(v), stream);
     }
-    status prepare_prompt(int before, int committed_before, const detail::sequence_pages& s,
-                          cudaStream_t stream, detail::word_writer& to);
     status requantize_range(std::span<const sequence_id> ids, const requantize_request& request,
                             std::span<const int> last_tokens, int format, cudaStream_t stream);
     /// Does going from one format to another make pages smaller, and neither K nor V larger?

@@ -259,7 +259,8 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         done_with(now.free_keys);
         weigh(note);
         products_there(s);
-        // Most tiles raise no maximum.
+        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), and both
+        // branches wait, so that the softmax is over before the wait: otherwise the compiler moves it behind.
         if (__any_sync(0xffffffffu,
                        factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f))) {
             products_wait<0>();
