@@ -132,7 +132,7 @@ struct simd {
             if constexpr (kernels::composed_scheme<Scheme>)
                 if (kernels::table_dequantizer<simd, Scheme, T>(scheme, shape, block, out, stride).run())
                     return;
-            if (dequantizes_in_vectors(scheme, shape, id, block, kernels::token_rows<lanes>(out, stride)))
+            if (dequantizes_in_vectors(scheme, shape, id, block, kernels::token_rows<lanes, T>(out, stride)))
                 return;
         }
         scheme.dequantize(shape, id, block, values);
@@ -159,7 +159,7 @@ struct simd {
                     d.quantize =
                         kernels::block_quantizer<lanes, Scheme>(scheme, shape, from.data, block.data).run();
                 d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
-                                                      kernels::token_rows<lanes>(floats, shape.dim));
+                                                      kernels::token_rows<lanes, float>(floats, shape.dim));
             }
             d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;
             return d;
@@ -185,9 +185,9 @@ private:
             return false;
     }
     /// Were all tokens written? False: no kernel takes the block, and nothing was written.
-    template <kv_scheme Scheme>
+    template <kv_scheme Scheme, class T>
     static bool dequantizes_in_vectors(const Scheme& scheme, const block_shape& shape, block_id id,
-                                       const std::byte* block, const kernels::token_rows<lanes>& out) {
+                                       const std::byte* block, const kernels::token_rows<lanes, T>& out) {
         if constexpr (kernels::composed_scheme<Scheme>)
             return kernels::block_dequantizer<simd, Scheme>(scheme, shape, block).run(out);
         else if constexpr (kernels::is_channel_scheme<Scheme>)

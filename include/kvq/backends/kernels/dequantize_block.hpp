@@ -23,7 +23,15 @@ public:
         : shape_(shape), codes_(scheme.codes(shape)), sections_(scheme, shape, codes_), from_(block) {}
 
     /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
-    KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes>& out) const {
+    template <class T>
+    KVQ_NOINLINE bool run(token_rows<typename Backend::lanes, T> out) const {
+        return block_dequantizer(*this).run_here(out);
+    }
+
+private:
+    // A copy: the compiler keeps its members in registers, since nothing that is written can change them.
+    template <class T>
+    KVQ_INLINE bool run_here(const token_rows<typename Backend::lanes, T>& out) const {
         const grouped_axis& cols = codes_.cols;
         if (cols.groups() > 1 && cols.group % Lanes::width != 0) return false;
         if (shape_.role == tensor::key)
@@ -34,7 +42,6 @@ public:
         return true;
     }
 
-private:
     using Lanes = typename Backend::lanes;
     using levels = typename Scheme::levels;
     using parameter = typename Scheme::parameter;
@@ -259,7 +266,8 @@ private:
     }
 
     /// A part of K: rows are tokens.
-    void turned_part(const part& p, const token_rows<Lanes>& out) const {
+    template <class T>
+    KVQ_INLINE void turned_part(const part& p, const token_rows<Lanes, T>& out) const {
         const grouped_axis& cols = codes_.cols;
         const bool rows_have = on_rows(shape_.role);
         float scale[chunk], bias[chunk];
@@ -280,7 +288,13 @@ private:
                 for (int i = 0; i < Lanes::width; ++i) Lanes::store(turned[i] + 4 * q, square[i]);
             }
             const int size = detail::smaller(4 * count, cols.size - 4 * first);
-            if (!rows_have) load_parameters(p.group, 4 * first, 4 * count, scale, bias);
+            if (!rows_have) {
+                load_parameters(p.group, 4 * first, 4 * count, scale, bias);
+                if (size == chunk) {
+                    scaled_rows(p, turned, scale, bias, first, out);
+                    continue;
+                }
+            }
             for (int from = 0; from < size;) {
                 int to = size;
                 if (rows_have) {
@@ -294,25 +308,17 @@ private:
                 }
                 for (int r = 0; r < p.rows; ++r) {
                     const std::byte* const codes = turned[r];
-                    const auto some_of = [&]<class T>(T* row, auto&& of) KVQ_INLINE_LAMBDA {
+                    T* const row = out.at(p.row + r, 4 * first);
+                    const auto some = [&](auto&& of) KVQ_INLINE_LAMBDA {
                         if (to - from == chunk) {
                             KVQ_UNROLL
                             for (int c = 0; c < chunk; c += Lanes::width)
-                                Lanes::template store_values<T>(reinterpret_cast<std::byte*>(row + c),
-                                                                of(c, Lanes::load_bytes(codes + c)));
+                                out.put(row + c, of(c, Lanes::load_bytes(codes + c)));
                         } else {
                             for (int c = from; c < to; c += Lanes::width)
-                                out.put(reinterpret_cast<std::byte*>(row + c),
-                                        of(c, Lanes::load_bytes(codes + c)),
+                                out.put(row + c, of(c, Lanes::load_bytes(codes + c)),
                                         detail::smaller(Lanes::width, to - c));
                         }
-                    };
-                    const auto some = [&](auto&& of) KVQ_INLINE_LAMBDA {
-                        std::byte* const row = out.at(p.row + r, 4 * first);
-                        if (out.halves())
-                            some_of(reinterpret_cast<float16*>(row), of);
-                        else
-                            some_of(reinterpret_cast<float*>(row), of);
                     };
                     if (rows_have)
                         some([of = values_of(scale[r], bias + r)](int, ints code)
@@ -323,6 +329,28 @@ private:
                         });
                 }
                 from = to;
+            }
+        }
+    }
+
+    /// A whole chunk with parameters on columns, which all rows share.
+    template <class T>
+    KVQ_INLINE void scaled_rows(const part& p, const std::byte (&turned)[Lanes::width][chunk],
+                                const float* scale, const float* bias, int first,
+                                const token_rows<Lanes, T>& out) const {
+        constexpr int vectors = chunk / Lanes::width;
+        floats scales[vectors], biases[vectors];
+        KVQ_UNROLL
+        for (int v = 0; v < vectors; ++v) {
+            scales[v] = Lanes::load_floats(scale + v * Lanes::width);
+            biases[v] = levels::has_bias ? Lanes::load_floats(bias + v * Lanes::width) : scales[v];
+        }
+        for (int r = 0; r < p.rows; ++r) {
+            T* const row = out.at(p.row + r, 4 * first);
+            KVQ_UNROLL
+            for (int v = 0; v < vectors; ++v) {
+                const int c = v * Lanes::width;
+                out.put(row + c, value(Lanes::load_bytes(turned[r] + c), scales[v], biases[v]));
             }
         }
     }

@@ -24,7 +24,8 @@ public:
         : scheme_(scheme), shape_(shape), id_(id), tokens_(scheme.token_axis(shape)), from_(block) {}
 
     /// Writes x^ of all tokens. False: this kernel does not take the block, and nothing was written.
-    KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes>& out) {
+    template <class T>
+    KVQ_NOINLINE bool run(const token_rows<typename Backend::lanes, T>& out) {
         if (!channels_line_up<Scheme>(shape_, tokens_)) return false;
         if (shape_.role == tensor::key) find_places();
         for (int g = 0; g < tokens_.groups(); ++g) {
@@ -105,7 +106,8 @@ private:
     }
 
     /// Rows are channels, columns tokens.
-    void values(int g, const token_rows<Lanes>& out) const {
+    template <class T>
+    void values(int g, const token_rows<Lanes, T>& out) const {
         const auto layout = scheme_.codes(shape_);
         const int first = tokens_.group_begin(g) / 4, end = first + tokens_.group_slots(g) / 4;
         for (int c = 0; c < shape_.dim; c += width) {
@@ -126,7 +128,8 @@ private:
     }
 
     /// Rows are tokens, columns channels.
-    void keys(int g, const token_rows<Lanes>& out) const {
+    template <class T>
+    void keys(int g, const token_rows<Lanes, T>& out) const {
         const int size = tokens_.group_size(g), first = g * tokens_.group;
         for (int part = 0; part < size;) {
             const int n = rows_of_part<width>(size, part), row = first + part;

@@ -1,6 +1,6 @@
-// Output of dequantized tokens: rows of 16- or 32-bit floats. The type is a value, so that a kernel is compiled once for both.
+// Output of dequantized tokens: rows of 16- or 32-bit floats.
 //
-//   row t, channel c   at data + t * stride + c * size,  size = 2 (float16) or 4 (float)
+//   row t, channel c   at data + t * stride + c
 //
 // Contract: values are rounded once, as float16(x) does; nothing outside of the given channels is written.
 #pragma once
@@ -12,33 +12,21 @@
 
 namespace kvq::inline KVQ_TAGGED::kernels {
 
-template <class Lanes>
+template <class Lanes, float_format T>
 class token_rows {
 public:
     using floats = typename Lanes::floats;
 
     /// stride: values from one token to the next.
-    template <class T>
-    token_rows(T* out, std::ptrdiff_t stride)
-        : data_(reinterpret_cast<std::byte*>(out)),
-          size_(sizeof(T)),
-          stride_(stride * static_cast<std::ptrdiff_t>(sizeof(T))) {
-        static_assert(std::same_as<T, float> || std::same_as<T, float16>);
-    }
+    token_rows(T* out, std::ptrdiff_t stride) : data_(out), stride_(stride) {}
 
-    KVQ_INLINE bool halves() const { return size_ == 2; }
-    KVQ_INLINE std::byte* at(int token, int channel) const {
-        return data_ + token * stride_ + channel * size_;
-    }
+    KVQ_INLINE T* at(int token, int channel) const { return data_ + token * stride_ + channel; }
 
     /// Writes a vector of channels from `to` on; n: only the first n of them.
-    KVQ_INLINE void put(std::byte* to, floats x) const {
-        if (halves())
-            Lanes::template store_values<float16>(to, x);
-        else
-            Lanes::template store_values<float>(to, x);
+    static KVQ_INLINE void put(T* to, floats x) {
+        Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
     }
-    KVQ_INLINE void put(std::byte* to, floats x, int n) const {
+    static KVQ_INLINE void put(T* to, floats x, int n) {
         if (n == Lanes::width)
             put(to, x);
         else
@@ -46,15 +34,14 @@ public:
     }
 
 private:
-    KVQ_NOINLINE void put_some(std::byte* to, floats x, int n) const {
-        std::byte all[4 * Lanes::width];
+    static KVQ_NOINLINE void put_some(T* to, floats x, int n) {
+        T all[Lanes::width];
         put(all, x);
-        std::memcpy(to, all, static_cast<std::size_t>(n * size_));
+        std::memcpy(to, all, static_cast<std::size_t>(n) * sizeof(T));
     }
 
-    std::byte* data_;
-    int size_;
-    std::ptrdiff_t stride_;  // bytes
+    T* data_;
+    std::ptrdiff_t stride_;
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::kernels
