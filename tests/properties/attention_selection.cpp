@@ -7,6 +7,7 @@
 #include <atomic>
 #include <functional>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/policy/ring.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/messages.hpp"
@@ -87,7 +88,19 @@ void beside(std::uint64_t seed, int tokens, int heads, const Part& part, const U
     }
 }
 
-/// A sequence with a past: appended, trimmed, moved, spliced, requantized.
+/// Drafts up to nine tokens in every layer and keeps the first of them.
+void draft_and_keep(kvq::sequence& sequence, test::generator& random, int layers, const test::stream& s,
+                    int tokens) {
+    const int held = sequence.tokens(), n = std::min(9, tokens - held);
+    if (n == 0) return;
+    std::vector<int> path;
+    for (int i = random.between(0, n); i > 0; --i) path.push_back(static_cast<int>(path.size()));
+    for (int layer = 0; layer < layers; ++layer)
+        sequence.append_draft(layer, s.k.slice(held, n), s.v.slice(held, n));
+    sequence.keep(path);
+}
+
+/// A sequence with a past: appended, drafted, trimmed, moved, spliced, requantized.
 template <class C>
 kvq::sequence random_sequence(C& cache, test::generator& random, const kvq::cache_shape& shape, int tokens) {
     const test::stream s(random, shape, tokens);
@@ -113,6 +126,15 @@ kvq::sequence random_sequence(C& cache, test::generator& random, const kvq::cach
                 if (held + last - first <= tokens) sequence.splice(other, first, last);
                 break;
             }
+            case 4:
+                draft_and_keep(sequence, random, shape.layers, s, tokens);
+                break;
+            case 5:
+                cache.requantize(sequence, {.key = random.between(-1, C::key_table::size - 2),
+                                            .value = random.between(-1, C::value_table::size - 2),
+                                            .first_token = first,
+                                            .last_token = last + 1});
+                break;
             default:
                 break;
         }
@@ -495,6 +517,35 @@ TEST_CASE("batches: every request has the bits, the pages and the report that it
     }
 }
 
+TEST_CASE("in a ring: the pages that are chosen lie in its window, and are those of a mask, bit for bit") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{1, 1, 16};
+    test::kivi_cache cache(shape, {.sinks = 2, .recent = 8, .page_tokens = 8});
+    const test::stream s(random, shape, 1500);
+    kvq::ring ring(cache.new_sequence(), {.window = 100, .slack = 8});
+    std::int64_t hidden = 0;
+    for (int at = 0; at + 20 <= 1500;) {
+        const int n = random.between(1, 20);
+        ring.append(0, s.k.slice(at, n), s.v.slice(at, n));
+        at += n;
+        const auto q = test::random_tensor(random, 1, 2, 16);
+        test::tensor<float> some(1, 2, 16), masked(1, 2, 16);
+        std::vector<kvq::chosen_tokens> chosen;
+        kvq::selection_report report{.chosen = &chosen};
+        ring.attend(0, q.view(), some.view(), kvq::selected_pages{random.between(1, 60), &report});
+        hidden += report.pages - report.read;
+        const ranges_of_queries of(chosen, 0, 0, 1);
+        ring.attend(0, q.view(), masked.view(), of.mask(ring.held().tokens(0) - 1));
+        REQUIRE(some.values() == masked.values());
+        // The sinks, and what the window shows.
+        for (const kvq::token_range& r : of.ranges)
+            REQUIRE((r.end <= 8 || r.end > ring.held().tokens(0) - 100));
+    }
+    CHECK(hidden > 0);
+}
+
 TEST_CASE("the workspace is what it is said to be") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -514,6 +565,11 @@ TEST_CASE("the workspace is what it is said to be") {
             sequence.attend(0, q.view(), out.view(), mods, kvq::thread_pool(threads), space);
             CHECK(space.size() ==
                   cache.attention_workspace(tokens, 2 * shape.kv_heads, queries, threads, mods));
+            CHECK(space.size() ==
+                  kvq::footprint(
+                      cache, tokens, 1,
+                      {.q_heads = 2 * shape.kv_heads, .q_tokens = queries, .threads = threads, .mods = &mods})
+                      .attention);
         };
         check(kvq::causal{});
         check(kvq::selected_pages{random.between(1, 400)});

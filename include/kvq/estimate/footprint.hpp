@@ -24,6 +24,8 @@ struct attention_use {
     int q_tokens = 1;
     int threads = 1;
     int chunk = 0;  ///< most tokens of one prefill() call; 0: append() only
+    /// Masks and score modifiers of attention; null: causal. Selected pages and skipped values take workspace. Read during the call.
+    const mods_view* mods = nullptr;
 };
 
 struct footprint_report {
@@ -129,7 +131,9 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
             "a footprint of ", sequences, " sequences with ", *part, " bytes each is too large");
         *part *= static_cast<std::size_t>(sequences);
     }
-    if (use.q_heads > 0) f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads);
+    if (use.q_heads > 0)
+        f.attention = of.attention_workspace(tokens, use.q_heads, use.q_tokens, use.threads,
+                                             use.mods ? *use.mods : mods_view(causal{}));
     if (of.options().preallocate) {
         const std::size_t used =
             f.quantized + f.window + f.rollback + headers * static_cast<std::size_t>(sequences);
