@@ -275,6 +275,22 @@ class Real(unittest.TestCase):
                 model.set_attn_implementation("kvq")
                 cache = kvq.transformers.Cache("fp32", window="fp32")
                 self.assertTrue(torch.equal(model.generate(ids, past_key_values=cache, **options), expected))
+        # Drafts from the text itself, which are cut off where they are wrong.
+        options = dict(attention_mask=mask[:1], max_new_tokens=40, do_sample=False)
+        model.set_attn_implementation("eager")
+        expected = model.generate(ids[:1], **options)
+        model.set_attn_implementation("kvq")
+        cache = kvq.transformers.Cache("fp32", window="fp32")
+        drafted = model.generate(ids[:1], past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+        self.assertTrue(torch.equal(drafted, expected))
+        # Quantized: it generates as many tokens, in fewer bytes.
+        used = []
+        for keys in ("fp16", "std4"):
+            cache = kvq.transformers.Cache(keys, sinks=2, recent=8, page_tokens=32, rollback=0)
+            out = model.generate(ids, past_key_values=cache, attention_mask=mask, max_new_tokens=60, do_sample=False)
+            self.assertEqual(out.shape, (3, 100))
+            used.append(cache.bytes())
+        self.assertLess(used[1], 0.8 * used[0])
 
 
 if __name__ == "__main__":

@@ -191,8 +191,9 @@ private:
     task_place place_of(int task) const noexcept {
         const int chunks = plan.split() ? plan.chunks() : 1;
         const int first = task / chunks % plan.row_blocks() * plan.block_rows;
+        // Tasks run from the last to the first, chunks from the first to the last: the end of each prefetches the beginning of the next.
         return {task / (plan.row_blocks() * chunks), first, smaller(plan.block_rows, plan.rows() - first),
-                task % chunks};
+                chunks - 1 - task % chunks};
     }
 
     /// The query rows of a task.
@@ -445,7 +446,7 @@ private:
             const bound_product product = product_of(keys, format, shape, rows, s.key_spaces);
             product.functions.estimate_scores(
                 keys[format].scheme(), shape, {layer, rows.head},
-                p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head),
+                pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head),
                 queries_for(rows, entry.shift, format, s), plan.dim, rows.n, entry.skip,
                 entry.skip + entry.tokens, page_choice::spread, score, distance(p, *next.keys), s.estimate);
             if (mods.changes_scores())
@@ -493,7 +494,7 @@ private:
         const bound_product product = product_of(keys, p.format, shape, rows, s.key_spaces);
         const format_functions& f = product.functions;
         const std::byte* const block =
-            p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head);
+            pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);
         const float* const x = queries_for(rows, entry.shift, p.format, s);
         bool& begun = s.key_spaces[p.format].begun;
         if (!f.begins_once[0] || !begun)
@@ -510,6 +511,7 @@ private:
 
     void change_and_mask(const row_block& rows, const layer_pages::entry& entry, page_visibility seen,
                          const scratch& s) const {
+        if (seen == page_visibility::all && !mods.changes_scores()) return;
         for (int i = 0; i < rows.n; ++i) {
             float* const score = s.scores + i * s.scores_stride;
             const int row = rows.first + i, pos = q_pos(row);
@@ -559,7 +561,7 @@ private:
         const bound_product product = product_of(values, p.format, shape, rows, s.value_spaces);
         const format_functions& f = product.functions;
         const std::byte* const block =
-            p.data() + product.space.block_bytes * static_cast<std::size_t>(rows.head);
+            pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);
         float* to = s.part;
         if (f.transforms)
             to = s.rotated + values.transforming_before(p.format) * static_cast<std::size_t>(n * dim);
@@ -568,14 +570,15 @@ private:
                  ahead(p, *next.values), product.space.workspace);
     }
 
-    /// Distance from a block to the same head's block of the next page; 0 if that page has another layout.
-    static std::ptrdiff_t ahead(const page& now, const page& next) noexcept {
-        return now.format == next.format && now.bytes == next.bytes ? distance(now, next) : 0;
+    /// Distance from a block to the same head's block of the next page, for prefetching, if that page has the same layout; else to
+    /// another place in its memory. The next page's header is not read, since prefetches would wait for it, but will be soon.
+    std::ptrdiff_t ahead(const page& now, const page& next) const noexcept {
+        prefetch(&next);
+        return distance(now, next);
     }
-    /// The same for pages of one layout, without a look at the next page.
-    static std::ptrdiff_t distance(const page& now, const page& next) noexcept {
-        return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(next.data()) -
-                                           reinterpret_cast<std::uintptr_t>(now.data()));
+    std::ptrdiff_t distance(const page& now, const page& next) const noexcept {
+        return static_cast<std::ptrdiff_t>(reinterpret_cast<std::uintptr_t>(pages.data(next)) -
+                                           reinterpret_cast<std::uintptr_t>(pages.data(now)));
     }
 
     /// Restores outputs that were summed in a transformed basis, and adds them to the others.

@@ -61,7 +61,8 @@ public:
     void attend(const query_view& q, const output_view& out, const mods_view& mods, executor_view executor,
                 workspace& space) const {
         cache_.check_attention(layer_, tokens_, q, out, mods);
-        const layer_pages pages{cache_.geometry(), tokens_, spans_.data(), static_cast<int>(spans_.size())};
+        const layer_pages pages{cache_.geometry(), tokens_, spans_.data(), static_cast<int>(spans_.size()),
+                                false};
         const detail::attention_item item{pages, q, out, nullptr};
         const detail::attention_items one{&item, layer_, 1, [](const void* of, int, int) {
                                               return *static_cast<const detail::attention_item*>(of);

@@ -91,8 +91,13 @@ struct layer_pages {
     page_geometry geometry;
     int tokens = 0;
     const page_span* spans = nullptr;
-    int count = 0;  ///< number of spans
+    int count = 0;          ///< number of spans
+    bool of_a_pool = true;  ///< false: some pages are in memory of the caller (cache/page_list.hpp)
 
+    /// The data of a page, in a pool without a look at its header.
+    const std::byte* data(const page& p) const noexcept {
+        return of_a_pool ? p.data_behind_header() : p.data();
+    }
     int entries() const noexcept { return count; }
     entry at(int index) const noexcept {
         const page_span& s = spans[index];

@@ -36,6 +36,10 @@ struct alignas(64) page {
 
     std::byte* data() noexcept { return memory; }
     const std::byte* data() const noexcept { return memory; }
+    /// data() of a page of a pool. The header is not read: a walk over pages need not wait for it.
+    const std::byte* data_behind_header() const noexcept {
+        return reinterpret_cast<const std::byte*>(this + 1);
+    }
 };
 static_assert(sizeof(page) == 64);
 

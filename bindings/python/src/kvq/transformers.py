@@ -32,6 +32,7 @@ class Layer(CacheLayerMixin):
     it knows which of them are padding."""
 
     is_compileable = False
+    is_croppable = True
     is_sliding = False
 
     def __init__(self, keys: Any = "std4", values: Any = None, threads: Optional[Threads] = None, **options: Any) -> None:
@@ -113,7 +114,12 @@ class Layer(CacheLayerMixin):
         n = query if isinstance(query, int) else query.shape[0]  # a number of tokens, or their positions
         return self.get_seq_length() + n, 0
 
+    def get_max_length(self) -> int:
+        """There is no maximum."""
+        return -1
+
     def get_max_cache_shape(self) -> int:
+        """get_max_length() of older versions."""
         return -1
 
     def reset(self) -> None:
