@@ -224,6 +224,8 @@ class StandIn(unittest.TestCase):
         ours.crop(100)
         theirs.layers = {i: (k[:, :, :100], v[:, :, :100]) for i, (k, v) in theirs.layers.items()}
         self.both(self.ids[:, :2], ours, theirs)
+        ours.crop(0)
+        self.assertEqual(ours.get_seq_length(), 102)
         ours.crop(-2)
         self.assertEqual(ours.get_seq_length(), 100)
         ours.batch_repeat_interleave(2)

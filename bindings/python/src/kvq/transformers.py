@@ -3,9 +3,9 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvq")
     model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4"))
 
-Written for the classes Cache, CacheLayerMixin, AttentionInterface and AttentionMaskInterface of transformers 4.56 and 5. NOT TESTED against
-the real package: tests/test_transformers.py runs it against a small model and stand-ins of these classes, and against a LlamaForCausalLM
-of the real package only where that is installed.
+Written for the classes Cache, CacheLayerMixin, AttentionInterface and AttentionMaskInterface of transformers 4.56 and 5; run with 5.17.
+tests/test_transformers.py runs it against a small model and stand-ins of these classes, and against a LlamaForCausalLM of the
+package where that is installed.
 
 For decoder-only models whose attention is causal (a sliding window, softcapping and learned sinks included). Batches may be padded. Masks of
 other kinds (prefix-LM, packed sequences) are not seen by an attention function and must not be used. Beam search forks sequences, assisted
@@ -129,10 +129,10 @@ class Layer(CacheLayerMixin):
             self.real = self.real[:, :0]
             self._waits = False
 
-    def crop(self, max_length: int) -> None:
-        """Keeps the first tokens; a negative number removes as many from the end."""
-        n = self.get_seq_length()
-        keep = max(n + max_length, 0) if max_length < 0 else max_length
+    def crop(self, tokens_to_remove: int) -> None:
+        """-n removes n tokens from the end, 0 none; a positive number, of older versions, is the number of tokens to keep."""
+        n, change = self.get_seq_length(), int(tokens_to_remove)
+        keep = change if change > 0 else max(n + change, 0)
         if keep < n:
             self.real = self.real[:, :keep]
             for s, real in zip(self.sequences, self.real):
