@@ -18,12 +18,13 @@ namespace {
 
 class engine_on_cpu final : public cpu_engine {
 public:
-    explicit engine_on_cpu(const std::string& path) : weights_(llama::load_model(path)), model_(llama::load_model(path)) {}
+    explicit engine_on_cpu(const std::string& path)
+        : weights_(llama::load_model(path)), model_(llama::load_model(path)) {}
 
     llama::weights_source source() const override { return llama::source_of(weights_); }
 
-    std::vector<float> logits(const std::vector<int>& tokens, const std::string& format, int sinks, int recent,
-                              int page_tokens, int chunk) const override {
+    std::vector<float> logits(const std::vector<int>& tokens, const std::string& format, int sinks,
+                              int recent, int page_tokens, int chunk) const override {
         std::unique_ptr<llama::kv_cache> cache;
         if (format.empty()) {
             cache = std::make_unique<llama::reference_cache>(model_.shape());
@@ -56,7 +57,9 @@ private:
 
 }  // namespace
 
-std::unique_ptr<cpu_engine> engine_of_file(const std::string& path) { return std::make_unique<engine_on_cpu>(path); }
+std::unique_ptr<cpu_engine> engine_of_file(const std::string& path) {
+    return std::make_unique<engine_on_cpu>(path);
+}
 
 std::unique_ptr<cpu_engine> tiny_engine(const std::string& architecture, int head_dim, std::uint64_t seed) {
     generator random(seed);

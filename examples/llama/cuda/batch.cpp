@@ -24,7 +24,8 @@ int common_tokens(std::span<const request> requests) {
         const auto end = std::mismatch(r.prompt.begin(), r.prompt.end(), requests.front().prompt.begin(),
                                        requests.front().prompt.end());
         // A prompt's last token is read for itself: its logits are the first that count.
-        common = std::min({common, static_cast<std::size_t>(end.first - r.prompt.begin()), r.prompt.size() - 1});
+        common =
+            std::min({common, static_cast<std::size_t>(end.first - r.prompt.begin()), r.prompt.size() - 1});
     }
     return static_cast<int>(common);
 }
@@ -58,14 +59,17 @@ public:
         result_.shared_tokens = common_tokens(requests_);
         if (result_.shared_tokens > 0) {
             prefix_ = on_.new_sequence();
-            on_.read(prefix_, std::span(requests_.front().prompt).first(static_cast<std::size_t>(result_.shared_tokens)));
+            on_.read(
+                prefix_,
+                std::span(requests_.front().prompt).first(static_cast<std::size_t>(result_.shared_tokens)));
             on_.wait();
             result_.prompt_tokens += result_.shared_tokens;
         }
         result_.prompt_seconds = time_.seconds();
         while (!waiting_.empty() || !running_.empty()) {
             const double before = time_.seconds();
-            while (!waiting_.empty() && static_cast<int>(running_.size()) < on_.options().max_batch && join()) {
+            while (!waiting_.empty() && static_cast<int>(running_.size()) < on_.options().max_batch &&
+                   join()) {
             }
             const double between = time_.seconds();
             result_.prompt_seconds += between - before;
@@ -134,10 +138,12 @@ private:
 
     // The last read() or decode() has a row for each of the running requests from `first` on.
     void take_tokens(std::size_t first) {
-        const std::size_t rows = running_.size() - first, vocab = static_cast<std::size_t>(on_.config().shape.vocab);
-        const bool draws = std::any_of(running_.begin() + static_cast<std::ptrdiff_t>(first), running_.end(), [&](const job& j) {
-            return requests_[static_cast<std::size_t>(j.request)].sampler.temperature > 0.0;
-        });
+        const std::size_t rows = running_.size() - first,
+                          vocab = static_cast<std::size_t>(on_.config().shape.vocab);
+        const bool draws = std::any_of(
+            running_.begin() + static_cast<std::ptrdiff_t>(first), running_.end(), [&](const job& j) {
+                return requests_[static_cast<std::size_t>(j.request)].sampler.temperature > 0.0;
+            });
         choices_.resize(rows);
         if (draws) {
             logits_.resize(rows * vocab);

@@ -120,7 +120,7 @@ public:
                 first.feed_forward_output_norm.size() >
             0)
             update_ = buffer<float>(of(rows, shape_.dim));
-        logit_rows_ = std::max(logit_block, rounded(options_.max_batch));
+        logit_rows_ = std::max(std::min(rows, logit_block), rounded(options_.max_batch));
         logits_ = buffer<float>(of(logit_rows_, shape_.vocab));
         tokens_ = buffer<int>(static_cast<std::size_t>(rows));
         positions_ = buffer<int>(static_cast<std::size_t>(rows));
