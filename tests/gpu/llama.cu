@@ -3,6 +3,8 @@
 //
 // -DPART=0: heads of 32 channels, 1: of 64. Weights and activations in fp16. The emulator multiplies matrices in a fixed order, so rows of a
 // batch are bit for bit what they are alone; on a device cuBLAS chooses another order for another number of rows.
+//
+//   llama1 [MODEL TEXT TOKENIZER [ROPE_THETA]]    perplexity and text of another model; TEXT may be ids (*.u16)
 #include "../../examples/llama/cuda/engine.cu"
 
 #include "../../examples/llama/cuda/batch.hpp"
@@ -115,15 +117,17 @@ void test_architectures(test::rng& r) {
     }
 }
 
-/// A trained model; its heads of 8 channels are padded with zeros.
+/// A trained model, and its text: of the repository, or those of the command line. The repository's has heads of 8 channels, which are padded
+/// with zeros.
+std::string model_path = std::string(data) + "stories260K.bin",
+            text_path = std::string(data) + "tinystories.txt",
+            tokenizer_path = std::string(data) + "stories260K.tokenizer.bin";
+double rope_theta = 0.0;
 const one_model& stories() {
-    static const one_model m(test::engine_of_file(std::string(data) + "stories260K.bin"));
+    static const one_model m(test::engine_of_file(model_path, rope_theta));
     return m;
 }
-std::vector<int> story(int count) {
-    return test::tokens_of_file(std::string(data) + "tinystories.txt",
-                                std::string(data) + "stories260K.tokenizer.bin", count);
-}
+std::vector<int> story(int count) { return test::tokens_of_file(text_path, tokenizer_path, count); }
 
 /// On the CPU, with the device's pages.
 std::vector<float> cpu_logits(const std::string& format, const std::vector<int>& tokens, int chunk) {
@@ -271,7 +275,7 @@ void test_continuous_batching() {
     const std::string& name = formats[0];
     std::vector<request> requests;
     for (int i = 0; i < 6; ++i) {
-        request of{story(100), 20 + 7 * i, {.temperature = 0.0}};
+        request of{story(100), 46 + 3 * i, {.temperature = 0.0}};
         of.prompt.resize(static_cast<std::size_t>(90 + i));
         of.prompt.push_back(3 + 40 * i);
         requests.push_back(of);
@@ -289,7 +293,7 @@ void test_continuous_batching() {
         settings.on_token = [&](int, int) { ++seen; };
         const batch_result result = run_batch(*on, requests, settings);
         CHECK(result.shared_tokens == 90, "%d shared tokens", result.shared_tokens);
-        CHECK(result.generated_tokens == seen && seen == 6 * 20 + 7 * 15, "%d tokens", seen);
+        CHECK(result.generated_tokens == seen && seen == 6 * 46 + 3 * 15, "%d tokens", seen);
         CHECK(result.largest_batch == (scarce ? 2 : 3), "batches of %d", result.largest_batch);
         CHECK((result.evictions > 0) == scarce, "%d evictions", result.evictions);
         CHECK(on->usage().cache_pages == 0, "%zu bytes of pages are left", on->usage().cache_pages);
@@ -313,6 +317,22 @@ void test_continuous_batching() {
     const batch_result result = run_batch(*on, drawn, {});
     if (is_exact) CHECK(result.replies[0].tokens == result.replies[1].tokens, "the same seed, other texts");
     CHECK(result.replies[0].tokens != result.replies[2].tokens, "another seed, the same text");
+}
+
+void test_bytes() {
+    for (const std::string& name : {std::string("fp16"), formats[0]}) {
+        const auto on = make_engine(stories().gpu, options_for(name, 64));
+        const int sequence = on->new_sequence();
+        const std::vector<int> tokens = story(260);
+        for (int n = 0; n < 260;) {
+            const int more = n < 5 ? 2 : n % 50 + 1, end = std::min(260, n + more);
+            on->read(sequence, std::span(tokens).subspan(static_cast<std::size_t>(n),
+                                                         static_cast<std::size_t>(end - n)));
+            n = end;
+            CHECK(on->bytes(sequence) == on->bytes_for(n), "%s: %zu bytes of %d tokens, %zu were expected",
+                  name.c_str(), on->bytes(sequence), n, on->bytes_for(n));
+        }
+    }
 }
 
 #if PART == 0
@@ -418,7 +438,17 @@ void test_random() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+    if (argc > 3) {
+        model_path = argv[1];
+        text_path = argv[2];
+        tokenizer_path = argv[3];
+        rope_theta = argc > 4 ? std::atof(argv[4]) : 0.0;
+        std::printf("%s:\n", model_path.c_str());
+        test_perplexity();
+        test_text();
+        return test::report("llama");
+    }
     test::rng r(static_cast<unsigned>(20240207));
     std::printf("llama, heads of %d channels:\n", dim);
     test_architectures(r);
@@ -429,6 +459,7 @@ int main() {
 #if PART == 0
     test_step_down();
 #endif
+    test_bytes();
     test_refusals();
     test_random();
     return test::report("llama");

@@ -18,8 +18,8 @@ namespace {
 
 class engine_on_cpu final : public cpu_engine {
 public:
-    explicit engine_on_cpu(const std::string& path)
-        : weights_(llama::load_model(path)), model_(llama::load_model(path)) {}
+    engine_on_cpu(const std::string& path, double rope_theta)
+        : weights_(llama::load_model(path, rope_theta)), model_(llama::load_model(path, rope_theta)) {}
 
     llama::weights_source source() const override { return llama::source_of(weights_); }
 
@@ -57,8 +57,8 @@ private:
 
 }  // namespace
 
-std::unique_ptr<cpu_engine> engine_of_file(const std::string& path) {
-    return std::make_unique<engine_on_cpu>(path);
+std::unique_ptr<cpu_engine> engine_of_file(const std::string& path, double rope_theta) {
+    return std::make_unique<engine_on_cpu>(path, rope_theta);
 }
 
 std::unique_ptr<cpu_engine> tiny_engine(const std::string& architecture, int head_dim, std::uint64_t seed) {
@@ -91,7 +91,9 @@ std::unique_ptr<cpu_engine> tiny_engine(const std::string& architecture, int hea
 
 std::vector<int> tokens_of_file(const std::string& path, const std::string& tokenizer, int count) {
     std::vector<int> tokens{1};
-    const std::vector<int> text = llama::read_text(path, llama::load_tokenizer(tokenizer));
+    const std::vector<int> text = path.ends_with(".u16")
+                                      ? llama::read_token_ids(path, 1 << 16)
+                                      : llama::read_text(path, llama::load_tokenizer(tokenizer));
     tokens.insert(tokens.end(), text.begin(), text.end());
     tokens.resize(static_cast<std::size_t>(count));
     return tokens;

@@ -21,9 +21,10 @@ public:
 
 /// A random model with everything that this architecture has.
 std::unique_ptr<cpu_engine> tiny_engine(const std::string& architecture, int head_dim, std::uint64_t seed);
-std::unique_ptr<cpu_engine> engine_of_file(const std::string& path);
+/// rope_theta: base of the rotary frequencies, 0: what the file says.
+std::unique_ptr<cpu_engine> engine_of_file(const std::string& path, double rope_theta = 0.0);
 
-/// The first tokens of a text file, begin-of-text in front.
+/// The first tokens of a text file, or of a file of ids (*.u16), begin-of-text in front.
 std::vector<int> tokens_of_file(const std::string& path, const std::string& tokenizer, int count);
 
 }  // namespace test

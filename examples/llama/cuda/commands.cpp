@@ -12,7 +12,8 @@ namespace {
 // The name of a scheme among the device's formats.
 std::string device_name(const scheme_choice& scheme) {
     if (scheme.live) {
-        throw std::invalid_argument(scheme.label + ": caches that change are for the CPU, but generate takes --tiers");
+        throw std::invalid_argument(scheme.label +
+                                    ": caches that change are for the CPU, but generate takes --tiers");
     }
     if (scheme.use_statistics) {
         throw std::invalid_argument(scheme.label + ": statistics are for the CPU");

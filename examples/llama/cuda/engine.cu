@@ -251,6 +251,22 @@ public:
         const kvq::cuda::usage_report u = cache_.usage();
         return {u.bytes, u.in_use(), activation_bytes_ + products::workspace_bytes};
     }
+    std::size_t bytes_for(int tokens) const override {
+        const kvq::cuda::cache_options& o = cache_.options();
+        const cache_format& f = cache_.formats();
+        const cache_format::kind& kind = f.kinds[static_cast<std::size_t>(f.find(o.formats[0]))];
+        const int behind = std::max(0, tokens - o.sinks),
+                  quantized = std::max(0, behind - o.recent) / o.page_tokens,
+                  in_window = std::min(ring(o), (behind + o.page_tokens - 1) / o.page_tokens),
+                  of_sinks = (std::min(tokens, o.sinks) + 15) / 16;
+        const auto pages = [&](int count, std::size_t keys, std::size_t values) {
+            return static_cast<std::size_t>(count) * static_cast<std::size_t>(shape_.layers) *
+                   static_cast<std::size_t>(shape_.kv_heads) * (keys + values);
+        };
+        return pages(quantized, kind.key_block, kind.value_block) +
+               pages(in_window, f.window_block[0], f.window_block[1]) +
+               pages(of_sinks, f.sink_block[0], f.sink_block[1]);
+    }
     bool exact_prefill() const override { return exact_prefill_; }
     int captures() const override { return captures_; }
 
@@ -295,6 +311,11 @@ private:
         return device_buffer<X>(size);
     }
 
+    // Columns of the window's table, with a rollback of 0.
+    static int ring(const kvq::cuda::cache_options& o) {
+        return kvq::cuda::window_columns(o.recent, o.page_tokens, 1);
+    }
+
     // ---- opening ----
 
     void open_cache() {
@@ -309,7 +330,12 @@ private:
         o.max_batch = rounded(options_.max_batch);
         o.max_tokens = options_.max_tokens;
         o.pool_tokens = in_window ? 0 : options_.pool_tokens;
+        // A ring has one column more than a sequence of max_tokens fills where nothing leaves the window.
         o.pool_sequences = options_.pool_sequences;
+        if (in_window) {
+            const int filled = (o.max_tokens + o.page_tokens - 1) / o.page_tokens;
+            o.pool_sequences = (options_.pool_sequences * filled + ring(o) - 1) / ring(o);
+        }
         o.growing = options_.growing;
         if (!in_window) o.formats.push_back(options_.format);
         for (const format_tier& t : options_.tiers)

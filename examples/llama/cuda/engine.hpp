@@ -96,6 +96,8 @@ public:
     virtual void wait() = 0;
 
     virtual engine_usage usage() const = 0;
+    // Bytes of the pages of a sequence with so many tokens that shares none.
+    virtual std::size_t bytes_for(int tokens) const = 0;
     // Are a prompt's queries answered before its own pages are quantized? Not for keys of several widths: these are read in chunks of `recent` tokens,
     // whose pages are quantized one chunk later.
     virtual bool exact_prefill() const = 0;
