@@ -75,6 +75,7 @@ measured run(const std::shared_ptr<const device::device_model>& model, const std
     options.pool_tokens = batch * context;
     options.pool_sequences = batch;
     options.growing = false;
+    options.cache_bytes = static_cast<std::size_t>(limit);
     const auto on = device::make_engine(model, options);
     std::mt19937 random(7);
     const auto draw = [&](int n) {
@@ -222,9 +223,9 @@ int main(int argc, char** argv) {
             measured plain;
             for (const std::string& format : b.formats) {
                 constexpr double limit = 40 * gb,
-                                 tables = 0.1 * gb;  // tables: and scratch for a prompt, workspace
+                                 tables = 0.15 * gb;  // tables: and scratch for a prompt, workspace
                 const int batch = static_cast<int>((limit - tables) / bytes_of[1][format]);
-                const measured m = run(model_of(s.layers), format, batch, 8192);
+                const measured m = run(model_of(s.layers), format, batch, 8192, limit);
                 if (format == b.formats.front()) plain = m;
                 print(b, "memory", 8192, s.layers, m, plain, 0.0);
             }
