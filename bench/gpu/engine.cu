@@ -69,7 +69,7 @@ std::size_t layer_weights(const model_shape& s) {
 }
 
 measured run(const std::shared_ptr<const device::device_model>& model, const std::string& format, int batch,
-             int context) {
+             int context, double limit = 0.0) {
     const std::size_t before = free_bytes();
     device::engine_options options = options_for(format, batch, context);
     options.pool_tokens = batch * context;
