@@ -6,7 +6,7 @@
 // the device. One sequence is a prompt of random tokens that was really read (time to first token); the others take keys and values that the
 // model made for it, from other places on. Contexts grow by 48 tokens to the shape's.
 //   decode   64 x 8192, 16 x 32768 and 16 x 2048. Of layers as many as fit beside the 16-bit cache
-//   memory   as many sequences of 8192 tokens as fit into 40 GB, all layers
+//   memory   as many sequences of 8192 tokens as have pages of 40 GB, all layers
 //   fits     tokens that fit into 80 % of an 80 GB card beside weights and activations, by context
 // Ratios are to 16 bit. FILE: torch_engine.py's lines "batch context layers ms"; its layers are taken, so that rows compare.
 #include "../../examples/llama/cuda/engine.hpp"
@@ -69,13 +69,12 @@ std::size_t layer_weights(const model_shape& s) {
 }
 
 measured run(const std::shared_ptr<const device::device_model>& model, const std::string& format, int batch,
-             int context, double limit = 0.0) {
+             int context) {
     const std::size_t before = free_bytes();
     device::engine_options options = options_for(format, batch, context);
     options.pool_tokens = batch * context;
     options.pool_sequences = batch;
     options.growing = false;
-    options.cache_bytes = static_cast<std::size_t>(limit);
     const auto on = device::make_engine(model, options);
     std::mt19937 random(7);
     const auto draw = [&](int n) {
@@ -222,10 +221,8 @@ int main(int argc, char** argv) {
         if (wanted(b, "memory") && !b.quick) {
             measured plain;
             for (const std::string& format : b.formats) {
-                constexpr double limit = 40 * gb,
-                                 tables = 0.15 * gb;  // tables: and scratch for a prompt, workspace
-                const int batch = static_cast<int>((limit - tables) / bytes_of[1][format]);
-                const measured m = run(model_of(s.layers), format, batch, 8192, limit);
+                const int batch = static_cast<int>(40.0 * gb / bytes_of[1][format]);
+                const measured m = run(model_of(s.layers), format, batch, 8192);
                 if (format == b.formats.front()) plain = m;
                 print(b, "memory", 8192, s.layers, m, plain, 0.0);
             }

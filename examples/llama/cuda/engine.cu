@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 namespace llama::device {
 
@@ -125,7 +126,6 @@ public:
         tokens_ = buffer<int>(static_cast<std::size_t>(rows));
         positions_ = buffer<int>(static_cast<std::size_t>(rows));
         choices_ = buffer<int>(static_cast<std::size_t>(logit_rows_));
-        find_exact_prefill();
         check(cudaStreamSynchronize(stream_.get), "opening an engine");
     }
     ~engine_on() override { (void)cudaStreamSynchronize(stream_.get); }
@@ -157,10 +157,11 @@ public:
         if (count == 0) throw std::invalid_argument("a prompt without tokens");
         batch_.clear();
         const int piece =
-            exact_prefill_ ? options_.chunk : std::min(options_.chunk, std::max(1, options_.recent));
+            has_prefill_ ? options_.chunk : std::min(options_.chunk, cache_.options().draft_tokens);
         for (int first = 0; first < count; first += piece) {
             const int n = std::min(piece, count - first), before = cache_.tokens(id);
-            check(cache_.begin_prompt(id, n, stream_.get));
+            check(has_prefill_ ? cache_.begin_prompt(id, n, stream_.get)
+                               : cache_.begin_draft(std::span(&id, 1), n, stream_.get));
             check(cudaStreamSynchronize(stream_.get),
                   "reading a prompt");  // before host memory is copied from again
             check(cudaMemcpyAsync(tokens_.get(), tokens.data() + first,
@@ -168,6 +169,7 @@ public:
                                   stream_.get),
                   "copying tokens");
             forward(n, before, true);
+            if (!has_prefill_) keep_draft(id, n);
             if (states != nullptr) copy_states(n, states + static_cast<std::size_t>(first) * row_size());
             if (first + n == count) {
                 // The last row alone.
@@ -267,7 +269,7 @@ public:
                pages(in_window, f.window_block[0], f.window_block[1]) +
                pages(of_sinks, f.sink_block[0], f.sink_block[1]);
     }
-    bool exact_prefill() const override { return exact_prefill_; }
+    bool has_prefill() const override { return has_prefill_; }
     int captures() const override { return captures_; }
 
     void record(int n) override {
@@ -313,7 +315,7 @@ private:
 
     // Columns of the window's table, with a rollback of 0.
     static int ring(const kvq::cuda::cache_options& o) {
-        return kvq::cuda::window_columns(o.recent, o.page_tokens, 1);
+        return kvq::cuda::window_columns(o.recent, o.page_tokens, std::max(1, o.draft_tokens));
     }
 
     // ---- opening ----
@@ -329,14 +331,6 @@ private:
         o.rollback = 0;
         o.max_batch = rounded(options_.max_batch);
         o.max_tokens = options_.max_tokens;
-        o.pool_tokens = in_window ? 0 : options_.pool_tokens;
-        // A ring has one column more than a sequence of max_tokens fills where nothing leaves the window.
-        o.pool_sequences = options_.pool_sequences;
-        if (in_window) {
-            const int filled = (o.max_tokens + o.page_tokens - 1) / o.page_tokens;
-            o.pool_sequences = (options_.pool_sequences * filled + ring(o) - 1) / ring(o);
-        }
-        o.growing = options_.growing;
         if (!in_window) o.formats.push_back(options_.format);
         for (const format_tier& t : options_.tiers)
             if (std::find(o.formats.begin(), o.formats.end(), t.format) == o.formats.end())
@@ -353,16 +347,38 @@ private:
                     known += (known.empty() ? "" : ", ") + kind.name;
             }
         }
+        const auto open = [&](kvq::cuda::cache& cache, int layers) {
+            const auto opened = cache.open({.layers = layers, .kv_heads = shape_.kv_heads, .head_dim = dim()},
+                                           o, compiled_formats(), stream_.get);
+            if (opened) return;
+            if (opened.code == cudaErrorMemoryAllocation) throw out_of_memory(opened.message);
+            throw std::invalid_argument(std::string(opened.message) + "; compiled are fp16, bf16" +
+                                        (known.empty() ? "" : ", ") + known);
+        };
+        // prefill() refuses what it has no kernels for: one token in a cache of one layer asks.
+        {
+            kvq::cuda::cache probe;
+            open(probe, 1);
+            check(probe.begin_prompt(probe.new_sequence(), 1, stream_.get));
+            const device_buffer<T> q(static_cast<std::size_t>(2 * inner())), kv(kv_size());
+            const token_view<const T> of_kv(kv.get(), 1, shape_.kv_heads, dim());
+            has_prefill_ = static_cast<bool>(
+                probe.prefill(0, token_view<const T>(q.get(), 1, shape_.heads, dim()), of_kv, of_kv,
+                              token_view<T>(q.get() + inner(), 1, shape_.heads, dim()), {}, stream_.get));
+            check(cudaStreamSynchronize(stream_.get), "asking for a prefill");
+        }
+        // Others read prompts as drafts of which everything is kept: drafted tokens stay in 16 bit.
+        if (!has_prefill_) o.draft_tokens = std::min({64, o.page_tokens, o.recent});
+        o.pool_tokens = in_window ? 0 : options_.pool_tokens;
+        o.pool_sequences = options_.pool_sequences;
+        if (in_window) {  // a ring has one column more than a sequence of max_tokens fills
+            const int filled = (o.max_tokens + o.page_tokens - 1) / o.page_tokens;
+            o.pool_sequences = (options_.pool_sequences * filled + ring(o) - 1) / ring(o);
+        }
+        o.growing = options_.growing;
         memory_.limit = options_.cache_bytes;
         o.memory = memory_.allocator();
-        if (const auto s =
-                cache_.open({.layers = shape_.layers, .kv_heads = shape_.kv_heads, .head_dim = dim()}, o,
-                            compiled_formats(), stream_.get);
-            !s) {
-            if (s.code == cudaErrorMemoryAllocation) throw out_of_memory(s.message);
-            throw std::invalid_argument(std::string(s.message) + "; compiled are fp16, bf16" +
-                                        (known.empty() ? "" : ", ") + known);
-        }
+        open(cache_, shape_.layers);
         for (const format_tier& t : options_.tiers) tiers_.push_back({t.age, t.format});
     }
     void make_angles() {
@@ -381,19 +397,6 @@ private:
             check(cudaStreamSynchronize(stream_.get), "computing angles");
         }
     }
-    // prefill() refuses what it has no kernels for: one token asks.
-    void find_exact_prefill() {
-        const kvq::cuda::sequence_id probe = cache_.new_sequence();
-        if (const auto s = cache_.begin_prompt(probe, 1, stream_.get); !s) {
-            check(cache_.free(probe));
-            check(s);
-        }
-        exact_prefill_ = static_cast<bool>(cache_.prefill(
-            0, queries(1), token_view<const T>(k_.get(), 1, shape_.kv_heads, dim()),
-            token_view<const T>(v_.get(), 1, shape_.kv_heads, dim()), outputs(1), {}, stream_.get));
-        check(cache_.free(probe));
-    }
-
     // ---- the forward pass ----
 
     token_view<const T> queries(int n) const { return {q_.get(), n, shape_.heads, dim()}; }
@@ -474,12 +477,21 @@ private:
         norm(weights_->final_norm);
         if (prompt && recorded_ < record_room_) recorded_ += std::min(n, record_room_ - recorded_);
     }
+    void keep_draft(kvq::cuda::sequence_id id, int n) {
+        kept_.resize(static_cast<std::size_t>(n));
+        std::iota(kept_.begin(), kept_.end(), 0);
+        const std::span<const int> path(kept_);
+        if (const auto s = cache_.keep(std::span(&id, 1), std::span(&path, 1), stream_.get); !s) {
+            check(cache_.trim(id, cache_.tokens(id) - n));
+            check(s);
+        }
+    }
     void attend(int layer, int n, bool prompt) {
         const token_view<const T> k(k_.get(), n, shape_.kv_heads, dim()),
             v(v_.get(), n, shape_.kv_heads, dim());
         const float scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim()));
         if (prompt) record_rows(layer, n);
-        if (prompt && exact_prefill_) {
+        if (prompt && has_prefill_) {
             kvq::cuda::prefill_options o;
             o.scale = scale;
             o.softcap = shape_.attention_softcap;
@@ -610,7 +622,7 @@ private:
     std::vector<format_tier> tiers_;
     int passed_ = 0;
     std::vector<kvq::cuda::sequence_id> ids_;  // by the engine's numbers
-    bool exact_prefill_ = false;
+    bool has_prefill_ = false;
 
     device_buffer<float> states_, head_products_, update_, logits_, no_floats_;
     device_buffer<T> input_, q_, k_, v_, out_, gate_up_, gate_;
@@ -621,7 +633,7 @@ private:
 
     std::map<int, step_graph> graphs_;  // by rows
     int captures_ = 0, rows_ = 0;
-    std::vector<int> batch_, host_tokens_, host_positions_;
+    std::vector<int> batch_, host_tokens_, host_positions_, kept_;
     std::vector<kvq::cuda::sequence_id> ids_of_batch_;
     std::vector<T> host_states_;
 

@@ -98,9 +98,9 @@ public:
     virtual engine_usage usage() const = 0;
     // Bytes of the pages of a sequence with so many tokens that shares none.
     virtual std::size_t bytes_for(int tokens) const = 0;
-    // Are a prompt's queries answered before its own pages are quantized? Not for keys of several widths: these are read in chunks of `recent` tokens,
-    // whose pages are quantized one chunk later.
-    virtual bool exact_prefill() const = 0;
+    // Does the format have kernels for prompts? Keys of several widths have none: prompts are read 64 tokens at a time, as drafts that
+    // are kept. Either way a prompt's queries see its own chunk in 16 bit.
+    virtual bool has_prefill() const = 0;
     // Graphs that were captured so far.
     virtual int captures() const = 0;
 
