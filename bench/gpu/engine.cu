@@ -72,7 +72,8 @@ measured run(const std::shared_ptr<const device::device_model>& model, const std
              int context) {
     const std::size_t before = free_bytes();
     device::engine_options options = options_for(format, batch, context);
-    options.pool_tokens = batch * context;
+    options.pool_tokens =
+        batch * ((context - options.sinks - options.recent) / options.page_tokens * options.page_tokens);
     options.pool_sequences = batch;
     options.growing = false;
     const auto on = device::make_engine(model, options);
