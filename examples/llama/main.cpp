@@ -1,5 +1,5 @@
 // kvq_llama generate | evaluate | chunks | slot | dump | long-context: a small Llama engine whose KV cache is kvq.
-#include "cuda/commands.hpp"
+#include "cuda/on_device.hpp"
 #include "dump.hpp"
 #include "evaluate.hpp"
 #include "generate.hpp"

@@ -1,4 +1,4 @@
-#include "commands.hpp"
+#include "on_device.hpp"
 
 #include "../stopwatch.hpp"
 #include "batch.hpp"
