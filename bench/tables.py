@@ -10,6 +10,7 @@ tables.py transfer  NAME TEXT RESULTS [TEXT RESULTS]... [, NAME ...]     statist
 tables.py parts     NAME RESULTS [NAME RESULTS]...    bench_ablation: keys alone and values alone
 tables.py changes   NAME RESULTS [NAME RESULTS]...    presets with one ingredient changed
 tables.py gpu       RESULTS                           docs/lab/gpu.md, of `scripts/gpu-bench --json`
+tables.py engine    RESULTS                           the same, of `scripts/gpu-bench engine --json`
 """
 
 import json
@@ -297,8 +298,23 @@ def gpu(path):
     print(f"\nlargest error {max(r['rel_error'] for r in attention.values()):.1e}")
 
 
+def engine(path):
+    rows = [json.loads(line) for line in open(path) if line.startswith("{")]
+    runs = [r for r in rows if r["case"] != "fits"]
+    gigabytes = lambda n: f"{n / 1e9:.1f}"
+    head = ("sequences x tokens", "layers", "format", "tokens/s", "ms a step", "x 16 bit", "x torch", "first token, ms", "pages, GB", "peak, GB")
+    print_table(head, [[f"{r['batch']} x {r['context']}", str(r["layers"]), r["format"], f"{r['tokens_per_second']:.0f}", f"{r['ms_per_step']:.2f}",
+                        f"{r['vs_16_bit']:.2f}", f"{r['vs_torch']:.2f}" if r["vs_torch"] else "-", f"{r['first_token_ms']:.0f}",
+                        gigabytes(r["page_bytes"]), gigabytes(r["peak_bytes"])] for r in runs])
+    print()
+    fits = [r for r in rows if r["case"] == "fits"]
+    contexts = dict.fromkeys(r["context"] for r in fits)
+    of = {(r["format"], r["context"]): f"{r['tokens'] / 1e3:.0f}k ({r['vs_16_bit']:.3f} x)" for r in fits}
+    print_table(("format", *(str(c) for c in contexts)), [[f, *(of[f, c] for c in contexts)] for f in dict.fromkeys(r["format"] for r in fits)])
+
+
 def main():
-    kinds = {f.__name__: f for f in (ratios, reference, windows, transfer, parts, changes, gpu)}
+    kinds = {f.__name__: f for f in (ratios, reference, windows, transfer, parts, changes, gpu, engine)}
     if len(sys.argv) < 3 or sys.argv[1] not in kinds:
         sys.exit(__doc__.strip())
     kinds[sys.argv[1]](*sys.argv[2:])

@@ -1,7 +1,7 @@
 // Divergence of the next-token distributions of two caches.
 #pragma once
 
-#include "model_config.hpp"
+#include "matrix.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <limits>
+#include <utility>
 
 namespace llama {
 namespace {
@@ -20,21 +21,19 @@ struct window_result {
 
 // The window convention: every window is begin-of-text and the next (window - 1) tokens of the input, all of which
 // are predicted, so that each token of the input counts once. The last window may be shorter.
-std::vector<window_result> evaluate_window(const model& llama, std::span<const int> text,
+std::vector<window_result> evaluate_window(const text_reader& reader, std::span<const int> text,
                                            std::span<const scheme_choice> schemes, int chunk,
                                            progress_bar& progress) {
-    std::vector<int> input{llama.begin_of_text()};
+    std::vector<int> input{reader.config().begin_of_text};
     input.insert(input.end(), text.begin(), text.end() - 1);
 
     std::vector<window_result> results;
     std::vector<matrix> states;
-    activations space;
     for (const scheme_choice& scheme : schemes) {
-        const auto cache = scheme.make_cache(llama.shape());
-        const stopwatch time;
-        states.push_back(llama.read(input, 0, *cache, chunk, space));
+        text_in_cache read = reader.read(input, scheme, chunk);
+        states.push_back(std::move(read.states));
         results.push_back(
-            {{}, static_cast<double>(cache->bytes()), static_cast<int>(input.size()), time.seconds()});
+            {{}, static_cast<double>(read.bytes), static_cast<int>(input.size()), read.seconds});
         progress.advance();
     }
 
@@ -47,7 +46,7 @@ std::vector<window_result> evaluate_window(const model& llama, std::span<const i
         std::vector<distribution> baseline;
         for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
             matrix& logits = scheme == 0 ? baseline_logits : other_logits;
-            llama.logits(states[scheme].middleRows(begin, rows), logits);
+            reader.logits(states[scheme].middleRows(begin, rows), logits);
             for (Eigen::Index row = 0; row < rows; ++row) {
                 const distribution current(logits.row(row));
                 if (scheme == 0) {
@@ -61,9 +60,37 @@ std::vector<window_result> evaluate_window(const model& llama, std::span<const i
     return results;
 }
 
+class model_reader final : public text_reader {
+public:
+    explicit model_reader(const model& llama) : model_(llama) {}
+
+    const model_config& config() const override { return model_.config(); }
+    text_in_cache read(std::span<const int> tokens, const scheme_choice& scheme, int chunk) const override {
+        const auto cache = scheme.make_cache(model_.shape());
+        activations space;
+        const stopwatch time;
+        text_in_cache text{model_.read(tokens, 0, *cache, chunk, space)};
+        text.bytes = cache->bytes();
+        text.seconds = time.seconds();
+        return text;
+    }
+    void logits(const kv_cache::const_rows& states, matrix& out) const override {
+        model_.logits(states, out);
+    }
+
+private:
+    const model& model_;
+};
+
 }  // namespace
 
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
+                                    std::span<const scheme_choice> schemes,
+                                    const evaluation_settings& settings) {
+    return evaluate(model_reader(llama), tokens, schemes, settings);
+}
+
+std::vector<scheme_result> evaluate(const text_reader& reader, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings) {
     const std::size_t step = static_cast<std::size_t>(settings.window - 1);
@@ -75,7 +102,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
         kvq::thread_pool(settings.threads).parallel_for(static_cast<int>(windows), [&](int window) {
             const std::size_t index = static_cast<std::size_t>(window), begin = index * step;
             const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
-            by_window[index] = evaluate_window(llama, text, schemes, settings.chunk, progress);
+            by_window[index] = evaluate_window(reader, text, schemes, settings.chunk, progress);
         });
     }
 
@@ -90,7 +117,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
         }
         const scheme_choice& choice = schemes[scheme];
         const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
-        const double bytes = choice.bytes_per_token(llama.shape());
+        const double bytes = choice.bytes_per_token(reader.config().shape);
         const double baseline_perplexity = results.empty() ? perplexity : results.front().perplexity;
         const double baseline_bytes = results.empty() ? bytes : results.front().bytes_per_token;
         results.push_back({choice.label, total.sums.tokens, perplexity,

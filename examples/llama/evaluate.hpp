@@ -5,6 +5,7 @@
 #include "model.hpp"
 #include "schemes.hpp"
 
+#include <cstddef>
 #include <span>
 #include <string>
 #include <vector>
@@ -32,7 +33,26 @@ struct scheme_result {
     double tokens_per_second;       // read by one thread, without the evaluation
 };
 
+// A text in a cache of some scheme.
+struct text_in_cache {
+    matrix states;  // normed, [tokens][dim]
+    std::size_t bytes = 0;
+    double seconds = 0.0;  // time to read the tokens
+};
+
+// What an evaluation asks of an engine, from any number of threads.
+class text_reader {
+public:
+    virtual ~text_reader() = default;
+    virtual const model_config& config() const = 0;
+    virtual text_in_cache read(std::span<const int> tokens, const scheme_choice& scheme, int chunk) const = 0;
+    virtual void logits(const kv_cache::const_rows& states, matrix& out) const = 0;
+};
+
 // The first scheme is the baseline. All results except tokens_per_second are independent of the number of threads.
+std::vector<scheme_result> evaluate(const text_reader& reader, std::span<const int> tokens,
+                                    std::span<const scheme_choice> schemes,
+                                    const evaluation_settings& settings);
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings);

@@ -3,6 +3,7 @@
 
 #include <kvq/core/thread_pool.hpp>
 
+#include "matrix.hpp"
 #include "model_config.hpp"
 
 #include <cstddef>

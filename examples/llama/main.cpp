@@ -1,4 +1,5 @@
 // kvq_llama generate | evaluate | chunks | slot | dump | long-context: a small Llama engine whose KV cache is kvq.
+#include "cuda/on_device.hpp"
 #include "dump.hpp"
 #include "evaluate.hpp"
 #include "generate.hpp"
@@ -7,6 +8,7 @@
 #include "load_tokenizer.hpp"
 #include "long_context.hpp"
 #include "progress.hpp"
+#include "read_file.hpp"
 #include "report.hpp"
 #include "slot.hpp"
 #include "statistics.hpp"
@@ -18,6 +20,7 @@
 #include <cstdio>
 #include <exception>
 #include <iostream>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -53,7 +56,12 @@ struct options {
 
     llama::live_settings live;
     int every = 128;
+
+    std::string device = "cpu", prompts_path;
+    llama::device_settings on_device;
 };
+
+bool is_on_device(const options& chosen) { return chosen.device == "cuda"; }
 
 bool is_live(const options& chosen) {
     return !chosen.live.tiers.empty() || chosen.live.requantize_at > 0 || chosen.live.reload_at > 0 ||
@@ -84,7 +92,7 @@ llama::scheme_choice scheme_of(const options& chosen) {
 }
 
 // The tokenizer of --tokenizer, or the one that comes with the model.
-llama::tokenizer tokenizer_of(const options& chosen, const llama::model& model) {
+llama::tokenizer tokenizer_of(const options& chosen, int vocab) {
     if (chosen.tokenizer_path.empty() && !llama::has_tokenizer(chosen.model_path)) {
         throw std::invalid_argument(
             "\"" + chosen.model_path +
@@ -93,13 +101,65 @@ llama::tokenizer tokenizer_of(const options& chosen, const llama::model& model) 
     }
     llama::tokenizer pieces =
         llama::load_tokenizer(chosen.tokenizer_path.empty() ? chosen.model_path : chosen.tokenizer_path);
-    llama::check_vocabulary(pieces, model.shape().vocab);
+    llama::check_vocabulary(pieces, vocab);
     return pieces;
 }
 
+// On the device, tiers are formats of its cache.
+llama::device_settings device_settings_of(const options& chosen) {
+    llama::device_settings on = chosen.on_device;
+    on.live = chosen.live;
+    if (chosen.live.requantize_at > 0 || chosen.live.reload_at > 0) {
+        throw std::invalid_argument("--requantize-at and --reload-at are for the CPU");
+    }
+    return on;
+}
+
+// The lines of --prompts, or --prompt.
+std::vector<std::string> prompts_of(const options& chosen) {
+    if (chosen.prompts_path.empty()) {
+        return {chosen.generation.prompt};
+    }
+    std::istringstream text(llama::read_file("prompts", chosen.prompts_path));
+    std::vector<std::string> prompts;
+    for (std::string line; std::getline(text, line);) {
+        if (!line.empty()) {
+            prompts.push_back(line);
+        }
+    }
+    if (prompts.empty()) {
+        throw std::invalid_argument("\"" + chosen.prompts_path + "\" has no prompts");
+    }
+    return prompts;
+}
+
+void write_generation(const std::string& label, const llama::generation_result& total) {
+    std::fprintf(stderr,
+                 "%s: %d tokens of prompts, %.1f tokens/s; %d tokens generated, %.1f tokens/s; "
+                 "the cache held %d tokens in %zu bytes, %.1f bytes/token\n",
+                 label.c_str(), total.prompt_tokens, total.prompt_tokens / total.prompt_seconds,
+                 total.generated_tokens, total.generated_tokens / total.seconds, total.tokens_held,
+                 total.bytes_held, static_cast<double>(total.bytes_held) / total.tokens_held);
+}
+
 void run_generate(const options& chosen) {
+    if (is_on_device(chosen)) {
+        const llama::model_weights weights = llama::load_model(chosen.model_path, chosen.rope_theta);
+        const llama::scheme_choice scheme =
+            parse_aloud(has_pair(chosen) ? pair_of(chosen) : chosen.scheme, chosen.cache);
+        llama::generation_settings settings = chosen.generation;
+        settings.chunk = chosen.chunk;
+        const auto total = llama::generate_on_device(
+            weights, tokenizer_of(chosen, weights.config.shape.vocab), scheme, settings, prompts_of(chosen),
+            chosen.samples, device_settings_of(chosen), std::cout);
+        write_generation(scheme.label, total);
+        return;
+    }
+    if (!chosen.prompts_path.empty()) {
+        throw std::invalid_argument("--prompts needs --device cuda");
+    }
     const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
-    const llama::tokenizer pieces = tokenizer_of(chosen, model);
+    const llama::tokenizer pieces = tokenizer_of(chosen, model.shape().vocab);
     const llama::scheme_choice scheme = scheme_of(chosen);
 
     llama::generation_result total;
@@ -116,27 +176,22 @@ void run_generate(const options& chosen) {
         total.bytes_held += result.bytes_held;
         ++settings.sampler.seed;
     }
-    std::fprintf(stderr,
-                 "%s: %d tokens of prompts, %.1f tokens/s; %d tokens generated, %.1f tokens/s; "
-                 "the cache held %d tokens in %zu bytes, %.1f bytes/token\n",
-                 scheme.label.c_str(), total.prompt_tokens, total.prompt_tokens / total.prompt_seconds,
-                 total.generated_tokens, total.generated_tokens / total.seconds, total.tokens_held,
-                 total.bytes_held, static_cast<double>(total.bytes_held) / total.tokens_held);
+    write_generation(scheme.label, total);
 }
 
-std::vector<int> read_input(const options& chosen, const std::string& path, const llama::model& model) {
+std::vector<int> read_input(const options& chosen, const std::string& path, int vocab) {
     if (path.ends_with(".u16") || path.ends_with(".u32")) {
-        return llama::read_token_ids(path, model.shape().vocab);
+        return llama::read_token_ids(path, vocab);
     }
-    return llama::read_text(path, tokenizer_of(chosen, model));
+    return llama::read_text(path, tokenizer_of(chosen, vocab));
 }
 
-int window_of(const options& chosen, const llama::model& model) {
-    const int window = chosen.window > 0 ? chosen.window : std::min(512, model.shape().context);
-    if (window < 2 || window > model.shape().context) {
+int window_of(const options& chosen, const llama::model_shape& shape) {
+    const int window = chosen.window > 0 ? chosen.window : std::min(512, shape.context);
+    if (window < 2 || window > shape.context) {
         throw std::invalid_argument("--window " + std::to_string(window) +
-                                    " is not between 2 and the context of " +
-                                    std::to_string(model.shape().context) + " tokens");
+                                    " is not between 2 and the context of " + std::to_string(shape.context) +
+                                    " tokens");
     }
     return window;
 }
@@ -164,10 +219,12 @@ void give_statistics(const options& chosen, const llama::model& model, const std
     if (std::none_of(schemes.begin(), schemes.end(), [](const auto& s) { return s.use_statistics; })) {
         return;
     }
-    std::vector<int> text =
-        chosen.statistics_path.empty() ? tokens : read_input(chosen, chosen.statistics_path, model);
+    std::vector<int> text = chosen.statistics_path.empty()
+                                ? tokens
+                                : read_input(chosen, chosen.statistics_path, model.shape().vocab);
     text.resize(std::min(text.size(), static_cast<std::size_t>(chosen.statistics_tokens)));
-    const kvq::calibration statistics = llama::gather_statistics(model, text, window_of(chosen, model));
+    const kvq::calibration statistics =
+        llama::gather_statistics(model, text, window_of(chosen, model.shape()));
     for (llama::scheme_choice& scheme : schemes) {
         scheme.give_statistics(statistics);
     }
@@ -207,19 +264,26 @@ int chunk_of(const options& chosen, int window) {
 
 void run_evaluate(const options& chosen) {
     std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
-    const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
+    llama::model_weights weights = llama::load_model(chosen.model_path, chosen.rope_theta);
+    const llama::model_shape shape = weights.config.shape;
     llama::evaluation_settings settings = chosen.evaluation;
-    settings.window = window_of(chosen, model);
+    settings.window = window_of(chosen, shape);
     settings.chunk = chunk_of(chosen, settings.window);
-    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
-    give_statistics(chosen, model, tokens, schemes);
-    tokens = part_of(chosen, std::move(tokens));
-
-    const auto results = llama::evaluate(model, tokens, schemes, settings);
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, shape.vocab);
+    std::vector<llama::scheme_result> results;
+    if (is_on_device(chosen)) {
+        tokens = part_of(chosen, std::move(tokens));
+        results = llama::evaluate_on_device(weights, tokens, schemes, settings, device_settings_of(chosen));
+    } else {
+        const llama::model model(std::move(weights));
+        give_statistics(chosen, model, tokens, schemes);
+        tokens = part_of(chosen, std::move(tokens));
+        results = llama::evaluate(model, tokens, schemes, settings);
+    }
     if (chosen.json) {
         llama::write_json(std::cout, results);
     } else {
-        write_model(chosen, model.shape());
+        write_model(chosen, shape);
         std::cout << tokens.size() << " tokens in windows of " << settings.window << " and chunks of "
                   << settings.chunk << "\n\n";
         llama::write_table(std::cout, results);
@@ -233,8 +297,8 @@ int run_chunks(const options& chosen) {
     std::vector<llama::scheme_choice> schemes = schemes_of(chosen);
     const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
     llama::evaluation_settings settings = chosen.evaluation;
-    settings.window = window_of(chosen, model);
-    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
+    settings.window = window_of(chosen, model.shape());
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, model.shape().vocab);
     give_statistics(chosen, model, tokens, schemes);
     tokens = part_of(chosen, std::move(tokens));
 
@@ -269,7 +333,7 @@ int run_slot(const options& chosen) {
     settings.chunk = chosen.chunk;
     settings.threads = chosen.evaluation.threads;
     settings.show_progress = chosen.evaluation.show_progress;
-    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, model.shape().vocab);
     give_statistics(chosen, model, tokens, schemes);
     tokens = part_of(chosen, std::move(tokens));
 
@@ -303,16 +367,16 @@ int run_slot(const options& chosen) {
 void run_dump(const options& chosen) {
     const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta));
     llama::dump_settings settings = chosen.dump;
-    settings.window = window_of(chosen, model);
-    const int written =
-        llama::dump(model, read_input(chosen, chosen.input_path, model), chosen.directory, settings);
+    settings.window = window_of(chosen, model.shape());
+    const int written = llama::dump(model, read_input(chosen, chosen.input_path, model.shape().vocab),
+                                    chosen.directory, settings);
     std::printf("%d windows of %d tokens, %d layers in %s\n", written, settings.window, model.shape().layers,
                 chosen.directory.c_str());
 }
 
 void run_long_context(const options& chosen) {
     const llama::model model(llama::load_model(chosen.model_path, chosen.rope_theta), chosen.tokens);
-    std::vector<int> tokens = read_input(chosen, chosen.input_path, model);
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, model.shape().vocab);
     if (static_cast<std::size_t>(chosen.tokens) > tokens.size()) {
         throw std::invalid_argument("the input has only " + std::to_string(tokens.size()) + " tokens");
     }
@@ -344,6 +408,18 @@ void add_live_options(CLI::App& command, options& chosen) {
                     "save the cache and go on from what was saved, at a number of tokens")
         ->check(CLI::PositiveNumber)
         ->type_name("TOKENS");
+}
+
+void add_device_options(CLI::App& command, options& chosen) {
+    command.add_option("--device", chosen.device, "where the model runs; cuda: kvq_llama_cuda only")
+        ->check(CLI::IsMember({"cpu", "cuda"}))
+        ->capture_default_str();
+    command.add_flag("--fp16", chosen.on_device.fp16,
+                     "on the device: weights and activations in fp16 instead of bf16");
+    command
+        .add_option("--cache-bytes", chosen.on_device.cache_bytes,
+                    "on the device: bytes of the cache at most, 0: no limit")
+        ->capture_default_str();
 }
 
 void add_model_options(CLI::App& command, options& chosen) {
@@ -472,6 +548,12 @@ int main(int argc, char** argv) {
         ->check(CLI::PositiveNumber)
         ->capture_default_str();
     add_live_options(generate, chosen);
+    add_device_options(generate, chosen);
+    generate.add_option("--prompts", chosen.prompts_path,
+                        "on the device: a file with a prompt in every line");
+    generate.add_option("--batch", chosen.on_device.batch, "on the device: texts that grow at the same time")
+        ->check(CLI::Range(1, 4096))
+        ->capture_default_str();
     generate.callback([&] { run_generate(chosen); });
 
     CLI::App& evaluate = *app.add_subcommand("evaluate", "Compare schemes with the 16-bit cache on a text.");
@@ -487,6 +569,7 @@ int main(int argc, char** argv) {
         ->capture_default_str();
     add_evaluation_options(evaluate, chosen, "windows evaluated at the same time");
     add_live_options(evaluate, chosen);
+    add_device_options(evaluate, chosen);
     evaluate.callback([&] { run_evaluate(chosen); });
 
     CLI::App& chunks = *app.add_subcommand(

@@ -23,6 +23,7 @@ public:
     // positions: longest text; 0: the context that the model was trained with.
     explicit model(model_weights weights, int positions = 0);
 
+    const model_config& config() const { return weights_.config; }
     const model_shape& shape() const { return weights_.config.shape; }
     // The token in front of every text that is judged.
     int begin_of_text() const { return weights_.config.begin_of_text; }

@@ -3,17 +3,10 @@
 
 #include <kvq/attention/rotary.hpp>
 
-#include <Eigen/Core>
-
 #include <cstddef>
 #include <vector>
 
 namespace llama {
-
-using matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
-using matrix_view = Eigen::Map<const matrix>;
-using row_view = Eigen::Map<const Eigen::RowVectorXf>;
-using row_vector = Eigen::RowVectorXf;
 
 // What a cache must know of a model.
 struct model_shape {

@@ -3,6 +3,7 @@
 
 #include <kvq/core/thread_pool.hpp>
 #include "mapped_file.hpp"
+#include "matrix.hpp"
 #include "model_config.hpp"
 #include "stored_type.hpp"
 

@@ -30,9 +30,11 @@ struct slice_header {
 };
 static_assert(sizeof(slice_header) == 64);
 
+template <int = 0>
 __global__ void write_header_kernel(const __grid_constant__ slice_header header, slice_header* to) {
     *to = header;
 }
+template <int = 0>
 __global__ void note_header_kernel(const slice_header* from, slice_header* to) {
     *to = *from;
     to->computed = 0;
@@ -48,12 +50,12 @@ inline status write_header(std::byte* slice, std::size_t bytes, int layer, int n
     header.layer = layer;
     header.slice = number;
     header.bytes = bytes;
-    return launch("launching a header", overlap::no, write_header_kernel, dim3(1), 1, 0, stream, header,
+    return launch("launching a header", overlap::no, write_header_kernel<>, dim3(1), 1, 0, stream, header,
                   reinterpret_cast<slice_header*>(slice));
 }
 /// Keeps the header of a slice that came; the checksum that it should have is added by what unpacks the pages.
 inline status note_header(const std::byte* slice, slice_header* to, cudaStream_t stream) {
-    return launch("launching a header", overlap::no, note_header_kernel, dim3(1), 1, 0, stream,
+    return launch("launching a header", overlap::no, note_header_kernel<>, dim3(1), 1, 0, stream,
                   reinterpret_cast<const slice_header*>(slice), to);
 }
 inline status check_header(const slice_header& h, int from, int layer, int slice, std::size_t bytes) {

@@ -5,7 +5,8 @@
 //   copy_pages    pages of all layers to other numbers of the same pool (a fork's window)
 //   prompt_slots  for every token of a prompt the slot that store.cuh writes it to
 //
-// Contract: ordered by the stream. Lengths are read by launches that follow.
+// Contract: ordered by the stream. Lengths are read by launches that follow. The kernels are templates, so that several objects of a program may
+// have them.
 #pragma once
 
 #include "status.cuh"
@@ -19,6 +20,7 @@ struct word_runs {
     int count = 0;
     int data[room];
 };
+template <int = 0>
 __global__ void __launch_bounds__(128)
     write_words_kernel(const __grid_constant__ word_runs runs, int* words) {
     for (int at = 0; at < runs.count; at += 2 + runs.data[at + 1])
@@ -49,7 +51,7 @@ public:
     /// Launches what is left. The first error of all launches.
     status flush() noexcept {
         if (runs_.count > 0 && result_)
-            result_ = launch("launching an update of tables", overlap::no, write_words_kernel, dim3(1), 128,
+            result_ = launch("launching an update of tables", overlap::no, write_words_kernel<>, dim3(1), 128,
                              0, stream_, runs_, words_);
         runs_.count = 0;
         begin_ = -1;
@@ -100,6 +102,7 @@ struct page_copies {
     int from[room], to[room];
 };
 /// Block: a page, a layer, K or V.
+template <int = 0>
 __global__ void __launch_bounds__(256)
     copy_pages_kernel(const __grid_constant__ page_copies copies, pool_memory memory) {
     const tensor role = blockIdx.z == 0 ? tensor::key : tensor::value;
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(256)
 inline status copy_pages(const page_copies& copies, const pool_memory& memory, int layers,
                          cudaStream_t stream) noexcept {
     if (copies.count == 0) return {};
-    return launch("launching copies of pages", overlap::no, copy_pages_kernel,
+    return launch("launching copies of pages", overlap::no, copy_pages_kernel<>,
                   dim3(static_cast<unsigned>(copies.count), static_cast<unsigned>(layers), 2), 256, 0, stream,
                   copies, memory);
 }
@@ -128,6 +131,7 @@ struct prompt_ranges {
     int open = 0, staged = 0, kept = 0, count = 0;
     int first_staged = 0;
 };
+template <int = 0>
 __global__ void __launch_bounds__(256)
     prompt_slots_kernel(prompt_ranges ranges, int before, int sinks, int page_tokens, int ring,
                         const int* window, const int* sink_pages, long long* slot_list) {

@@ -200,11 +200,11 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
         forget_rows();
         return sent;
     }
-    return detail::launch("launching the slots of a prompt", detail::overlap::no, detail::prompt_slots_kernel,
-                          dim3(static_cast<unsigned>((new_tokens + 255) / 256)), 256, 0, stream, next.ranges,
-                          before, rules_.sinks, rules_.page_tokens, rules_.ring,
-                          words_.as<int>() + window_at(0), words_.as<int>() + sinks_at(0),
-                          slots_.as<long long>());
+    return detail::launch(
+        "launching the slots of a prompt", detail::overlap::no, detail::prompt_slots_kernel<>,
+        dim3(static_cast<unsigned>((new_tokens + 255) / 256)), 256, 0, stream, next.ranges, before,
+        rules_.sinks, rules_.page_tokens, rules_.ring, words_.as<int>() + window_at(0),
+        words_.as<int>() + sinks_at(0), slots_.as<long long>());
 }
 
 inline status cache::commit_step(int layer, cudaStream_t stream) {

@@ -1,0 +1,29 @@
+// Kernels of one format: -DFORMAT=0 to 4, -DHEAD_DIM=64 or 128, -DTYPE=bfloat16 or float16. The last one has pages of two formats, for step down.
+#include "formats.cuh"
+
+#ifndef PAGE_TOKENS
+#define PAGE_TOKENS 64
+#endif
+
+namespace llama::device {
+namespace {
+
+using namespace kvq;
+
+using int8_format = cuda::format<int8, int8, HEAD_DIM, PAGE_TOKENS>;
+using kivi_format = cuda::kivi_format<4, 64, HEAD_DIM, PAGE_TOKENS>;
+
+#if FORMAT == 0
+[[maybe_unused]] const bool added = add_format<TYPE, kivi_format>();
+#elif FORMAT == 1
+[[maybe_unused]] const bool added = add_format<TYPE, int8_format>();
+#elif FORMAT == 2
+[[maybe_unused]] const bool added = add_format<TYPE, cuda::preset_format<std4, HEAD_DIM, PAGE_TOKENS>>();
+#elif FORMAT == 3
+[[maybe_unused]] const bool added = add_format<TYPE, cuda::preset_format<low2, HEAD_DIM, PAGE_TOKENS>>();
+#else
+[[maybe_unused]] const bool added = add_format<TYPE, int8_format, kivi_format>();
+#endif
+
+}  // namespace
+}  // namespace llama::device
