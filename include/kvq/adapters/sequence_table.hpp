@@ -88,7 +88,7 @@ public:
         }
         for (const part& p : parts)
             p.of->positions.reserve(
-                std::max(2 * p.of->positions.size(), p.of->positions.size() + p.rows.size()));
+                detail::larger(2 * p.of->positions.size(), p.of->positions.size() + p.rows.size()));
         const cache_shape& shape = cache_->shape();
         const int wide = shape.dim(tensor::key) + shape.dim(tensor::value);
         std::vector<float> gathered(rows * static_cast<std::size_t>(wide) *
