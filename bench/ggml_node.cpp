@@ -22,6 +22,7 @@ int main() {
 #include <kvq/adapters/ggml.hpp>
 #include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
+#include <kvq/estimate/footprint.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -58,7 +59,7 @@ struct freed_by {
 class kvq_graph {
 public:
     kvq_graph(const kvq::format_pair& formats, const settings& s, int n, int tokens, int threads)
-        : cache_({1, s.kv_heads, s.head_dim}, options(formats)),
+        : cache_({1, s.kv_heads, s.head_dim}, options(formats, s, tokens)),
           memory_(cache_, 1),
           s_(s),
           n_(n),
@@ -102,12 +103,15 @@ public:
     std::size_t bytes() const { return cache_.bytes_in_use(); }
 
 private:
-    static kvq::cache_options options(const kvq::format_pair& formats) {
-        static bench::huge_page_resource memory;
+    /// All pages lie in one piece of memory, as ggml's tensors do.
+    static kvq::cache_options options(const kvq::format_pair& formats, const settings& s, int tokens) {
         kvq::cache_options o = kvq::preset_options();
         o.keys = formats.keys;
         o.values = formats.values;
-        o.memory = &memory;
+        const kvq::cache same({1, s.kv_heads, s.head_dim}, o);
+        const kvq::footprint_report f = kvq::footprint(same, tokens, 1, {.chunk = 512});
+        o.byte_budget = f.total + f.total / 4 + 4 * f.transient;  // free pieces between pages
+        o.preallocate = true;
         return o;
     }
     kvq::token_batch batch(int first, int n) {
