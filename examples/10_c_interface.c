@@ -61,10 +61,18 @@ int main(int argc, char** argv) {
     check(kvq_executor_create(&threads, &attend.executor));
     check(kvq_workspace_create(NULL, 0, &attend.workspace));
 
-    // Step 0 is a prompt for each sequence, the others are one token for each.
-    for (step = 0; step <= ANSWER; ++step)
+    // Step 0 is a prompt for each sequence, the others are one token for each. Its memory is taken first: a step does not fail in the
+    // middle.
+    for (step = 0; step <= ANSWER; ++step) {
+        const int32_t n = step == 0 ? PROMPT : 1;
+        kvq_step_request steps[SEQUENCES];
+        for (i = 0; i < SEQUENCES; ++i) {
+            steps[i].sequence = sequences[i];
+            steps[i].tokens = steps[i].q_tokens = n;
+            steps[i].mods = NULL;
+        }
+        check(kvq_cache_reserve(cache, steps, SEQUENCES, Q_HEADS, &attend));
         for (layer = 0; layer < LAYERS; ++layer) {
-            const int32_t n = step == 0 ? PROMPT : 1;
             kvq_prefill_request batch[SEQUENCES];
             for (i = 0; i < SEQUENCES; ++i) {
                 batch[i].sequence = sequences[i];
@@ -78,6 +86,7 @@ int main(int argc, char** argv) {
             }
             check(kvq_cache_prefill(cache, layer, batch, SEQUENCES, &attend));
         }
+    }
 
     // A later prompt needs the memory of the first one: older pages go to 2 bits. First the cache is told of the format.
     {

@@ -212,6 +212,37 @@ typedef struct kvq_page {
 
 // ---- masks and score modifiers ---------------------------------------------------------------------------------------
 
+/// Tokens [begin, end) of a sequence.
+typedef struct kvq_token_range {
+    int32_t begin, end;
+} kvq_token_range;
+
+/// Tokens that queries [first_query, last_query] of a call read in a kv head.
+typedef struct kvq_chosen_tokens {
+    int32_t layer, kv_head, first_query, last_query;
+    kvq_token_range tokens;
+} kvq_chosen_tokens;
+
+/// What kvq_mods.selected_tokens did. Calls that succeed add to it; KVQ_INIT begins again. One call at a time.
+typedef struct kvq_selection_report {
+    size_t size;
+    int64_t pages,
+        read;  // that masks show, once for every kv head and block of query rows; those that were read
+    kvq_chosen_tokens*
+        chosen;  // NULL, or gets the runs of read pages: requests, kv heads, rows and tokens ascend
+    int32_t chosen_capacity;  // entries of `chosen`
+    int32_t chosen_count;     // runs so far; those beyond the capacity are not written
+} kvq_selection_report;
+
+/// What kvq_mods.skipped_mass did. As kvq_selection_report.
+typedef struct kvq_skipping_report {
+    size_t size;
+    int64_t pages, skipped;  // pages of values that were seen, as above; those that were not read
+    int64_t rows;            // query tokens x query heads
+    double left_out;         // sum over rows of the share of weights that was left out
+    float most_left_out;     // of one row
+} kvq_skipping_report;
+
 enum {
     KVQ_CAUSAL = 0,         // a query attends to itself and the tokens before it
     KVQ_BIDIRECTIONAL = 1,  // to all tokens of the sequence
@@ -247,6 +278,19 @@ typedef struct kvq_mods {
     void (*score_row)(void* user, float* scores, int32_t n, int32_t query_head, int32_t query,
                       int32_t first_key);
     void* user;
+    /// Both NULL: no such mask. Queries see tokens of these ranges, which ascend within a query.
+    const kvq_token_range* token_ranges;
+    const int32_t*
+        range_starts;  // NULL: all queries see all ranges; else query i sees [range_starts[i], range_starts[i + 1])
+    int32_t range_count;        // number of token_ranges
+    int32_t range_start_count;  // number of range_starts: queries + 1
+    int32_t range_first_query;  // with range_starts: position of query 0 in the sequence; KVQ_CROSS: 0
+    int32_t selected_tokens;  // 0: all pages are read; n: only the best pages of each kv head, about n tokens
+    float
+        skipped_mass;  // 0: all values are read; below 1: values of pages with at most so much weight are not
+    int32_t reserved;  // 0
+    kvq_selection_report* selection;  // NULL, or what selected_tokens did
+    kvq_skipping_report* skipping;    // NULL, or what skipped_mass did
 } kvq_mods;
 
 // ---- caches ----------------------------------------------------------------------------------------------------------
@@ -297,9 +341,11 @@ typedef struct kvq_cache_options {
     int32_t reserved;                  // 0
     const kvq_statistics* statistics;  // NULL, or for all keys whose format takes them
     const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
+    int32_t
+        preallocate;  // 1: byte_budget is allocated at once, in one piece; pages take multiples of 64 bytes of it
 } kvq_cache_options;
 
-/// Takes no memory for pages yet. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.
+/// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.
 KVQ_API kvq_status kvq_cache_create(const kvq_cache_options* options, kvq_cache** out);
 KVQ_API kvq_status kvq_cache_free(kvq_cache* cache);
 
@@ -311,6 +357,7 @@ typedef struct kvq_cache_info {
     size_t byte_budget;   // SIZE_MAX: none
     size_t bytes_in_use;  // of all pages of all sequences, each counted once, headers included
     size_t pages_in_use;
+    size_t bytes_held;  // for pages: byte_budget if it was allocated at once, else bytes_in_use
 } kvq_cache_info;
 KVQ_API kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info);
 
@@ -397,9 +444,10 @@ typedef struct kvq_usage {
     size_t rollback;     // 16-bit copies of quantized pages
     size_t bookkeeping;  // page headers and tables
     size_t workspace;    // scratch for quantizing
-    size_t bytes;        // the sum of all of the above but `slack`
+    size_t bytes;        // the sum of all of the above but `slack`, and `reserved`
     size_t not_finite;   // NaN and infinities that were quantized
     int32_t tokens;      // of the longest layer
+    size_t reserved;     // for the next step: kvq_cache_reserve
 } kvq_usage;
 KVQ_API kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage);
 
@@ -424,6 +472,23 @@ typedef struct kvq_prefill_request {
     float* lse;
     const kvq_mods* mods;
 } kvq_prefill_request;
+
+/// One sequence's part of a step over all layers.
+typedef struct kvq_step_request {
+    kvq_sequence* sequence;  // every sequence once
+    int32_t tokens;          // new tokens in every layer
+    int32_t q_tokens;        // query tokens in every layer; 0: no attention
+    const kvq_mods* mods;    // NULL: those of the call
+} kvq_step_request;
+
+/// Takes the memory of a step over all layers ahead of it, for all sequences or for none: pages, tables and options.workspace, which must
+/// not be NULL, for q_heads query heads on the threads of options.executor under options.mods. Afterwards kvq_cache_prefill of
+/// these sequences with the same options, or kvq_sequence_prefill, _append and _attend one by one, takes no memory: in every layer once,
+/// in any order. What is left goes back with the last layer, with the next kvq_cache_reserve of the sequence, or at once with
+/// kvq_sequence_release_reserved. In between the sequences must not be changed nor forked. KVQ_ERROR_MEMORY: nothing is reserved.
+KVQ_API kvq_status kvq_cache_reserve(kvq_cache* cache, const kvq_step_request* requests, int32_t count,
+                                     int32_t q_heads, const kvq_attend_options* options);
+KVQ_API kvq_status kvq_sequence_release_reserved(kvq_sequence* sequence);
 
 KVQ_API kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_attend_request* requests,
                                     int32_t count, const kvq_attend_options* options);
@@ -511,8 +576,9 @@ typedef struct kvq_footprint {
     size_t size;
     size_t quantized, window, rollback, bookkeeping, workspace;  // as kvq_usage
     size_t attention;                                            // workspace of one attention call
-    size_t total;                                                // the sum of the above
+    size_t total;                                                // the sum of the above, and of `unused`
     size_t transient;  // upper bound of what a call adds temporarily
+    size_t unused;     // of a byte budget that was allocated at once: bytes without a page
 } kvq_footprint;
 
 /// Bytes of sequences of `tokens` tokens, equal to what will be allocated. query may be NULL.

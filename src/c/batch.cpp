@@ -1,4 +1,6 @@
 // Many sequences in one call, and attention over pages in memory of the caller.
+#include <kvq/cache/reserve.hpp>
+
 #include "mods.hpp"
 #include "objects.hpp"
 
@@ -21,6 +23,10 @@ struct batch_call {
     std::optional<kvq::mods_view> mods_of(const kvq_mods* given) {
         if (given == nullptr) return {};
         return own.emplace_back(given, "the mods of a request").view();
+    }
+    void report() const noexcept {
+        mods.report();
+        for (const held_mods& m : own) m.report();
     }
     static kvq::output_view output(const kvq_tensor& out, float* lse) {
         return output_of(&out, "out").with_lse(lse);
@@ -47,6 +53,7 @@ kvq_status kvq_cache_attend(const kvq_cache* cache, int32_t layer, const kvq_att
                 {&s.sequence, query_of(&r.q, "q"), batch_call::output(r.out, r.lse), c.mods_of(r.mods)});
         }
         of->cache.attend(layer, batch, c.mods.view(), executor_of(c.o.executor), c.space);
+        c.report();
     });
 }
 
@@ -66,6 +73,27 @@ kvq_status kvq_cache_prefill(kvq_cache* cache, int32_t layer, const kvq_prefill_
                              batch_call::output(r.out, r.lse), c.mods_of(r.mods)});
         }
         of->cache.prefill(layer, batch, c.mods.view(), executor_of(c.o.executor), c.space);
+        c.report();
+    });
+}
+
+kvq_status kvq_cache_reserve(kvq_cache* cache, const kvq_step_request* requests, int32_t count,
+                             int32_t q_heads, const kvq_attend_options* options) {
+    return guard([&] {
+        const shared_cache& of = get(cache, "cache").state;
+        expect_list(requests, count, "requests");
+        batch_call c(options, of->cache);
+        expect(c.o.workspace != nullptr, KVQ_ERROR_HANDLE,
+               "a step is reserved with options.workspace, which is NULL");
+        std::vector<kvq::step_request> batch;
+        batch.reserve(static_cast<std::size_t>(count));
+        for (int32_t i = 0; i < count; ++i) {
+            const kvq_step_request& r = requests[i];
+            kvq_sequence& s = get(r.sequence, "the sequence of a request");
+            expect_same(s.of, of, "the sequence of a request");
+            batch.push_back({&s.sequence, r.tokens, r.q_tokens, c.mods_of(r.mods)});
+        }
+        of->cache.reserve(batch, q_heads, executor_of(c.o.executor).concurrency(), c.space, c.mods.view());
     });
 }
 
@@ -87,6 +115,7 @@ kvq_status kvq_cache_attend_pages(const kvq_cache* cache, int32_t layer, const k
         }
         list.attend(query_of(q, "q"), output_of(out, "out").with_lse(o.lse), mods.view(),
                     executor_of(o.executor), space);
+        mods.report();
     });
 }
 }

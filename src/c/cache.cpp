@@ -72,6 +72,7 @@ cache_options cache_state::read(const kvq_cache_options& o) {
     c.rollback = or_default(o.rollback, 16);
     c.page_tokens = o.page_tokens == 0 ? 128 : o.page_tokens;
     if (o.byte_budget != 0) c.byte_budget = o.byte_budget;
+    c.preallocate = o.preallocate != 0;
     for (std::int32_t i = 0; o.layer_formats != nullptr && i < o.layers; ++i) {
         const kvq_layer_formats& f = o.layer_formats[i];
         c.layers.push_back({f.keys ? list(tensor::key, f.keys, c.keys, statistics) : 0,
@@ -131,7 +132,7 @@ kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info) {
         const kvq::cache_options& o = of.options();
         write_struct(info, kvq_cache_info{0, s.layers, s.kv_heads, s.head_dim, s.dim(kvq::tensor::value),
                                           o.page_tokens, o.sinks, o.recent, o.rollback, o.byte_budget,
-                                          of.bytes_in_use(), of.pool().pages_in_use()});
+                                          of.bytes_in_use(), of.pool().pages_in_use(), of.bytes_held()});
     });
 }
 

@@ -13,6 +13,7 @@
 #include <kvq/attention/score_modifiers.hpp>
 #include <kvq/attention/token_tree.hpp>
 #include <optional>
+#include <vector>
 
 #include "structs.hpp"
 
@@ -39,6 +40,20 @@ public:
         expect_list(m_.tree_parents, m_.tree_tokens, "tree_parents");
         expect_list(m_.alibi_slopes, m_.alibi_heads, "alibi_slopes");
         expect_list(m_.sink_logits, m_.sink_heads, "sink_logits");
+        expect_list(m_.token_ranges, m_.range_count, "token_ranges");
+        expect_list(m_.range_starts, m_.range_start_count, "range_starts");
+        check(m_.selected_tokens >= 0, "selected_tokens is ", m_.selected_tokens);
+        if (m_.selection != nullptr) {
+            expect_struct(m_.selection, "the selection report");
+            const kvq_selection_report& r = *m_.selection;
+            expect_list(r.chosen, r.chosen_capacity, "chosen tokens");
+            check(r.chosen_count >= 0, "the selection report has ", r.chosen_count,
+                  " runs: set it with KVQ_INIT");
+            if (r.chosen != nullptr) selection_found_.chosen = &chosen_;
+        }
+        if (m_.skipping != nullptr) expect_struct(m_.skipping, "the skipping report");
+        for (std::int32_t i = 0; i < m_.range_count; ++i)
+            ranges_.push_back({m_.token_ranges[i].begin, m_.token_ranges[i].end});
         if (m_.documents > 0)
             documents_.starts = {m_.document_starts, static_cast<std::size_t>(m_.documents)};
         if (m_.tree_tokens > 0)
@@ -49,8 +64,8 @@ public:
     mods_parts& operator=(const mods_parts&) = delete;
 
     unsigned flags() const noexcept {
-        const bool masked =
-            m_.window > 0 || m_.prefix > 0 || m_.documents > 0 || tree_ || m_.mask_row != nullptr;
+        const bool masked = m_.window > 0 || m_.prefix > 0 || m_.documents > 0 || tree_ || has_ranges() ||
+                            m_.mask_row != nullptr;
         const bool scored = m_.softcap != 0.0f || m_.alibi_heads > 0 || m_.score_row != nullptr;
         return (m_.direction == KVQ_CAUSAL && m_.prefix == 0 ? causal : 0u) |
                (m_.direction != KVQ_CROSS ? positions : 0u) | (masked ? masks : 0u) | (scored ? scores : 0u) |
@@ -61,7 +76,32 @@ public:
     float scale(int head_dim) const {
         return m_.scale != 0.0f ? m_.scale : 1.0f / std::sqrt(static_cast<float>(head_dim));
     }
+    const selected_pages* selection() const noexcept { return m_.selected_tokens > 0 ? &selected_ : nullptr; }
+    const skipped_values* skipping() const noexcept { return m_.skipped_mass != 0.0f ? &skipped_ : nullptr; }
+    /// After a call that succeeded: adds what it did to the reports of the caller.
+    void report() const noexcept {
+        if (kvq_selection_report* const to = m_.selection) {
+            to->pages += selection_found_.pages;
+            to->read += selection_found_.read;
+            for (const chosen_tokens& c : chosen_) {
+                if (to->chosen_count < to->chosen_capacity)
+                    to->chosen[to->chosen_count] = {
+                        c.layer, c.kv_head, c.first_query, c.last_query, {c.tokens.begin, c.tokens.end}};
+                ++to->chosen_count;
+            }
+        }
+        if (kvq_skipping_report* const to = m_.skipping) {
+            to->pages += skipping_found_.pages;
+            to->skipped += skipping_found_.skipped;
+            to->rows += skipping_found_.rows;
+            to->left_out += skipping_found_.left_out;
+            to->most_left_out = detail::larger(to->most_left_out, skipping_found_.most_left_out);
+        }
+    }
     void check(int q_heads) const {
+        if (has_ranges()) ranges().check(q_heads);
+        if (selection()) selected_.check(q_heads);
+        if (skipping()) skipped_.check(q_heads);
         if (m_.documents > 0) documents_.check(q_heads);
         if (m_.alibi_heads > 0) slopes().check(q_heads);
         if (m_.sink_heads > 0) logits().check(q_heads);
@@ -93,6 +133,12 @@ private:
         if (m_.prefix > 0) use(prefix_lm{m_.prefix});
         if (m_.documents > 0) use(documents_);
         if (tree_) use(*tree_);
+        if (has_ranges()) use(ranges());
+    }
+    bool has_ranges() const noexcept { return m_.range_count > 0 || m_.range_start_count > 0; }
+    token_ranges ranges() const noexcept {
+        return {
+            ranges_, {m_.range_starts, static_cast<std::size_t>(m_.range_start_count)}, m_.range_first_query};
     }
     page_visibility own_page(int first_q, int last_q, int first_k, int end_k) const {
         if (m_.mask_page == nullptr) return page_visibility::some;
@@ -109,6 +155,12 @@ private:
     kvq_mods m_;
     document_mask documents_{};
     std::optional<token_tree> tree_;
+    std::vector<token_range> ranges_;
+    selection_report selection_found_;
+    skipping_report skipping_found_;
+    std::vector<chosen_tokens> chosen_;
+    selected_pages selected_{m_.selected_tokens, &selection_found_};
+    skipped_values skipped_{m_.skipped_mass, &skipping_found_};
 };
 
 template <unsigned Flags>
@@ -132,6 +184,8 @@ struct hooks {
         requires((Flags & mods_parts::scores) != 0) {
         of->score_row(row, n, q_head, q_pos, first_k);
     }
+    const selected_pages* selection() const { return of->selection(); }
+    const skipped_values* skipping() const { return of->skipping(); }
     float sink_logit(int q_head) const requires((Flags & mods_parts::sinks) != 0) {
         return of->sink_logit(q_head);
     }
@@ -150,6 +204,7 @@ public:
 
     const mods_view& view() const noexcept { return *view_; }
     bool has_window() const noexcept { return parts_.has_window(); }
+    void report() const noexcept { parts_.report(); }
 
     /// Calls f(hooks<flags>).
     template <class F>

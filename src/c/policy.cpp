@@ -194,6 +194,7 @@ kvq_status kvq_ring_prefill(kvq_ring* ring, int32_t layer, const kvq_tensor* k, 
             r.ring.prefill(layer, input_of(k, "k"), input_of(v, "v"), query_of(q, "q"), to, mods, executor,
                            c.space);
         });
+        c.mods.report();
     });
 }
 
@@ -210,6 +211,7 @@ kvq_status kvq_ring_attend(const kvq_ring* ring, int32_t layer, const kvq_tensor
         const kvq::executor_view executor = executor_of(c.o.executor);
         c.mods.use(
             [&](const auto& mods) { r.ring.attend(layer, query_of(q, "q"), to, mods, executor, c.space); });
+        c.mods.report();
     });
 }
 

@@ -62,6 +62,7 @@ kvq_status kvq_sequence_prefill(kvq_sequence* sequence, int32_t layer, const kvq
         call c(options, s.of->cache);
         s.sequence.prefill(layer, input_of(k, "k"), input_of(v, "v"), query_of(q, "q"), c.output(out),
                            c.mods.view(), executor_of(c.o.executor), c.space);
+        c.mods.report();
     });
 }
 
@@ -78,6 +79,7 @@ kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t layer, cons
         call c(options, s.of->cache);
         s.sequence.attend(layer, query_of(q, "q"), c.output(out), c.mods.view(), executor_of(c.o.executor),
                           c.space);
+        c.mods.report();
     });
 }
 
@@ -113,6 +115,10 @@ kvq_status kvq_sequence_splice(kvq_sequence* sequence, const kvq_sequence* other
     });
 }
 
+kvq_status kvq_sequence_release_reserved(kvq_sequence* sequence) {
+    return guard([&] { get(sequence, "sequence").sequence.release_reserved(); });
+}
+
 kvq_status kvq_sequence_append_bytes(const kvq_sequence* sequence, int32_t n, size_t* bytes) {
     return guard([&] { place(bytes, "bytes") = get(sequence, "sequence").sequence.append_bytes(n); });
 }
@@ -138,7 +144,7 @@ kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage
         expect_struct(usage, "usage");
         const kvq::usage_report u = s.usage();
         write_struct(usage, kvq_usage{0, u.quantized, u.window, u.slack, u.rollback, u.bookkeeping,
-                                      u.workspace, u.bytes, u.not_finite, u.tokens});
+                                      u.workspace, u.bytes, u.not_finite, u.tokens, u.reserved});
     });
 }
 

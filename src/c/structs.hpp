@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <kvq/attention/query_view.hpp>
 #include <kvq/core/shape.hpp>
@@ -19,6 +20,16 @@ namespace kvq::c {
 /// Bytes of the struct in the first version of the interface. A struct that grows keeps its first size here.
 template <class T>
 inline constexpr std::size_t first_size = sizeof(T);
+template <>
+inline constexpr std::size_t first_size<kvq_mods> = offsetof(kvq_mods, token_ranges);
+template <>
+inline constexpr std::size_t first_size<kvq_cache_options> = offsetof(kvq_cache_options, preallocate);
+template <>
+inline constexpr std::size_t first_size<kvq_cache_info> = offsetof(kvq_cache_info, bytes_held);
+template <>
+inline constexpr std::size_t first_size<kvq_usage> = offsetof(kvq_usage, reserved);
+template <>
+inline constexpr std::size_t first_size<kvq_footprint> = offsetof(kvq_footprint, unused);
 
 template <class T>
 void expect_struct(const T* s, const char* name) {

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <kvq/kvq.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <kvq/format/find_format.hpp>
@@ -244,6 +245,21 @@ TEST_CASE("masks and score modifiers, alone and in a batch, and over pages in me
     check([](auto& m) { m.sink_logits = logits, m.sink_heads = 4; }, kvq::learned_sinks{logits});
     check([](auto& m) { m.softcap = 2.0f, m.window = 50, m.alibi_slopes = slopes, m.alibi_heads = 4; },
           kvq::mods{kvq::softcap{2.0f}, kvq::alibi{slopes}, kvq::sliding_window{50}});
+    static const kvq_token_range ranges[] = {{3, 70}, {100, 101}, {262, 290}};
+    static const std::vector<kvq::token_range> same_ranges = {{3, 70}, {100, 101}, {262, 290}};
+    static std::vector<std::int32_t> of_queries;
+    for (int i = 0; i <= 40; ++i) of_queries.push_back(3 * i / 40);
+    check([](auto& m) { m.token_ranges = ranges, m.range_count = 3; }, kvq::token_ranges{same_ranges});
+    check(
+        [](auto& m) {
+            m.token_ranges = ranges, m.range_count = 3, m.range_starts = of_queries.data();
+            m.range_start_count = 41, m.range_first_query = 260, m.window = 250;
+        },
+        kvq::mods{kvq::token_ranges{same_ranges, of_queries, 260}, kvq::sliding_window{250}});
+    check([](auto& m) { m.selected_tokens = 1; }, kvq::selected_pages{1});
+    check([](auto& m) { m.skipped_mass = 0.2f; }, kvq::skipped_values{0.2f});
+    check([](auto& m) { m.selected_tokens = 64, m.skipped_mass = 0.01f, m.softcap = 2.0f; },
+          kvq::mods{kvq::softcap{2.0f}, kvq::selected_pages{64}, kvq::skipped_values{0.01f}});
     check(
         [](auto& m) {
             m.mask_row = [](void*, float* scores, std::int32_t n, std::int32_t query, std::int32_t first) {
@@ -259,6 +275,159 @@ TEST_CASE("masks and score modifiers, alone and in a batch, and over pages in me
             };
         },
         own_mods{});
+}
+
+TEST_CASE("what selection and skipping did") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    twins both;
+    both.append(random, 700);
+    rows<float> q(random, 2, q_heads, dim), out(2, q_heads, value_dim), same(2, q_heads, value_dim);
+    std::vector<kvq::chosen_tokens> runs;
+    kvq::selection_report selected{.chosen = &runs};
+    kvq::skipping_report skipped;
+    const kvq::mods mods{kvq::selected_pages{128, &selected}, kvq::skipped_values{0.3f, &skipped}};
+    auto c_selected = init<kvq_selection_report>();
+    auto c_skipped = init<kvq_skipping_report>();
+    kvq_chosen_tokens chosen[3];
+    c_selected.chosen = chosen;
+    c_selected.chosen_capacity = 3;
+    auto m = init<kvq_mods>();
+    m.selected_tokens = 128;
+    m.skipped_mass = 0.3f;
+    m.selection = &c_selected;
+    m.skipping = &c_skipped;
+    auto o = init<kvq_attend_options>();
+    o.mods = &m;
+    const kvq_tensor cq = q.c(), co = out.c();
+    for (int call = 0; call < 2; ++call) {  // reports add up
+        kvq::workspace space;
+        both.sequence->attend(1, q.view(), same.view(), mods, kvq::serial_executor{}, space);
+        if (call == 0)
+            OK(kvq_sequence_attend(both.c_sequence, 1, &cq, &co, &o));
+        else {
+            const kvq_attend_request request{both.c_sequence, cq, co, nullptr, &m};
+            OK(kvq_cache_attend(both.c, 1, &request, 1, nullptr));
+        }
+        CHECK(out.x == same.x);
+        CHECK(c_selected.pages == selected.pages);
+        CHECK(c_selected.read == selected.read);
+        CHECK(c_selected.read < c_selected.pages);
+        CHECK(c_skipped.pages == skipped.pages);
+        CHECK(c_skipped.skipped == skipped.skipped);
+        CHECK(c_skipped.rows == skipped.rows);
+        CHECK(c_skipped.left_out == skipped.left_out);
+        CHECK(c_skipped.most_left_out == skipped.most_left_out);
+        REQUIRE(c_selected.chosen_count == static_cast<int>(runs.size()));
+        REQUIRE(runs.size() > 3);
+        for (std::size_t i = 0; i < 3; ++i) {
+            CHECK(chosen[i].layer == runs[i].layer);
+            CHECK(chosen[i].kv_head == runs[i].kv_head);
+            CHECK(chosen[i].first_query == runs[i].first_query);
+            CHECK(chosen[i].last_query == runs[i].last_query);
+            CHECK(chosen[i].tokens.begin == runs[i].tokens.begin);
+            CHECK(chosen[i].tokens.end == runs[i].tokens.end);
+        }
+    }
+    const auto before = c_selected;
+    auto bad = cq;
+    bad.dim = dim - 1;
+    CHECK(kvq_sequence_attend(both.c_sequence, 1, &bad, &co, &o) == KVQ_ERROR_ARGUMENT);
+    CHECK(c_selected.pages == before.pages);
+}
+
+TEST_CASE("a step that was reserved takes no memory, and pages that are allocated at once") {
+    struct counted {
+        bool fails = false;
+        std::size_t bytes = 0;
+    } held;
+    auto memory = init<kvq_allocator>();
+    memory.user = &held;
+    memory.allocate = [](void* user, std::size_t bytes, std::size_t alignment) -> void* {
+        counted& c = *static_cast<counted*>(user);
+        if (c.fails) return nullptr;
+        c.bytes += bytes;
+        return std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    };
+    memory.deallocate = [](void* user, void* p, std::size_t bytes, std::size_t) {
+        static_cast<counted*>(user)->bytes -= bytes;
+        std::free(p);
+    };
+    test::generator random(5);
+    for (const bool preallocate : {false, true}) {
+        auto o = init<kvq_cache_options>();
+        o.layers = layers;
+        o.kv_heads = kv_heads;
+        o.head_dim = dim;
+        o.keys = "std4";
+        o.page_tokens = 32;
+        o.allocator = &memory;
+        o.byte_budget = preallocate ? std::size_t{1} << 20 : 0;
+        o.preallocate = preallocate;
+        kvq_cache* cache = nullptr;
+        OK(kvq_cache_create(&o, &cache));
+        auto info = init<kvq_cache_info>();
+        OK(kvq_cache_get_info(cache, &info));
+        CHECK(info.bytes_held == o.byte_budget);
+        CHECK(held.bytes >= o.byte_budget);
+        auto footprint = init<kvq_footprint>();
+        OK(kvq_cache_get_footprint(cache, 100, nullptr, &footprint));
+        CHECK((footprint.unused > 0) == preallocate);
+        CHECK(footprint.total == footprint.quantized + footprint.window + footprint.rollback +
+                                     footprint.bookkeeping + footprint.workspace + footprint.attention +
+                                     footprint.unused);
+        kvq_sequence* s[2];
+        for (kvq_sequence*& one : s) OK(kvq_sequence_create(cache, &one));
+        auto a = init<kvq_attend_options>();
+        OK(kvq_workspace_create(&memory, 0, &a.workspace));
+        OK(kvq_executor_create_threads(2, &a.executor));
+        rows<float> k(random, 90, kv_heads, dim), v(random, 90, kv_heads, dim), q(random, 90, q_heads, dim),
+            out(90, q_heads, dim);
+        auto selected = init<kvq_mods>();
+        selected.selected_tokens = 32;
+        for (const int n : {90, 1, 40}) {
+            const kvq_step_request steps[] = {{s[0], n, n, nullptr}, {s[1], 1, 1, &selected}};
+            OK(kvq_cache_reserve(cache, steps, 2, q_heads, &a));
+            auto u = init<kvq_usage>();
+            OK(kvq_sequence_get_usage(s[0], &u));
+            CHECK((u.reserved > 0 || n == 1));  // one token may find its place
+            held.fails = true;
+            const auto of = [&](rows<float>& x, int tokens) {
+                kvq_tensor t = x.c();
+                t.tokens = tokens;
+                return t;
+            };
+            for (int layer = layers - 1; layer >= 0; --layer) {
+                const kvq_prefill_request batch[] = {
+                    {s[0], of(k, n), of(v, n), of(q, n), of(out, n), nullptr, nullptr},
+                    {s[1], of(k, 1), of(v, 1), of(q, 1), of(out, 1), nullptr, &selected}};
+                OK(kvq_cache_prefill(cache, layer, batch, 2, &a));
+            }
+            CHECK(kvq_cache_reserve(cache, steps, 2, q_heads, &a) == KVQ_ERROR_MEMORY);
+            held.fails = false;
+            OK(kvq_sequence_get_usage(s[0], &u));
+            CHECK(u.reserved == 0);
+            OK(kvq_cache_reserve(cache, steps, 2, q_heads, &a));
+            OK(kvq_sequence_release_reserved(s[0]));
+            OK(kvq_sequence_get_usage(s[0], &u));
+            CHECK(u.reserved == 0);
+            OK(kvq_sequence_release_reserved(s[1]));
+        }
+        const kvq_step_request twice[] = {{s[0], 1, 1, nullptr}, {s[0], 1, 1, nullptr}};
+        CHECK(kvq_cache_reserve(cache, twice, 2, q_heads, &a) == KVQ_ERROR_ARGUMENT);
+        CHECK(kvq_cache_reserve(cache, twice, 1, 3, &a) == KVQ_ERROR_ARGUMENT);
+        for (kvq_sequence* one : s) OK(kvq_sequence_free(one));
+        OK(kvq_workspace_free(a.workspace));
+        OK(kvq_executor_free(a.executor));
+        OK(kvq_cache_free(cache));
+        CHECK(held.bytes == 0);
+    }
+    auto o = init<kvq_cache_options>();
+    o.layers = layers, o.kv_heads = kv_heads, o.head_dim = dim, o.keys = "int8", o.preallocate = 1;
+    kvq_cache* cache = nullptr;
+    CHECK(kvq_cache_create(&o, &cache) == KVQ_ERROR_ARGUMENT);
+    CHECK(std::string(kvq_last_error()).find("only within a byte_budget") != std::string::npos);
 }
 
 TEST_CASE("a batch of prompts and decode steps") {

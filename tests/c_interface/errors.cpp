@@ -247,6 +247,9 @@ TEST_CASE(
     const kvq_prefill_request prefill_request{f.s, f.k.t, f.v.t, f.q.t, f.out.t, nullptr, nullptr};
     void* const none = nullptr;
     const kvq_attend_options* const usual = nullptr;
+    const kvq_step_request step_request{f.s, 1, 1, nullptr};
+    auto with_workspace = init<kvq_attend_options>();
+    with_workspace.workspace = f.workspace;
 
     REFUSES(kvq_workspace_create, MAY_BE_NULL(0), nullptr, std::size_t{0}, &f.made_workspace);
     REFUSES(kvq_workspace_free, MAY_BE_NULL(0), f.workspace);
@@ -296,6 +299,8 @@ TEST_CASE(
     REFUSES(kvq_sequence_get_pages, MAY_BE_NULL(), f.s, 0, f.pages, 32, &f.n);
     REFUSES(kvq_cache_attend, MAY_BE_NULL(4), f.cache, 0, &attend_request, 1, usual);
     REFUSES(kvq_cache_prefill, MAY_BE_NULL(4), f.cache, 0, &prefill_request, 1, usual);
+    REFUSES(kvq_cache_reserve, MAY_BE_NULL(), f.cache, &step_request, 1, q_heads, &with_workspace);
+    REFUSES(kvq_sequence_release_reserved, MAY_BE_NULL(), f.s);
     REFUSES(kvq_cache_attend_pages, MAY_BE_NULL(6), f.cache, 0, f.pages, 1, &f.q.t, &f.out.t, usual);
     REFUSES(kvq_cache_requantize, MAY_BE_NULL(4), f.cache, list, 1, &request, &report);
     REFUSES(kvq_cache_step_down, MAY_BE_NULL(4, 5), f.cache, list, 1, &policy, f.executor, &step_report);
@@ -403,8 +408,22 @@ TEST_CASE("handles of another cache are refused") {
 TEST_CASE("structs of a wrong size") {
     fixture f;
     auto o = usual_options();
+    // Programs that were compiled when the structs were shorter.
+    constexpr std::size_t first = offsetof(kvq_cache_options, preallocate);
+    o.size = first;
+    o.preallocate = 1;  // behind the end of their struct
+    CHECK(kvq_cache_create(&o, &f.made_cache) == KVQ_OK);
+    kvq_cache_free(f.made_cache);
+    f.made_cache = nullptr;
+    auto shorter = init<kvq_usage>();
+    shorter.size = offsetof(kvq_usage, reserved);
+    shorter.reserved = 77;
+    CHECK(kvq_sequence_get_usage(f.s, &shorter) == KVQ_OK);
+    CHECK(shorter.tokens == 100);
+    CHECK(shorter.reserved == 77);
+    o = usual_options();
     for (const std::size_t size :
-         {std::size_t{0}, std::size_t{8}, sizeof(o) - 1, sizeof(o) + 100000, std::size_t(-1)}) {
+         {std::size_t{0}, std::size_t{8}, first - 1, sizeof(o) + 100000, std::size_t(-1)}) {
         o.size = size;
         CHECK_REFUSED(kvq_cache_create(&o, &f.made_cache), KVQ_ERROR_STRUCT, "KVQ_INIT");
     }
@@ -593,6 +612,27 @@ TEST_CASE("masks and score modifiers out of range") {
     refused([](auto& m) { m.sink_heads = 3, m.sink_logits = slopes; }, KVQ_ERROR_ARGUMENT,
             "3 learned sinks for 4");
     refused([](auto& m) { m.scale = NAN; }, KVQ_ERROR_ARGUMENT, "finite");
+    static const kvq_token_range ranges[] = {{0, 5}, {3, 9}};
+    static const std::int32_t falling[] = {0, 2, 1};
+    refused([](auto& m) { m.range_count = 2; }, KVQ_ERROR_HANDLE, "token_ranges");
+    refused([](auto& m) { m.range_start_count = 2; }, KVQ_ERROR_HANDLE, "range_starts");
+    refused([](auto& m) { m.range_count = 2, m.token_ranges = ranges; }, KVQ_ERROR_ARGUMENT,
+            "range 1 of tokens is [3, 9)");
+    refused(
+        [](auto& m) {
+            m.range_count = 2, m.token_ranges = ranges, m.range_starts = falling, m.range_start_count = 3;
+        },
+        KVQ_ERROR_ARGUMENT, "starts ascend");
+    refused([](auto& m) { m.selected_tokens = -1; }, KVQ_ERROR_ARGUMENT, "selected_tokens is -1");
+    refused([](auto& m) { m.skipped_mass = 1.0f; }, KVQ_ERROR_ARGUMENT, "less than 1 of the weights");
+    refused([](auto& m) { m.skipped_mass = NAN; }, KVQ_ERROR_ARGUMENT, "less than 1 of the weights");
+    refused([](auto& m) { m.reserved = 1; }, KVQ_ERROR_STRUCT, "reserved is 1");
+    static kvq_selection_report unset{}, no_list = init<kvq_selection_report>();
+    static kvq_skipping_report unset_too{};
+    no_list.chosen_capacity = 3;
+    refused([](auto& m) { m.selection = &unset; }, KVQ_ERROR_STRUCT, "KVQ_INIT");
+    refused([](auto& m) { m.selection = &no_list; }, KVQ_ERROR_HANDLE, "chosen tokens");
+    refused([](auto& m) { m.skipping = &unset_too; }, KVQ_ERROR_STRUCT, "KVQ_INIT");
     refused([](auto& m) { m.softcap = INFINITY; }, KVQ_ERROR_ARGUMENT, "finite");
     refused(
         [](auto& m) {

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Compiles every header of the library alone, and all of them together.
 
-check.py <include folder> [--without simd|eigen|io|mpi|nccl]... [--together] <compiler> [flags...]
+check.py <include folder> [--without simd|eigen|io|mpi|ggml|nccl]... [--together] <compiler> [flags...]
 
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
-(poison.hpp). Headers that need xsimd, Eigen, nlohmann-json or MPI are left out with --without, and go unpoisoned.
+(poison.hpp). Headers that need xsimd, Eigen, nlohmann-json, MPI or ggml are left out with --without, and go unpoisoned.
 --together leaves this out: what a header forgets to include, a second compiler misses as well. clang++ reads headers that
 many others include from precompiled ones: only into headers that include them themselves, which therefore see nothing more.
 With nvcc: everything that must be usable from device code in one translation unit, since nvcc is slow to start;
@@ -34,6 +34,7 @@ THIRD_PARTY = {
     "eigen": ("adapters/eigen",),
     "io": ("io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file", "adapters/prefix_tiers"),
     "mpi": ("adapters/distributed/mpi",),
+    "ggml": ("adapters/ggml",),
     "nccl": ("adapters/distributed/nccl", "adapters/distributed/peer_attention"),
 }
 

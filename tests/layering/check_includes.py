@@ -43,6 +43,9 @@ ALLOWED = {
     "cache": CACHE,
     "policy": CACHE,
     "adapters": CACHE,
+    "adapters/sequence_table": CACHE,
+    "adapters/sequence_state": CACHE | {"io", "adapters/sequence_table"},
+    "adapters/ggml": CACHE | {"adapters/sequence_table"},
     "adapters/distributed": CACHE | {"io"},
     "adapters/distributed/nccl": {"backends/cuda"},
     "adapters/distributed/nccl_attention": NCCL | {"adapters/distributed"},
@@ -64,6 +67,7 @@ RESTRICTED = [
     (r"(unsupported/)?Eigen/.*", ("adapters/eigen",)),
     (r"nlohmann/.*", ("io/safetensors",)),
     (r"mpi\.h", ("adapters/distributed/mpi",)),
+    (r"ggml.*", ("adapters/ggml",)),
     (r"nccl\.h", ("adapters/distributed/nccl",)),
     (r"cuda.*|cub/.*|cooperative_groups.*|mma\.h", ("backends/cuda", "config", "core")),
 ]
@@ -71,7 +75,7 @@ RESTRICTED = [
 NOT_IN_UMBRELLA = (
     "backends/simd", "backends/cuda", "adapters/eigen",
     "io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file",
-    "adapters/prefix_tiers", "adapters/distributed",
+    "adapters/prefix_tiers", "adapters/ggml", "adapters/distributed",
 )
 # Macros of optional instruction sets make two objects of one program see different code under one name.
 ISA_MACRO = re.compile(r"__(AVX|SSE3|SSSE3|SSE4|FMA__|F16C__|BMI|ARM_FEATURE)\w*")

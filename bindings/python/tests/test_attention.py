@@ -33,6 +33,70 @@ class Base(unittest.TestCase):
         self.assertLessEqual(worst, tolerance)
 
 
+class Selection(Base):
+    def test_token_ranges(self):
+        s, k, v = self.filled(200)
+        q = self.tensor(3, Q)
+        ranges = [(3, 40), (64, 65), (90, 200)]
+        seen = np.zeros((3, 200), bool)
+        for begin, end in ranges:
+            seen[:, begin:end] = True
+        rows = []
+
+        def mask(scores, query, first_key):
+            scores[~seen[query - 197, first_key : first_key + len(scores)]] = -np.inf
+            rows.append(query)
+
+        expected = s.attend(0, q, mods=kvq.Mods(mask_row=mask))
+        self.assertTrue((s.attend(0, q, mods=kvq.Mods(token_ranges=ranges)) == expected).all())
+        self.assertTrue(rows)
+        seen[:] = False
+        seen[0, 3:40] = seen[2, 64:65] = seen[2, 190:200] = True
+        expected = s.attend(0, q, mods=kvq.Mods(mask_row=mask))
+        of_queries = kvq.Mods(token_ranges=[[(3, 40)], [], [(64, 65), (190, 200)]], range_first_query=197)
+        out = s.attend(0, q, mods=of_queries)
+        self.assertTrue((out == expected).all())
+        self.assertTrue((out[1] == 0).all())
+        with self.assertRaisesRegex(kvq.ArgumentError, "range 1 of tokens is .3, 5."):
+            s.attend(0, q, mods=kvq.Mods(token_ranges=[(0, 4), (3, 5)]))
+        with self.assertRaisesRegex(kvq.ArgumentError, "empty"):
+            kvq.Mods(token_ranges=[])
+
+    def test_selected_pages(self):
+        """Bit for bit attention under a mask that shows what was read."""
+        s, k, v = self.filled(500, "kivi-4-g32", sinks=2, recent=8)
+        q = self.tensor(1, Q)
+        mods = kvq.Mods(selected_tokens=64)
+        selection, skipping = mods.report(most_runs=100)
+        out = s.attend(0, q, mods=mods)
+        self.assertLess(selection.read, selection.pages)
+        self.assertEqual(len(selection.chosen), selection.chosen_count)
+        for head in range(KV):
+            read = [(r.begin, r.end) for r in selection.chosen if r.kv_head == head]
+            self.assertGreater(len(read), 1)
+            shown = s.attend(0, q, mods=kvq.Mods(token_ranges=read))
+            of_head = slice(head * Q // KV, (head + 1) * Q // KV)
+            self.assertTrue((shown[:, of_head] == out[:, of_head]).all())
+        read = selection.read
+        s.attend(0, q, mods=mods)  # reports add up
+        self.assertEqual((selection.read, skipping.rows), (2 * read, 0))
+        with self.assertRaisesRegex(kvq.ArgumentError, "selected_tokens is 0"):
+            kvq.Mods(selected_tokens=0)
+
+    def test_skipped_values(self):
+        s, k, v = self.filled(500, "std4", sinks=2, recent=8)
+        q = self.tensor(1, Q)
+        mods = kvq.Mods(skipped_mass=0.4)
+        _, skipping = mods.report()
+        out, exact = s.attend(0, q, mods=mods), s.attend(0, q)
+        self.assertGreater(skipping.skipped, 0)
+        self.assertEqual(skipping.rows, Q)
+        self.assertLessEqual(skipping.most_left_out, 0.4)
+        largest = np.abs(s.dequantize(0, "value", np.empty_like(v))).max()
+        self.assertTrue((np.abs(out - exact) <= 2 * skipping.most_left_out * largest + 1e-3).all())
+        self.assertTrue((out != exact).any())
+
+
 class Attend(Base):
     def test_prefill_and_decode(self):
         s = self.cache().new_sequence()

@@ -13,6 +13,41 @@ import kvq
 KV, Q, D = 2, 4, 64
 
 
+class Reserve(unittest.TestCase):
+    def test_reserve(self):
+        cache = kvq.Cache(2, 1, 32, "std4", page_tokens=32, byte_budget=1 << 20, preallocate=True)
+        self.assertEqual((cache.info().bytes_held, cache.info().bytes_in_use), (1 << 20, 0))
+        self.assertGreater(cache.footprint(100).unused, 0)
+        a, b = cache.new_sequence(), cache.new_sequence()
+        space, threads = kvq.Workspace(), kvq.Threads(2)
+        cache.reserve([a, b], [90, 1], 2, workspace=space, threads=threads)
+        self.assertGreater(a.usage().reserved, 0)
+        held, scratch = cache.info().bytes_in_use, space.bytes
+        random = np.random.default_rng(3)
+
+        def tensor(n, heads):
+            return random.standard_normal((n, heads, 32)).astype(np.float32)
+
+        for layer in (1, 0):
+            k, v = [tensor(90, 1), tensor(1, 1)], [tensor(90, 1), tensor(1, 1)]
+            cache.prefill(layer, [a, b], k, v, [tensor(90, 2), tensor(1, 2)], workspace=space, threads=threads)
+            self.assertEqual(space.bytes, scratch)
+        self.assertLessEqual(cache.info().bytes_in_use, held)
+        self.assertEqual(a.usage().reserved, 0)
+        cache.reserve([a], [200], 2, q_tokens=[0], workspace=space)
+        self.assertGreater(a.usage().reserved, 0)
+        a.release_reserved()
+        self.assertEqual(a.usage().reserved, 0)
+        with self.assertRaises(kvq.OutOfMemoryError):
+            cache.reserve([a], [100000], 2, q_tokens=[0], workspace=space)
+        with self.assertRaisesRegex(kvq.ArgumentError, "sequence 1 of the batch is sequence 0 again"):
+            cache.reserve([a, a], [1, 1], 2, workspace=space)
+        with self.assertRaisesRegex(kvq.ArgumentError, "q_tokens has 2 entries for 1"):
+            cache.reserve([a], [1], 2, q_tokens=[1, 1], workspace=space)
+        with self.assertRaisesRegex(kvq.HandleError, "options.workspace"):
+            cache.reserve([a], [1], 2, workspace=None)
+
+
 class Base(unittest.TestCase):
     def setUp(self):
         self.rng = generator(self.id())

@@ -14,16 +14,17 @@ from ._errors import (ArgumentError, CallbackError, DataError, Error, HandleErro
 from ._formats import Format, FormatDescription, FormatEntry, Statistics, formats
 from ._library import library as _library
 from ._prefix_cache import Match, PrefixCache, PrefixCacheStatistics
-from ._reports import (CacheInfo, Footprint, RequantizeReport, StepDownPolicy, StepDownReport, Tier, Usage)
+from ._reports import (CacheInfo, ChosenTokens, Footprint, RequantizeReport, SelectionReport, SkippingReport, StepDownPolicy,
+                       StepDownReport, Tier, Usage)
 from ._sequence import Receiver, Ring, Sequence
 
 __version__: str = _library.kvq_version().decode()
 """Of the library."""
 
 __all__ = [
-    "ArgumentError", "Cache", "CacheInfo", "CallbackError", "DataError", "Error", "Footprint", "Format",
+    "ArgumentError", "Cache", "CacheInfo", "CallbackError", "ChosenTokens", "DataError", "Error", "Footprint", "Format",
     "FormatDescription", "FormatEntry", "HandleError", "InternalError", "Match", "Mods", "OutOfMemoryError",
-    "PrefixCache", "PrefixCacheStatistics", "Receiver", "RequantizeReport", "Ring", "Rotary", "Sequence", "Statistics",
-    "StepDownPolicy", "StepDownReport", "StructError", "Threads", "Tier", "UnsupportedError", "Usage", "Workspace",
-    "formats",
+    "PrefixCache", "PrefixCacheStatistics", "Receiver", "RequantizeReport", "Ring", "Rotary", "SelectionReport",
+    "Sequence", "SkippingReport", "Statistics", "StepDownPolicy", "StepDownReport", "StructError", "Threads", "Tier",
+    "UnsupportedError", "Usage", "Workspace", "formats",
 ]

@@ -113,13 +113,35 @@ class kvq_page(_Struct):
                 ("key_capacity", c_int32), ("value_capacity", c_int32), ("skip", c_int32), ("tokens", c_int32), ("shift", c_int64)]
 
 
+class kvq_token_range(_Struct):
+    _fields_ = [("begin", c_int32), ("end", c_int32)]
+
+
+class kvq_chosen_tokens(_Struct):
+    _fields_ = [("layer", c_int32), ("kv_head", c_int32), ("first_query", c_int32), ("last_query", c_int32), ("tokens", kvq_token_range)]
+
+
+class kvq_selection_report(_Struct):
+    _fields_ = [("size", c_size_t), ("pages", c_int64), ("read", c_int64), ("chosen", POINTER(kvq_chosen_tokens)),
+                ("chosen_capacity", c_int32), ("chosen_count", c_int32)]
+
+
+class kvq_skipping_report(_Struct):
+    _fields_ = [("size", c_size_t), ("pages", c_int64), ("skipped", c_int64), ("rows", c_int64), ("left_out", c_double),
+                ("most_left_out", c_float)]
+
+
 class kvq_mods(_Struct):
     _fields_ = [("size", c_size_t), ("direction", c_int32), ("window", c_int32), ("window_sinks", c_int32), ("prefix", c_int32),
                 ("document_starts", POINTER(c_int32)), ("documents", c_int32),
                 ("tree_parents", POINTER(c_int32)), ("tree_tokens", c_int32), ("tree_first", c_int32),
                 ("scale", c_float), ("softcap", c_float), ("alibi_slopes", POINTER(c_float)), ("alibi_heads", c_int32),
                 ("sink_heads", c_int32), ("sink_logits", POINTER(c_float)), ("mask_row", mask_row_function),
-                ("mask_page", mask_page_function), ("score_row", score_row_function), ("user", c_void_p)]
+                ("mask_page", mask_page_function), ("score_row", score_row_function), ("user", c_void_p),
+                ("token_ranges", POINTER(kvq_token_range)), ("range_starts", POINTER(c_int32)), ("range_count", c_int32),
+                ("range_start_count", c_int32), ("range_first_query", c_int32), ("selected_tokens", c_int32),
+                ("skipped_mass", c_float), ("reserved", c_int32), ("selection", POINTER(kvq_selection_report)),
+                ("skipping", POINTER(kvq_skipping_report))]
 
 
 class kvq_rotary(_Struct):
@@ -136,13 +158,13 @@ class kvq_cache_options(_Struct):
                 ("keys", c_char_p), ("values", c_char_p), ("window", c_char_p), ("page_tokens", c_int32), ("sinks", c_int32),
                 ("recent", c_int32), ("rollback", c_int32), ("byte_budget", c_size_t),
                 ("layer_formats", POINTER(kvq_layer_formats)), ("rotary", POINTER(kvq_rotary)), ("rotary_count", c_int32),
-                ("reserved", c_int32), ("statistics", handle), ("allocator", POINTER(kvq_allocator))]
+                ("reserved", c_int32), ("statistics", handle), ("allocator", POINTER(kvq_allocator)), ("preallocate", c_int32)]
 
 
 class kvq_cache_info(_Struct):
     _fields_ = [("size", c_size_t), ("layers", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("value_dim", c_int32),
                 ("page_tokens", c_int32), ("sinks", c_int32), ("recent", c_int32), ("rollback", c_int32), ("byte_budget", c_size_t),
-                ("bytes_in_use", c_size_t), ("pages_in_use", c_size_t)]
+                ("bytes_in_use", c_size_t), ("pages_in_use", c_size_t), ("bytes_held", c_size_t)]
 
 
 class kvq_attend_options(_Struct):
@@ -152,7 +174,8 @@ class kvq_attend_options(_Struct):
 
 class kvq_usage(_Struct):
     _fields_ = [("size", c_size_t), ("quantized", c_size_t), ("window", c_size_t), ("slack", c_size_t), ("rollback", c_size_t),
-                ("bookkeeping", c_size_t), ("workspace", c_size_t), ("bytes", c_size_t), ("not_finite", c_size_t), ("tokens", c_int32)]
+                ("bookkeeping", c_size_t), ("workspace", c_size_t), ("bytes", c_size_t), ("not_finite", c_size_t), ("tokens", c_int32),
+                ("reserved", c_size_t)]
 
 
 class kvq_attend_request(_Struct):
@@ -163,6 +186,10 @@ class kvq_attend_request(_Struct):
 class kvq_prefill_request(_Struct):
     _fields_ = [("sequence", handle), ("k", kvq_tensor), ("v", kvq_tensor), ("q", kvq_tensor), ("out", kvq_tensor),
                 ("lse", c_void_p), ("mods", POINTER(kvq_mods))]
+
+
+class kvq_step_request(_Struct):
+    _fields_ = [("sequence", handle), ("tokens", c_int32), ("q_tokens", c_int32), ("mods", POINTER(kvq_mods))]
 
 
 class kvq_requantize_request(_Struct):
@@ -198,7 +225,7 @@ class kvq_footprint_query(_Struct):
 
 class kvq_footprint(_Struct):
     _fields_ = [("size", c_size_t), ("quantized", c_size_t), ("window", c_size_t), ("rollback", c_size_t), ("bookkeeping", c_size_t),
-                ("workspace", c_size_t), ("attention", c_size_t), ("total", c_size_t), ("transient", c_size_t)]
+                ("workspace", c_size_t), ("attention", c_size_t), ("total", c_size_t), ("transient", c_size_t), ("unused", c_size_t)]
 
 
 class kvq_save_options(_Struct):
@@ -280,6 +307,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_sequence_dequantize": [handle, i32, i32, i32, _tensor],
     "kvq_sequence_get_usage": [handle, POINTER(kvq_usage)],
     "kvq_sequence_get_pages": [handle, i32, POINTER(kvq_page), i32, _i32_out],
+    "kvq_cache_reserve": [handle, POINTER(kvq_step_request), i32, i32, _attend],
+    "kvq_sequence_release_reserved": [handle],
     "kvq_cache_attend": [handle, i32, POINTER(kvq_attend_request), i32, _attend],
     "kvq_cache_prefill": [handle, i32, POINTER(kvq_prefill_request), i32, _attend],
     "kvq_cache_attend_pages": [handle, i32, POINTER(kvq_page), i32, _tensor, _tensor, _attend],

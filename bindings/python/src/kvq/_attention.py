@@ -3,11 +3,12 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from typing import Any, Callable, Iterable, List, Optional, Sequence
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple
 
 from . import _abi
 from ._errors import ArgumentError
 from ._library import Handle, ask, library, optional_handle
+from ._reports import SelectionReport, SkippingReport
 from ._tensors import floats, integers, view
 
 _DIRECTIONS = {"causal": _abi.CAUSAL, "bidirectional": _abi.BIDIRECTIONAL, "cross": _abi.CROSS}
@@ -62,6 +63,11 @@ class Mods:
     softcap          c tanh(score / c); None: none
     alibi_slopes     one per query head: score - slope * distance
     sink_logits      one per query head: one more score in the softmax sum
+    token_ranges     queries see tokens of these (begin, end), which ascend: one list for all queries, or with range_first_query one
+                     list per query
+    range_first_query  position of the first of these queries in the sequence; 0 with "cross"
+    selected_tokens  only the best pages of each kv head are read, about so many tokens; None: all
+    skipped_mass     values of pages with at most this share of the weights are not read; 0: all are read
     mask_row         f(scores, query, first_key): sets scores[i] of hidden keys first_key + i to -inf
     mask_page        f(first_query, last_query, first_key, end_key) -> "none", "some" or "all": what these queries see of these
                      keys; needs mask_row
@@ -86,6 +92,10 @@ class Mods:
         softcap: Optional[float] = None,
         alibi_slopes: Optional[Iterable[float]] = None,
         sink_logits: Optional[Iterable[float]] = None,
+        token_ranges: Optional[Iterable[Any]] = None,
+        range_first_query: Optional[int] = None,
+        selected_tokens: Optional[int] = None,
+        skipped_mass: float = 0.0,
         mask_row: Optional[Callable[[Any, int, int], None]] = None,
         mask_page: Optional[Callable[[int, int, int, int], str]] = None,
         score_row: Optional[Callable[[Any, int, int, int], None]] = None,
@@ -114,6 +124,25 @@ class Mods:
         if sink_logits is not None:
             logits = floats(sink_logits)
             c.sink_logits, c.sink_heads = self._keep((logits, len(logits)))
+        if token_ranges is not None:
+            lists = list(token_ranges) if range_first_query is not None else [token_ranges]
+            ranges: List[Any] = []
+            starts = [0]
+            for of_query in lists:
+                ranges.extend(_abi.kvq_token_range(begin=begin, end=end) for begin, end in of_query)
+                starts.append(len(ranges))
+            if not ranges and range_first_query is None:
+                raise ArgumentError("kvq: token_ranges is empty; None is no such mask")
+            c.token_ranges = self._keep((_abi.kvq_token_range * len(ranges))(*ranges))
+            c.range_count = len(ranges)
+            if range_first_query is not None:
+                c.range_starts, c.range_start_count = self._keep(integers(starts, "starts of token_ranges"))
+                c.range_first_query = range_first_query
+        if selected_tokens is not None:
+            if selected_tokens < 1:
+                raise ArgumentError(f"kvq: selected_tokens is {selected_tokens}, which must be at least 1, or None")
+            c.selected_tokens = selected_tokens
+        c.skipped_mass = skipped_mass
         self.has_callbacks = mask_row is not None or mask_page is not None or score_row is not None
         if mask_row is not None:
             row = mask_row
@@ -130,6 +159,20 @@ class Mods:
                 lambda _, scores, n, head, query, key: self._run(
                     lambda: change(view(scores, n), head, query, key), None)))
         self._c = c
+
+    def report(self, most_runs: int = 0) -> Tuple[SelectionReport, SkippingReport]:
+        """What selected_tokens and skipped_mass do from now on. Calls that succeed add to it; one call at a time.
+
+        most_runs  of the runs of pages that are read, so many are kept
+        """
+        runs = (_abi.kvq_chosen_tokens * most_runs)()
+        selection = _abi.kvq_selection_report(chosen_capacity=most_runs)
+        if most_runs:
+            selection.chosen = runs
+        skipping = _abi.kvq_skipping_report()
+        self._c.selection, self._c.skipping = ctypes.pointer(selection), ctypes.pointer(skipping)
+        self._reports = (selection, skipping, runs)
+        return SelectionReport(selection, runs), SkippingReport(skipping)
 
     def _keep(self, of_c: Any) -> Any:
         self._kept.append(of_c)

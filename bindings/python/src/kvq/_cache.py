@@ -88,8 +88,9 @@ class Cache(Handle):
     layer_formats  {layer: (keys, values)} by name, None for the first one of the cache
     rotary         how keys were rotated, for all layers or one per layer; None: keys cannot move
     statistics     for all keys whose format takes them
+    preallocate    byte_budget is allocated at once, in one piece
 
-    Takes no memory for pages yet. A closed cache lives on until its last sequence is closed.
+    Takes no memory for pages yet, unless `preallocate`. A closed cache lives on until its last sequence is closed.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", values: Optional[Names] = None,
@@ -97,11 +98,13 @@ class Cache(Handle):
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
                  byte_budget: Optional[int] = None,
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
-                 rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None) -> None:
+                 rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
+                 preallocate: bool = False) -> None:
         o = _abi.kvq_cache_options(
             layers=layers, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim or 0, keys=text(_names(keys)),
             values=text(_names(values)), window=text(window), page_tokens=page_tokens or 0, sinks=count(sinks),
-            recent=count(recent), rollback=count(rollback), byte_budget=limit(byte_budget, "byte_budget"))
+            recent=count(recent), rollback=count(rollback), byte_budget=limit(byte_budget, "byte_budget"),
+            preallocate=int(preallocate))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
         if layer_formats is not None:
             of_layers = (_abi.kvq_layer_formats * max(o.layers, 0))()
@@ -157,6 +160,31 @@ class Cache(Handle):
         all are unchanged."""
         return self._batch(library.kvq_cache_prefill, _abi.kvq_prefill_request, layer, sequences, {"k": k, "v": v}, q, out,
                            mods, lse, threads, workspace)
+
+    def reserve(self, sequences: List_[Sequence], tokens: List_[int], q_heads: int, *, workspace: Workspace,
+                q_tokens: Optional[List_[int]] = None, mods: Union[None, Mods, List_[Optional[Mods]]] = None,
+                threads: Optional[Threads] = None) -> None:
+        """Takes the memory of a step over all layers ahead of it, for all sequences or for none. Afterwards prefill of these sequences,
+        with the same workspace, mods and threads, takes no memory in kvq, in every layer once. Until then the sequences must not be
+        changed nor forked. What is left goes back with the last layer, or with Sequence.release_reserved.
+
+        tokens    new tokens of each sequence, in every layer
+        q_tokens  query tokens of each sequence; None: as many as tokens
+        """
+        n = len(sequences)
+        queries = tokens if q_tokens is None else q_tokens
+        own = list(mods) if isinstance(mods, (list, tuple)) else []
+        for name, values in (("tokens", tokens), ("q_tokens", queries), ("mods", own or None)):
+            if values is not None and len(values) != n:
+                raise ArgumentError(f"kvq: {name} has {len(values)} entries for {n} sequences")
+        call = Call(None if own else mods, threads, workspace, others=own)
+        requests = (_abi.kvq_step_request * n)()
+        for i, r in enumerate(requests):
+            r.sequence = handle_of(sequences[i], Sequence, f"sequences[{i}]")
+            r.tokens, r.q_tokens = tokens[i], queries[i]
+            if own and own[i] is not None:
+                r.mods = ctypes.pointer(own[i]._c)
+        call.run(library.kvq_cache_reserve, self, requests, n, q_heads)
 
     def _batch(self, function: Callable, request: Any, layer: int, sequences: List_[Sequence],
                inputs: Dict[str, List_[Tensor]], q: List_[Tensor], out: Optional[List_[Tensor]], mods: Any,

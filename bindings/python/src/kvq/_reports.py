@@ -25,6 +25,8 @@ class CacheInfo:
     bytes_in_use: int
     """Of all pages, each counted once, headers included."""
     pages_in_use: int
+    bytes_held: int
+    """For pages: byte_budget if it was allocated at once, else bytes_in_use."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,13 @@ class Usage:
     workspace: int
     """Scratch for quantizing."""
     bytes: int
-    """The sum of all of the above but `slack`."""
+    """The sum of all of the above but `slack`, and `reserved`."""
     not_finite: int
     """Number of NaN and infinities that were quantized."""
     tokens: int
     """Of the longest layer."""
+    reserved: int
+    """For the next step: Cache.reserve."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,84 @@ class Footprint:
     attention: int
     """Workspace of one attention call."""
     total: int
-    """The sum of the above."""
+    """The sum of the above, and `unused`."""
     transient: int
     """Upper bound of what a call adds temporarily."""
+    unused: int
+    """Of a byte budget that was allocated at once: bytes without a page."""
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """Tokens [begin, end) that queries [first_query, last_query] of a call read in a kv head."""
+
+    layer: int
+    kv_head: int
+    first_query: int
+    last_query: int
+    begin: int
+    end: int
+
+
+class SelectionReport:
+    """What Mods(selected_tokens=...) did: made by Mods.report, and read at any time between calls."""
+
+    def __init__(self, c: Any, runs: Any) -> None:
+        self._c, self._runs = c, runs
+
+    @property
+    def pages(self) -> int:
+        """That masks show, once for every kv head and block of query rows."""
+        return self._c.pages
+
+    @property
+    def read(self) -> int:
+        """Those that were read."""
+        return self._c.read
+
+    @property
+    def chosen(self) -> List[ChosenTokens]:
+        """The first runs of read pages, as many as Mods.report was asked to keep."""
+        n = min(self._c.chosen_count, self._c.chosen_capacity)
+        return [ChosenTokens(r.layer, r.kv_head, r.first_query, r.last_query, r.tokens.begin, r.tokens.end)
+                for r in self._runs[:n]]
+
+    @property
+    def chosen_count(self) -> int:
+        """Runs, kept or not."""
+        return self._c.chosen_count
+
+
+class SkippingReport:
+    """What Mods(skipped_mass=...) did: made by Mods.report, and read at any time between calls."""
+
+    def __init__(self, c: Any) -> None:
+        self._c = c
+
+    @property
+    def pages(self) -> int:
+        """Pages of values that were seen, once for every kv head and block of query rows."""
+        return self._c.pages
+
+    @property
+    def skipped(self) -> int:
+        """Those that were not read."""
+        return self._c.skipped
+
+    @property
+    def rows(self) -> int:
+        """Query tokens x query heads."""
+        return self._c.rows
+
+    @property
+    def left_out(self) -> float:
+        """Sum over rows of the share of weights that was left out."""
+        return self._c.left_out
+
+    @property
+    def most_left_out(self) -> float:
+        """Of one row."""
+        return self._c.most_left_out
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,10 @@ class Sequence(TokenStore):
         """Appends tokens [first, last) of another sequence of the cache (or this one), whose pages are shared."""
         library.kvq_sequence_splice(self, handle_of(other, Sequence, "other"), first, last)
 
+    def release_reserved(self) -> None:
+        """Gives back what Cache.reserve took and no step has used."""
+        library.kvq_sequence_release_reserved(self)
+
     def append_bytes(self, n: int) -> int:
         """Upper bound of the bytes that appending n tokens to every layer takes."""
         return ask(library.kvq_sequence_append_bytes, self, n, out=ctypes.c_size_t)

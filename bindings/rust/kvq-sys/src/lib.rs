@@ -172,6 +172,45 @@ pub struct kvq_page {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct kvq_token_range {
+    pub begin: i32,
+    pub end: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct kvq_chosen_tokens {
+    pub layer: i32,
+    pub kv_head: i32,
+    pub first_query: i32,
+    pub last_query: i32,
+    pub tokens: kvq_token_range,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_selection_report {
+    pub size: usize,
+    pub pages: i64,
+    pub read: i64,
+    pub chosen: *mut kvq_chosen_tokens,
+    pub chosen_capacity: i32,
+    pub chosen_count: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_skipping_report {
+    pub size: usize,
+    pub pages: i64,
+    pub skipped: i64,
+    pub rows: i64,
+    pub left_out: f64,
+    pub most_left_out: f32,
+}
+
+#[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvq_mods {
     pub size: usize,
@@ -198,6 +237,16 @@ pub struct kvq_mods {
         unsafe extern "C" fn(user: *mut c_void, scores: *mut f32, n: i32, query_head: i32, query: i32, first_key: i32),
     >,
     pub user: *mut c_void,
+    pub token_ranges: *const kvq_token_range,
+    pub range_starts: *const i32,
+    pub range_count: i32,
+    pub range_start_count: i32,
+    pub range_first_query: i32,
+    pub selected_tokens: i32,
+    pub skipped_mass: f32,
+    pub reserved: i32,
+    pub selection: *mut kvq_selection_report,
+    pub skipping: *mut kvq_skipping_report,
 }
 
 #[repr(C)]
@@ -242,6 +291,7 @@ pub struct kvq_cache_options {
     pub reserved: i32,
     pub statistics: *const kvq_statistics,
     pub allocator: *const kvq_allocator,
+    pub preallocate: i32,
 }
 
 #[repr(C)]
@@ -259,6 +309,7 @@ pub struct kvq_cache_info {
     pub byte_budget: usize,
     pub bytes_in_use: usize,
     pub pages_in_use: usize,
+    pub bytes_held: usize,
 }
 
 #[repr(C)]
@@ -284,6 +335,7 @@ pub struct kvq_usage {
     pub bytes: usize,
     pub not_finite: usize,
     pub tokens: i32,
+    pub reserved: usize,
 }
 
 #[repr(C)]
@@ -305,6 +357,15 @@ pub struct kvq_prefill_request {
     pub q: kvq_tensor,
     pub out: kvq_tensor,
     pub lse: *mut f32,
+    pub mods: *const kvq_mods,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_step_request {
+    pub sequence: *mut kvq_sequence,
+    pub tokens: i32,
+    pub q_tokens: i32,
     pub mods: *const kvq_mods,
 }
 
@@ -398,6 +459,7 @@ pub struct kvq_footprint {
     pub attention: usize,
     pub total: usize,
     pub transient: usize,
+    pub unused: usize,
 }
 
 #[repr(C)]
@@ -611,6 +673,14 @@ extern "C" {
         capacity: i32,
         count: *mut i32,
     ) -> kvq_status;
+    pub fn kvq_cache_reserve(
+        cache: *mut kvq_cache,
+        requests: *const kvq_step_request,
+        count: i32,
+        q_heads: i32,
+        options: *const kvq_attend_options,
+    ) -> kvq_status;
+    pub fn kvq_sequence_release_reserved(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_cache_attend(
         cache: *const kvq_cache,
         layer: i32,

@@ -96,6 +96,8 @@ pub struct CacheOptions {
     pub layer_formats: Vec<(Option<String>, Option<String>)>,
     /// Empty: keys cannot move. One entry is for all layers.
     pub rotary: Vec<Rotary>,
+    /// byte_budget is allocated at once, in one piece.
+    pub preallocate: bool,
 }
 impl CacheOptions {
     pub fn new(layers: usize, kv_heads: usize, head_dim: usize, keys: &str) -> Self {
@@ -118,7 +120,7 @@ handle!(
 );
 
 impl Cache {
-    /// Takes no memory for pages yet.
+    /// Takes no memory for pages yet, unless `preallocate`.
     pub fn new(options: &CacheOptions) -> Result<Self> {
         Self::made(options, None)
     }
@@ -196,6 +198,7 @@ impl Cache {
             },
             rotary_count: int(rotary.len(), "rotary")?,
             statistics: statistics.map_or(ptr::null(), |s| s.raw() as *const _),
+            preallocate: o.preallocate as i32,
         });
         Self::make(|out| unsafe { sys::kvq_cache_create(&c, out) })
     }
@@ -219,6 +222,29 @@ impl Cache {
             int(threads, "threads")?,
         );
         ask(|out| unsafe { sys::kvq_cache_workspace_bytes(self.raw(), n, h, m, t, out) })
+    }
+
+    /// Takes the memory of a step over all layers ahead of it, for all sequences or for none, and `options.workspace`, which must be given.
+    /// Afterwards prefill of these sequences, with the same workspace, mods and threads, takes no memory in kvq, in every layer once.
+    /// Until then the sequences must not be changed nor forked. What is left goes back with the last layer, or with
+    /// [`Sequence::release_reserved`].
+    pub fn reserve(&self, steps: &mut [StepRequest], q_heads: usize, mut options: AttendOptions) -> Result<()> {
+        let mut call = Call::new(&mut options, None)?;
+        let mods = steps
+            .iter()
+            .map(|r| r.mods.map(Mods::to_c).transpose())
+            .collect::<Result<Vec<_>>>()?;
+        let mut all = Vec::new();
+        for (r, m) in steps.iter_mut().zip(&mods) {
+            all.push(sys::kvq_step_request {
+                sequence: r.sequence.raw(),
+                tokens: int(r.tokens, "tokens")?,
+                q_tokens: int(r.q_tokens, "q_tokens")?,
+                mods: m.as_ref().map_or(ptr::null(), |m| m),
+            });
+        }
+        let (n, q_heads) = (int(all.len(), "steps")?, int(q_heads, "q_heads")?);
+        check(unsafe { sys::kvq_cache_reserve(self.raw(), all.as_ptr(), n, q_heads, call.options()) })
     }
 
     /// Attention of many sequences in one call: all threads share one list of tasks. Every sequence gets the bits that it gets alone.
@@ -336,6 +362,32 @@ impl Cache {
             convert: convert as i32
         });
         Sequence::make(|out| unsafe { sys::kvq_sequence_restore_file(self.raw(), &options, path.as_ptr(), out) })
+    }
+}
+
+/// One sequence of [`Cache::reserve`].
+pub struct StepRequest<'a> {
+    sequence: &'a mut Sequence,
+    tokens: usize,
+    q_tokens: usize,
+    mods: Option<&'a Mods>,
+}
+impl<'a> StepRequest<'a> {
+    /// tokens: new ones in every layer; q_tokens: queries in every layer, 0: no attention
+    pub fn new(sequence: &'a mut Sequence, tokens: usize, q_tokens: usize) -> Self {
+        StepRequest {
+            sequence,
+            tokens,
+            q_tokens,
+            mods: None,
+        }
+    }
+    /// Instead of those of the call.
+    pub fn mods(self, mods: &'a Mods) -> Self {
+        StepRequest {
+            mods: Some(mods),
+            ..self
+        }
     }
 }
 

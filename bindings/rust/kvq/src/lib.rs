@@ -34,13 +34,14 @@ mod ring;
 mod sequence;
 mod tensor;
 
-pub use cache::{AttendRequest, Cache, CacheOptions, PrefillRequest, Rotary};
+pub use cache::{AttendRequest, Cache, CacheOptions, PrefillRequest, Rotary, StepRequest};
 pub use error::{Error, Result, Status};
 pub use formats::{formats, Format, FormatDescription, FormatEntry, Role, Statistics};
-pub use options::{AttendOptions, Direction, Mods, Threads, Workspace};
+pub use options::{AttendOptions, Direction, Mods, Threads, TokenRange, Workspace};
 pub use prefix_cache::{Match, MatchKind, Outcome, PrefixCache, PrefixCacheOptions, PrefixCacheStatistics};
 pub use reports::{
-    CacheInfo, Footprint, FootprintQuery, Requantize, RequantizeReport, StepDownPolicy, StepDownReport, Tier, Usage,
+    CacheInfo, ChosenTokens, Footprint, FootprintQuery, Requantize, RequantizeReport, SelectionReport, SkippingReport,
+    StepDownPolicy, StepDownReport, Tier, Usage,
 };
 pub use ring::{Ring, RingOptions};
 pub use sequence::{Receiver, Sequence};

@@ -3,7 +3,10 @@ use std::ptr;
 
 use kvq_sys as sys;
 
-use crate::error::{ask, check, handle, init, int, Error, Result};
+use crate::{
+    error::{ask, check, handle, init, int, Error, Result},
+    reports::{SelectionReport, SkippingReport},
+};
 
 handle!(
     /// Threads of kvq. Results have the same bits on any number.
@@ -75,7 +78,20 @@ pub struct Mods {
     pub alibi_slopes: Vec<f32>,
     /// One per query head: one more score in the softmax sum.
     pub sink_logits: Vec<f32>,
+    /// Queries see tokens of these ranges, which ascend within a query.
+    pub token_ranges: Vec<TokenRange>,
+    /// Empty: all queries see all ranges; else query i sees [range_starts[i], range_starts[i + 1]).
+    pub range_starts: Vec<i32>,
+    /// With range_starts: position of query 0 in the sequence; 0 for Direction::Cross.
+    pub range_first_query: usize,
+    /// Only the best pages of each kv head are read, about so many tokens; None: all.
+    pub selected_tokens: Option<usize>,
+    /// Values of pages with at most this share of the weights are not read; 0: all are read.
+    pub skipped_mass: f32,
 }
+
+/// Tokens [begin, end) of a sequence.
+pub use kvq_sys::kvq_token_range as TokenRange;
 
 impl Mods {
     /// A struct that points into self.
@@ -88,6 +104,11 @@ impl Mods {
         };
         if self.window == Some(0) {
             return Err(Error::argument("window is 0, which must be at least 1, or None".into()));
+        }
+        if self.selected_tokens == Some(0) {
+            return Err(Error::argument(
+                "selected_tokens is 0, which must be at least 1, or None".into(),
+            ));
         }
         Ok(init!(kvq_mods {
             direction: match self.direction {
@@ -109,6 +130,13 @@ impl Mods {
             alibi_heads: int(self.alibi_slopes.len(), "alibi_slopes")?,
             sink_logits: self.sink_logits.as_ptr(),
             sink_heads: int(self.sink_logits.len(), "sink_logits")?,
+            token_ranges: self.token_ranges.as_ptr(),
+            range_count: int(self.token_ranges.len(), "token_ranges")?,
+            range_starts: self.range_starts.as_ptr(),
+            range_start_count: int(self.range_starts.len(), "range_starts")?,
+            range_first_query: int(self.range_first_query, "range_first_query")?,
+            selected_tokens: int(self.selected_tokens.unwrap_or(0), "selected_tokens")?,
+            skipped_mass: self.skipped_mass,
         }))
     }
 }
@@ -121,6 +149,10 @@ pub struct AttendOptions<'a> {
     pub workspace: Option<&'a mut Workspace>,
     /// Gets the natural logarithm of each softmax sum, [q.tokens][q_heads]. None in batches.
     pub lse: Option<&'a mut [f32]>,
+    /// What selected_tokens of `mods` did is added to it, when the call succeeds.
+    pub selection: Option<&'a mut SelectionReport>,
+    /// What skipped_mass of `mods` did is added to it, when the call succeeds.
+    pub skipping: Option<&'a mut SkippingReport>,
 }
 
 /// Structs of one call.
@@ -131,8 +163,14 @@ pub(crate) struct Call {
 impl Call {
     pub(crate) fn new(options: &mut AttendOptions, q: Option<&sys::kvq_tensor>) -> Result<Self> {
         let lse = lse_of(&mut options.lse, q)?;
+        let mut mods = options.mods.map(Mods::to_c).transpose()?;
+        if options.selection.is_some() || options.skipping.is_some() {
+            let c = mods.get_or_insert_with(|| init!(kvq_mods {}));
+            c.selection = options.selection.as_mut().map_or(ptr::null_mut(), |r| &mut r.c);
+            c.skipping = options.skipping.as_mut().map_or(ptr::null_mut(), |r| &mut r.c);
+        }
         Ok(Call {
-            mods: options.mods.map(Mods::to_c).transpose()?,
+            mods,
             options: init!(kvq_attend_options {
                 executor: options.threads.as_ref().map_or(ptr::null_mut(), |t| t.raw()),
                 workspace: options.workspace.as_ref().map_or(ptr::null_mut(), |w| w.raw()),

@@ -32,6 +32,8 @@ report!(
         /// Of all pages, each counted once, headers included.
         bytes_in_use,
         pages_in_use,
+        /// For pages: byte_budget if it was allocated at once, else bytes_in_use.
+        bytes_held,
     }
 );
 report!(
@@ -49,12 +51,14 @@ report!(
         bookkeeping,
         /// Scratch for quantizing.
         workspace,
-        /// The sum of all of the above but `slack`.
+        /// The sum of all of the above but `slack`, and `reserved`.
         bytes,
         /// Number of NaN and infinities that were quantized.
         not_finite,
         /// Of the longest layer.
         tokens,
+        /// For the next step: [`crate::Cache::reserve`].
+        reserved,
     }
 );
 report!(
@@ -63,10 +67,12 @@ report!(
         quantized, window, rollback, bookkeeping, workspace,
         /// Workspace of one attention call.
         attention,
-        /// The sum of the above.
+        /// The sum of the above, and `unused`.
         total,
         /// Upper bound of what a call adds temporarily.
         transient,
+        /// Of a byte budget that was allocated at once: bytes without a page.
+        unused,
     }
 );
 report!(
@@ -82,6 +88,87 @@ report!(
         workspace,
     }
 );
+/// Tokens that queries [first_query, last_query] of a call read in a kv head.
+pub use kvq_sys::kvq_chosen_tokens as ChosenTokens;
+
+/// What [`crate::Mods::selected_tokens`] did, over all calls that were given it.
+pub struct SelectionReport {
+    pub(crate) c: sys::kvq_selection_report,
+    chosen: Vec<ChosenTokens>,
+}
+// The pointer of `c` is that of `chosen`.
+unsafe impl Send for SelectionReport {}
+unsafe impl Sync for SelectionReport {}
+impl SelectionReport {
+    /// most_runs: of the runs of pages that are read, so many are kept.
+    pub fn new(most_runs: usize) -> Result<Self> {
+        let tokens = sys::kvq_token_range { begin: 0, end: 0 };
+        let none = ChosenTokens {
+            layer: 0,
+            kv_head: 0,
+            first_query: 0,
+            last_query: 0,
+            tokens,
+        };
+        let mut chosen = vec![none; most_runs];
+        let c = init!(kvq_selection_report {
+            chosen: chosen.as_mut_ptr(),
+            chosen_capacity: int(most_runs, "most_runs")?,
+        });
+        Ok(SelectionReport { c, chosen })
+    }
+    /// Pages that masks show, once for every kv head and block of query rows.
+    pub fn pages(&self) -> usize {
+        self.c.pages as usize
+    }
+    /// Those that were read.
+    pub fn read(&self) -> usize {
+        self.c.read as usize
+    }
+    /// The first runs of read pages, as many as are kept.
+    pub fn chosen(&self) -> &[ChosenTokens] {
+        &self.chosen[..self.chosen_count().min(self.chosen.len())]
+    }
+    /// Runs, kept or not.
+    pub fn chosen_count(&self) -> usize {
+        self.c.chosen_count as usize
+    }
+}
+
+/// What [`crate::Mods::skipped_mass`] did, over all calls that were given it.
+pub struct SkippingReport {
+    pub(crate) c: sys::kvq_skipping_report,
+}
+impl Default for SkippingReport {
+    fn default() -> Self {
+        SkippingReport {
+            c: init!(kvq_skipping_report {}),
+        }
+    }
+}
+impl SkippingReport {
+    /// Pages of values that were seen, once for every kv head and block of query rows.
+    pub fn pages(&self) -> usize {
+        self.c.pages as usize
+    }
+    /// Those that were not read.
+    pub fn skipped(&self) -> usize {
+        self.c.skipped as usize
+    }
+    /// Query tokens x query heads.
+    pub fn rows(&self) -> usize {
+        self.c.rows as usize
+    }
+    /// Sum over rows of the share of weights that was left out.
+    pub fn left_out(&self) -> f64 {
+        self.c.left_out
+    }
+    /// Of one row.
+    pub fn most_left_out(&self) -> f32 {
+        self.c.most_left_out
+    }
+}
+
 /// Sizes in the pool of the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]

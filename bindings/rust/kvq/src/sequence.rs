@@ -112,6 +112,11 @@ impl Sequence {
         check(unsafe { sys::kvq_sequence_splice(self.raw(), other.raw(), first, last) })
     }
 
+    /// Gives back what [`Cache::reserve`] took and no step has used.
+    pub fn release_reserved(&mut self) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_release_reserved(self.raw()) })
+    }
+
     /// Upper bound of the bytes that appending n tokens to every layer takes.
     pub fn append_bytes(&self, n: usize) -> Result<usize> {
         let n = int(n, "n")?;

@@ -110,6 +110,39 @@ fn structs() {
             shift
         }
     );
+    layout!(lines, kvq_token_range { begin, end });
+    layout!(
+        lines,
+        kvq_chosen_tokens {
+            layer,
+            kv_head,
+            first_query,
+            last_query,
+            tokens
+        }
+    );
+    layout!(
+        lines,
+        kvq_selection_report {
+            size,
+            pages,
+            read,
+            chosen,
+            chosen_capacity,
+            chosen_count
+        }
+    );
+    layout!(
+        lines,
+        kvq_skipping_report {
+            size,
+            pages,
+            skipped,
+            rows,
+            left_out,
+            most_left_out
+        }
+    );
     layout!(
         lines,
         kvq_mods {
@@ -132,7 +165,17 @@ fn structs() {
             mask_row,
             mask_page,
             score_row,
-            user
+            user,
+            token_ranges,
+            range_starts,
+            range_count,
+            range_start_count,
+            range_first_query,
+            selected_tokens,
+            skipped_mass,
+            reserved,
+            selection,
+            skipping
         }
     );
     layout!(
@@ -170,7 +213,8 @@ fn structs() {
             rotary_count,
             reserved,
             statistics,
-            allocator
+            allocator,
+            preallocate
         }
     );
     layout!(
@@ -187,7 +231,8 @@ fn structs() {
             rollback,
             byte_budget,
             bytes_in_use,
-            pages_in_use
+            pages_in_use,
+            bytes_held
         }
     );
     layout!(
@@ -212,7 +257,8 @@ fn structs() {
             workspace,
             bytes,
             not_finite,
-            tokens
+            tokens,
+            reserved
         }
     );
     layout!(
@@ -234,6 +280,15 @@ fn structs() {
             q,
             out,
             lse,
+            mods
+        }
+    );
+    layout!(
+        lines,
+        kvq_step_request {
+            sequence,
+            tokens,
+            q_tokens,
             mods
         }
     );
@@ -326,7 +381,8 @@ fn structs() {
             workspace,
             attention,
             total,
-            transient
+            transient,
+            unused
         }
     );
     layout!(lines, kvq_save_options { size, model, convert });

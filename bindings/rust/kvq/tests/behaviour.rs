@@ -111,6 +111,118 @@ fn attention_in_double_precision() {
 }
 
 #[test]
+fn selection() {
+    let cache = Cache::new(&options("kivi-4-g32")).unwrap();
+    let s = filled(&cache, 500);
+    let mods = Mods {
+        selected_tokens: Some(64),
+        skipped_mass: 0.3,
+        ..Mods::default()
+    };
+    let (mut selection, mut skipping) = (SelectionReport::new(100).unwrap(), SkippingReport::default());
+    let out = attended(
+        &s,
+        AttendOptions {
+            mods: Some(&mods),
+            selection: Some(&mut selection),
+            skipping: Some(&mut skipping),
+            ..Default::default()
+        },
+    )
+    .unwrap();
+    assert!(selection.read() < selection.pages() && selection.chosen().len() == selection.chosen_count());
+    assert!(skipping.rows() == Q && skipping.most_left_out() <= 0.3 && skipping.left_out() < Q as f64);
+    for head in 0..KV {
+        let shown = Mods {
+            token_ranges: selection
+                .chosen()
+                .iter()
+                .filter(|r| r.kv_head == head as i32)
+                .map(|r| r.tokens)
+                .collect(),
+            skipped_mass: 0.3,
+            ..Mods::default()
+        };
+        let same = attended(
+            &s,
+            AttendOptions {
+                mods: Some(&shown),
+                ..Default::default()
+            },
+        )
+        .unwrap();
+        let of_head = head * D * Q / KV..(head + 1) * D * Q / KV;
+        assert_eq!(same[of_head.clone()], out[of_head]);
+    }
+    let overlapping = Mods {
+        token_ranges: vec![TokenRange { begin: 0, end: 5 }, TokenRange { begin: 3, end: 9 }],
+        ..Mods::default()
+    };
+    let given = AttendOptions {
+        mods: Some(&overlapping),
+        ..Default::default()
+    };
+    refused(attended(&s, given), Status::Argument, "range 1 of tokens is [3, 9)");
+}
+
+#[test]
+fn reserved_steps() {
+    let cache = Cache::new(&CacheOptions {
+        byte_budget: Some(1 << 20),
+        preallocate: true,
+        ..options("std4")
+    })
+    .unwrap();
+    assert_eq!(cache.info().unwrap().bytes_held, 1 << 20);
+    assert!(cache.footprint(100, &FootprintQuery::default()).unwrap().unused > 0);
+    let (mut s, mut space) = (filled(&cache, 40), Workspace::new(0).unwrap());
+    let n = 70;
+    fn given(space: &mut Workspace) -> AttendOptions<'_> {
+        AttendOptions {
+            workspace: Some(space),
+            ..Default::default()
+        }
+    }
+    cache
+        .reserve(&mut [StepRequest::new(&mut s, n, n)], Q, given(&mut space))
+        .unwrap();
+    let (held, scratch) = (cache.info().unwrap().bytes_in_use, space.bytes().unwrap());
+    assert!(s.usage().unwrap().reserved > 0 && scratch > 0);
+    let (k, q) = (values(1, n * KV * D), values(2, n * Q * D));
+    let mut out = vec![0f32; n * Q * D];
+    for layer in 0..2 {
+        let of = Tensor::new(&k, n, KV, D).unwrap();
+        s.prefill(
+            layer,
+            &of,
+            &of,
+            &Tensor::new(&q, n, Q, D).unwrap(),
+            &mut TensorMut::new(&mut out, n, Q, D).unwrap(),
+            given(&mut space),
+        )
+        .unwrap();
+    }
+    assert!(cache.info().unwrap().bytes_in_use <= held && space.bytes().unwrap() == scratch);
+    assert_eq!(s.usage().unwrap().reserved, 0);
+    cache
+        .reserve(&mut [StepRequest::new(&mut s, 10, 1)], Q, given(&mut space))
+        .unwrap();
+    s.release_reserved().unwrap();
+    assert_eq!(s.usage().unwrap().reserved, 0);
+    let steps = &mut [StepRequest::new(&mut s, 100000, 0)];
+    refused(
+        cache.reserve(steps, Q, given(&mut space)),
+        Status::Memory,
+        "does not fit",
+    );
+    refused(
+        cache.reserve(steps, Q, AttendOptions::default()),
+        Status::Handle,
+        "options.workspace",
+    );
+}
+
+#[test]
 fn tensors() {
     let mut x = vec![0f32; 100];
     refused(

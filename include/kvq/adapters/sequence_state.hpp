@@ -1,0 +1,165 @@
+// State of a sequence_table as bytes: all sequences or one of them, with positions, in their formats.
+//
+//   kvq::write_state(table, sink);              sequences that share their tokens are written once
+//   kvq::read_state(table, source);             replaces all sequences
+//   kvq::write_state(table, sink, id);  kvq::read_state(table, source, id);       one of them, under any id
+//
+// Sink and source: callables (io/byte_stream.hpp). Pages travel as messages of io/page_transfer.hpp: the reading cache has the shape, window,
+// sinks, recent and page_tokens of the writing one and lists the schemes of the pages.
+// Contract: what was read attends with the bits of what was written. Damaged, truncated and hostile input raises kvq::error and leaves the
+// table as it was. Bytes: an entry has a header of 8 bytes, its ids, 4 bytes per position, and its pages.
+#pragma once
+
+#include "../io/page_transfer.hpp"
+#include "sequence_table.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+struct sequence_table::access {
+    struct header {
+        char magic[8] = "kvqseqs";
+        std::uint32_t version = 1, entries = 0;
+    };
+
+    template <class Sink>
+    static void write(sequence_table& table, Sink& sink, int id) {
+        table.settle();
+        struct saved {
+            shared_entry of;
+            std::vector<std::int32_t> ids;
+        };
+        std::vector<saved> all;
+        if (id >= 0) {
+            if (const shared_entry& e = table.at(id)) all.push_back({e, {id}});
+        } else {
+            table.for_each_entry([&](const shared_entry& e) {
+                all.push_back({e, {}});
+                for (int i = 0; i < table.ids(); ++i)
+                    if (table.at(i) == e) all.back().ids.push_back(i);
+            });
+        }
+        header h;
+        h.entries = static_cast<std::uint32_t>(all.size());
+        put(sink, &h, sizeof h);
+        for (const saved& s : all) {
+            crc32c sum;
+            const auto summed = [&](const void* data, std::size_t bytes) {
+                sum.add(data, bytes);
+                put(sink, data, bytes);
+            };
+            const std::uint32_t sizes[2] = {static_cast<std::uint32_t>(s.ids.size()),
+                                            static_cast<std::uint32_t>(s.of->size())};
+            summed(sizes, sizeof sizes);
+            summed(s.ids.data(), s.ids.size() * sizeof(std::int32_t));
+            summed(s.of->positions.data(), s.of->positions.size() * sizeof(std::int32_t));
+            const std::uint32_t checksum = sum.value();
+            put(sink, &checksum, sizeof checksum);
+            int pieces = 0;  // a message comes in three
+            for (int layer = 0; layer < table.cache_->shape().layers; ++layer)
+                send_pages(s.of->tokens, layer, [&](const void* data, std::size_t bytes) {
+                    if (pieces++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
+                    put(sink, data, bytes);
+                });
+            put(sink, &no_page_follows, sizeof no_page_follows);
+        }
+    }
+
+    template <class Source>
+    static void read(sequence_table& table, Source& read_from, int id) {
+        table.settle();
+        if (id >= 0) (void)table.at(id);
+        detail::exact_source source(read_from);
+        header h, known;
+        source.read(&h, sizeof h, "the header of a state");
+        detail::expect(std::memcmp(h.magic, known.magic, sizeof h.magic) == 0,
+                       "this is no state of sequences");
+        detail::expect(h.version == known.version, "the state has version ", h.version,
+                       ", this library reads ", known.version);
+        detail::expect(h.entries <= (id < 0 ? static_cast<std::uint32_t>(table.ids()) : 1u), "the state has ",
+                       h.entries, " sequences, for ", id < 0 ? table.ids() : 1, " of the table");
+        std::vector<shared_entry> fresh(table.held_.size());
+        for (std::uint32_t i = 0; i < h.entries; ++i) {
+            const auto [made, ids] = read_entry(table, source);
+            if (id >= 0) {
+                fresh[static_cast<std::size_t>(id)] = made;
+                continue;
+            }
+            for (const std::int32_t of : ids) {
+                detail::expect(of >= 0 && of < table.ids() && !fresh[static_cast<std::size_t>(of)],
+                               "the state has sequence ", of, ", which is not among the ", table.ids(),
+                               " of the table, or has it twice");
+                fresh[static_cast<std::size_t>(of)] = made;
+            }
+        }
+        if (id < 0)
+            table.held_.swap(fresh);
+        else
+            table.held_[static_cast<std::size_t>(id)] = fresh[static_cast<std::size_t>(id)];
+    }
+
+private:
+    static constexpr std::uint32_t page_follows = 1, no_page_follows = 0;
+
+    template <class Sink>
+    static void put(Sink& sink, const void* data, std::size_t bytes) {
+        if (bytes > 0) sink(data, bytes);
+    }
+    /// In parts, so that a false size does not allocate memory.
+    template <class Source>
+    static std::vector<std::int32_t> read_numbers(Source& source, std::size_t n, const char* what) {
+        std::vector<std::int32_t> all;
+        while (all.size() < n) {
+            const std::size_t had = all.size(), more = detail::smaller(n - had, std::size_t{1} << 16);
+            all.resize(had + more);
+            source.read(all.data() + had, more * sizeof(std::int32_t), what);
+        }
+        return all;
+    }
+    template <class Source>
+    static std::pair<shared_entry, std::vector<std::int32_t>> read_entry(sequence_table& table,
+                                                                         Source& source) {
+        source.restart();
+        std::uint32_t sizes[2], checksum = 0, follows = 0;
+        source.read(sizes, sizeof sizes, "the sizes of a sequence");
+        detail::expect(
+            sizes[0] >= 1 && sizes[0] <= static_cast<std::uint32_t>(table.ids()) && sizes[1] >= 1 &&
+                sizes[1] <= static_cast<std::uint32_t>((std::numeric_limits<std::int32_t>::max)()),
+            "a sequence of ", sizes[1], " tokens with ", sizes[0], " ids cannot be read into ", table.ids());
+        std::vector<std::int32_t> ids = read_numbers(source, sizes[0], "the ids of a sequence");
+        std::vector<std::int32_t> positions = read_numbers(source, sizes[1], "the positions of a sequence");
+        const std::uint32_t sum = source.checksum();
+        source.read(&checksum, sizeof checksum, "a checksum");
+        detail::expect(checksum == sum, "the positions of a sequence are damaged");
+        for (std::size_t i = 0; i < positions.size(); ++i)
+            detail::expect(positions[i] >= 0 && (i == 0 || positions[i - 1] < positions[i]), "position ",
+                           positions[i], " of token ", i, " does not ascend");
+        page_receiver receiver(*table.cache_);
+        std::vector<std::byte> storage;
+        const auto rest = [&](void* to, std::size_t bytes) {
+            source.read(to, bytes, "a page");
+            return bytes;
+        };
+        for (source.read(&follows, sizeof follows, "a page"); follows != no_page_follows;
+             source.read(&follows, sizeof follows, "a page")) {
+            detail::expect(follows == page_follows, "the pages of a sequence are damaged: ", follows,
+                           " stands where a page begins");
+            receiver.accept(read_page(rest, storage));
+        }
+        auto made = std::make_shared<entry>(receiver.finish(static_cast<int>(sizes[1])));
+        made->positions = std::move(positions);
+        return {std::move(made), std::move(ids)};
+    }
+};
+
+/// Writes all sequences, or that of one id. A step that is open ends first.
+template <byte_sink Sink>
+void write_state(sequence_table& table, Sink&& sink, int id = -1) {
+    sequence_table::access::write(table, sink, id);
+}
+/// Replaces all sequences, or that of one id, by what was written. Needs the memory of both while it reads.
+template <byte_source Source>
+void read_state(sequence_table& table, Source&& source, int id = -1) {
+    sequence_table::access::read(table, source, id);
+}
+
+}  // namespace kvq::inline KVQ_TAGGED
