@@ -39,6 +39,42 @@ struct half_parameters {
     std::uint16_t scale, bias, low;
 };
 
+/// Tokens of a sequence that a tile holds, and the pages that they lie in.
+struct tile_tokens {
+    int first;  // of the part
+    int count;  // tokens that exist
+    int page;   // lane i: the number of the page of tokens 16 i to 16 i + 15; negative: not held
+};
+
+/// A block of a page in device memory. Cells read it through get<bytes of a number>(byte).
+struct block_in_memory {
+    const std::byte* at;
+
+    __device__ __forceinline__ block_in_memory from(std::size_t byte) const { return {at + byte}; }
+    template <int Bytes>
+    __device__ __forceinline__ std::uint32_t get(int byte) const {
+        using number = std::conditional_t<Bytes == 1, std::uint8_t,
+                                          std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>;
+        return fetch_word(reinterpret_cast<const number*>(at + byte));
+    }
+};
+/// All blocks of a head, by the numbers of their pages: what cells are read from.
+template <tensor Role, class Format>
+struct blocks_in_memory {
+    static constexpr bool shared = false;
+    const cache_ref<Format>& cache;
+    int head;
+
+    /// The page of a token of a tile; negative: not held.
+    __device__ __forceinline__ int page(const tile_tokens& tile, int token_of_tile) const {
+        return __shfl_sync(0xffffffffu, tile.page, token_of_tile / piece_tokens);
+    }
+
+    __device__ __forceinline__ block_in_memory block(int number, int) const {
+        return {cache.template block<Role>(number, head)};
+    }
+};
+
 /// Parameters of a set as they are stored: loaded early, converted late. S: the scheme.
 template <class S>
 struct stored_set {
@@ -54,15 +90,17 @@ struct stored_set {
     std::uint32_t scale = 0, bias = 0;
     std::uint32_t numbers[3] = {};  // of the group, for coded parameters: scale unit, first bias, bias step
 
-    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are.
-    __device__ __forceinline__ void load(const std::byte* scales, const std::byte* biases, int at,
-                                         const std::byte* group_numbers) {
-        scale = read(scales, at);
-        if constexpr (traits::has_bias) bias = read(biases, at);
+    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are. All in bytes.
+    template <class Block>
+    __device__ __forceinline__ void load(const Block& block, std::size_t scales, std::size_t biases, int at,
+                                         int group_numbers) {
+        constexpr int width = parameter_width<P>;
+        const Block own = block.from(static_cast<std::size_t>(at * width));
+        scale = own.template get<width>(static_cast<int>(scales));
+        if constexpr (traits::has_bias) bias = own.template get<width>(static_cast<int>(biases));
         if constexpr (std::is_same_v<P, coded>)
 #pragma unroll
-            for (int i = 0; i < 3; ++i)
-                numbers[i] = fetch_word(reinterpret_cast<const std::uint16_t*>(group_numbers) + i);
+            for (int i = 0; i < 3; ++i) numbers[i] = block.template get<2>(group_numbers + 2 * i);
     }
     __device__ __forceinline__ half_parameters halves() const {
         if constexpr (exact) {
@@ -86,27 +124,11 @@ struct stored_set {
                     has_low ? to_half(s - half_bits_to_float(high)) : std::uint16_t{0}};
         }
     }
-
-private:
-    __device__ __forceinline__ static std::uint32_t read(const std::byte* from, int i) {
-        if constexpr (parameter_width<P> == 1)
-            return fetch_word(reinterpret_cast<const std::uint8_t*>(from) + i);
-        else if constexpr (parameter_width<P> == 2)
-            return fetch_word(reinterpret_cast<const std::uint16_t*>(from) + i);
-        else
-            return fetch_word(reinterpret_cast<const std::uint32_t*>(from) + i);
-    }
 };
 
-/// Tokens of a sequence that a tile holds, and the pages that they lie in.
-struct tile_tokens {
-    int first;  // of the part
-    int count;  // tokens that exist
-    int page;   // lane i: the number of the page of tokens 16 i to 16 i + 15; negative: not held
-};
-
-/// Bytes of a warp's table: for 32 columns of up to two pages scales, biases, low parts and token scales, 64 bytes each.
-inline constexpr int cell_table_bytes = 2 * 256;
+/// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token scales (of values), 64 bytes
+/// each.
+inline constexpr int key_table_bytes = 2 * 192, value_table_bytes = 256;
 
 /// How a tile is cut into cells: warp w has column w % column_cells and `each` rows of cells below each other.
 template <int TileRows, int TileColumns, int Warps>
@@ -123,8 +145,10 @@ struct tile_cells {
     }
 };
 
-/// The words of cells first to first + Count - 1 of a warp, on their way from pages to a tile.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Count>
+/// The words of cells first to first + Count - 1 of a warp, on their way from pages to a tile. Stride: rows of the tile in shared memory,
+/// which others may fill the rest of.
+template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Count,
+          int Stride = TileRows>
 struct cell_batch {
     using S = scheme_of<Role, Format>;
     using traits = word_traits<S>;
@@ -194,69 +218,78 @@ struct cell_batch {
     std::uint32_t token_scale;
 
     /// Asks for the parameters of (token, channel).
-    template <class Set>
-    __device__ __forceinline__ static void load_set(Set& set, const std::byte* block, int token,
-                                                    int channel) {
+    template <class Set, class Block>
+    __device__ __forceinline__ static void load_set(Set& set, const Block& block, int token, int channel) {
         const int at =
             traits::token_parameters ? channel / group * page + token : token / group * dim + channel;
         constexpr std::size_t scales = traits::scale_offset(shape), biases = traits::bias_offset(shape);
-        const std::byte* numbers = nullptr;
-        if constexpr (std::is_same_v<typename Set::P, coded>)
-            numbers = block + biases +
-                      static_cast<std::size_t>(kvq::detail::ceil_div(page, group) * dim + token / group * 6);
-        set.load(block + scales, block + biases, at, numbers);
+        const int numbers =
+            static_cast<int>(biases) + kvq::detail::ceil_div(page, group) * dim + token / group * 6;
+        set.load(block, scales, biases, at, numbers);
     }
 
-    __device__ __forceinline__ void fetch(const cache_ref<Format>& cache, int head, const tile_tokens& tile,
-                                          int first, int warp, int lane) {
+    /// Halves that columns share are read from the source itself, where it is in shared memory; others go through the table.
+    template <class Source>
+    static constexpr bool direct = [] {
+        if constexpr (column_parameters && !token_scales && Source::shared)
+            return set_type::exact;
+        else
+            return false;
+    }();
+
+    /// Source: page(tile, token of the tile) and block(page, token of the tile).
+    template <class Source>
+    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int first, int warp,
+                                          int lane) {
         const int column = cells::column(warp);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             if (!cells::exists(warp, first + i)) break;
             const int row = cells::row(warp, first + i);
-            fetch_words(cache, head, tile, row, column, lane, i);
-            if constexpr (column_parameters)
+            fetch_words(source, tile, row, column, lane, i);
+            if constexpr (column_parameters && !direct<Source>)
                 if (i % cells_per_set == 0)
 #pragma unroll
                     for (int t = 0; t < tables; ++t) {
                         const int token_in_tile = key ? row + t * piece_tokens : column + lane;
-                        const int number = page_of(tile, token_in_tile);
+                        const int number = source.page(tile, token_in_tile);
                         set_type& set = of_columns[i / cells_per_set][t];
                         set = {};
                         if (number >= 0 && (key || token_in_tile < tile.count))
-                            load_set(set, cache.template block<Role>(number, head),
+                            load_set(set, source.block(number, token_in_tile),
                                      (tile.first + token_in_tile) % page, key ? column + lane : row);
                     }
         }
         if constexpr (token_scales) {
             using factor = typename traits::factor;
-            const int number = page_of(tile, column + lane);
+            const int number = source.page(tile, column + lane);
             token_scale = 0;
             if (number >= 0 && column + lane < tile.count) {
-                const std::byte* const from = cache.template block<Role>(number, head) +
-                                              S::token_scale_offset(shape) +
-                                              (tile.first + column + lane) % page * parameter_width<factor>;
+                const auto from = source.block(number, column + lane)
+                                      .from(static_cast<std::size_t>((tile.first + column + lane) % page *
+                                                                     parameter_width<factor>));
+                const std::uint32_t stored = from.template get<parameter_width<factor>>(
+                    static_cast<int>(S::token_scale_offset(shape)));
                 if constexpr (std::is_same_v<factor, coded>)
                     // Code 0 is a number too: the bits of the float say whether there is a token.
-                    token_scale = __float_as_uint(kvq::detail::token_scale_float::value(
-                        fetch_word(reinterpret_cast<const std::uint8_t*>(from))));
+                    token_scale = __float_as_uint(kvq::detail::token_scale_float::value(stored));
                 else if constexpr (sizeof(factor) == 2)
-                    token_scale = __float_as_uint(
-                        unpack_half<factor, 0>(fetch_word(reinterpret_cast<const std::uint16_t*>(from))));
+                    token_scale = __float_as_uint(unpack_half<factor, 0>(stored));
                 else
-                    token_scale = fetch_word(reinterpret_cast<const std::uint32_t*>(from));
+                    token_scale = stored;
             }
         }
     }
 
-    /// Dequantizes the cells to the tile at `to`; `table`: of this warp.
-    __device__ __forceinline__ void store(std::uint32_t to, const tile_tokens& tile, int first,
-                                          std::uint32_t table, int warp, int lane) const {
+    /// Dequantizes the cells that were fetched to the tile at `to`; `table`: of this warp.
+    template <class Source>
+    __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
+                                          int first, std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, first + set * cells_per_set)) break;
-            if constexpr (has_table) {
+            if constexpr (has_table && !direct<Source>) {
                 __syncwarp();
                 fill_table(table, set, lane);
                 __syncwarp();
@@ -268,39 +301,55 @@ struct cell_batch {
 #pragma unroll
                     for (int part = 0; part < parts; ++part)
                         of_row[i][part] = of_rows[set * cells_per_set + i][part].halves();
+            const int row = cells::row(warp, first + set * cells_per_set);
+            std::uint32_t parameters[octet_parts];
+            if constexpr (direct<Source>)
+                find_columns(parameters, source, tile, row, column, lane);
+            else
+                parameters[0] = table + (tables == 2 && lane >= piece_tokens ? 192u : 0u);
+            const auto load_octet = [&](auto number) {
+                constexpr int octet = decltype(number)::value;
+                if constexpr (direct<Source>)
+                    return octet_from<traits::scale_offset(shape), traits::bias_offset(shape), 0>(
+                        parameters[octet * octet_parts / 4] + octet % (4 / octet_parts) * 16);
+                else
+                    return octet_from<0, 64, 128>(parameters[0] + octet * 16);
+            };
+            // Tiles start on 128 bytes and columns on 64 bytes: an octet flips bits of the first one's place.
+            const std::uint32_t place = to + octet_offset<Stride>(row + lane, column / 8);
+            octet_parameters shared[2];  // those of the next octet are under way
+            shared[0] = load_octet(std::integral_constant<int, 0>{});
             static_for<4>([&](auto number) {
                 constexpr int octet = decltype(number)::value;
-                const octet_parameters shared = load_octet(table, octet, lane);
+                if constexpr (octet < 3)
+                    shared[(octet + 1) % 2] = load_octet(std::integral_constant<int, octet + 1>{});
 #pragma unroll
                 for (int i = 0; i < cells_per_set; ++i) {
                     const int cell = set * cells_per_set + i;
                     if (!cells::exists(warp, first + cell)) break;
-                    store_octet<octet>(to + octet_offset<TileRows>(cells::row(warp, first + cell) + lane,
-                                                                   column / 8 + octet),
-                                       tile, column, shared, of_row[i], cell);
+                    store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128), tile,
+                                       column, shared[octet % 2], of_row[i], cell);
                 }
             });
         }
     }
 
 private:
-    __device__ __forceinline__ static int page_of(const tile_tokens& tile, int token_in_tile) {
-        return __shfl_sync(0xffffffffu, tile.page, token_in_tile / piece_tokens);
-    }
-    __device__ __forceinline__ void fetch_words(const cache_ref<Format>& cache, int head,
-                                                const tile_tokens& tile, int row, int column, int lane,
-                                                int i) {
+    template <class Source>
+    __device__ __forceinline__ void fetch_words(const Source& source, const tile_tokens& tile, int row,
+                                                int column, int lane, int i) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
             const int token_in_tile = key ? row + lane : column + part * page_columns;
-            const int number = page_of(tile, token_in_tile);
+            const int number = source.page(tile, token_in_tile);
             const int token = (tile.first + token_in_tile) % page;
-            const std::byte* const block = cache.template block<Role>(number < 0 ? 0 : number, head);
+            const auto block = source.block(number < 0 ? 0 : number, token_in_tile);
             const int block_row = key ? token : row + lane, block_column = key ? column : token;
-            const auto* const at =
-                reinterpret_cast<const std::uint32_t*>(block) +
-                static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height);
-            const auto load = [&](int vector) { return number < 0 ? 0u : fetch_word(at + vector * height); };
+            const auto at = block.from(
+                static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height) * 4);
+            const auto load = [&](int vector) {
+                return number < 0 ? 0u : at.template get<4>(vector * height * 4);
+            };
             if constexpr (full) {
 #pragma unroll
                 for (int k = 0; k < part_words; ++k)
@@ -325,7 +374,7 @@ private:
     __device__ __forceinline__ void fill_table(std::uint32_t table, int set, int lane) const {
 #pragma unroll
         for (int t = 0; t < tables; ++t) {
-            const std::uint32_t at = table + static_cast<std::uint32_t>(t * 256 + lane * 2);
+            const std::uint32_t at = table + static_cast<std::uint32_t>(t * 192 + lane * 2);
             if constexpr (column_parameters) {
                 const half_parameters h = of_columns[set][t].halves();
                 store_half_word(at, h.scale);
@@ -339,20 +388,33 @@ private:
     struct octet_parameters {
         uint4 scale, bias, low, factor;
     };
-    __device__ __forceinline__ static octet_parameters load_octet([[maybe_unused]] std::uint32_t table,
-                                                                  int octet, int lane) {
+    /// From an octet's place in the table or in a block, which has these sections.
+    template <std::size_t Scales, std::size_t Biases, std::size_t Lows>
+    __device__ __forceinline__ static octet_parameters octet_from([[maybe_unused]] std::uint32_t at) {
         octet_parameters p{};
-        if constexpr (has_table) {
-            const std::uint32_t from = table + (tables == 2 && lane >= piece_tokens ? 256u : 0u) +
-                                       16u * static_cast<unsigned>(octet);
-            if constexpr (column_parameters) {
-                p.scale = load_shared_16(from);
-                if constexpr (traits::has_bias) p.bias = load_shared_16(from + 64);
-                if constexpr (set_type::has_low) p.low = load_shared_16(from + 128);
-            }
-            if constexpr (token_scales) p.factor = load_shared_16(from + 192);
+        if constexpr (column_parameters) {
+            p.scale = load_shared_16(at + static_cast<std::uint32_t>(Scales));
+            if constexpr (traits::has_bias) p.bias = load_shared_16(at + static_cast<std::uint32_t>(Biases));
+            if constexpr (set_type::has_low) p.low = load_shared_16(at + static_cast<std::uint32_t>(Lows));
         }
+        if constexpr (token_scales) p.factor = load_shared_16(at + 192);
         return p;
+    }
+    /// Columns of a cell may lie in two pages of 16 tokens.
+    static constexpr int octet_parts = key ? 1 : parts;
+    /// Where a block in shared memory has the parameters of a cell's columns.
+    template <class Source>
+    __device__ __forceinline__ static void find_columns(std::uint32_t (&at)[octet_parts], const Source& source,
+                                                        const tile_tokens& tile, int row, int column,
+                                                        int lane) {
+#pragma unroll
+        for (int part = 0; part < octet_parts; ++part) {
+            const int token_in_tile =
+                key ? row + (tables == 2 ? lane & piece_tokens : 0) : column + part * page_columns;
+            const int token = (tile.first + token_in_tile) % page;
+            const int number = key ? token / group * dim + column : row / group * page + token;
+            at[part] = source.block(0, token_in_tile).at + static_cast<std::uint32_t>(number * 2);
+        }
     }
     template <int Octet>
     __device__ __forceinline__ void store_octet(std::uint32_t to, const tile_tokens& tile, int column,
@@ -461,58 +523,74 @@ inline constexpr bool makes_tiles = [] {
     }
 }();
 
-/// 8 neighbouring numbers in device memory as halves.
+/// Do all rows of these tensors start on 16 bytes?
 template <class T>
+__device__ __forceinline__ bool rows_aligned(const token_view<const T>& x) {
+    return ((reinterpret_cast<std::uintptr_t>(x.data) |
+             static_cast<std::uintptr_t>(x.token_stride | x.head_stride) * sizeof(T)) %
+            16) == 0;
+}
+/// 8 neighbouring numbers in device memory as halves. Aligned: they start on 16 bytes.
+template <bool Aligned, class T>
 __device__ __forceinline__ void load_halves(const T* from, std::uint32_t (&x)[4]) {
-    if constexpr (sizeof(T) == 2) {
-        if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-            const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
-            const std::uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    if constexpr (Aligned && sizeof(T) == 2) {
+        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+        const std::uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-            for (int k = 0; k < 4; ++k)
-                x[k] = std::is_same_v<T, float16>
-                           ? w[k]
-                           : pack_halves<float16>(unpack_half<T, 0>(w[k]), unpack_half<T, 1>(w[k]));
-            return;
-        }
+        for (int k = 0; k < 4; ++k)
+            x[k] = std::is_same_v<T, float16>
+                       ? w[k]
+                       : pack_halves<float16>(unpack_half<T, 0>(w[k]), unpack_half<T, 1>(w[k]));
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            x[k] = pack_halves<float16>(to_float(from[2 * k]), to_float(from[2 * k + 1]));
     }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) x[k] = pack_halves<float16>(to_float(from[2 * k]), to_float(from[2 * k + 1]));
 }
 
 /// A tile of new tokens in 16 bit: `count` tokens from `first` on of a head. Keys go row by row, values are transposed by lanes that have
-/// a channel each.
-template <tensor Role, int TileRows, int TileColumns, int Warps, class T>
+/// a channel each. No load hangs on a condition, so that all of a lane are under way together.
+template <tensor Role, int TileRows, int TileColumns, int Warps, int Stride = TileRows, class T>
 __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, int head, int first, int count,
                                               std::uint32_t to, int warp, int lane) {
     if constexpr (Role == tensor::key) {
+        if (count <= 0) return;
         constexpr int octets = TileColumns / 8;
-#pragma unroll 4
-        for (int i = warp * 32 + lane; i < TileRows * octets; i += Warps * 32) {
-            const int token = i / octets, octet = i % octets;
-            std::uint32_t x[4] = {};
-            if (token < count) load_halves(from.at(first + token, head) + octet * 8, x);
-            store_shared_16(
-                to + octet_offset<TileRows>(token, octet),
-                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
-        }
+        const auto copy = [&]<bool Aligned>(std::bool_constant<Aligned>) {
+#pragma unroll(Aligned ? 4 : 1)
+            for (int i = warp * 32 + lane; i < TileRows * octets; i += Warps * 32) {
+                const int token = kvq::detail::smaller(i / octets, count - 1), octet = i % octets;
+                std::uint32_t x[4];
+                load_halves<Aligned>(from.at(first + token, head) + octet * 8, x);
+                store_shared_16(to + octet_offset<Stride>(i / octets, octet),
+                                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                                 __uint_as_float(x[3])});
+            }
+        };
+        if (rows_aligned(from))
+            copy(std::true_type{});
+        else
+            copy(std::false_type{});
     } else {
         constexpr int column_cells = TileColumns / 32, cells = TileRows / 32 * column_cells;
 #pragma unroll 1
         for (int number = warp; number < cells; number += Warps) {
             const int channel = number / column_cells * 32 + lane, column = number % column_cells * 32;
-            const T* const at = from.at(first + column, head) + channel;
-            std::uint32_t x[4][4];
+            const int last = count - column - 1;
+            std::uint32_t x[4][4] = {};
+            if (last >= 0) {
+                const T* const at = from.at(first + column, head) + channel;
+                T own[32];
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const auto number_at = [&](int token) {
-                    return column + token < count ? to_float(at[token * from.token_stride]) : 0.0f;
-                };
-                x[i / 4][i % 4] = pack_halves<float16>(number_at(2 * i), number_at(2 * i + 1));
+                for (int i = 0; i < 32; ++i) own[i] = at[kvq::detail::smaller(i, last) * from.token_stride];
+#pragma unroll
+                for (int i = 0; i < 16; ++i)
+                    x[i / 4][i % 4] = pack_halves<float16>(2 * i <= last ? to_float(own[2 * i]) : 0.0f,
+                                                           2 * i < last ? to_float(own[2 * i + 1]) : 0.0f);
             }
 #pragma unroll
             for (int octet = 0; octet < 4; ++octet)
-                store_shared_16(to + octet_offset<TileRows>(channel, column / 8 + octet),
+                store_shared_16(to + octet_offset<Stride>(channel, column / 8 + octet),
                                 {__uint_as_float(x[octet][0]), __uint_as_float(x[octet][1]),
                                  __uint_as_float(x[octet][2]), __uint_as_float(x[octet][3])});
         }
