@@ -14,8 +14,8 @@
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
-#ifndef MT
-#define MT 64
+#ifndef ST
+#define ST 32
 #endif
 #ifndef MW
 #define MW 8
@@ -26,7 +26,7 @@ struct mma_shape {
     static constexpr int warps = Dim <= 128 ? MW : 8, threads = 32 * warps;
     static constexpr int warp_rows = prefill_rows<Dim> / warps;
     static constexpr int strips = warp_rows / 16;  // of 16 rows
-    static constexpr int tile = MT;
+    static constexpr int tile = 64, step_tokens = ST;
     static constexpr int pieces = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
     static constexpr int query = 0, query_bytes = prefill_rows<Dim> * pieces * 128;
     static constexpr int key_bytes = tile * pieces * 128, value_bytes = Dim * 128;
@@ -43,7 +43,7 @@ using warp_cells =
 template <int Dim, bool Softcap, class Args>
 struct mma_rows {
     using shape = mma_shape<Dim>;
-    static constexpr int tile = shape::tile, strips = shape::strips;
+    static constexpr int tile = shape::tile, strips = shape::strips, step_tokens = shape::step_tokens;
     const Args& a;
     const prefill_block& block;
     std::uint32_t base, table, query_offset, offset;
@@ -80,7 +80,7 @@ struct mma_rows {
         return load_matrices(from + ((A ? query_offset : offset) ^ u(step % 4 * 32)) +
                              u(row * 128 + step / 4 * (Rows * 128)));
     }
-    __device__ __forceinline__ void scores(float (&s)[strips][tile / 2]) const {
+    __device__ __forceinline__ void scores(float (&s)[strips][step_tokens / 2], int first) const {
 #pragma unroll
         for (auto& strip : s)
 #pragma unroll
@@ -93,8 +93,8 @@ struct mma_rows {
                 q[m] = matrices<prefill_rows<Dim>, true>(base + shape::query,
                                                          warp * shape::warp_rows + m * 16, step);
 #pragma unroll
-            for (int n = 0; n < tile / 16; ++n) {
-                const uint4 k = matrices<tile, false>(keys(buffer), n * 16, step);
+            for (int n = 0; n < step_tokens / 16; ++n) {
+                const uint4 k = matrices<tile, false>(keys(buffer), first + n * 16, step);
 #pragma unroll
                 for (int m = 0; m < strips; ++m) {
                     multiply(s[m], 2 * n, q[m], k.x, k.y);
@@ -103,7 +103,7 @@ struct mma_rows {
             }
         }
     }
-    __device__ __forceinline__ void weigh(float (&s)[strips][tile / 2], const tile_note& note) {
+    __device__ __forceinline__ void weigh(float (&s)[strips][step_tokens / 2], const tile_note& note) {
 #pragma unroll
         for (int m = 0; m < strips; ++m) {
             int position[2];
@@ -118,9 +118,9 @@ struct mma_rows {
                 for (int i = 0; i < Dim / 2; ++i) o[m][i] *= factor[i / 2 % 2];
         }
     }
-    __device__ __forceinline__ void add_values(const float (&s)[strips][tile / 2]) {
+    __device__ __forceinline__ void add_values(const float (&s)[strips][step_tokens / 2], int first) {
 #pragma unroll
-        for (int step = 0; step < tile / 16; ++step) {
+        for (int step = 0; step < step_tokens / 16; ++step) {
             uint4 p[strips];
 #pragma unroll
             for (int m = 0; m < strips; ++m) {
@@ -132,13 +132,25 @@ struct mma_rows {
             }
 #pragma unroll
             for (int c = 0; c < Dim / 16; ++c) {
-                const uint4 v = matrices<Dim, false>(values(buffer), c * 16, step);
+                const uint4 v = matrices<Dim, false>(values(buffer), c * 16, first / 16 + step);
 #pragma unroll
                 for (int m = 0; m < strips; ++m) {
                     multiply(o[m], 2 * c, p[m], v.x, v.y);
                     multiply(o[m], 2 * c + 1, p[m], v.z, v.w);
                 }
             }
+        }
+    }
+    /// Scores, softmax and output of a tile; meanwhile() after the first scores.
+    template <class F>
+    __device__ __forceinline__ void attend(const tile_note& note, F&& meanwhile) {
+#pragma unroll
+        for (int first = 0; first < tile; first += step_tokens) {
+            float s[strips][step_tokens / 2];
+            scores(s, first);
+            if (first == 0) meanwhile();
+            weigh(s, {note.position + first, note.count - first, note.pieces >> first / piece_tokens, note.cut});
+            add_values(s, first);
         }
     }
     /// All tiles of a part.
@@ -155,8 +167,8 @@ struct mma_rows {
         const blocks_in_memory<tensor::value, format> values_of{part.cache, block.kv_head};
         warp_cells<tensor::key, format, tile, Dim, shape::warps> key_cells;
         warp_cells<tensor::value, format, Dim, tile, shape::warps> value_cells;
-        tile_tokens next{range.first, kvq::detail::smaller(tile, range.end - range.first),
-                         page_at(range.first)};
+        tile_tokens next = tile_tokens::of(
+            range.first, kvq::detail::smaller(tile, range.end - range.first), page_at(range.first));
         int next_page = page_at(range.first + tile);
         key_cells.fetch(keys_of, next, 0, warp, lane);
         value_cells.fetch(values_of, next, 0, value_warp, lane);
@@ -168,19 +180,16 @@ struct mma_rows {
         for (int first = range.first; first < range.end; first += tile) {
             const int count = next.count, pieces = static_cast<int>(__ballot_sync(0xffffffffu, next.page >= 0));
             const bool more = first + tile < range.end;
-            next = {first + tile, kvq::detail::smaller(tile, range.end - first - tile), next_page};
+            next = tile_tokens::of(first + tile, kvq::detail::smaller(tile, range.end - first - tile), next_page);
             next_page = page_at(first + 2 * tile);
             if (more) key_cells.fetch(keys_of, next, 0, warp, lane);
             const int at = part.cache.first_token + first;
             const tile_note note{at, count, pieces, a.cut(block, at, count, pieces, sinks, tile)};
-            float s[strips][tile / 2];
-            scores(s);
-            if (more) {
+            attend(note, [&] {
+                if (!more) return;
                 key_cells.store(keys_of, keys(buffer ^ 1), next, 0, table, warp, lane);
                 value_cells.fetch(values_of, next, 0, value_warp, lane);
-            }
-            weigh(s, note);
-            add_values(s);
+            });
             if (more) value_cells.store(values_of, values(buffer ^ 1), next, 0, table, value_warp, lane);
             __syncthreads();
             buffer ^= 1;
@@ -196,10 +205,7 @@ struct mma_rows {
             copy_new_tile<tensor::value, Dim, tile, shape::warps>(a.v, block.kv_head, block.start + first,
                                                                    count, values(buffer), warp, lane);
             __syncthreads();
-            float s[strips][tile / 2];
-            scores(s);
-            weigh(s, {at, count, -1, a.cut(block, at, count, -1, false, tile)});
-            add_values(s);
+            attend({at, count, -1, a.cut(block, at, count, -1, false, tile)}, [] {});
             buffer ^= 1;  // the other tile was read before the last barrier
         }
     }

@@ -44,6 +44,12 @@ struct tile_tokens {
     int first;  // of the part
     int count;  // tokens that exist
     int page;   // lane i: the number of the page of tokens 16 i to 16 i + 15; negative: not held
+    int any;    // a page that is held, which is read in place of those that are not; negative: there is none
+
+    __device__ __forceinline__ static tile_tokens of(int first, int count, int page) {
+        const unsigned held = __ballot_sync(0xffffffffu, page >= 0);
+        return {first, count, page, held == 0 ? -1 : __shfl_sync(0xffffffffu, page, __ffs(static_cast<int>(held)) - 1)};
+    }
 };
 
 /// A block of a page in device memory. Cells read it through get<bytes of a number>(byte).
@@ -58,6 +64,11 @@ struct block_in_memory {
         return fetch_word(reinterpret_cast<const number*>(at + byte));
     }
 };
+/// Bits of the first `count` of 32 columns.
+__device__ __forceinline__ std::uint32_t existing_columns(int count) {
+    return count >= 32 ? 0xffffffffu : count <= 0 ? 0u : (1u << count) - 1u;
+}
+
 /// All blocks of a head, by the numbers of their pages: what cells are read from.
 template <tensor Role, class Format>
 struct blocks_in_memory {
@@ -65,9 +76,16 @@ struct blocks_in_memory {
     const cache_ref<Format>& cache;
     int head;
 
-    /// The page of a token of a tile; negative: not held.
+    /// The page to read for a token of a tile, if there is any.
     __device__ __forceinline__ int page(const tile_tokens& tile, int token_of_tile) const {
-        return __shfl_sync(0xffffffffu, tile.page, token_of_tile / piece_tokens);
+        const int number = __shfl_sync(0xffffffffu, tile.page, token_of_tile / piece_tokens);
+        return number < 0 ? tile.any : number;
+    }
+    __device__ __forceinline__ static bool any(const tile_tokens& tile) { return tile.any >= 0; }
+    /// Bit i: token first + i of a tile exists and is held. `first` begins a piece.
+    __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
+        const unsigned pieces = __ballot_sync(0xffffffffu, tile.page >= 0) >> first / piece_tokens;
+        return existing_columns(tile.count - first) & ((pieces & 1u ? 0xffffu : 0u) | (pieces & 2u ? 0xffff0000u : 0u));
     }
 
     __device__ __forceinline__ block_in_memory block(int number, int) const {
@@ -211,6 +229,8 @@ struct cell_batch {
         using type = nothing;
     };
     using set_type = typename set_of<S, full>::type;
+    /// What scales of values lose by being rounded averages out over the tokens.
+    static constexpr bool has_low = key && set_type::has_low;
 
     std::uint32_t word[Count][words];
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[Count][parts], nothing> of_rows;
@@ -237,10 +257,15 @@ struct cell_batch {
             return false;
     }();
 
-    /// Source: page(tile, token of the tile) and block(page, token of the tile).
+    /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first token). No load hangs on a
+    /// condition of its own, and none is waited for here: store() zeroes values of tokens that do not exist.
     template <class Source>
     __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int first, int warp,
                                           int lane) {
+        if (!source.any(tile)) {
+            *this = {};
+            return;
+        }
         const int column = cells::column(warp);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
@@ -252,32 +277,16 @@ struct cell_batch {
 #pragma unroll
                     for (int t = 0; t < tables; ++t) {
                         const int token_in_tile = key ? row + t * piece_tokens : column + lane;
-                        const int number = source.page(tile, token_in_tile);
-                        set_type& set = of_columns[i / cells_per_set][t];
-                        set = {};
-                        if (number >= 0 && (key || token_in_tile < tile.count))
-                            load_set(set, source.block(number, token_in_tile),
-                                     (tile.first + token_in_tile) % page, key ? column + lane : row);
+                        load_set(of_columns[i / cells_per_set][t],
+                                 source.block(source.page(tile, token_in_tile), token_in_tile),
+                                 (tile.first + token_in_tile) % page, key ? column + lane : row);
                     }
         }
         if constexpr (token_scales) {
-            using factor = typename traits::factor;
-            const int number = source.page(tile, column + lane);
-            token_scale = 0;
-            if (number >= 0 && column + lane < tile.count) {
-                const auto from = source.block(number, column + lane)
-                                      .from(static_cast<std::size_t>((tile.first + column + lane) % page *
-                                                                     parameter_width<factor>));
-                const std::uint32_t stored = from.template get<parameter_width<factor>>(
-                    static_cast<int>(S::token_scale_offset(shape)));
-                if constexpr (std::is_same_v<factor, coded>)
-                    // Code 0 is a number too: the bits of the float say whether there is a token.
-                    token_scale = __float_as_uint(kvq::detail::token_scale_float::value(stored));
-                else if constexpr (sizeof(factor) == 2)
-                    token_scale = __float_as_uint(unpack_half<factor, 0>(stored));
-                else
-                    token_scale = stored;
-            }
+            constexpr int width = parameter_width<typename traits::factor>;
+            const auto block = source.block(source.page(tile, column + lane), column + lane);
+            token_scale = block.from(static_cast<std::size_t>((tile.first + column + lane) % page * width))
+                              .template get<width>(static_cast<int>(S::token_scale_offset(shape)));
         }
     }
 
@@ -286,6 +295,7 @@ struct cell_batch {
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           int first, std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
+        const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, first + set * cells_per_set)) break;
@@ -327,8 +337,8 @@ struct cell_batch {
                 for (int i = 0; i < cells_per_set; ++i) {
                     const int cell = set * cells_per_set + i;
                     if (!cells::exists(warp, first + cell)) break;
-                    store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128), tile,
-                                       column, shared[octet % 2], of_row[i], cell);
+                    store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
+                                       existing, shared[octet % 2], of_row[i], cell);
                 }
             });
         }
@@ -341,15 +351,12 @@ private:
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
             const int token_in_tile = key ? row + lane : column + part * page_columns;
-            const int number = source.page(tile, token_in_tile);
             const int token = (tile.first + token_in_tile) % page;
-            const auto block = source.block(number < 0 ? 0 : number, token_in_tile);
+            const auto block = source.block(source.page(tile, token_in_tile), token_in_tile);
             const int block_row = key ? token : row + lane, block_column = key ? column : token;
             const auto at = block.from(
                 static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height) * 4);
-            const auto load = [&](int vector) {
-                return number < 0 ? 0u : at.template get<4>(vector * height * 4);
-            };
+            const auto load = [&](int vector) { return at.template get<4>(vector * height * 4); };
             if constexpr (full) {
 #pragma unroll
                 for (int k = 0; k < part_words; ++k)
@@ -364,10 +371,8 @@ private:
                         word[i][part * part_words + behind + k] = load(first + block_column / 4 / per + k);
                 });
             }
-            if constexpr (row_parameters) {
-                of_rows[i][part] = {};
-                if (number >= 0) load_set(of_rows[i][part], block, token, key ? column : row + lane);
-            }
+            if constexpr (row_parameters)
+                load_set(of_rows[i][part], block, token, key ? column : row + lane);
         }
     }
     /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages.
@@ -379,9 +384,19 @@ private:
                 const half_parameters h = of_columns[set][t].halves();
                 store_half_word(at, h.scale);
                 if constexpr (traits::has_bias) store_half_word(at + 64, h.bias);
-                if constexpr (set_type::has_low) store_half_word(at + 128, h.low);
+                if constexpr (has_low) store_half_word(at + 128, h.low);
             }
-            if constexpr (token_scales) store_half_word(at + 192, to_half(__uint_as_float(token_scale)));
+            if constexpr (token_scales) {
+                using factor = typename traits::factor;
+                float scale;
+                if constexpr (std::is_same_v<factor, coded>)
+                    scale = kvq::detail::token_scale_float::value(token_scale);
+                else if constexpr (sizeof(factor) == 2)
+                    scale = unpack_half<factor, 0>(token_scale);
+                else
+                    scale = __uint_as_float(token_scale);
+                store_half_word(at + 192, to_half(scale));
+            }
         }
     }
     /// What the columns of an octet share.
@@ -395,7 +410,7 @@ private:
         if constexpr (column_parameters) {
             p.scale = load_shared_16(at + static_cast<std::uint32_t>(Scales));
             if constexpr (traits::has_bias) p.bias = load_shared_16(at + static_cast<std::uint32_t>(Biases));
-            if constexpr (set_type::has_low) p.low = load_shared_16(at + static_cast<std::uint32_t>(Lows));
+            if constexpr (has_low) p.low = load_shared_16(at + static_cast<std::uint32_t>(Lows));
         }
         if constexpr (token_scales) p.factor = load_shared_16(at + 192);
         return p;
@@ -417,7 +432,7 @@ private:
         }
     }
     template <int Octet>
-    __device__ __forceinline__ void store_octet(std::uint32_t to, const tile_tokens& tile, int column,
+    __device__ __forceinline__ void store_octet(std::uint32_t to, std::uint32_t existing,
                                                 const octet_parameters& shared,
                                                 [[maybe_unused]] const half_parameters (&of_row)[parts],
                                                 int i) const {
@@ -427,12 +442,6 @@ private:
             constexpr int first = part * part_words + Octet * 4 % part_words;
 #pragma unroll
             for (int k = 0; k < 4; ++k) x[k] = as_halves<typename S::value_type>(word[i][first + k]);
-            if (!key && tile.count < column + 32)  // bytes of tokens that do not exist are no numbers
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const int left = tile.count - (column + Octet * 8 + 2 * k);
-                    if (left < 2) x[k] = left < 1 ? 0u : x[k] & 0xffffu;
-                }
         } else {
             constexpr int quads = page_columns / 4, first_quad = Octet * 2 % quads;
             const std::uint32_t low_quad = quad<part, first_quad>(i),
@@ -461,7 +470,7 @@ private:
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const std::uint32_t code = multiply_add_halves(x[k], 0x3c003c00u, raised);
-                if constexpr (set_type::has_low)
+                if constexpr (has_low)
                     x[k] = multiply_add_halves(code, s[k], multiply_add_halves(code, l[k], b[k]));
                 else if constexpr (traits::has_bias)
                     x[k] = multiply_add_halves(code, s[k], b[k]);
@@ -470,6 +479,11 @@ private:
                 if constexpr (token_scales) x[k] = multiply_halves(x[k], f[k]);
             }
         }
+        if (!key && existing != 0xffffffffu)  // weights of other tokens are 0, but their bytes may be no numbers
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                x[k] &= (existing >> (Octet * 8 + 2 * k) & 1u ? 0xffffu : 0u) |
+                        (existing >> (Octet * 8 + 2 * k + 1) & 1u ? 0xffff0000u : 0u);
         store_shared_16(
             to, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
     }

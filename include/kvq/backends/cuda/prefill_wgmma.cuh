@@ -20,17 +20,14 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int wgmma_tile = 128, wgmma_stages = 2;
 inline constexpr int wgmma_rows = 128, half_tile = wgmma_tile / 2;  // of a thread block of the cluster
-#ifndef PW
-#define PW 4
-#endif
 #ifndef CREGS
-#define CREGS 200
-#define PREGS 104
+#define CREGS 192
+#define PREGS 64
 #endif
-inline constexpr int consumer_registers = CREGS, producer_registers = PREGS;  // of a thread; all together 504
-inline constexpr int producer_warps = PW, consumer_warps = 8, wgmma_threads = 32 * (producer_warps + consumer_warps);
-inline constexpr int role_warps = producer_warps / 2;  // of keys, and of values
-inline constexpr int cell_warps = 4;                   // cells are dealt to so many
+inline constexpr int consumer_registers = CREGS, producer_registers = PREGS;  // of a thread; all together 512
+inline constexpr int role_warps = 4;  // produce keys; as many produce values
+inline constexpr int producer_warps = 2 * role_warps, consumer_warps = 8,
+                     wgmma_threads = 32 * (producer_warps + consumer_warps);
 /// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
 inline constexpr int block_slots = 2, block_slot_bytes = 16 * 1024;
 
@@ -107,6 +104,10 @@ struct blocks_in_slot {
 
     std::uint32_t at;
     __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
+    __device__ __forceinline__ static bool any(const tile_tokens&) { return true; }
+    __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
+        return existing_columns(tile.count - first);
+    }
     __device__ __forceinline__ block_in_shared block(int, int token_of_tile) const {
         return {at + (count == 1 ? 0u : static_cast<std::uint32_t>(token_of_tile / page_tokens * block_bytes))};
     }
@@ -117,7 +118,6 @@ template <tensor Role, int Dim, class Args>
 struct tile_producer {
     using memory = wgmma_memory<Dim>;
     static constexpr bool key = Role == tensor::key;
-    static constexpr int passes = cell_warps / role_warps;
     const Args& a;
     const prefill_block& block;
     wgmma_place place;
@@ -154,6 +154,7 @@ struct tile_producer {
                         .store(s.note);
             }
             dequantize(part.cache, first, count - place.rank * half_tile, page, s);
+            share(s);
             page = next_page;
             next_page = page_behind;
         }
@@ -171,7 +172,7 @@ struct tile_producer {
                           key ? wgmma_tile : Dim>(key ? a.k : a.v, block.kv_head,
                                                   block.start + first + place.rank * half_tile,
                                                   count - place.rank * half_tile, own_half(s), warp, lane);
-            share_all(s);
+            share(s);
         }
     }
 
@@ -230,73 +231,46 @@ private:
             barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
             // Tokens are counted from the slot's first one.
             dequantize_from<Format>(blocks{slot(read)},
-                                    {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0},
+                                    {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0},
                                     s);
             ++read;
         } else {
+            const int own_page =
+                __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / piece_tokens));
             dequantize_from<Format>(
                 blocks_in_memory<Role, Format>{cache, block.kv_head},
-                {first + place.rank * half_tile, count,
-                 __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / piece_tokens))},
+                tile_tokens::of(first + place.rank * half_tile, count,
+                                lane < half_tile / piece_tokens ? own_page : -1),
                 s);
         }
     }
-    /// In passes: cells of the next one are loaded while those of one are dequantized, if registers allow.
     template <class Format, class Source>
     __device__ __forceinline__ void dequantize_from(const Source& source, const tile_tokens& half,
                                                     const wgmma_stage& s) {
         constexpr int rows = key ? half_tile : Dim, columns = key ? Dim : half_tile;
-        constexpr int each = tile_cells<rows, columns, cell_warps>::each;
-        using batch = cell_batch<Role, Format, rows, columns, cell_warps, each, key ? wgmma_tile : Dim>;
-        const std::uint32_t to = own_half(s),
-                            table = place.tiles + static_cast<std::uint32_t>(
-                                                      memory::tables +
-                                                      (key ? warp * key_table_bytes
-                                                           : role_warps * key_table_bytes +
-                                                                 warp * value_table_bytes));
-        if constexpr (passes == 2 && batch::words * each <= 16) {
-            batch cells[2];
-            cells[0].fetch(source, half, 0, warp, lane);
-            cells[1].fetch(source, half, 0, warp + role_warps, lane);
-            cells[0].store(source, to, half, 0, table, warp, lane);
-            share(s, 0);
-            cells[1].store(source, to, half, 0, table, warp + role_warps, lane);
-            share(s, 1);
-        } else {
-#pragma unroll 1
-            for (int pass = 0; pass < passes; ++pass) {
-                const int w = warp + pass * role_warps;
-                batch cells;
-                cells.fetch(source, half, 0, w, lane);
-                cells.store(source, to, half, 0, table, w, lane);
-                share(s, pass);
-            }
-        }
+        constexpr int each = tile_cells<rows, columns, role_warps>::each;
+        const std::uint32_t table =
+            place.tiles + static_cast<std::uint32_t>(
+                              memory::tables + (key ? warp * key_table_bytes
+                                                    : role_warps * key_table_bytes + warp * value_table_bytes));
+        cell_batch<Role, Format, rows, columns, role_warps, each, key ? wgmma_tile : Dim> cells;
+        cells.fetch(source, half, 0, warp, lane);
+        cells.store(source, own_half(s), half, 0, table, warp, lane);
     }
-    /// A part of this half is there: the other block of the cluster gets a copy of it.
-    __device__ __forceinline__ void share(const wgmma_stage& s, int pass) const {
-        constexpr int bytes = half_tile * Dim * 2;
+    /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
+    __device__ __forceinline__ void share(const wgmma_stage& s) const {
         publish_to_products();
         wait_at_barrier(key ? 1 : 2, role_warps * 32);
         if (warp != role_warps - 1 || lane != 0) return;
-        const std::uint32_t barrier = key ? s.full_keys : s.full_values;
-        if (pass == passes - 1) barrier_expect(barrier, bytes);  // of the other block's half
-        send(s, barrier, pass);
-    }
-    __device__ __forceinline__ void share_all(const wgmma_stage& s) const {
-#pragma unroll
-        for (int pass = 0; pass < passes; ++pass) share(s, pass);
-    }
-    /// What the cells of a pass make up.
-    __device__ __forceinline__ void send(const wgmma_stage& s, std::uint32_t barrier, int pass) const {
-        constexpr int copies = key && passes == 1 ? Dim / 64 : 1,
-                      bytes = half_tile * Dim * 2 / passes / copies;
-        constexpr int next = key && Dim == 128 ? wgmma_tile * 128 : bytes;
-        const std::uint32_t there = place_in(place.rank ^ 1, barrier);
+        constexpr int copies = key ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
+        const std::uint32_t barrier = key ? s.full_keys : s.full_values, from = own_half(s);
+        const int other = place.rank ^ 1;
+        const std::uint32_t to = place_in(other, from), there = place_in(other, barrier);
+        barrier_expect(barrier, copies * bytes);
 #pragma unroll
         for (int i = 0; i < copies; ++i) {
-            const std::uint32_t from = own_half(s) + static_cast<std::uint32_t>((pass + i) * next);
-            copy_bulk_to(place_in(place.rank ^ 1, from), from, bytes, there);
+            const auto behind = static_cast<std::uint32_t>(i * wgmma_tile * 128);
+            copy_bulk_to(to + behind, from + behind, bytes, there);
         }
     }
 };
