@@ -4,7 +4,7 @@
 //
 // The new tokens are not stored yet: they see each other, and the recent window, in 16 bit, as in the CPU's prefill. Store them
 // afterwards (store_new_tokens, commit_due_pages, or requantize_pages for a long prompt). Sequences of a batch may have any number of new tokens
-// each, one or none too; a row block of 128 (query, head) pairs is a thread block's work, so single tokens are better
+// each, one or none too; a block of 256 (query, head) pairs is the least work, so single tokens are better
 // off with attend().
 // Contract: each row is computed by one thread block, in order of position: results depend neither on the batch nor on timing. Weights, values
 // and keys are rounded to half floats (prefill_tile.cuh). Relative error against double on dequantized values: 5e-4 on normal data; a score of
@@ -62,7 +62,7 @@ status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int cluster, 
 
 /// history: the sequences before their new tokens (lengths do not count these). q, k, v, out: rows starts[b] to starts[b + 1] - 1 are
 /// the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences + 1], device memory. most_new_tokens: of one sequence.
-/// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 128 / group new tokens read the cache once.
+/// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
 template <class T, class... Parts>
 status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& q,
                const token_view<const T>& k, const token_view<const T>& v, const token_view<T>& out,

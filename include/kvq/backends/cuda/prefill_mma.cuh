@@ -15,7 +15,7 @@
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 #ifndef ST
-#define ST 32
+#define ST 64
 #endif
 #ifndef MW
 #define MW 8
@@ -60,7 +60,8 @@ struct mma_rows {
         const int quarter = lane / 8;
         query_offset = octet_offset<8>(lane % 8 + quarter % 2 * 8, quarter / 2);
         offset = octet_offset<8>(lane % 8 + quarter / 2 * 8, quarter % 2);
-        value_warp = warp ^ (shape::warps / 2);  // where half of the warps have cells, keys and values are others'
+        value_warp =
+            warp ^ (shape::warps / 2);  // where half of the warps have cells, keys and values are others'
 #pragma unroll
         for (auto& strip : o)
 #pragma unroll
@@ -106,12 +107,15 @@ struct mma_rows {
     __device__ __forceinline__ void weigh(float (&s)[strips][step_tokens / 2], const tile_note& note) {
 #pragma unroll
         for (int m = 0; m < strips; ++m) {
-            int position[2];
+            if constexpr (Softcap) cap_scores(a, s[m]);
+            if (note.cut != 0) {
+                int position[2];
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                position[r] = block.history + (block.first_row + own_row + 16 * m + 8 * r) / a.group;
+                for (int r = 0; r < 2; ++r)
+                    position[r] = block.history + (block.first_row + own_row + 16 * m + 8 * r) / a.group;
+                hide_scores(a, note, position, lane % 4, s[m]);
+            }
             float factor[2];
-            mask_scores<Softcap>(a, note, position, lane % 4, s[m]);
             softmax_step(s[m], rows[m], factor, Softcap ? 1.0f : a.scale);
             if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f))
 #pragma unroll
@@ -141,15 +145,14 @@ struct mma_rows {
             }
         }
     }
-    /// Scores, softmax and output of a tile; meanwhile() after the first scores.
-    template <class F>
-    __device__ __forceinline__ void attend(const tile_note& note, F&& meanwhile) {
+    /// Scores, softmax and output of a tile.
+    __device__ __forceinline__ void attend(const tile_note& note) {
 #pragma unroll
         for (int first = 0; first < tile; first += step_tokens) {
             float s[strips][step_tokens / 2];
             scores(s, first);
-            if (first == 0) meanwhile();
-            weigh(s, {note.position + first, note.count - first, note.pieces >> first / piece_tokens, note.cut});
+            weigh(s,
+                  {note.position + first, note.count - first, note.pieces >> first / piece_tokens, note.cut});
             add_values(s, first);
         }
     }
@@ -167,8 +170,8 @@ struct mma_rows {
         const blocks_in_memory<tensor::value, format> values_of{part.cache, block.kv_head};
         warp_cells<tensor::key, format, tile, Dim, shape::warps> key_cells;
         warp_cells<tensor::value, format, Dim, tile, shape::warps> value_cells;
-        tile_tokens next = tile_tokens::of(
-            range.first, kvq::detail::smaller(tile, range.end - range.first), page_at(range.first));
+        tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
+                                           page_at(range.first));
         int next_page = page_at(range.first + tile);
         key_cells.fetch(keys_of, next, 0, warp, lane);
         value_cells.fetch(values_of, next, 0, value_warp, lane);
@@ -178,19 +181,23 @@ struct mma_rows {
         __syncthreads();
 #pragma unroll 1
         for (int first = range.first; first < range.end; first += tile) {
-            const int count = next.count, pieces = static_cast<int>(__ballot_sync(0xffffffffu, next.page >= 0));
+            const int count = next.count,
+                      pieces = static_cast<int>(__ballot_sync(0xffffffffu, next.page >= 0));
             const bool more = first + tile < range.end;
-            next = tile_tokens::of(first + tile, kvq::detail::smaller(tile, range.end - first - tile), next_page);
+            next = tile_tokens::of(first + tile, kvq::detail::smaller(tile, range.end - first - tile),
+                                   next_page);
             next_page = page_at(first + 2 * tile);
-            if (more) key_cells.fetch(keys_of, next, 0, warp, lane);
+            if (more) {
+                key_cells.fetch(keys_of, next, 0, warp, lane);
+                value_cells.fetch(values_of, next, 0, value_warp, lane);
+            }
             const int at = part.cache.first_token + first;
             const tile_note note{at, count, pieces, a.cut(block, at, count, pieces, sinks, tile)};
-            attend(note, [&] {
-                if (!more) return;
+            attend(note);
+            if (more) {
                 key_cells.store(keys_of, keys(buffer ^ 1), next, 0, table, warp, lane);
-                value_cells.fetch(values_of, next, 0, value_warp, lane);
-            });
-            if (more) value_cells.store(values_of, values(buffer ^ 1), next, 0, table, value_warp, lane);
+                value_cells.store(values_of, values(buffer ^ 1), next, 0, table, value_warp, lane);
+            }
             __syncthreads();
             buffer ^= 1;
         }
@@ -201,11 +208,11 @@ struct mma_rows {
             const int count = kvq::detail::smaller(tile, block.new_tokens - first),
                       at = block.history + first;
             copy_new_tile<tensor::key, tile, Dim, shape::warps>(a.k, block.kv_head, block.start + first,
-                                                                 count, keys(buffer), warp, lane);
+                                                                count, keys(buffer), warp, lane);
             copy_new_tile<tensor::value, Dim, tile, shape::warps>(a.v, block.kv_head, block.start + first,
-                                                                   count, values(buffer), warp, lane);
+                                                                  count, values(buffer), warp, lane);
             __syncthreads();
-            attend({at, count, -1, a.cut(block, at, count, -1, false, tile)}, [] {});
+            attend({at, count, -1, a.cut(block, at, count, -1, false, tile)});
             buffer ^= 1;  // the other tile was read before the last barrier
         }
     }
@@ -224,15 +231,16 @@ private:
 };
 
 template <int Dim, bool Softcap, class Args>
-__global__ void __launch_bounds__(mma_shape<Dim>::threads, 1) prefill_mma_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(mma_shape<Dim>::threads, 1)
+    prefill_mma_kernel(const __grid_constant__ Args a) {
     using shape = mma_shape<Dim>;
     extern __shared__ std::byte shared[];
     const std::uint32_t base = (shared_address(shared) + 127u) & ~127u;
     const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x),
                               static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
-    load_query_rows<Dim, prefill_rows<Dim>>(a, block, 0, prefill_rows<Dim>, base + shape::query, static_cast<int>(threadIdx.x),
-                                       shape::threads);
+    load_query_rows<Dim, prefill_rows<Dim>>(a, block, 0, prefill_rows<Dim>, base + shape::query,
+                                            static_cast<int>(threadIdx.x), shape::threads);
     mma_rows<Dim, Softcap, Args> rows(a, block, base, static_cast<int>(threadIdx.x));
     __syncthreads();
     each_part(a, [&](const auto& part) { rows.pages(part); });

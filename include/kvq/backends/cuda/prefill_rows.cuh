@@ -8,6 +8,7 @@
 #pragma once
 
 #include "prefill_args.cuh"
+#include "prefill_new_tile.cuh"
 #include "score_modifiers.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
@@ -41,12 +42,13 @@ __device__ __forceinline__ void load_query_rows(const Args& a, const prefill_blo
                       held = kvq::detail::smaller(row, block.rows - 1);
             std::uint32_t x[4];
             load_halves<Aligned>(
-                a.q.at(block.start + held / a.group, block.kv_head * a.group + held % a.group) + octet * 8, x);
+                a.q.at(block.start + held / a.group, block.kv_head * a.group + held % a.group) + octet * 8,
+                x);
             if (row >= block.rows) x[0] = x[1] = x[2] = x[3] = 0;
-            store_shared_16(to + static_cast<std::uint32_t>(row_of_tiles / Rows * (Rows * Dim * 2)) +
-                                octet_offset<Rows>(row_of_tiles % Rows, octet),
-                            {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                             __uint_as_float(x[3])});
+            store_shared_16(
+                to + static_cast<std::uint32_t>(row_of_tiles / Rows * (Rows * Dim * 2)) +
+                    octet_offset<Rows>(row_of_tiles % Rows, octet),
+                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
         }
     };
     if (rows_aligned(a.q))
@@ -60,14 +62,17 @@ struct row_pair {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see.
-template <bool Softcap, int N, class Args>
-__device__ __forceinline__ void mask_scores(const Args& a, const tile_note& note, const int (&position)[2],
-                                            int t, float (&s)[N]) {
-    if constexpr (Softcap)
+/// Caps scores: they are then in powers of two already.
+template <int N, class Args>
+__device__ __forceinline__ void cap_scores(const Args& a, float (&s)[N]) {
 #pragma unroll
-        for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
-    if (note.cut == 0) return;
+    for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
+}
+
+/// Hides what the thread's rows at `position` do not see of a tile that is cut.
+template <int N, class Args>
+__device__ __forceinline__ void hide_scores(const Args& a, const tile_note& note, const int (&position)[2],
+                                            int t, float (&s)[N]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int end = kvq::detail::smaller(note.count, position[r] + 1 - note.position);
@@ -94,7 +99,8 @@ __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, floa
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         const float raised = top == -INFINITY ? 0.0f : top * scale;
-        factor[r] = exp2_fast((rows.max[r] - (top == -INFINITY ? 0.0f : top)) * scale);  // 1 if nothing was raised
+        factor[r] =
+            exp2_fast((rows.max[r] - (top == -INFINITY ? 0.0f : top)) * scale);  // 1 if nothing was raised
         rows.max[r] = top;
         float sum = 0.0f;
 #pragma unroll

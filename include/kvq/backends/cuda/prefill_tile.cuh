@@ -3,7 +3,7 @@
 //   keys    rows = tokens,   columns = channels         S = Q K^T sums over columns
 //   values  rows = channels, columns = tokens           O = P V   sums over columns
 //
-// A block of a page is a matrix of that form already (docs/format.md): a word holds neighbouring columns of one row, so nothing is
+// A block of a page is a matrix of that form already (docs/reference/format.md): a word holds neighbouring columns of one row, so nothing is
 // transposed. A tile is cut into pieces of 64 columns, [piece][row][64 halves]; the 16 bytes of columns 8c to 8c + 7 of row r stand at
 // place c ^ (r % 8) of the row's 128 bytes (the 128-byte swizzle of wgmma; loads of 8 rows meet all banks).
 // A warp dequantizes cells of 32 rows and 32 columns: a lane has a row. Parameters of columns go through a small table of the warp.
@@ -48,7 +48,8 @@ struct tile_tokens {
 
     __device__ __forceinline__ static tile_tokens of(int first, int count, int page) {
         const unsigned held = __ballot_sync(0xffffffffu, page >= 0);
-        return {first, count, page, held == 0 ? -1 : __shfl_sync(0xffffffffu, page, __ffs(static_cast<int>(held)) - 1)};
+        return {first, count, page,
+                held == 0 ? -1 : __shfl_sync(0xffffffffu, page, __ffs(static_cast<int>(held)) - 1)};
     }
 };
 
@@ -85,7 +86,8 @@ struct blocks_in_memory {
     /// Bit i: token first + i of a tile exists and is held. `first` begins a piece.
     __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
         const unsigned pieces = __ballot_sync(0xffffffffu, tile.page >= 0) >> first / piece_tokens;
-        return existing_columns(tile.count - first) & ((pieces & 1u ? 0xffffu : 0u) | (pieces & 2u ? 0xffff0000u : 0u));
+        return existing_columns(tile.count - first) &
+               ((pieces & 1u ? 0xffffu : 0u) | (pieces & 2u ? 0xffff0000u : 0u));
     }
 
     __device__ __forceinline__ block_in_memory block(int number, int) const {
@@ -295,7 +297,6 @@ struct cell_batch {
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           int first, std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
-        const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, first + set * cells_per_set)) break;
@@ -338,9 +339,21 @@ struct cell_batch {
                     const int cell = set * cells_per_set + i;
                     if (!cells::exists(warp, first + cell)) break;
                     store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
-                                       existing, shared[octet % 2], of_row[i], cell);
+                                       shared[octet % 2], of_row[i], cell);
                 }
             });
+        }
+        if constexpr (!key) {  // weights of tokens that do not exist are 0, but their bytes may be no numbers
+            const std::uint32_t existing = source.existing(tile, column);
+            if (existing == 0xffffffffu) return;
+#pragma unroll 1
+            for (int i = 0; i < Count * 32; ++i)
+                if (cells::exists(warp, first + i / 32) && (existing >> i % 32 & 1u) == 0)
+                    store_half_word(to +
+                                        octet_offset<Stride>(cells::row(warp, first + i / 32) + lane,
+                                                             (column + i % 32) / 8) +
+                                        static_cast<std::uint32_t>(i % 8 * 2),
+                                    0);
         }
     }
 
@@ -354,8 +367,8 @@ private:
             const int token = (tile.first + token_in_tile) % page;
             const auto block = source.block(source.page(tile, token_in_tile), token_in_tile);
             const int block_row = key ? token : row + lane, block_column = key ? column : token;
-            const auto at = block.from(
-                static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height) * 4);
+            const auto at =
+                block.from(static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height) * 4);
             const auto load = [&](int vector) { return at.template get<4>(vector * height * 4); };
             if constexpr (full) {
 #pragma unroll
@@ -371,8 +384,7 @@ private:
                         word[i][part * part_words + behind + k] = load(first + block_column / 4 / per + k);
                 });
             }
-            if constexpr (row_parameters)
-                load_set(of_rows[i][part], block, token, key ? column : row + lane);
+            if constexpr (row_parameters) load_set(of_rows[i][part], block, token, key ? column : row + lane);
         }
     }
     /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages.
@@ -419,9 +431,9 @@ private:
     static constexpr int octet_parts = key ? 1 : parts;
     /// Where a block in shared memory has the parameters of a cell's columns.
     template <class Source>
-    __device__ __forceinline__ static void find_columns(std::uint32_t (&at)[octet_parts], const Source& source,
-                                                        const tile_tokens& tile, int row, int column,
-                                                        int lane) {
+    __device__ __forceinline__ static void find_columns(std::uint32_t (&at)[octet_parts],
+                                                        const Source& source, const tile_tokens& tile,
+                                                        int row, int column, int lane) {
 #pragma unroll
         for (int part = 0; part < octet_parts; ++part) {
             const int token_in_tile =
@@ -432,8 +444,7 @@ private:
         }
     }
     template <int Octet>
-    __device__ __forceinline__ void store_octet(std::uint32_t to, std::uint32_t existing,
-                                                const octet_parameters& shared,
+    __device__ __forceinline__ void store_octet(std::uint32_t to, const octet_parameters& shared,
                                                 [[maybe_unused]] const half_parameters (&of_row)[parts],
                                                 int i) const {
         constexpr int part = Octet * 8 / page_columns;
@@ -479,11 +490,6 @@ private:
                 if constexpr (token_scales) x[k] = multiply_halves(x[k], f[k]);
             }
         }
-        if (!key && existing != 0xffffffffu)  // weights of other tokens are 0, but their bytes may be no numbers
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                x[k] &= (existing >> (Octet * 8 + 2 * k) & 1u ? 0xffffu : 0u) |
-                        (existing >> (Octet * 8 + 2 * k + 1) & 1u ? 0xffff0000u : 0u);
         store_shared_16(
             to, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
     }
@@ -536,79 +542,5 @@ inline constexpr bool makes_tiles = [] {
                !(Role == tensor::key && !std::is_same_v<typename traits::factor, void>);
     }
 }();
-
-/// Do all rows of these tensors start on 16 bytes?
-template <class T>
-__device__ __forceinline__ bool rows_aligned(const token_view<const T>& x) {
-    return ((reinterpret_cast<std::uintptr_t>(x.data) |
-             static_cast<std::uintptr_t>(x.token_stride | x.head_stride) * sizeof(T)) %
-            16) == 0;
-}
-/// 8 neighbouring numbers in device memory as halves. Aligned: they start on 16 bytes.
-template <bool Aligned, class T>
-__device__ __forceinline__ void load_halves(const T* from, std::uint32_t (&x)[4]) {
-    if constexpr (Aligned && sizeof(T) == 2) {
-        const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
-        const std::uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            x[k] = std::is_same_v<T, float16>
-                       ? w[k]
-                       : pack_halves<float16>(unpack_half<T, 0>(w[k]), unpack_half<T, 1>(w[k]));
-    } else {
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            x[k] = pack_halves<float16>(to_float(from[2 * k]), to_float(from[2 * k + 1]));
-    }
-}
-
-/// A tile of new tokens in 16 bit: `count` tokens from `first` on of a head. Keys go row by row, values are transposed by lanes that have
-/// a channel each. No load hangs on a condition, so that all of a lane are under way together.
-template <tensor Role, int TileRows, int TileColumns, int Warps, int Stride = TileRows, class T>
-__device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, int head, int first, int count,
-                                              std::uint32_t to, int warp, int lane) {
-    if constexpr (Role == tensor::key) {
-        if (count <= 0) return;
-        constexpr int octets = TileColumns / 8;
-        const auto copy = [&]<bool Aligned>(std::bool_constant<Aligned>) {
-#pragma unroll(Aligned ? 4 : 1)
-            for (int i = warp * 32 + lane; i < TileRows * octets; i += Warps * 32) {
-                const int token = kvq::detail::smaller(i / octets, count - 1), octet = i % octets;
-                std::uint32_t x[4];
-                load_halves<Aligned>(from.at(first + token, head) + octet * 8, x);
-                store_shared_16(to + octet_offset<Stride>(i / octets, octet),
-                                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                                 __uint_as_float(x[3])});
-            }
-        };
-        if (rows_aligned(from))
-            copy(std::true_type{});
-        else
-            copy(std::false_type{});
-    } else {
-        constexpr int column_cells = TileColumns / 32, cells = TileRows / 32 * column_cells;
-#pragma unroll 1
-        for (int number = warp; number < cells; number += Warps) {
-            const int channel = number / column_cells * 32 + lane, column = number % column_cells * 32;
-            const int last = count - column - 1;
-            std::uint32_t x[4][4] = {};
-            if (last >= 0) {
-                const T* const at = from.at(first + column, head) + channel;
-                T own[32];
-#pragma unroll
-                for (int i = 0; i < 32; ++i) own[i] = at[kvq::detail::smaller(i, last) * from.token_stride];
-#pragma unroll
-                for (int i = 0; i < 16; ++i)
-                    x[i / 4][i % 4] = pack_halves<float16>(2 * i <= last ? to_float(own[2 * i]) : 0.0f,
-                                                           2 * i < last ? to_float(own[2 * i + 1]) : 0.0f);
-            }
-#pragma unroll
-            for (int octet = 0; octet < 4; ++octet)
-                store_shared_16(to + octet_offset<Stride>(channel, column / 8 + octet),
-                                {__uint_as_float(x[octet][0]), __uint_as_float(x[octet][1]),
-                                 __uint_as_float(x[octet][2]), __uint_as_float(x[octet][3])});
-        }
-    }
-}
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -1,17 +1,18 @@
-// A prompt's attention on tensor cores of compute capability 9.0: one warpgroup dequantizes, two multiply.
+// A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every dequantized tile.
 //
-//   producers   warpgroups 0, 1   tile after tile: pages (or new tokens) to half floats in shared memory, two stages of keys and of values
-//   consumers   2 and 3           64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
+//   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them to the other block
+//   producers  warpgroups 0 (keys) and 1 (values): blocks of pages come by bulk copies, half floats go to both blocks' tiles, two stages each
+//   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
-// Bytes and operations of a tile of 128 tokens, head_dim 128, 4 bits: 17 KB read (mostly from the second-level cache), 32768 values
-// dequantized, 4.2 M products for 128 rows, which are 2048 cycles of the tensor cores. docs/lab/gpu.md says what limits it.
-// Where this is not compiled for sm_90a, the kernel is empty and has no shared memory of its own: prefill() then takes the other one.
-// Contract: prefill() in prefill.cuh. Shared memory: 165 KB for head_dim 128. sm_90a.
+// Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the second-level cache), 16384 values
+// dequantized, 32 KB to the other block and as much from it, 4.2 M products, which are 2048 cycles of the tensor cores. Keys and values have
+// warpgroups of their own because a stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it.
+// Where this is not compiled for sm_90a, the kernel is empty: prefill() then takes the other one.
+// Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
-#ifndef DIAG
-#define DIAG 0
-#endif
+
+#include <cstddef>
 
 #include "prefill_rows.cuh"
 #include "wgmma.cuh"
@@ -20,12 +21,9 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int wgmma_tile = 128, wgmma_stages = 2;
 inline constexpr int wgmma_rows = 128, half_tile = wgmma_tile / 2;  // of a thread block of the cluster
-#ifndef CREGS
-#define CREGS 192
-#define PREGS 64
-#endif
-inline constexpr int consumer_registers = CREGS, producer_registers = PREGS;  // of a thread; all together 512
-inline constexpr int role_warps = 4;  // produce keys; as many produce values
+inline constexpr int consumer_registers = 192,
+                     producer_registers = 64;  // of a thread, twice: 512 is what a multiprocessor has
+inline constexpr int role_warps = 4;           // produce keys; as many produce values
 inline constexpr int producer_warps = 2 * role_warps, consumer_warps = 8,
                      wgmma_threads = 32 * (producer_warps + consumer_warps);
 /// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
@@ -98,7 +96,8 @@ struct blocks_in_slot {
     static constexpr int block_bytes =
         static_cast<int>(Role == tensor::key ? Format::key_block_bytes : Format::value_block_bytes);
     /// Other blocks are read from device memory.
-    static constexpr bool fit = (half_tile % page_tokens == 0 || page_tokens == wgmma_tile) && count * block_bytes <= block_slot_bytes;
+    static constexpr bool fit = (half_tile % page_tokens == 0 || page_tokens == wgmma_tile) &&
+                                count * block_bytes <= block_slot_bytes;
 
     static constexpr bool shared = true;
 
@@ -109,7 +108,8 @@ struct blocks_in_slot {
         return existing_columns(tile.count - first);
     }
     __device__ __forceinline__ block_in_shared block(int, int token_of_tile) const {
-        return {at + (count == 1 ? 0u : static_cast<std::uint32_t>(token_of_tile / page_tokens * block_bytes))};
+        return {at +
+                (count == 1 ? 0u : static_cast<std::uint32_t>(token_of_tile / page_tokens * block_bytes))};
     }
 };
 
@@ -190,12 +190,13 @@ private:
                static_cast<std::uint32_t>(place.rank * (key ? half_tile : Dim) * 128);
     }
     __device__ __forceinline__ std::uint32_t slot(int i) const {
-        return place.tiles + static_cast<std::uint32_t>(memory::slots_at + ((key ? 0 : block_slots) + i % block_slots) *
-                                                                               block_slot_bytes);
+        return place.tiles +
+               static_cast<std::uint32_t>(memory::slots_at +
+                                          ((key ? 0 : block_slots) + i % block_slots) * block_slot_bytes);
     }
     __device__ __forceinline__ std::uint32_t slot_barrier(int i) const {
-        return place.tiles +
-               static_cast<std::uint32_t>(memory::slot_barriers + ((key ? 0 : block_slots) + i % block_slots) * 8);
+        return place.tiles + static_cast<std::uint32_t>(memory::slot_barriers +
+                                                        ((key ? 0 : block_slots) + i % block_slots) * 8);
     }
     /// Asks for this half's blocks of a tile. What its slot held was read before the last barrier of this role.
     template <class Format>
@@ -208,7 +209,9 @@ private:
             const bool held = lane < blocks::count && own >= 0;
             const unsigned all = __ballot_sync(0xffffffffu, held);
             const std::uint32_t to = slot(number), barrier = slot_barrier(number);
-            if (!key && __popc(all) != blocks::count) {  // weights of tokens that are not held are 0: values must be finite
+            if (!key &&
+                __popc(all) !=
+                    blocks::count) {  // weights of tokens that are not held are 0: values must be finite
 #pragma unroll 1
                 for (int i = lane * 16; i < blocks::count * blocks::block_bytes; i += 512)
                     if ((all >> i / blocks::block_bytes & 1u) == 0)
@@ -230,18 +233,17 @@ private:
         if constexpr (blocks::fit) {
             barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
             // Tokens are counted from the slot's first one.
-            dequantize_from<Format>(blocks{slot(read)},
-                                    {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0},
-                                    s);
+            dequantize_from<Format>(
+                blocks{slot(read)},
+                {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0}, s);
             ++read;
         } else {
             const int own_page =
                 __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / piece_tokens));
-            dequantize_from<Format>(
-                blocks_in_memory<Role, Format>{cache, block.kv_head},
-                tile_tokens::of(first + place.rank * half_tile, count,
-                                lane < half_tile / piece_tokens ? own_page : -1),
-                s);
+            dequantize_from<Format>(blocks_in_memory<Role, Format>{cache, block.kv_head},
+                                    tile_tokens::of(first + place.rank * half_tile, count,
+                                                    lane < half_tile / piece_tokens ? own_page : -1),
+                                    s);
         }
     }
     template <class Format, class Source>
@@ -250,9 +252,9 @@ private:
         constexpr int rows = key ? half_tile : Dim, columns = key ? Dim : half_tile;
         constexpr int each = tile_cells<rows, columns, role_warps>::each;
         const std::uint32_t table =
-            place.tiles + static_cast<std::uint32_t>(
-                              memory::tables + (key ? warp * key_table_bytes
-                                                    : role_warps * key_table_bytes + warp * value_table_bytes));
+            place.tiles + static_cast<std::uint32_t>(memory::tables + (key ? warp * key_table_bytes
+                                                                           : role_warps * key_table_bytes +
+                                                                                 warp * value_table_bytes));
         cell_batch<Role, Format, rows, columns, role_warps, each, key ? wgmma_tile : Dim> cells;
         cells.fetch(source, half, 0, warp, lane);
         cells.store(source, own_half(s), half, 0, table, warp, lane);
@@ -275,19 +277,23 @@ private:
     }
 };
 
+/// The rows of this cluster. They are found again where they are asked for: no registers hold them meanwhile.
+template <int Dim, class Args>
+__device__ __forceinline__ prefill_block cluster_rows(const Args& a) {
+    int number = static_cast<int>(blockIdx.x) / 2, head = static_cast<int>(blockIdx.y),
+        sequence = static_cast<int>(blockIdx.z);
+    asm volatile("" : "+r"(number), "+r"(head), "+r"(sequence));
+    return {a, prefill_rows<Dim>, number, head, sequence};
+}
+
 template <int Dim, bool Softcap, class Args>
-__device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block& block,
-                                              const wgmma_place& place, int tiles, int group) {
+__device__ __forceinline__ void consume_tiles(const Args& a, const wgmma_place& place, int tiles, int group) {
     using memory = wgmma_memory<Dim>;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     const int g = lane / 4, t = lane % 4;
     const int own_row = place.rank * wgmma_rows + group * 64 + warp * 16 + g;  // and 8 rows further
-    std::uint32_t q = operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + group * 64 * Dim * 2));
-    // Positions of both rows.
-    int position[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) position[r] = block.history + (block.first_row + own_row + 8 * r) / a.group;
-
+    std::uint32_t q =
+        operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + group * 64 * Dim * 2));
     float s[wgmma_tile / 2], o[Dim / 2], factor[2];
     std::uint32_t p[wgmma_tile / 4] = {};
     row_pair rows;
@@ -299,9 +305,8 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         products_begin();
         static_for<Dim / 16>([&](auto step) {
             constexpr int i = decltype(step)::value;
-            multiply_shared<i != 0>(
-                s, operand(q, i / 4 * 64 * 128 + i % 4 * 32),
-                operand(k, i / 4 * wgmma_tile * 128 + i % 4 * 32));
+            multiply_shared<i != 0>(s, operand(q, i / 4 * 64 * 128 + i % 4 * 32),
+                                    operand(k, i / 4 * wgmma_tile * 128 + i % 4 * 32));
         });
         products_commit();
     };
@@ -315,9 +320,16 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         });
         products_commit();
     };
-    const auto weigh = [&](const tile_note& note) {
-        mask_scores<Softcap>(a, note, position, t, s);
-        softmax_step(s, rows, factor, scale);
+    // Before the keys are released, because the note belongs to their stage.
+    const auto mask = [&](const wgmma_stage& stage) {
+        if constexpr (Softcap) cap_scores(a, s);
+        if (load_shared_4(stage.note + offsetof(tile_note, cut)) == 0) return;
+        const prefill_block block = cluster_rows<Dim>(a);
+        int position[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            position[r] = block.history + (block.first_row + own_row + 8 * r) / a.group;
+        hide_scores(a, tile_note::load(stage.note), position, t, s);
     };
     const auto pack = [&] {
 #pragma unroll
@@ -336,12 +348,12 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     {
         const wgmma_stage first = wgmma_stage::of(place, 0, memory{});
         wait_for_keys(0);
-        const tile_note note = tile_note::load(first.note);
         ask_scores(first);
         products_wait<0>();
         products_there(s);
+        mask(first);
         done_with(first.free_keys);
-        weigh(note);
+        softmax_step(s, rows, factor, scale);
         pack();
     }
 #pragma unroll 1
@@ -349,14 +361,14 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         const wgmma_stage now = wgmma_stage::of(place, tile % wgmma_stages, memory{}),
                           before = wgmma_stage::of(place, (tile - 1) % wgmma_stages, memory{});
         wait_for_keys(tile);
-        const tile_note note = tile_note::load(now.note);
         ask_scores(now);
         barrier_wait(before.full_values, static_cast<std::uint32_t>((tile - 1) / wgmma_stages) & 1u);
         ask_output(before);
         products_wait<1>();
         products_there(s);
+        mask(now);
         done_with(now.free_keys);
-        weigh(note);
+        softmax_step(s, rows, factor, scale);
         products_there(s);
         // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), and both
         // branches wait, so that the softmax is over before the wait: otherwise the compiler moves it behind.
@@ -381,7 +393,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         products_there(o);
     }
 
-    finish_rows<Dim>(a, block, own_row, t, rows, scale, o);
+    finish_rows<Dim>(a, cluster_rows<Dim>(a), own_row, t, rows, scale, o);
 }
 
 #endif
@@ -393,8 +405,7 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     using memory = wgmma_memory<Dim>;
     extern __shared__ __align__(1024) std::byte shared[];  // 1024: the swizzle of tiles
     const wgmma_place place{shared_address(shared), cluster_rank()};
-    const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x) / 2,
-                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+    const prefill_block block = cluster_rows<Dim>(a);
     if (block.empty()) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
@@ -429,7 +440,7 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     } else {
         take_registers<consumer_registers>();
         const int tiles = count_tiles(a, block, wgmma_tile);
-        consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - producer_warps) / 4);
+        consume_tiles<Dim, Softcap>(a, place, tiles, (warp - producer_warps) / 4);
     }
     cluster_wait();  // the other block may still write to this one's shared memory
 #endif
