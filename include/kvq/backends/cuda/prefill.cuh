@@ -129,7 +129,7 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                               detail::wgmma_memory<dim>::bytes, stream);
         }
         return detail::launch_prefill(detail::prefill_mma_kernel<dim, Softcap, args_type>, args, grid, 1,
-                                      detail::mma_shape<dim>::threads, detail::mma_shape<dim>::bytes, stream);
+                                      detail::mma_threads, detail::mma_shape<dim>::bytes, stream);
     };
     return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
 }

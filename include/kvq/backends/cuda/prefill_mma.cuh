@@ -1,12 +1,11 @@
 // A prompt's attention on tensor cores of every device from compute capability 8.0 on: 8 warps with 32 query rows each (16 if head_dim is
 // above 128).
 //
-//   while S = Q K^T of a tile of 32 tokens is computed, the words of the next tile come from memory; its keys are dequantized before, its
-//   values behind O += P V. Two tiles each of keys and values in shared memory, one barrier a tile.
+//   while S = Q K^T of a tile of 64 tokens is computed, the words of the next tile's keys come from memory, and while the softmax and O += P V
+//   are, those of its values. Two tiles each of keys and values in shared memory, one barrier a tile.
 //
-// More rows share each dequantized tile and each load of it than with 16 rows a warp; short tiles leave registers for their outputs. Half of
-// the warps dequantize keys and half of them values.
-// Contract: prefill() in prefill.cuh. Shared memory: 116 KB for head_dim 128.
+// More rows share each dequantized tile and each load of it than with 16 rows a warp.
+// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128.
 // Source: tiles of online softmax: FlashAttention-2, arXiv 2307.08691.
 #pragma once
 
@@ -14,36 +13,29 @@
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
-#ifndef ST
-#define ST 64
-#endif
-#ifndef MW
-#define MW 8
-#endif
+inline constexpr int mma_tile = 64, mma_warps = 8, mma_threads = 32 * mma_warps;
 
 template <int Dim>
 struct mma_shape {
-    static constexpr int warps = Dim <= 128 ? MW : 8, threads = 32 * warps;
-    static constexpr int warp_rows = prefill_rows<Dim> / warps;
-    static constexpr int strips = warp_rows / 16;  // of 16 rows
-    static constexpr int tile = 64, step_tokens = ST;
+    static constexpr int warp_rows = prefill_rows<Dim> / mma_warps;
+    static constexpr int strips = warp_rows / 16;                  // of 16 rows
     static constexpr int pieces = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
     static constexpr int query = 0, query_bytes = prefill_rows<Dim> * pieces * 128;
-    static constexpr int key_bytes = tile * pieces * 128, value_bytes = Dim * 128;
+    static constexpr int key_bytes = mma_tile * pieces * 128, value_bytes = Dim * 128;
     static constexpr int keys = query + query_bytes, values = keys + 2 * key_bytes;
     static constexpr int tables = values + 2 * value_bytes;
-    static constexpr int bytes = tables + warps * key_table_bytes + 128;
+    static constexpr int bytes = tables + mma_warps * key_table_bytes + 128;
 };
 
 /// All cells of a warp: of the next tile's keys or values.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps>
-using warp_cells =
-    cell_batch<Role, Format, TileRows, TileColumns, Warps, tile_cells<TileRows, TileColumns, Warps>::each>;
+template <tensor Role, class Format, int TileRows, int TileColumns>
+using warp_cells = cell_batch<Role, Format, TileRows, TileColumns, mma_warps,
+                              tile_cells<TileRows, TileColumns, mma_warps>::each>;
 
 template <int Dim, bool Softcap, class Args>
 struct mma_rows {
     using shape = mma_shape<Dim>;
-    static constexpr int tile = shape::tile, strips = shape::strips, step_tokens = shape::step_tokens;
+    static constexpr int strips = shape::strips, tile = mma_tile;
     const Args& a;
     const prefill_block& block;
     std::uint32_t base, table, query_offset, offset;
@@ -61,7 +53,7 @@ struct mma_rows {
         query_offset = octet_offset<8>(lane % 8 + quarter % 2 * 8, quarter / 2);
         offset = octet_offset<8>(lane % 8 + quarter / 2 * 8, quarter % 2);
         value_warp =
-            warp ^ (shape::warps / 2);  // where half of the warps have cells, keys and values are others'
+            warp ^ (mma_warps / 2);  // where half of the warps have cells, keys and values are others'
 #pragma unroll
         for (auto& strip : o)
 #pragma unroll
@@ -81,7 +73,7 @@ struct mma_rows {
         return load_matrices(from + ((A ? query_offset : offset) ^ u(step % 4 * 32)) +
                              u(row * 128 + step / 4 * (Rows * 128)));
     }
-    __device__ __forceinline__ void scores(float (&s)[strips][step_tokens / 2], int first) const {
+    __device__ __forceinline__ void scores(float (&s)[strips][tile / 2]) const {
 #pragma unroll
         for (auto& strip : s)
 #pragma unroll
@@ -94,8 +86,8 @@ struct mma_rows {
                 q[m] = matrices<prefill_rows<Dim>, true>(base + shape::query,
                                                          warp * shape::warp_rows + m * 16, step);
 #pragma unroll
-            for (int n = 0; n < step_tokens / 16; ++n) {
-                const uint4 k = matrices<tile, false>(keys(buffer), first + n * 16, step);
+            for (int n = 0; n < tile / 16; ++n) {
+                const uint4 k = matrices<tile, false>(keys(buffer), n * 16, step);
 #pragma unroll
                 for (int m = 0; m < strips; ++m) {
                     multiply(s[m], 2 * n, q[m], k.x, k.y);
@@ -104,27 +96,24 @@ struct mma_rows {
             }
         }
     }
-    __device__ __forceinline__ void weigh(float (&s)[strips][step_tokens / 2], const tile_note& note) {
+    __device__ __forceinline__ void weigh(float (&s)[strips][tile / 2], const tile_note& note) {
 #pragma unroll
         for (int m = 0; m < strips; ++m) {
-            if constexpr (Softcap) cap_scores(a, s[m]);
-            if (note.cut != 0) {
-                int position[2];
+            int position[2];
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    position[r] = block.history + (block.first_row + own_row + 16 * m + 8 * r) / a.group;
-                hide_scores(a, note, position, lane % 4, s[m]);
-            }
+            for (int r = 0; r < 2; ++r)
+                position[r] = block.history + (block.first_row + own_row + 16 * m + 8 * r) / a.group;
             float factor[2];
+            mask_scores<Softcap>(a, note, position, lane % 4, s[m]);
             softmax_step(s[m], rows[m], factor, Softcap ? 1.0f : a.scale);
             if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f))
 #pragma unroll
                 for (int i = 0; i < Dim / 2; ++i) o[m][i] *= factor[i / 2 % 2];
         }
     }
-    __device__ __forceinline__ void add_values(const float (&s)[strips][step_tokens / 2], int first) {
+    __device__ __forceinline__ void add_values(const float (&s)[strips][tile / 2]) {
 #pragma unroll
-        for (int step = 0; step < step_tokens / 16; ++step) {
+        for (int step = 0; step < tile / 16; ++step) {
             uint4 p[strips];
 #pragma unroll
             for (int m = 0; m < strips; ++m) {
@@ -136,24 +125,13 @@ struct mma_rows {
             }
 #pragma unroll
             for (int c = 0; c < Dim / 16; ++c) {
-                const uint4 v = matrices<Dim, false>(values(buffer), c * 16, first / 16 + step);
+                const uint4 v = matrices<Dim, false>(values(buffer), c * 16, step);
 #pragma unroll
                 for (int m = 0; m < strips; ++m) {
                     multiply(o[m], 2 * c, p[m], v.x, v.y);
                     multiply(o[m], 2 * c + 1, p[m], v.z, v.w);
                 }
             }
-        }
-    }
-    /// Scores, softmax and output of a tile.
-    __device__ __forceinline__ void attend(const tile_note& note) {
-#pragma unroll
-        for (int first = 0; first < tile; first += step_tokens) {
-            float s[strips][step_tokens / 2];
-            scores(s, first);
-            weigh(s,
-                  {note.position + first, note.count - first, note.pieces >> first / piece_tokens, note.cut});
-            add_values(s, first);
         }
     }
     /// All tiles of a part.
@@ -168,8 +146,8 @@ struct mma_rows {
         };
         const blocks_in_memory<tensor::key, format> keys_of{part.cache, block.kv_head};
         const blocks_in_memory<tensor::value, format> values_of{part.cache, block.kv_head};
-        warp_cells<tensor::key, format, tile, Dim, shape::warps> key_cells;
-        warp_cells<tensor::value, format, Dim, tile, shape::warps> value_cells;
+        warp_cells<tensor::key, format, tile, Dim> key_cells;
+        warp_cells<tensor::value, format, Dim, tile> value_cells;
         tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
                                            page_at(range.first));
         int next_page = page_at(range.first + tile);
@@ -187,17 +165,18 @@ struct mma_rows {
             next = tile_tokens::of(first + tile, kvq::detail::smaller(tile, range.end - first - tile),
                                    next_page);
             next_page = page_at(first + 2 * tile);
-            if (more) {
-                key_cells.fetch(keys_of, next, 0, warp, lane);
-                value_cells.fetch(values_of, next, 0, value_warp, lane);
-            }
+            if (more) key_cells.fetch(keys_of, next, 0, warp, lane);
             const int at = part.cache.first_token + first;
             const tile_note note{at, count, pieces, a.cut(block, at, count, pieces, sinks, tile)};
-            attend(note);
+            float s[strips][tile / 2];
+            scores(s);
             if (more) {
                 key_cells.store(keys_of, keys(buffer ^ 1), next, 0, table, warp, lane);
-                value_cells.store(values_of, values(buffer ^ 1), next, 0, table, value_warp, lane);
+                value_cells.fetch(values_of, next, 0, value_warp, lane);
             }
+            weigh(s, note);
+            add_values(s);
+            if (more) value_cells.store(values_of, values(buffer ^ 1), next, 0, table, value_warp, lane);
             __syncthreads();
             buffer ^= 1;
         }
@@ -207,12 +186,15 @@ struct mma_rows {
         for (int first = block.new_from(a.window, tile); first <= block.last_query; first += tile) {
             const int count = kvq::detail::smaller(tile, block.new_tokens - first),
                       at = block.history + first;
-            copy_new_tile<tensor::key, tile, Dim, shape::warps>(a.k, block.kv_head, block.start + first,
-                                                                count, keys(buffer), warp, lane);
-            copy_new_tile<tensor::value, Dim, tile, shape::warps>(a.v, block.kv_head, block.start + first,
-                                                                  count, values(buffer), warp, lane);
+            copy_new_tile<tensor::key, tile, Dim, mma_warps>(a.k, block.kv_head, block.start + first, count,
+                                                             keys(buffer), warp, lane);
+            copy_new_tile<tensor::value, Dim, tile, mma_warps>(a.v, block.kv_head, block.start + first, count,
+                                                               values(buffer), warp, lane);
             __syncthreads();
-            attend({at, count, -1, a.cut(block, at, count, -1, false, tile)});
+            float s[strips][tile / 2];
+            scores(s);
+            weigh(s, {at, count, -1, a.cut(block, at, count, -1, false, tile)});
+            add_values(s);
             buffer ^= 1;  // the other tile was read before the last barrier
         }
     }
@@ -231,8 +213,7 @@ private:
 };
 
 template <int Dim, bool Softcap, class Args>
-__global__ void __launch_bounds__(mma_shape<Dim>::threads, 1)
-    prefill_mma_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(mma_threads, 1) prefill_mma_kernel(const __grid_constant__ Args a) {
     using shape = mma_shape<Dim>;
     extern __shared__ std::byte shared[];
     const std::uint32_t base = (shared_address(shared) + 127u) & ~127u;
@@ -240,7 +221,7 @@ __global__ void __launch_bounds__(mma_shape<Dim>::threads, 1)
                               static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
     load_query_rows<Dim, prefill_rows<Dim>>(a, block, 0, prefill_rows<Dim>, base + shape::query,
-                                            static_cast<int>(threadIdx.x), shape::threads);
+                                            static_cast<int>(threadIdx.x), mma_threads);
     mma_rows<Dim, Softcap, Args> rows(a, block, base, static_cast<int>(threadIdx.x));
     __syncthreads();
     each_part(a, [&](const auto& part) { rows.pages(part); });

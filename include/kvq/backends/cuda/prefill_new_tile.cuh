@@ -1,9 +1,9 @@
 // Tokens that are not stored yet as tiles of half floats in shared memory.
 //
-//   keys    rows of 8 neighbouring channels, 16 bytes a lane
+//   keys    8 neighbouring channels of a token a lane, 16 bytes
 //   values  transposed: a lane has a channel and loads it of 32 tokens
 //
-// Contract: tiles as in prefill_tile.cuh. Rows of keys that do not exist are anything finite or not; columns of values are zero.
+// Contract: tiles as in prefill_tile.cuh. Columns of values that hold no token are zero; rows of keys that hold none are anything.
 #pragma once
 
 #include "prefill_tile.cuh"

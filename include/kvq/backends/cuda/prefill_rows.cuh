@@ -62,17 +62,14 @@ struct row_pair {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Caps scores: they are then in powers of two already.
-template <int N, class Args>
-__device__ __forceinline__ void cap_scores(const Args& a, float (&s)[N]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
-}
-
-/// Hides what the thread's rows at `position` do not see of a tile that is cut.
-template <int N, class Args>
-__device__ __forceinline__ void hide_scores(const Args& a, const tile_note& note, const int (&position)[2],
+/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see.
+template <bool Softcap, int N, class Args>
+__device__ __forceinline__ void mask_scores(const Args& a, const tile_note& note, const int (&position)[2],
                                             int t, float (&s)[N]) {
+    if constexpr (Softcap)
+#pragma unroll
+        for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
+    if (note.cut == 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int end = kvq::detail::smaller(note.count, position[r] + 1 - note.position);

@@ -297,6 +297,7 @@ struct cell_batch {
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           int first, std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
+        const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, first + set * cells_per_set)) break;
@@ -339,21 +340,9 @@ struct cell_batch {
                     const int cell = set * cells_per_set + i;
                     if (!cells::exists(warp, first + cell)) break;
                     store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
-                                       shared[octet % 2], of_row[i], cell);
+                                       existing, shared[octet % 2], of_row[i], cell);
                 }
             });
-        }
-        if constexpr (!key) {  // weights of tokens that do not exist are 0, but their bytes may be no numbers
-            const std::uint32_t existing = source.existing(tile, column);
-            if (existing == 0xffffffffu) return;
-#pragma unroll 1
-            for (int i = 0; i < Count * 32; ++i)
-                if (cells::exists(warp, first + i / 32) && (existing >> i % 32 & 1u) == 0)
-                    store_half_word(to +
-                                        octet_offset<Stride>(cells::row(warp, first + i / 32) + lane,
-                                                             (column + i % 32) / 8) +
-                                        static_cast<std::uint32_t>(i % 8 * 2),
-                                    0);
         }
     }
 
@@ -444,7 +433,8 @@ private:
         }
     }
     template <int Octet>
-    __device__ __forceinline__ void store_octet(std::uint32_t to, const octet_parameters& shared,
+    __device__ __forceinline__ void store_octet(std::uint32_t to, std::uint32_t existing,
+                                                const octet_parameters& shared,
                                                 [[maybe_unused]] const half_parameters (&of_row)[parts],
                                                 int i) const {
         constexpr int part = Octet * 8 / page_columns;
@@ -490,6 +480,12 @@ private:
                 if constexpr (token_scales) x[k] = multiply_halves(x[k], f[k]);
             }
         }
+        if (!key &&
+            existing != 0xffffffffu)  // weights of other tokens are 0, but their bytes may be no numbers
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                x[k] &= (existing >> (Octet * 8 + 2 * k) & 1u ? 0xffffu : 0u) |
+                        (existing >> (Octet * 8 + 2 * k + 1) & 1u ? 0xffff0000u : 0u);
         store_shared_16(
             to, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
     }

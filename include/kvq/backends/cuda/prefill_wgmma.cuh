@@ -12,8 +12,6 @@
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
 
-#include <cstddef>
-
 #include "prefill_rows.cuh"
 #include "wgmma.cuh"
 
@@ -21,9 +19,9 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int wgmma_tile = 128, wgmma_stages = 2;
 inline constexpr int wgmma_rows = 128, half_tile = wgmma_tile / 2;  // of a thread block of the cluster
-inline constexpr int consumer_registers = 192,
-                     producer_registers = 64;  // of a thread, twice: 512 is what a multiprocessor has
-inline constexpr int role_warps = 4;           // produce keys; as many produce values
+/// Of a thread. Both kinds have 256 threads, so that all together are what a multiprocessor has.
+inline constexpr int consumer_registers = 192, producer_registers = 64;
+inline constexpr int role_warps = 4;  // produce keys; as many produce values
 inline constexpr int producer_warps = 2 * role_warps, consumer_warps = 8,
                      wgmma_threads = 32 * (producer_warps + consumer_warps);
 /// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
@@ -277,23 +275,20 @@ private:
     }
 };
 
-/// The rows of this cluster. They are found again where they are asked for: no registers hold them meanwhile.
-template <int Dim, class Args>
-__device__ __forceinline__ prefill_block cluster_rows(const Args& a) {
-    int number = static_cast<int>(blockIdx.x) / 2, head = static_cast<int>(blockIdx.y),
-        sequence = static_cast<int>(blockIdx.z);
-    asm volatile("" : "+r"(number), "+r"(head), "+r"(sequence));
-    return {a, prefill_rows<Dim>, number, head, sequence};
-}
-
 template <int Dim, bool Softcap, class Args>
-__device__ __forceinline__ void consume_tiles(const Args& a, const wgmma_place& place, int tiles, int group) {
+__device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block& block,
+                                              const wgmma_place& place, int tiles, int group) {
     using memory = wgmma_memory<Dim>;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     const int g = lane / 4, t = lane % 4;
     const int own_row = place.rank * wgmma_rows + group * 64 + warp * 16 + g;  // and 8 rows further
     std::uint32_t q =
         operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + group * 64 * Dim * 2));
+    // Positions of both rows.
+    int position[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) position[r] = block.history + (block.first_row + own_row + 8 * r) / a.group;
+
     float s[wgmma_tile / 2], o[Dim / 2], factor[2];
     std::uint32_t p[wgmma_tile / 4] = {};
     row_pair rows;
@@ -320,16 +315,9 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const wgmma_place& 
         });
         products_commit();
     };
-    // Before the keys are released, because the note belongs to their stage.
-    const auto mask = [&](const wgmma_stage& stage) {
-        if constexpr (Softcap) cap_scores(a, s);
-        if (load_shared_4(stage.note + offsetof(tile_note, cut)) == 0) return;
-        const prefill_block block = cluster_rows<Dim>(a);
-        int position[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            position[r] = block.history + (block.first_row + own_row + 8 * r) / a.group;
-        hide_scores(a, tile_note::load(stage.note), position, t, s);
+    const auto weigh = [&](const tile_note& note) {
+        mask_scores<Softcap>(a, note, position, t, s);
+        softmax_step(s, rows, factor, scale);
     };
     const auto pack = [&] {
 #pragma unroll
@@ -348,12 +336,12 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const wgmma_place& 
     {
         const wgmma_stage first = wgmma_stage::of(place, 0, memory{});
         wait_for_keys(0);
+        const tile_note note = tile_note::load(first.note);
         ask_scores(first);
         products_wait<0>();
         products_there(s);
-        mask(first);
         done_with(first.free_keys);
-        softmax_step(s, rows, factor, scale);
+        weigh(note);
         pack();
     }
 #pragma unroll 1
@@ -361,14 +349,14 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const wgmma_place& 
         const wgmma_stage now = wgmma_stage::of(place, tile % wgmma_stages, memory{}),
                           before = wgmma_stage::of(place, (tile - 1) % wgmma_stages, memory{});
         wait_for_keys(tile);
+        const tile_note note = tile_note::load(now.note);
         ask_scores(now);
         barrier_wait(before.full_values, static_cast<std::uint32_t>((tile - 1) / wgmma_stages) & 1u);
         ask_output(before);
         products_wait<1>();
         products_there(s);
-        mask(now);
         done_with(now.free_keys);
-        softmax_step(s, rows, factor, scale);
+        weigh(note);
         products_there(s);
         // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), and both
         // branches wait, so that the softmax is over before the wait: otherwise the compiler moves it behind.
@@ -393,7 +381,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const wgmma_place& 
         products_there(o);
     }
 
-    finish_rows<Dim>(a, cluster_rows<Dim>(a), own_row, t, rows, scale, o);
+    finish_rows<Dim>(a, block, own_row, t, rows, scale, o);
 }
 
 #endif
@@ -405,7 +393,8 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     using memory = wgmma_memory<Dim>;
     extern __shared__ __align__(1024) std::byte shared[];  // 1024: the swizzle of tiles
     const wgmma_place place{shared_address(shared), cluster_rank()};
-    const prefill_block block = cluster_rows<Dim>(a);
+    const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x) / 2,
+                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
@@ -440,7 +429,7 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     } else {
         take_registers<consumer_registers>();
         const int tiles = count_tiles(a, block, wgmma_tile);
-        consume_tiles<Dim, Softcap>(a, place, tiles, (warp - producer_warps) / 4);
+        consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - producer_warps) / 4);
     }
     cluster_wait();  // the other block may still write to this one's shared memory
 #endif
