@@ -22,7 +22,7 @@
 namespace quality {
 
 struct settings {
-    int sinks = 4, recent = 32, page_tokens = 128, queries = 64, threads = 2;
+    int sinks = 4, recent = 32, page_tokens = kvq::default_page_tokens, queries = 64, threads = 2;
     std::vector<int> layers;  ///< empty: all
     bool json = false;
 };

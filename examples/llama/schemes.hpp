@@ -17,7 +17,7 @@ struct live_settings;
 struct cache_settings {
     int sinks = 0;
     int recent = 0;
-    int page_tokens = 128;  // as kvq::preset_options()
+    int page_tokens = kvq::default_page_tokens;
 };
 
 struct scheme_choice {
