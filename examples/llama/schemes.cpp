@@ -26,7 +26,7 @@ const std::vector<quality::listed_format>& baselines() {
 #if defined(KVQ_LLAMA_BASELINES)
         for (const auto family :
              {&quality::plan_formats, &quality::ingredient_formats, &quality::group_formats,
-              &quality::rotation_formats, &quality::kvarn_formats}) {
+              &quality::rotation_formats, &quality::kvarn_formats, &quality::recent_formats}) {
             for (quality::listed_format& format : family()) {
                 list.push_back(std::move(format));
             }
