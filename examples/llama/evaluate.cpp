@@ -1,7 +1,6 @@
 #include "evaluate.hpp"
 
-#include "progress.hpp"
-#include "stopwatch.hpp"
+#include "window.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -9,85 +8,55 @@
 #include <limits>
 
 namespace llama {
-namespace {
-
-struct window_result {
-    divergence_sums sums;
-    double bytes_held = 0.0;
-    int tokens_held = 0;
-    double seconds = 0.0;  // time to read the tokens
-};
-
-// The window convention: every window is begin-of-text and the next (window - 1) tokens of the input, all of which
-// are predicted, so that each token of the input counts once. The last window may be shorter.
-std::vector<window_result> evaluate_window(const model& llama, std::span<const int> text,
-                                           std::span<const scheme_choice> schemes, int chunk,
-                                           progress_bar& progress) {
-    std::vector<int> input{llama.begin_of_text()};
-    input.insert(input.end(), text.begin(), text.end() - 1);
-
-    std::vector<window_result> results;
-    std::vector<matrix> states;
-    activations space;
-    for (const scheme_choice& scheme : schemes) {
-        const auto cache = scheme.make_cache(llama.shape());
-        const stopwatch time;
-        states.push_back(llama.read(input, 0, *cache, chunk, space));
-        results.push_back(
-            {{}, static_cast<double>(cache->bytes()), static_cast<int>(input.size()), time.seconds()});
-        progress.advance();
+std::vector<std::span<const int>> windows_of(std::span<const int> tokens, int window) {
+    const std::size_t step = static_cast<std::size_t>(window - 1);
+    std::vector<std::span<const int>> windows;
+    for (std::size_t begin = 0; begin < tokens.size(); begin += step) {
+        windows.push_back(tokens.subspan(begin, std::min(step, tokens.size() - begin)));
     }
-
-    // States are small, logits are large: logits exist for a few tokens at a time, the baseline's first.
-    constexpr Eigen::Index block = 64;
-    matrix baseline_logits, other_logits;
-    const auto count = static_cast<Eigen::Index>(text.size());
-    for (Eigen::Index begin = 0; begin < count; begin += block) {
-        const Eigen::Index rows = std::min(block, count - begin);
-        std::vector<distribution> baseline;
-        for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
-            matrix& logits = scheme == 0 ? baseline_logits : other_logits;
-            llama.logits(states[scheme].middleRows(begin, rows), logits);
-            for (Eigen::Index row = 0; row < rows; ++row) {
-                const distribution current(logits.row(row));
-                if (scheme == 0) {
-                    baseline.push_back(current);
-                }
-                results[scheme].sums += compare(baseline[static_cast<std::size_t>(row)], current,
-                                                text[static_cast<std::size_t>(begin + row)]);
-            }
-        }
-    }
-    return results;
+    return windows;
 }
-
-}  // namespace
 
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings) {
-    const std::size_t step = static_cast<std::size_t>(settings.window - 1);
-    const std::size_t windows = (tokens.size() + step - 1) / step;
+    const auto windows = windows_of(tokens, settings.window);
+    double work = 0.0;
+    for (const auto& text : windows) {
+        for (const scheme_choice& scheme : schemes) {
+            work += window::work(llama, static_cast<int>(text.size()), settings.chunk, scheme,
+                                 &scheme == &schemes.front());
+        }
+    }
 
-    std::vector<std::vector<window_result>> by_window(windows);
+    struct scheme_total {
+        divergence_sums sums;
+        double bytes_held = 0.0, tokens_held = 0.0, seconds = 0.0, tokens_read = 0.0;
+
+        void add(const window_result& of) {
+            sums += of.sums();
+            bytes_held += static_cast<double>(of.bytes_held);
+            tokens_held += of.tokens_held;
+            seconds += of.seconds;
+            tokens_read += of.tokens_read;
+        }
+    };
+    std::vector<scheme_total> totals(schemes.size());
     {
-        progress_bar progress(static_cast<int>(windows * schemes.size()), settings.show_progress);
-        kvq::thread_pool(settings.threads).parallel_for(static_cast<int>(windows), [&](int window) {
-            const std::size_t index = static_cast<std::size_t>(window), begin = index * step;
-            const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
-            by_window[index] = evaluate_window(llama, text, schemes, settings.chunk, progress);
-        });
+        progress_bar progress(work, settings.show_progress);
+        activations space(settings.threads);
+        for (const auto& text : windows) {
+            window judged(llama, text, schemes.front(), settings.chunk, 0, space, progress);
+            totals[0].add(judged.baseline());
+            for (std::size_t scheme = 1; scheme < schemes.size(); ++scheme) {
+                totals[scheme].add(judged.judge(schemes[scheme]));
+            }
+        }
     }
 
     std::vector<scheme_result> results;
     for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
-        window_result total;
-        for (const auto& window : by_window) {
-            total.sums += window[scheme].sums;
-            total.bytes_held += window[scheme].bytes_held;
-            total.tokens_held += window[scheme].tokens_held;
-            total.seconds += window[scheme].seconds;
-        }
+        const scheme_total& total = totals[scheme];
         const scheme_choice& choice = schemes[scheme];
         const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
         const double bytes = choice.bytes_per_token(llama.shape());
@@ -98,7 +67,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
                            total.sums.kl_divergence / total.sums.tokens,
                            static_cast<double>(total.sums.same_top) / total.sums.tokens, bytes,
                            baseline_bytes / bytes, 16.0 * bytes / baseline_bytes,
-                           total.bytes_held / total.tokens_held, total.tokens_held / total.seconds});
+                           total.bytes_held / total.tokens_held, total.tokens_read / total.seconds});
     }
     return results;
 }

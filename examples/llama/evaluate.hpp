@@ -14,7 +14,7 @@ namespace llama {
 struct evaluation_settings {
     int window = 512;
     int chunk = 512;  // tokens per prefill
-    int threads = 2;
+    int threads = 2;  // that share a window
     bool show_progress = false;
 };
 
@@ -29,8 +29,11 @@ struct scheme_result {
     double compression;             // against 16-bit pages
     double bits;                    // per quantized value, parameters included
     double window_bytes_per_token;  // held by a sequence at the end of a window, 16-bit tokens included
-    double tokens_per_second;       // read by one thread, without the evaluation
+    double tokens_per_second;       // read by all threads, without the evaluation
 };
+
+// The text of each window: one token less than the window, which begins with begin-of-text. The last one may be shorter.
+std::vector<std::span<const int>> windows_of(std::span<const int> tokens, int window);
 
 // The first scheme is the baseline. All results except tokens_per_second are independent of the number of threads.
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,

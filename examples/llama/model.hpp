@@ -24,6 +24,7 @@ public:
     explicit model(model_weights weights, int positions = 0);
 
     const model_shape& shape() const { return weights_.config.shape; }
+    const model_config& config() const { return weights_.config; }
     // The token in front of every text that is judged.
     int begin_of_text() const { return weights_.config.begin_of_text; }
 

@@ -12,7 +12,6 @@ namespace llama {
 
 using matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 using matrix_view = Eigen::Map<const matrix>;
-using row_view = Eigen::Map<const Eigen::RowVectorXf>;
 using row_vector = Eigen::RowVectorXf;
 
 // What a cache must know of a model.

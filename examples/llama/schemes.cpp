@@ -139,6 +139,14 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
     return std::make_unique<kvq_cache>(shape, options);
 }
 
+bool scheme_choice::has_fp16_window() const {
+    if (live || !formats.keys) {
+        return false;
+    }
+    const kvq::format window = options_with(settings, formats).window;
+    return !window || window.functions().value_type == kvq::float_type::fp16;
+}
+
 double scheme_choice::bytes_per_token(const model_shape& shape) const {
     if (live) {
         return std::numeric_limits<double>::quiet_NaN();  // depends on the length of the context

@@ -30,6 +30,9 @@ struct scheme_choice {
 
     std::unique_ptr<kv_cache> make_cache(const model_shape& shape) const;
 
+    // Do queries see tokens that are not quantized as fp16 has them?
+    bool has_fp16_window() const;
+
     // Bytes of quantized pages of all layers and kv heads; NaN for a live cache.
     double bytes_per_token(const model_shape& shape) const;
 
