@@ -187,7 +187,8 @@ void warn(report_summary& summary) {
     }
     const key_bias& bias = summary.bias;
     if (best) {
-        if (bias.ratio() >= 8.0) {
+        const bool matters = (int8 && int8->mean >= 0.01) || (sixteen && sixteen->mean >= 1e-3);
+        if (bias.ratio() >= 8.0 && matters) {
             summary.warnings.push_back(
                 text_of("Keys have large biases: layer %d, head %d, pair of channels %d has an amplitude of "
                         "%.3g, %.0f times "
@@ -274,8 +275,8 @@ bool report_state::resume(const std::string& path) {
     }
     state_["windows"] = found["windows"];
     if (found.contains("eight_bits")) {
-        state_["eight_bits"] = found["eight_bits"];
         state_["key_bias"] = found["key_bias"];
+        state_["eight_bits"] = found["eight_bits"];
     }
     return true;
 }

@@ -186,6 +186,7 @@ void write_page(const report_state& state, const page_writer& to) {
     const std::vector<plot> plots = plots_of(summary);
     to.picture(plots[0]);
     to.heading("Position in the context");
+    to.paragraph("No query of the first chunk of a window sees a quantized page.");
     to.cells(position_table(summary));
     to.picture(plots[1]);
     to.heading("Recall");
