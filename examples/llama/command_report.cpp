@@ -122,7 +122,12 @@ void run_report(const options& chosen) {
     std::vector<scheme_choice> schemes = report_schemes(wanted);
     const model model(load_model(chosen.model_path, chosen.rope_theta));
     const report_settings settings = settings_of(chosen, model);
-    const parts_of_text text = divide(chosen, model);
+    parts_of_text text = divide(chosen, model);
+    // A short rest has little behind its first chunk, and would only thin out the figures.
+    const std::size_t step = static_cast<std::size_t>(settings.window - 1), rest = text.judged.size() % step;
+    if (text.judged.size() > step && rest < step / 2) {
+        text.judged.resize(text.judged.size() - rest);
+    }
     const auto windows = windows_of(text.judged, settings.window);
     const std::string output =
         wanted.output.empty() ? file_name(chosen.model_path) + ".report" : wanted.output;
