@@ -1,4 +1,4 @@
-// What kvq_llama does with --device cuda. Programs without the engine on the device have commands_without.cpp instead of commands.cpp.
+// What kvq_llama does with --device cuda. Programs without the engine on the device have without_device.cpp instead of on_device.cpp.
 #pragma once
 
 #include "../evaluate.hpp"
