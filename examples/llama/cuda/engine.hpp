@@ -52,7 +52,8 @@ struct engine_options {
     std::size_t budget = 0;  // 0: none
 };
 
-// The cache has no room for more tokens. Nothing was changed; sequences may be freed, and the call repeated.
+// The cache has no room for more tokens. A decode step has changed nothing then. A prompt may have been read in part: its sequence
+// is to be freed.
 struct out_of_memory : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
