@@ -8,7 +8,7 @@
 //   decode   64 x 8192, 16 x 32768 and 16 x 2048. Of layers as many as fit beside the 16-bit cache
 //   memory   as many sequences of 8192 tokens as have pages of 40 GB, all layers
 //   fits     tokens that fit into 80 % of an 80 GB card beside weights and activations, by context
-// Ratios are to 16 bit. FILE: torch_engine.py's lines "batch context layers ms"; its layers are taken, so that rows compare.
+// Ratios are to 16 bit. FILE: torch_engine.py's lines "batch context layers ms" for llama-3-8b; its layers are taken, so that rows compare.
 #include "../../examples/llama/cuda/engine.hpp"
 
 #include <algorithm>
@@ -172,7 +172,7 @@ int main(int argc, char** argv) {
     }
     std::map<std::pair<int, int>, std::pair<int, double>> torch;  // by batch and context: layers, ms
     {
-        std::ifstream file(b.baseline);
+        std::ifstream file(b.shape == "llama-3-8b" ? b.baseline : std::string());
         int batch = 0, context = 0, layers = 0;
         double ms = 0.0;
         while (file >> batch >> context >> layers >> ms) torch[{batch, context}] = {layers, ms};
