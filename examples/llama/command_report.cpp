@@ -192,7 +192,7 @@ void run_report(const options& chosen) {
         }
     }
     if (resumed) {
-        std::printf("going on from %s.json, %.0f %% of it are done\n", output.c_str(), 100.0 * done / work);
+        std::printf("going on from %s.json, %.0f %% done\n", output.c_str(), 100.0 * done / work);
     }
     activations space(settings.threads);
     const double statistics_work = needs_statistics ? static_cast<double>(text.statistics.size()) *
