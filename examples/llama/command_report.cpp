@@ -13,8 +13,8 @@
 namespace llama {
 namespace {
 
-constexpr const char* usual_schemes[] = {"int8",       "ref8",       "kivi-4-g64", "std4",
-                                         "mix4+stats", "low3+stats", "kivi-2-g64", "low2+stats"};
+constexpr const char* usual_names[] = {"int8",       "ref8",       "kivi-4-g64", "std4",
+                                       "mix4+stats", "low3+stats", "kivi-2-g64", "low2+stats"};
 constexpr const char* eight_bit_schemes[] = {"fp16", "int8", "affine-8-g64", "kivi-8-g64", "ref8"};
 constexpr int probes_of_window = 4;
 
@@ -34,7 +34,7 @@ std::vector<scheme_choice> available(std::span<const char* const> names, const c
 std::vector<scheme_choice> report_schemes(const report_options& chosen) {
     std::vector<scheme_choice> schemes{parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
     if (chosen.schemes.empty()) {
-        for (scheme_choice& scheme : available(usual_schemes, chosen.cache)) {
+        for (scheme_choice& scheme : available(usual_names, chosen.cache)) {
             schemes.push_back(std::move(scheme));
         }
     }

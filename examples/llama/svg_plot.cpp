@@ -12,7 +12,7 @@ constexpr double width = 760, height = 360, left = 70, right = 190, top = 34, bo
 constexpr const char* colours[] = {"#1f6feb", "#d1242f", "#1a7f37", "#9a6700", "#8250df",
                                    "#bf3989", "#0a7ea4", "#57606a", "#bc4c00", "#116329"};
 
-std::string formatted(const char* format, double value) {
+std::string number_text(const char* format, double value) {
     char text[64];
     std::snprintf(text, sizeof text, format, value);
     return text;
@@ -81,8 +81,8 @@ axis axis_of(const plot& of, bool is_x) {
 }
 
 std::string text_at(double x, double y, const std::string& text, const char* attributes) {
-    return "<text x=\"" + formatted("%.1f", x) + "\" y=\"" + formatted("%.1f", y) + "\" " + attributes + ">" +
-           escaped(text) + "</text>\n";
+    return "<text x=\"" + number_text("%.1f", x) + "\" y=\"" + number_text("%.1f", y) + "\" " + attributes +
+           ">" + escaped(text) + "</text>\n";
 }
 
 }  // namespace
@@ -117,18 +117,18 @@ std::string as_svg(const plot& of) {
         "\" xmlns=\"http://www.w3.org/2000/svg\" font-family=\"sans-serif\" font-size=\"12\">\n";
     svg += text_at(left, 20, of.title, "font-size=\"14\" font-weight=\"bold\" fill=\"currentColor\"");
     for (const double tick : y.ticks()) {
-        const std::string at = formatted("%.1f", y.at(tick));
+        const std::string at = number_text("%.1f", y.at(tick));
         svg += "<line x1=\"70\" x2=\"570\" y1=\"" + at + "\" y2=\"" + at + "\" stroke=\"#8884\"/>\n";
-        svg += text_at(left - 8, y.at(tick) + 4, formatted(y.logarithmic ? "%.0e" : "%.3g", tick),
+        svg += text_at(left - 8, y.at(tick) + 4, number_text(y.logarithmic ? "%.0e" : "%.3g", tick),
                        "text-anchor=\"end\" fill=\"currentColor\"");
     }
     for (const double tick : x.ticks()) {
-        svg += text_at(x.at(tick), height - bottom + 18, formatted("%.4g", tick),
+        svg += text_at(x.at(tick), height - bottom + 18, number_text("%.4g", tick),
                        "text-anchor=\"middle\" fill=\"currentColor\"");
     }
     svg += text_at((left + width - right) / 2, height - 8, of.x_label,
                    "text-anchor=\"middle\" fill=\"currentColor\"");
-    svg += "<text transform=\"translate(16 " + formatted("%.1f", (top + height - bottom) / 2) +
+    svg += "<text transform=\"translate(16 " + number_text("%.1f", (top + height - bottom) / 2) +
            ") rotate(-90)\" text-anchor=\"middle\" fill=\"currentColor\">" + escaped(of.y_label) +
            "</text>\n";
     for (std::size_t i = 0; i < of.series.size(); ++i) {
@@ -139,12 +139,12 @@ std::string as_svg(const plot& of) {
             if (!x.holds(series.x[p]) || !y.holds(series.y[p])) {
                 continue;
             }
-            const std::string at_x = formatted("%.1f", x.at(series.x[p])),
-                              at_y = formatted("%.1f", y.at(series.y[p]));
+            const std::string at_x = number_text("%.1f", x.at(series.x[p])),
+                              at_y = number_text("%.1f", y.at(series.y[p]));
             points += at_x + "," + at_y + " ";
             marks += "<circle cx=\"" + at_x + "\" cy=\"" + at_y + "\" r=\"" + (of.lines ? "2" : "4") +
                      "\" fill=\"" + colour + "\"><title>" + escaped(series.label) + ": " +
-                     formatted("%.4g", series.x[p]) + ", " + formatted("%.3g", series.y[p]) +
+                     number_text("%.4g", series.x[p]) + ", " + number_text("%.3g", series.y[p]) +
                      "</title></circle>\n";
         }
         if (of.lines) {
@@ -153,7 +153,7 @@ std::string as_svg(const plot& of) {
         }
         svg += marks;
         const double line = top + 8 + 18 * static_cast<double>(i);
-        svg += "<rect x=\"582\" y=\"" + formatted("%.1f", line - 9) +
+        svg += "<rect x=\"582\" y=\"" + number_text("%.1f", line - 9) +
                "\" width=\"10\" height=\"10\" fill=\"" + colour + "\"/>\n";
         svg += text_at(598, line, series.label, "fill=\"currentColor\"");
     }
