@@ -100,7 +100,7 @@ int main(int argc, char** argv) {
     s.system_tokens = std::clamp(s.system_tokens, 1, s.tokens - 1);
 
     kvq::cache cache({.layers = s.layers, .kv_heads = 1, .head_dim = 64},
-                     {.keys = kvq::make_format<kvq::affine<4>, kvq::scalar>()});
+                     {.keys = kvq::make_format<kvq::affine<4>, kvq::scalar>(), .page_tokens = 64});
     kvq::prefix_cache store(cache, {.max_entries = s.entries + 1});
     workload work(s);
     auto sequence = cache.new_sequence();

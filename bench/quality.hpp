@@ -17,12 +17,13 @@
 
 #include "attention_error.hpp"
 #include "dump.hpp"
+#include "page_remark.hpp"
 #include "quality_schemes.hpp"
 
 namespace quality {
 
 struct settings {
-    int sinks = 4, recent = 32, page_tokens = 128, queries = 64, threads = 2;
+    int sinks = 4, recent = 32, page_tokens = kvq::default_page_tokens, queries = 64, threads = 2;
     std::vector<int> layers;  ///< empty: all
     bool json = false;
 };
@@ -374,6 +375,9 @@ inline int run_program(int argc, char** argv, const std::vector<listed_format>& 
             picked.push_back(*found);
         }
         if (paths.empty()) throw std::runtime_error("no dump is given; --help says what one is");
+        for (const entry& e : names.empty() ? all : picked)
+            if (const std::string remark = page_remark(e.name, chosen.page_tokens, e.name); !remark.empty())
+                std::fprintf(stderr, "%s: %s\n", argv[0], remark.c_str());
         run(paths, statistics_paths, names.empty() ? all : picked, chosen);
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s: %s\n", argv[0], error.what());

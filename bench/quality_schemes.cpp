@@ -7,7 +7,12 @@
 #include <kvq/schemes/presets.hpp>
 #include <memory>
 
+#include "baselines/block_gtq.hpp"
+#include "baselines/octopus.hpp"
+#include "baselines/oscar_spectral.hpp"
+#include "baselines/progressive.hpp"
 #include "baselines/published.hpp"
+#include "baselines/token_normalized.hpp"
 
 namespace quality {
 namespace {
@@ -52,6 +57,19 @@ listed_format compiled(const char* name, const char* source) {
     using keys = typename Pair::keys;
     return {name, source, &compiled_keys<keys>, &compiled_values<typename Pair::values>,
             made_from_statistics<keys>};
+}
+
+template <class Oscar>
+kvq::format spectral_keys(const kvq::calibration* statistics) {
+    if (!statistics || !statistics->has_products() || !statistics->has_queries())
+        return kvq::make_format<typename Oscar::keys_without_statistics>();
+    return kvq::make_format<kvq::simd<>>(typename Oscar::keys(baselines::spectral_rotation(*statistics)));
+}
+/// Widths by pair for keys of B bits, TurboQuant for values.
+template <int Bits>
+listed_format block_gtq(const char* name) {
+    return {name, "Block-GTQ, arXiv 2606.24033", &compiled_keys<baselines::block_gtq_keys<Bits>>,
+            &compiled_values<typename baselines::turboquant_plain<Bits>::values>, true};
 }
 
 /// A plan of widths alone, no error feedback.
@@ -183,6 +201,28 @@ std::vector<listed_format> kvarn_formats() {
             compiled<kvarn<2, 2, false>>("kvarn-free-2", free)};
 }
 
+std::vector<listed_format> recent_formats() {
+    using namespace baselines;
+    const char* const scaled = "OScaR, arXiv 2605.19660";
+    const char* const spectral = "OSCAR, arXiv 2605.17757";
+    const char* const triplets = "OCTOPUS, arXiv 2605.21226";
+    const char* const steps = "PM-KVQ's widths, arXiv 2505.18610, on KIVI's grid";
+    return {compiled<oscar_scaled<2, 32>>("oscar-scaled-2-g32", scaled),
+            compiled<oscar_scaled<2, 64>>("oscar-scaled-2-g64", scaled),
+            compiled<oscar_scaled<3, 64>>("oscar-scaled-3-g64", scaled),
+            compiled<oscar_scaled<4, 64>>("oscar-scaled-4-g64", scaled),
+            {"oscar-spectral-2", spectral, &spectral_keys<oscar_spectral<2>>,
+             &compiled_values<oscar_spectral<2>::values>, true},
+            block_gtq<2>("block-gtq-2"),
+            block_gtq<3>("block-gtq-3"),
+            block_gtq<4>("block-gtq-4"),
+            compiled<octopus<2>>("octopus-2", triplets),
+            compiled<octopus<3>>("octopus-3", triplets),
+            compiled<octopus<4>>("octopus-4", triplets),
+            compiled<progressive_kivi<4, 8>>("progressive-4-g64", steps),
+            compiled<progressive_kivi<2, 8, 4>>("progressive-2-g64", steps)};
+}
+
 std::vector<listed_format> preset_formats() {
     list all;
     kvq::for_each_preset([&](const auto& preset) { all.push_back(built_in(preset.name, "kvq preset")); });
@@ -208,7 +248,7 @@ std::vector<listed_format> ingredient_formats() {
 std::vector<listed_format> all_formats() {
     list all;
     for (const auto family : {&affine_formats, &kivi_formats, &group_formats, &rotation_formats,
-                              &kvarn_formats, &preset_formats, &plan_formats})
+                              &kvarn_formats, &recent_formats, &preset_formats, &plan_formats})
         for (listed_format& f : family()) all.push_back(std::move(f));
     return all;
 }

@@ -32,6 +32,8 @@ std::vector<listed_format> group_formats();
 /// Codebooks and rotations. Not all of them are foldable.
 std::vector<listed_format> rotation_formats();
 std::vector<listed_format> kvarn_formats();
+/// Methods of 2026: OScaR, OSCAR, Block-GTQ, OCTOPUS; the widths of PM-KVQ.
+std::vector<listed_format> recent_formats();
 /// This library's presets.
 std::vector<listed_format> preset_formats();
 /// The presets with mixed widths whose statistics make a plan of widths and nothing else, no error feedback: -plan with those of

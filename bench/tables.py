@@ -17,10 +17,16 @@ import json
 import sys
 
 PAIRS = (
-    ("low2+stats", ("kivi-2-g64", "kvarn-2", "turboquant-2")),
-    ("low3+stats", ("kivi-3-g64", "kvarn-3", "turboquant-3")),
-    ("mix4+stats", ("kivi-4-g64", "kvarn-4", "turboquant-4", "q4_0-h")),
-    ("std4", ("kivi-4-g64", "kivi-4-g128")),
+    (
+        "low2+stats",
+        ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "oscar-spectral-2+stats", "block-gtq-2+stats", "octopus-2"),
+    ),
+    ("low3+stats", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64", "block-gtq-3+stats", "octopus-3")),
+    (
+        "mix4+stats",
+        ("kivi-4-g64", "kvarn-4", "turboquant-4", "q4_0-h", "oscar-scaled-4-g64", "block-gtq-4+stats", "octopus-4"),
+    ),
+    ("std4", ("kivi-4-g64", "kivi-4-g128", "oscar-scaled-4-g64")),
     ("std5", ("kivi-4-g32",)),
     ("ref8", ("q8_0-h", "int8")),
 )

@@ -38,6 +38,7 @@ int main(int argc, char** argv) {
     check(
         cache.open({.layers = layers, .kv_heads = kv_heads, .head_dim = dim},
                    {.formats = {argc > 1 ? argv[1] : "kivi-4-g64"},
+                    .page_tokens = 64,
                     .sinks = 4,
                     .recent = 64,
                     .max_batch = batch,

@@ -23,14 +23,12 @@ public:
                  rows out, kvq::thread_pool& workers) override {
         // Attention reads the chunk in 16 bit.
         rows_.prefill(layer, in_16_bit(keys), in_16_bit(values), queries, out, workers);
-        sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
-                         kvq::tokens_of(values, shape_.kv_heads));
-        int& quantized = quantized_[static_cast<std::size_t>(layer)];
-        const int before = quantized;
-        quantized = end_of_quantized(layer);
-        if (quantized > before) {
-            dequantize(layer, before, quantized);
-        }
+        quantize(layer, keys, values);
+    }
+
+    void append(int layer, const const_rows& keys, const const_rows& values) override {
+        rows_.append(layer, in_16_bit(keys), in_16_bit(values));
+        quantize(layer, keys, values);
     }
 
     // A short trim restores tokens in 16 bit, so every row is read again.
@@ -48,6 +46,18 @@ public:
 
 private:
     static matrix in_16_bit(const const_rows& x) { return x.cast<Eigen::half>().cast<float>(); }
+
+    // Stores a chunk; rows of the pages that this quantizes are those of the pages from now on.
+    void quantize(int layer, const const_rows& keys, const const_rows& values) {
+        sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
+                         kvq::tokens_of(values, shape_.kv_heads));
+        int& quantized = quantized_[static_cast<std::size_t>(layer)];
+        const int before = quantized;
+        quantized = end_of_quantized(layer);
+        if (quantized > before) {
+            dequantize(layer, before, quantized);
+        }
+    }
 
     // End of the last quantized page of a layer.
     int end_of_quantized(int layer) const {

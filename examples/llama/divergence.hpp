@@ -27,11 +27,12 @@ struct divergence_sums {
 // is far below the rounding of a float logit.
 class distribution {
 public:
+    distribution() = default;
     explicit distribution(const Eigen::Ref<const Eigen::RowVectorXf>& logits)
-        : logits_(logits.data(), logits.size()) {
-        const double most = logits_.maxCoeff(&top_);
+        : logits_(logits.data()), size_(logits.size()) {
+        const double most = logits.maxCoeff(&top_);
         double sum = 0.0;
-        for_each_block(logits_.size(), [&](Eigen::Index first, Eigen::Index count) {
+        for_each_block(size_, [&](Eigen::Index first, Eigen::Index count) {
             Eigen::Array<double, Eigen::Dynamic, 1, 0, block, 1> above(count);
             for (Eigen::Index i = 0; i < count; ++i) {
                 above[i] = static_cast<double>(logits_[first + i]) - most;
@@ -49,10 +50,10 @@ public:
         const double shift = other.log_sum_ - log_sum_;
         const auto log_sum = static_cast<float>(log_sum_);
         double sum = 0.0;
-        for_each_block(logits_.size(), [&](Eigen::Index first, Eigen::Index count) {
+        for_each_block(size_, [&](Eigen::Index first, Eigen::Index count) {
             // Probabilities are weights here: float is accurate enough.
             const Eigen::Array<float, Eigen::Dynamic, 1, 0, block, 1> probability =
-                (logits_.segment(first, count).transpose().array() - log_sum).exp();
+                (Eigen::Map<const Eigen::ArrayXf>(logits_ + first, count) - log_sum).exp();
             Eigen::Array<double, Eigen::Dynamic, 1, 0, block, 1> terms(count);
             for (Eigen::Index i = 0; i < count; ++i) {
                 const double ratio = static_cast<double>(logits_[first + i]) -
@@ -74,8 +75,8 @@ private:
         }
     }
 
-    row_view logits_;
-    Eigen::Index top_ = 0;
+    const float* logits_ = nullptr;
+    Eigen::Index size_ = 0, top_ = 0;
     double log_sum_ = 0.0;
 };
 

@@ -1,123 +1,66 @@
 #include "evaluate.hpp"
 
-#include "progress.hpp"
-#include "stopwatch.hpp"
+#include "window.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <limits>
-#include <utility>
 
 namespace llama {
-namespace {
 
-struct window_result {
-    divergence_sums sums;
-    double bytes_held = 0.0;
-    int tokens_held = 0;
-    double seconds = 0.0;  // time to read the tokens
-};
-
-// The window convention: every window is begin-of-text and the next (window - 1) tokens of the input, all of which
-// are predicted, so that each token of the input counts once. The last window may be shorter.
-std::vector<window_result> evaluate_window(const text_reader& reader, std::span<const int> text,
-                                           std::span<const scheme_choice> schemes, int chunk,
-                                           progress_bar& progress) {
-    std::vector<int> input{reader.config().begin_of_text};
-    input.insert(input.end(), text.begin(), text.end() - 1);
-
-    std::vector<window_result> results;
-    std::vector<matrix> states;
-    for (const scheme_choice& scheme : schemes) {
-        text_in_cache read = reader.read(input, scheme, chunk);
-        states.push_back(std::move(read.states));
-        results.push_back(
-            {{}, static_cast<double>(read.bytes), static_cast<int>(input.size()), read.seconds});
-        progress.advance();
+std::vector<std::span<const int>> windows_of(std::span<const int> tokens, int window) {
+    const std::size_t step = static_cast<std::size_t>(window - 1);
+    std::vector<std::span<const int>> windows;
+    for (std::size_t begin = 0; begin < tokens.size(); begin += step) {
+        windows.push_back(tokens.subspan(begin, std::min(step, tokens.size() - begin)));
     }
-
-    // States are small, logits are large: logits exist for a few tokens at a time, the baseline's first.
-    constexpr Eigen::Index block = 64;
-    matrix baseline_logits, other_logits;
-    const auto count = static_cast<Eigen::Index>(text.size());
-    for (Eigen::Index begin = 0; begin < count; begin += block) {
-        const Eigen::Index rows = std::min(block, count - begin);
-        std::vector<distribution> baseline;
-        for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
-            matrix& logits = scheme == 0 ? baseline_logits : other_logits;
-            reader.logits(states[scheme].middleRows(begin, rows), logits);
-            for (Eigen::Index row = 0; row < rows; ++row) {
-                const distribution current(logits.row(row));
-                if (scheme == 0) {
-                    baseline.push_back(current);
-                }
-                results[scheme].sums += compare(baseline[static_cast<std::size_t>(row)], current,
-                                                text[static_cast<std::size_t>(begin + row)]);
-            }
-        }
-    }
-    return results;
+    return windows;
 }
-
-class model_reader final : public text_reader {
-public:
-    explicit model_reader(const model& llama) : model_(llama) {}
-
-    const model_config& config() const override { return model_.config(); }
-    text_in_cache read(std::span<const int> tokens, const scheme_choice& scheme, int chunk) const override {
-        const auto cache = scheme.make_cache(model_.shape());
-        activations space;
-        const stopwatch time;
-        text_in_cache text{model_.read(tokens, 0, *cache, chunk, space)};
-        text.bytes = cache->bytes();
-        text.seconds = time.seconds();
-        return text;
-    }
-    void logits(const kv_cache::const_rows& states, matrix& out) const override {
-        model_.logits(states, out);
-    }
-
-private:
-    const model& model_;
-};
-
-}  // namespace
 
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings) {
-    return evaluate(model_reader(llama), tokens, schemes, settings);
-}
-
-std::vector<scheme_result> evaluate(const text_reader& reader, std::span<const int> tokens,
-                                    std::span<const scheme_choice> schemes,
-                                    const evaluation_settings& settings) {
-    const std::size_t step = static_cast<std::size_t>(settings.window - 1);
-    const std::size_t windows = (tokens.size() + step - 1) / step;
-
-    std::vector<std::vector<window_result>> by_window(windows);
-    {
-        progress_bar progress(static_cast<int>(windows * schemes.size()), settings.show_progress);
-        kvq::thread_pool(settings.threads).parallel_for(static_cast<int>(windows), [&](int window) {
-            const std::size_t index = static_cast<std::size_t>(window), begin = index * step;
-            const auto text = tokens.subspan(begin, std::min(step, tokens.size() - begin));
-            by_window[index] = evaluate_window(reader, text, schemes, settings.chunk, progress);
-        });
+    const auto windows = windows_of(tokens, settings.window);
+    double work = 0.0;
+    for (const auto& text : windows) {
+        for (const scheme_choice& scheme : schemes) {
+            work += window::work(llama, static_cast<int>(text.size()), settings.chunk, scheme,
+                                 &scheme == &schemes.front());
+        }
     }
 
+    const auto add = [](scheme_total& total, const window_result& of) {
+        total.sums += of.sums();
+        total.bytes_held += static_cast<double>(of.bytes_held);
+        total.tokens_held += of.tokens_held;
+        total.seconds += of.seconds;
+        total.tokens_read += of.tokens_read;
+    };
+    std::vector<scheme_total> totals(schemes.size());
+    {
+        progress_bar progress(work, settings.show_progress);
+        activations space(settings.threads);
+        for (const auto& text : windows) {
+            window judged(llama, text, schemes.front(), settings.chunk, 0, space, progress);
+            add(totals[0], judged.baseline());
+            for (std::size_t scheme = 1; scheme < schemes.size(); ++scheme) {
+                add(totals[scheme], judged.judge(schemes[scheme]));
+            }
+        }
+    }
+
+    return results_of(llama.shape(), schemes, totals);
+}
+
+std::vector<scheme_result> results_of(const model_shape& shape, std::span<const scheme_choice> schemes,
+                                      std::span<const scheme_total> totals) {
     std::vector<scheme_result> results;
     for (std::size_t scheme = 0; scheme < schemes.size(); ++scheme) {
-        window_result total;
-        for (const auto& window : by_window) {
-            total.sums += window[scheme].sums;
-            total.bytes_held += window[scheme].bytes_held;
-            total.tokens_held += window[scheme].tokens_held;
-            total.seconds += window[scheme].seconds;
-        }
+        const scheme_total& total = totals[scheme];
         const scheme_choice& choice = schemes[scheme];
         const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
-        const double bytes = choice.bytes_per_token(reader.config().shape);
+        const double bytes = choice.bytes_per_token(shape);
         const double baseline_perplexity = results.empty() ? perplexity : results.front().perplexity;
         const double baseline_bytes = results.empty() ? bytes : results.front().bytes_per_token;
         results.push_back({choice.label, total.sums.tokens, perplexity,
@@ -125,7 +68,7 @@ std::vector<scheme_result> evaluate(const text_reader& reader, std::span<const i
                            total.sums.kl_divergence / total.sums.tokens,
                            static_cast<double>(total.sums.same_top) / total.sums.tokens, bytes,
                            baseline_bytes / bytes, 16.0 * bytes / baseline_bytes,
-                           total.bytes_held / total.tokens_held, total.tokens_held / total.seconds});
+                           total.bytes_held / total.tokens_held, total.tokens_read / total.seconds});
     }
     return results;
 }

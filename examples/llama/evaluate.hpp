@@ -5,7 +5,6 @@
 #include "model.hpp"
 #include "schemes.hpp"
 
-#include <cstddef>
 #include <span>
 #include <string>
 #include <vector>
@@ -15,7 +14,7 @@ namespace llama {
 struct evaluation_settings {
     int window = 512;
     int chunk = 512;  // tokens per prefill
-    int threads = 2;
+    int threads = 2;  // that share a window
     bool show_progress = false;
 };
 
@@ -30,29 +29,22 @@ struct scheme_result {
     double compression;             // against 16-bit pages
     double bits;                    // per quantized value, parameters included
     double window_bytes_per_token;  // held by a sequence at the end of a window, 16-bit tokens included
-    double tokens_per_second;       // read by one thread, without the evaluation
+    double tokens_per_second;       // read by all threads, without the evaluation
 };
 
-// A text in a cache of some scheme.
-struct text_in_cache {
-    matrix states;  // normed, [tokens][dim]
-    std::size_t bytes = 0;
-    double seconds = 0.0;  // time to read the tokens
-};
+// The text of each window: one token less than the window, which begins with begin-of-text. The last one may be shorter.
+std::vector<std::span<const int>> windows_of(std::span<const int> tokens, int window);
 
-// What an evaluation asks of an engine, from any number of threads.
-class text_reader {
-public:
-    virtual ~text_reader() = default;
-    virtual const model_config& config() const = 0;
-    virtual text_in_cache read(std::span<const int> tokens, const scheme_choice& scheme, int chunk) const = 0;
-    virtual void logits(const kv_cache::const_rows& states, matrix& out) const = 0;
+// Sums over windows, of one scheme.
+struct scheme_total {
+    divergence_sums sums;
+    double bytes_held = 0.0, tokens_held = 0.0, seconds = 0.0, tokens_read = 0.0;
 };
+// The first scheme is the baseline.
+std::vector<scheme_result> results_of(const model_shape& shape, std::span<const scheme_choice> schemes,
+                                      std::span<const scheme_total> totals);
 
 // The first scheme is the baseline. All results except tokens_per_second are independent of the number of threads.
-std::vector<scheme_result> evaluate(const text_reader& reader, std::span<const int> tokens,
-                                    std::span<const scheme_choice> schemes,
-                                    const evaluation_settings& settings);
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
                                     const evaluation_settings& settings);

@@ -24,6 +24,9 @@ public:
     virtual void prefill(int layer, const const_rows& keys, const const_rows& values,
                          const const_rows& queries, rows out, kvq::thread_pool& workers) = 0;
 
+    // The same without queries: what prefill() leaves, without attention.
+    virtual void append(int layer, const const_rows& keys, const const_rows& values) = 0;
+
     // Removes every token from position `tokens` on, in all layers.
     virtual void trim(int tokens) = 0;
 

@@ -46,6 +46,11 @@ public:
         }
     }
 
+    void append(int layer, const const_rows& keys, const const_rows& values) override {
+        sequence_.append(layer, kvq::tokens_of(keys, shape_.kv_heads),
+                         kvq::tokens_of(values, shape_.kv_heads));
+    }
+
     void trim(int tokens) override { sequence_.trim(tokens); }
 
     std::size_t bytes() const override { return sequence_.usage().bytes; }

@@ -7,7 +7,6 @@ namespace llama {
 
 using matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 using matrix_view = Eigen::Map<const matrix>;
-using row_view = Eigen::Map<const Eigen::RowVectorXf>;
 using row_vector = Eigen::RowVectorXf;
 
 }  // namespace llama

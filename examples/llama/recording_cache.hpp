@@ -26,6 +26,12 @@ public:
         add(of.queries, queries);
         exact_.prefill(layer, keys, values, queries, out, workers);
     }
+    void append(int layer, const const_rows& keys, const const_rows& values) override {
+        recorded& of = layers_[static_cast<std::size_t>(layer)];
+        add(of.keys, keys);
+        add(of.values, values);
+        exact_.append(layer, keys, values);
+    }
     void trim(int tokens) override {
         exact_.trim(tokens);
         for (recorded& of : layers_) {

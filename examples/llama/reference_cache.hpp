@@ -18,10 +18,14 @@ public:
 
     void prefill(int layer, const const_rows& keys, const const_rows& values, const const_rows& queries,
                  rows out, kvq::thread_pool& workers) override {
+        append(layer, keys, values);
+        attend(layers_[static_cast<std::size_t>(layer)], queries, out, shape_.window(layer), workers);
+    }
+
+    void append(int layer, const const_rows& keys, const const_rows& values) override {
         layer_rows& rows_of = layers_[static_cast<std::size_t>(layer)];
         add(rows_of.keys, keys);
         add(rows_of.values, values);
-        attend(rows_of, queries, out, shape_.window(layer), workers);
     }
 
     void trim(int tokens) override {

@@ -1,190 +1,491 @@
 #include "report.hpp"
 
-#include <nlohmann/json.hpp>
-
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
-#include <iomanip>
-#include <ostream>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <stdexcept>
 
 namespace llama {
 namespace {
 
-template <class Result>
-int name_width_of(std::span<const Result> results) {
-    std::size_t widest = 6;
-    for (const Result& result : results) {
-        widest = std::max(widest, result.scheme.size());
+using json = nlohmann::ordered_json;
+
+constexpr int version = 1;
+
+// JSON has no numbers that are not finite.
+json number(double x) { return std::isfinite(x) ? json(x) : json(nullptr); }
+double number(const json& x) { return x.is_null() ? std::nan("") : x.get<double>(); }
+
+json numbers(const std::vector<float>& values) {
+    json list = json::array();
+    for (const float x : values) {
+        list.push_back(number(static_cast<double>(x)));
     }
-    return static_cast<int>(widest) + 1;
+    return list;
+}
+std::vector<float> floats(const json& list) {
+    std::vector<float> values;
+    for (const json& x : list) {
+        values.push_back(static_cast<float>(number(x)));
+    }
+    return values;
 }
 
-nlohmann::ordered_json to_json(const scheme_result& result) {
-    return {{"scheme", result.scheme},
-            {"tokens", result.tokens},
-            {"perplexity", result.perplexity},
-            {"ppl_delta_pct", result.ppl_delta_pct},
-            {"kld", result.kld},
-            {"top1", result.top1},
-            {"bits", result.bits},
-            {"bytes_per_token", result.bytes_per_token},
-            {"compression", result.compression},
-            {"window_bytes_per_token", result.window_bytes_per_token},
-            {"tokens_per_second", result.tokens_per_second}};
+json to_json(const window_result& of) {
+    std::string same;
+    for (const unsigned char x : of.same_top) {
+        same += x ? '1' : '0';
+    }
+    json result{{"negative_log_likelihood", numbers(of.negative_log_likelihood)},
+                {"kl_divergence", numbers(of.kl_divergence)},
+                {"same_top", same},
+                {"bytes_held", of.bytes_held},
+                {"tokens_held", of.tokens_held},
+                {"seconds", of.seconds},
+                {"tokens_read", of.tokens_read},
+                {"probes", json::array()}};
+    for (const probe_result& probe : of.probes) {
+        result["probes"].push_back({{"depth", probe.depth},
+                                    {"judged", probe.judged},
+                                    {"recalled", probe.recalled},
+                                    {"negative_log_likelihood", number(probe.negative_log_likelihood)}});
+    }
+    return result;
+}
+window_result from_json(const json& of) {
+    window_result result;
+    result.negative_log_likelihood = floats(of.at("negative_log_likelihood"));
+    result.kl_divergence = floats(of.at("kl_divergence"));
+    for (const char x : of.at("same_top").get<std::string>()) {
+        result.same_top.push_back(x == '1');
+    }
+    result.bytes_held = of.at("bytes_held");
+    result.tokens_held = of.at("tokens_held");
+    result.seconds = of.at("seconds");
+    result.tokens_read = of.at("tokens_read");
+    for (const json& probe : of.at("probes")) {
+        result.probes.push_back({probe.at("depth"), probe.at("judged"), probe.at("recalled"),
+                                 number(probe.at("negative_log_likelihood"))});
+    }
+    return result;
 }
 
-// Width of a column of tokens in one scheme.
-int width_of(const live_cache::held_scheme& scheme) {
-    return static_cast<int>(std::max<std::size_t>(8, scheme.scheme.size() + 2));
+// What is resampled: tokens that belong together.
+struct block_sums {
+    double tokens = 0.0, likelihood_change = 0.0, divergence = 0.0;
+};
+
+// Values of a statistic of all blocks: of the blocks themselves, and the 2.5 and 97.5 percentiles of 1000 resamplings of them.
+template <class Statistic>
+interval bootstrap(const std::vector<block_sums>& blocks, const Statistic& statistic) {
+    const auto of = [&](const auto& choose) {
+        block_sums sum;
+        for (std::size_t i = 0; i < blocks.size(); ++i) {
+            const block_sums& block = blocks[choose(i)];
+            sum.tokens += block.tokens;
+            sum.likelihood_change += block.likelihood_change;
+            sum.divergence += block.divergence;
+        }
+        return statistic(sum);
+    };
+    interval result;
+    result.value = result.low = result.high = of([](std::size_t i) { return i; });
+    if (blocks.size() < 2) {
+        return result;
+    }
+    std::mt19937 random(1);
+    std::vector<double> values;
+    for (int turn = 0; turn < 1000; ++turn) {
+        values.push_back(of([&](std::size_t) { return random() % blocks.size(); }));
+    }
+    std::sort(values.begin(), values.end());
+    result.low = values[25];
+    result.high = values[974];
+    return result;
 }
 
-double percent(double value, double baseline) { return 100.0 * (value / baseline - 1.0); }
+std::string text_of(const char* format, auto... values) {
+    char text[512];
+    std::snprintf(text, sizeof text, format, values...);
+    return text;
+}
+
+// Bounds of what is recommended.
+struct bound {
+    const char* name;
+    double ppl_change_pct, same_top, recall_loss;
+};
+constexpr bound bounds[] = {{"No loss that this text shows", 0.2, 0.985, 0.02},
+                            {"Small loss", 1.0, 0.95, 0.05},
+                            {"Smallest that still works", 5.0, 0.0, 0.15}};
+
+void recommend(report_summary& summary) {
+    const report_row& full = summary.rows.front();
+    const double full_recall = full.recall_of_all().share();
+    const bool recalls = full.recall_of_all().judged > 0 && full_recall >= 0.5;
+    for (const bound& limit : bounds) {
+        const report_row* best = nullptr;
+        for (const report_row& row : summary.rows) {
+            const bool holds = row.complete && row.windows == full.windows && &row != &full &&
+                               row.ppl_change_pct.high <= limit.ppl_change_pct &&
+                               row.same_top >= limit.same_top &&
+                               (!recalls || row.recall_of_all().share() >= full_recall - limit.recall_loss);
+            const auto better = [&] {
+                return !best || row.bits < best->bits - 0.05 ||
+                       (row.bits < best->bits + 0.05 && row.kl_divergence.value < best->kl_divergence.value);
+            };
+            if (holds && better()) {
+                best = &row;
+            }
+        }
+        const std::string conditions =
+            text_of("perplexity at most +%g %% (end of the interval)", limit.ppl_change_pct) +
+            (limit.same_top > 0.0
+                 ? text_of(", the same likeliest token at least %.1f %% of the time", 100.0 * limit.same_top)
+                 : std::string()) +
+            (recalls ? text_of(", recall at most %g points below 16 bit", 100.0 * limit.recall_loss)
+                     : std::string());
+        if (!best) {
+            summary.recommendations.push_back(std::string(limit.name) +
+                                              ": none of the formats. Asked for: " + conditions + ".");
+            continue;
+        }
+        std::string reason = text_of(
+            ": %.2f bits, %.1f times smaller than 16 bit; perplexity %+.2f %% (%+.2f to %+.2f), KL "
+            "divergence %.2e, "
+            "the same likeliest token %.1f %% of the time",
+            best->bits, 16.0 / best->bits, best->ppl_change_pct.value, best->ppl_change_pct.low,
+            best->ppl_change_pct.high, best->kl_divergence.value, 100.0 * best->same_top);
+        if (recalls) {
+            reason += text_of(", recall %.0f %% where 16 bit has %.0f %%",
+                              100.0 * best->recall_of_all().share(), 100.0 * full_recall);
+        }
+        summary.recommendations.push_back(std::string(limit.name) + ": `" + best->scheme + "`" + reason +
+                                          ". Asked for: " + conditions + ".");
+    }
+}
+
+void warn(report_summary& summary) {
+    const attention_error* best = nullptr;
+    const attention_error* int8 = nullptr;
+    const attention_error* sixteen = nullptr;
+    for (const attention_error& error : summary.eight_bits) {
+        if (error.scheme == "fp16") {
+            sixteen = &error;
+            continue;
+        }
+        if (error.scheme == "int8") {
+            int8 = &error;
+        }
+        if (!best || error.mean < best->mean) {
+            best = &error;
+        }
+    }
+    const key_bias& bias = summary.bias;
+    if (best) {
+        const bool matters = (int8 && int8->mean >= 0.01) || (sixteen && sixteen->mean >= 1e-3);
+        if (bias.ratio() >= 8.0 && matters) {
+            summary.warnings.push_back(
+                text_of("Keys have large biases: layer %d, head %d, pair of channels %d has an amplitude of "
+                        "%.3g, %.0f times "
+                        "the usual deviation of a channel. One scale per token (int8) is made by these "
+                        "channels; 16 bit itself "
+                        "is off by %.1e.",
+                        bias.layer, bias.head, bias.pair, bias.amplitude, bias.ratio(),
+                        sixteen ? sixteen->mean : 0.0));
+        }
+        if (int8 && int8->mean > 2.0 * best->mean && int8->worst_head > 0.02) {
+            summary.warnings.push_back(text_of("int8 is not without loss here: attention is off by %.1e on "
+                                               "average and by %.2f in the worst "
+                                               "head, with ",
+                                               int8->mean, int8->worst_head) +
+                                       best->scheme +
+                                       text_of(" by %.1e and %.3f.", best->mean, best->worst_head));
+        }
+        summary.recommendations.push_back(
+            "8 bits: `" + best->scheme +
+            text_of("`: attention is off by %.1e (worst head %.1e)", best->mean, best->worst_head) +
+            (int8 && int8 != best ? text_of(", int8 by %.1e (%.1e)", int8->mean, int8->worst_head)
+                                  : std::string()) +
+            (sixteen ? text_of(", fp16 by %.1e (%.1e).", sixteen->mean, sixteen->worst_head) : "."));
+    }
+    const report_row& full = summary.rows.front();
+    if (const recall all = full.recall_of_all(); all.judged > 0 && all.share() < 0.5) {
+        summary.warnings.push_back(
+            text_of("With 16 bit the model recalls only %.0f %% of what it has read: the figures of recall "
+                    "say little "
+                    "about formats, and nothing was recommended by them.",
+                    100.0 * all.share()));
+    }
+    if (full.tokens > 0 && full.tokens < 2000) {
+        summary.warnings.push_back(
+            text_of("Only %d tokens were judged: intervals are wide, and the worst 1 %% are a few tokens.",
+                    full.tokens));
+    }
+}
 
 }  // namespace
 
-void write_table(std::ostream& out, std::span<const scheme_result> results) {
-    const int name_width = name_width_of(results);
+recall report_row::recall_of_all() const {
+    recall all;
+    double likelihood = 0.0;
+    for (const recall& part : recalls) {
+        all.judged += part.judged;
+        all.recalled += part.recalled;
+        likelihood += part.negative_log_likelihood * part.judged;
+    }
+    all.negative_log_likelihood = all.judged > 0 ? likelihood / all.judged : 0.0;
+    return all;
+}
 
-    out << std::left << std::setw(name_width) << "scheme" << std::right
-        << "  perplexity   change %  KL divergence  same top-1 %  bits  bytes/token  compression  "
-           "held/token  tokens/s\n";
-    for (const scheme_result& result : results) {
-        out << std::left << std::setw(name_width) << result.scheme << std::right              //
-            << std::fixed << std::setprecision(4) << std::setw(12) << result.perplexity       //
-            << std::showpos << std::setprecision(3) << std::setw(11) << result.ppl_delta_pct  //
-            << std::noshowpos << std::scientific << std::setprecision(2) << std::setw(15) << result.kld
-            << std::fixed << std::setprecision(2) << std::setw(14) << 100.0 * result.top1  //
-            << std::setprecision(1);
-        // A live cache has no fixed size per token.
-        if (std::isnan(result.bytes_per_token)) {
-            out << std::setw(6) << '-' << std::setw(13) << '-' << std::setw(13) << '-';
-        } else {
-            out << std::setprecision(2) << std::setw(6) << result.bits << std::setprecision(1)
-                << std::setw(13) << result.bytes_per_token << std::setprecision(2) << std::setw(13)
-                << result.compression;
+report_state::report_state(json identity, json facts, std::vector<std::string> schemes)
+    : state_{{"kvq_report", version},
+             {"identity", std::move(identity)},
+             {"facts", std::move(facts)},
+             {"sizes", json::object()},
+             {"windows", json::array()}},
+      schemes_(std::move(schemes)) {}
+
+bool report_state::resume(const std::string& path) {
+    std::ifstream file(path);
+    if (!file) {
+        return false;
+    }
+    json found;
+    try {
+        found = json::parse(file);
+    } catch (const json::exception&) {
+        found = nullptr;
+    }
+    if (!found.is_object() || found.value("kvq_report", 0) != version || !found.contains("identity") ||
+        !found.contains("windows") || !found["windows"].is_array()) {
+        throw std::runtime_error("\"" + path + "\" is not a report of this program: --fresh begins anew");
+    }
+    for (const auto& [name, value] : state_["identity"].items()) {
+        if (!found["identity"].contains(name) || found["identity"][name] != value) {
+            throw std::runtime_error(
+                "\"" + path + "\" is a report with another " + name + ": " +
+                (found["identity"].contains(name) ? found["identity"][name].dump() : "none") + ", not " +
+                value.dump() + "; --fresh begins anew, --output takes another file");
         }
-        out  //
-            << std::setprecision(1) << std::setw(12) << result.window_bytes_per_token << std::setprecision(0)
-            << std::setw(10) << result.tokens_per_second << '\n';
+    }
+    state_["windows"] = found["windows"];
+    if (found.contains("eight_bits")) {
+        state_["key_bias"] = found["key_bias"];
+        state_["eight_bits"] = found["eight_bits"];
+    }
+    return true;
+}
+
+void report_state::save(const std::string& path) const {
+    const std::string other = path + ".new";
+    {
+        std::ofstream file(other);
+        json all = state_;
+        const report_summary summary = summarize();
+        json rows = json::array();
+        for (const report_row& row : summary.rows) {
+            json line{
+                {"scheme", row.scheme},
+                {"bits", number(row.bits)},
+                {"bytes_per_token", number(row.bytes_per_token)},
+                {"held_per_token", number(row.held_per_token)},
+                {"windows", row.windows},
+                {"tokens", row.tokens},
+                {"complete", row.complete},
+                {"perplexity", number(row.perplexity)},
+                {"ppl_delta_pct", number(row.ppl_change_pct.value)},
+                {"ppl_delta_pct_interval", {number(row.ppl_change_pct.low), number(row.ppl_change_pct.high)}},
+                {"kld", number(row.kl_divergence.value)},
+                {"kld_interval", {number(row.kl_divergence.low), number(row.kl_divergence.high)}},
+                {"top1", number(row.same_top)},
+                {"kld_worst_1_pct", number(row.worst_kl_divergence)},
+                {"tokens_per_second", number(row.tokens_per_second)}};
+            line["kld_by_position"] = json::array();
+            for (const double x : row.by_position) {
+                line["kld_by_position"].push_back(number(x));
+            }
+            line["recall"] = json::array();
+            for (const recall& part : row.recalls) {
+                line["recall"].push_back({{"depth", part.depth},
+                                          {"judged", part.judged},
+                                          {"recalled", part.recalled},
+                                          {"negative_log_likelihood", number(part.negative_log_likelihood)}});
+            }
+            rows.push_back(std::move(line));
+        }
+        all["rows"] = std::move(rows);
+        all["warnings"] = summary.warnings;
+        all["recommendations"] = summary.recommendations;
+        file << all.dump() << '\n';
+        if (!file.flush()) {
+            throw std::runtime_error("cannot write \"" + other + "\"");
+        }
+    }
+    std::filesystem::rename(other, path);
+}
+
+bool report_state::has(std::size_t window, const std::string& scheme) const {
+    return window < state_["windows"].size() && state_["windows"][window].contains(scheme);
+}
+
+void report_state::add(std::size_t window, const std::string& scheme, const window_result& result) {
+    while (state_["windows"].size() <= window) {
+        state_["windows"].push_back(json::object());
+    }
+    state_["windows"][window][scheme] = to_json(result);
+}
+
+void report_state::add_eight_bits(const key_bias& bias, const std::vector<attention_error>& errors) {
+    state_["key_bias"] = {{"layer", bias.layer},
+                          {"head", bias.head},
+                          {"pair", bias.pair},
+                          {"amplitude", number(bias.amplitude)},
+                          {"usual", number(bias.usual)}};
+    state_["eight_bits"] = json::array();
+    for (const attention_error& error : errors) {
+        state_["eight_bits"].push_back({{"scheme", error.scheme},
+                                        {"bits", number(error.bits)},
+                                        {"error", number(error.mean)},
+                                        {"worst_head", number(error.worst_head)},
+                                        {"kld", number(error.kl_divergence)}});
     }
 }
 
-void write_json(std::ostream& out, std::span<const scheme_result> results) {
-    for (const scheme_result& result : results) {
-        out << to_json(result) << '\n';
+void report_state::add_sizes(const std::vector<std::pair<double, double>>& bits_and_bytes) {
+    for (std::size_t i = 0; i < bits_and_bytes.size(); ++i) {
+        state_["sizes"][schemes_[i]] = {number(bits_and_bytes[i].first), number(bits_and_bytes[i].second)};
     }
 }
 
-void write_table(std::ostream& out, std::span<const long_context_row> rows) {
-    if (rows.empty()) {
-        return;
+report_summary report_state::summarize() const {
+    constexpr std::size_t enough_windows = 8, block_tokens = 256;
+    report_summary summary;
+    const json& windows = state_["windows"];
+    const std::size_t planned = state_["facts"].value("windows", std::size_t{0});
+    const bool by_window = planned >= enough_windows;
+    summary.resampled = by_window
+                            ? std::to_string(planned) + " windows"
+                            : "blocks of " + std::to_string(block_tokens) + " tokens, since there are only " +
+                                  std::to_string(planned) + " windows";
+    std::vector<window_result> baselines;
+    for (std::size_t w = 0; w < windows.size(); ++w) {
+        baselines.push_back(has(w, schemes_.front()) ? from_json(windows[w][schemes_.front()])
+                                                     : window_result());
     }
-    out << "  tokens   16 bit KB       KB  requantized  KL divergence  same top-1 %  perplexity   16 bit |  "
-           "tokens in";
-    for (const auto& scheme : rows.front().held) {
-        out << std::setw(width_of(scheme)) << scheme.scheme;
-    }
-    out << '\n';
-    for (const long_context_row& row : rows) {
-        out << std::fixed << std::setprecision(1) << std::setw(8) << row.tokens << std::setw(12)
-            << static_cast<double>(row.baseline_bytes) / 1000 << std::setw(9)
-            << static_cast<double>(row.bytes) / 1000 << std::setw(13) << row.requantized << std::scientific
-            << std::setprecision(2) << std::setw(15) << row.kld << std::fixed << std::setw(14)
-            << 100.0 * row.top1 << std::setw(12) << row.perplexity << std::setw(9) << row.baseline_perplexity
-            << " |           ";
-        for (const auto& scheme : row.held) {
-            out << std::setw(width_of(scheme)) << scheme.tokens;
+    for (const std::string& scheme : schemes_) {
+        report_row row;
+        row.scheme = scheme;
+        if (state_["sizes"].contains(scheme)) {
+            row.bits = number(state_["sizes"][scheme][0]);
+            row.bytes_per_token = number(state_["sizes"][scheme][1]);
         }
-        out << '\n';
+        std::vector<block_sums> blocks;
+        std::vector<float> divergences;
+        std::vector<double> position_sums(parts, 0.0), position_tokens(parts, 0.0);
+        double likelihood = 0.0, same = 0.0, held = 0.0, held_tokens = 0.0, seconds = 0.0, read = 0.0;
+        for (std::size_t w = 0; w < windows.size(); ++w) {
+            if (!has(w, scheme) || baselines[w].kl_divergence.empty()) {
+                continue;
+            }
+            const window_result of = from_json(windows[w][scheme]);
+            ++row.windows;
+            held += static_cast<double>(of.bytes_held);
+            held_tokens += of.tokens_held;
+            seconds += of.seconds;
+            read += of.tokens_read;
+            const std::size_t count = of.kl_divergence.size();
+            const std::size_t whole = state_["facts"].value("window_tokens", count);
+            for (std::size_t i = 0; i < count; ++i) {
+                if (i == 0 || (!by_window && i % block_tokens == 0)) {
+                    blocks.emplace_back();
+                }
+                const double nll = static_cast<double>(of.negative_log_likelihood[i]),
+                             kld = static_cast<double>(of.kl_divergence[i]);
+                likelihood += nll;
+                same += of.same_top[i];
+                divergences.push_back(of.kl_divergence[i]);
+                blocks.back().tokens += 1.0;
+                blocks.back().likelihood_change +=
+                    nll - static_cast<double>(baselines[w].negative_log_likelihood[i]);
+                blocks.back().divergence += kld;
+                const std::size_t part =
+                    std::min<std::size_t>(parts - 1, i * parts / std::max<std::size_t>(1, whole));
+                position_sums[part] += kld;
+                position_tokens[part] += 1.0;
+            }
+            for (std::size_t i = 0; i < of.probes.size(); ++i) {
+                row.recalls.resize(std::max(row.recalls.size(), i + 1));
+                recall& part = row.recalls[i];
+                const int judged = part.judged + of.probes[i].judged;
+                part.negative_log_likelihood =
+                    (part.negative_log_likelihood * part.judged + of.probes[i].negative_log_likelihood) /
+                    judged;
+                part.depth = (part.depth * part.judged + of.probes[i].depth * of.probes[i].judged) / judged;
+                part.judged = judged;
+                part.recalled += of.probes[i].recalled;
+            }
+        }
+        row.tokens = static_cast<int>(divergences.size());
+        row.complete = planned > 0 && static_cast<std::size_t>(row.windows) == planned;
+        if (row.tokens > 0) {
+            const double n = row.tokens;
+            row.perplexity = std::exp(likelihood / n);
+            row.same_top = same / n;
+            row.ppl_change_pct = bootstrap(blocks, [](const block_sums& s) {
+                return 100.0 * std::expm1(s.likelihood_change / s.tokens);
+            });
+            row.kl_divergence =
+                bootstrap(blocks, [](const block_sums& s) { return s.divergence / s.tokens; });
+            const std::size_t worst = std::max<std::size_t>(1, divergences.size() / 100);
+            std::partial_sort(divergences.begin(), divergences.begin() + static_cast<std::ptrdiff_t>(worst),
+                              divergences.end(), std::greater<>());
+            for (std::size_t i = 0; i < worst; ++i) {
+                row.worst_kl_divergence += static_cast<double>(divergences[i]) / static_cast<double>(worst);
+            }
+            row.held_per_token = held / held_tokens;
+            row.tokens_per_second = seconds > 0.0 ? read / seconds : 0.0;
+            for (std::size_t i = 0; i < parts; ++i) {
+                row.by_position.push_back(position_tokens[i] > 0.0 ? position_sums[i] / position_tokens[i]
+                                                                   : std::nan(""));
+            }
+        }
+        summary.rows.push_back(std::move(row));
     }
+    if (has_eight_bits()) {
+        const json& bias = state_["key_bias"];
+        summary.bias = {bias.at("layer"), bias.at("head"), bias.at("pair"), number(bias.at("amplitude")),
+                        number(bias.at("usual"))};
+        for (const json& error : state_["eight_bits"]) {
+            summary.eight_bits.push_back({error.at("scheme"), number(error.at("bits")),
+                                          number(error.at("error")), number(error.at("worst_head")),
+                                          number(error.at("kld"))});
+        }
+    }
+    if (summary.rows.front().tokens > 0) {
+        recommend(summary);
+    }
+    warn(summary);
+    if (state_["facts"].contains("remarks")) {
+        for (const json& remark : state_["facts"]["remarks"]) {
+            summary.warnings.push_back(remark);
+        }
+    }
+    return summary;
 }
 
-void write_json(std::ostream& out, std::span<const long_context_row> rows) {
-    for (const long_context_row& row : rows) {
-        nlohmann::ordered_json line{{"tokens", row.tokens},
-                                    {"baseline_bytes", row.baseline_bytes},
-                                    {"bytes", row.bytes},
-                                    {"requantized", row.requantized},
-                                    {"kld", row.kld},
-                                    {"top1", row.top1},
-                                    {"perplexity", row.perplexity},
-                                    {"baseline_perplexity", row.baseline_perplexity}};
-        for (const auto& scheme : row.held) {
-            line["held"].push_back(
-                {{"scheme", scheme.scheme}, {"tokens", scheme.tokens}, {"bytes", scheme.bytes}});
-        }
-        out << line << '\n';
+std::string fingerprint_of(std::span<const int> tokens) {
+    std::uint64_t hash = 14695981039346656037ULL;
+    for (const int token : tokens) {
+        hash = (hash ^ static_cast<std::uint64_t>(token)) * 1099511628211ULL;
     }
-}
-
-void write_table(std::ostream& out, std::span<const slot_result> results) {
-    constexpr int width = 24;
-    out << std::setw(6) << "turn";
-    for (const slot_result& result : results) {
-        out << std::setw(width) << result.scheme;
-    }
-    out << '\n';
-    const std::size_t turns = results.front().perplexity.size();
-    for (std::size_t turn = 1; turn <= turns; turn = turn < turns ? std::min(2 * turn, turns) : turns + 1) {
-        out << std::setw(6) << turn << std::fixed;
-        for (const slot_result& result : results) {
-            const double own = result.perplexity[turn - 1], base = results.front().perplexity[turn - 1];
-            out << std::setprecision(4) << std::setw(width - 11) << own << " (" << std::showpos
-                << std::setprecision(2) << std::setw(6) << percent(own, base) << std::noshowpos << " %)";
-        }
-        out << '\n';
-    }
-    out << std::setw(6) << "drift";
-    for (const slot_result& result : results) {
-        out << std::setprecision(4) << std::setw(width - 2) << 100.0 * result.drift << " %";
-    }
-    out << '\n';
-}
-
-void write_json(std::ostream& out, std::span<const slot_result> results) {
-    for (const slot_result& result : results) {
-        nlohmann::ordered_json line{{"scheme", result.scheme}};
-        for (std::size_t turn = 0; turn < result.perplexity.size(); ++turn) {
-            const double own = result.perplexity[turn];
-            line["perplexity"].push_back(own);
-            line["ppl_delta_pct"].push_back(percent(own, results.front().perplexity[turn]));
-        }
-        line["drift_pct"] = 100.0 * result.drift;
-        line["drift_turn"] = result.drift_turn;
-        out << line << '\n';
-    }
-}
-
-void write_table(std::ostream& out, std::span<const chunk_result> results) {
-    const std::span<const scheme_result> first = results.front().schemes;
-    const int name_width = name_width_of(first);
-    out << std::left << std::setw(name_width) << "chunk" << std::right;
-    for (const chunk_result& result : results) {
-        out << std::setw(11) << result.chunk;
-    }
-    out << "    worst %     tokens/s: " << results.front().chunk << " to " << results.back().chunk << '\n';
-    for (std::size_t scheme = 0; scheme < first.size(); ++scheme) {
-        out << std::left << std::setw(name_width) << first[scheme].scheme << std::right << std::fixed
-            << std::setprecision(4);
-        for (const chunk_result& result : results) {
-            out << std::setw(11) << result.schemes[scheme].perplexity;
-        }
-        out << std::showpos << std::setprecision(3) << std::setw(11)
-            << find_worst(results, scheme).ppl_delta_pct << std::noshowpos << std::setprecision(0)
-            << std::setw(14) << first[scheme].tokens_per_second << " to "
-            << results.back().schemes[scheme].tokens_per_second << '\n';
-    }
-}
-
-void write_json(std::ostream& out, std::span<const chunk_result> results) {
-    for (const chunk_result& result : results) {
-        for (const scheme_result& scheme : result.schemes) {
-            nlohmann::ordered_json line = to_json(scheme);
-            line["chunk"] = result.chunk;
-            out << line << '\n';
-        }
-    }
+    char text[17];
+    std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(hash));
+    return text;
 }
 
 }  // namespace llama

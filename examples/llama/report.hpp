@@ -1,29 +1,92 @@
-// The results of an evaluation, for people and for programs.
+// A report on one model: what each format costs on a text of its user. Measured window by window, kept in a JSON file on the way.
 #pragma once
 
-#include "evaluate.hpp"
-#include "long_context.hpp"
-#include "slot.hpp"
+#include "key_bias.hpp"
+#include "window.hpp"
 
-#include <iosfwd>
-#include <span>
+#include <nlohmann/json.hpp>
+
+#include <string>
+#include <vector>
 
 namespace llama {
 
-void write_table(std::ostream& out, std::span<const scheme_result> results);
+struct report_settings {
+    int window = 0, chunk = 0, threads = 1;
+    int probes = 4;  // runs of each window that are read again behind it; 0: none
+    bool show_progress = false;
+};
 
-// One JSON object a line.
-void write_json(std::ostream& out, std::span<const scheme_result> results);
+// A value and the interval that 95 of 100 resamplings of the blocks give.
+struct interval {
+    double value = 0.0, low = 0.0, high = 0.0;
+};
 
-void write_table(std::ostream& out, std::span<const long_context_row> rows);
-void write_json(std::ostream& out, std::span<const long_context_row> rows);
+struct recall {
+    double depth = 0.0;  // mean over windows
+    int judged = 0, recalled = 0;
+    double negative_log_likelihood = 0.0;  // mean
+    double share() const { return judged > 0 ? static_cast<double>(recalled) / judged : 0.0; }
+};
 
-// Turns 1, 2, 4, 8, ... and the last; the first scheme is the baseline.
-void write_table(std::ostream& out, std::span<const slot_result> results);
-void write_json(std::ostream& out, std::span<const slot_result> results);
+struct report_row {
+    std::string scheme;
+    double bits = 0.0, bytes_per_token = 0.0, held_per_token = 0.0;
+    int windows = 0, tokens = 0;
+    bool complete = false;  // all windows are judged
+    double perplexity = 0.0;
+    interval ppl_change_pct, kl_divergence;
+    double same_top = 0.0;
+    double worst_kl_divergence = 0.0;  // mean of the worst 1 % of tokens
+    std::vector<double> by_position;   // mean divergence in as many equal parts of a window
+    std::vector<recall> recalls;       // by part of the window
+    recall recall_of_all() const;
+    double tokens_per_second = 0.0;  // read by all threads
+};
 
-// A line per scheme, a column per chunk size.
-void write_table(std::ostream& out, std::span<const chunk_result> results);
-void write_json(std::ostream& out, std::span<const chunk_result> results);
+struct report_summary {
+    std::vector<report_row> rows;  // the baseline first
+    std::vector<attention_error> eight_bits;
+    key_bias bias;
+    std::string resampled;  // what the intervals resample
+    std::vector<std::string> warnings, recommendations;
+};
+
+// What was measured so far, and how: the JSON file. Windows and schemes are added one by one.
+class report_state {
+public:
+    static constexpr int parts = 16;  // of a window, for the divergence by position
+
+    // identity: everything that results depend on.
+    report_state(nlohmann::ordered_json identity, nlohmann::ordered_json facts,
+                 std::vector<std::string> schemes);
+
+    // Goes on from a file of the same identity. Returns false if there is no file. Throws std::runtime_error that names what differs,
+    // or that the file is none of a report.
+    bool resume(const std::string& path);
+    // Writes another file first, which then takes the place of this one.
+    void save(const std::string& path) const;
+
+    bool has(std::size_t window, const std::string& scheme) const;
+    void add(std::size_t window, const std::string& scheme, const window_result& result);
+    void add_eight_bits(const key_bias& bias, const std::vector<attention_error>& errors);
+    bool has_eight_bits() const { return state_.contains("eight_bits"); }
+    // Bits and bytes of each scheme, in its order.
+    void add_sizes(const std::vector<std::pair<double, double>>& bits_and_bytes);
+
+    const nlohmann::ordered_json& facts() const { return state_["facts"]; }
+    report_summary summarize() const;
+
+private:
+    nlohmann::ordered_json state_;
+    std::vector<std::string> schemes_;
+};
+
+// FNV-1a of some token ids, for the identity of a report.
+std::string fingerprint_of(std::span<const int> tokens);
+
+// Pages for people: Markdown, and HTML with its plots inside.
+std::string report_as_markdown(const report_state& state);
+std::string report_as_html(const report_state& state);
 
 }  // namespace llama

@@ -1,5 +1,6 @@
 #include "schemes.hpp"
 
+#include "../../bench/page_remark.hpp"
 #include "../../bench/quality_schemes.hpp"
 #include "dequantized_cache.hpp"
 #include "kvq_cache.hpp"
@@ -26,7 +27,7 @@ const std::vector<quality::listed_format>& baselines() {
 #if defined(KVQ_LLAMA_BASELINES)
         for (const auto family :
              {&quality::plan_formats, &quality::ingredient_formats, &quality::group_formats,
-              &quality::rotation_formats, &quality::kvarn_formats}) {
+              &quality::rotation_formats, &quality::kvarn_formats, &quality::recent_formats}) {
             for (quality::listed_format& format : family()) {
                 list.push_back(std::move(format));
             }
@@ -139,6 +140,14 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
     return std::make_unique<kvq_cache>(shape, options);
 }
 
+bool scheme_choice::has_fp16_window() const {
+    if (live || !formats.keys) {
+        return false;
+    }
+    const kvq::format window = options_with(settings, formats).window;
+    return !window || window.functions().value_type == kvq::float_type::fp16;
+}
+
 double scheme_choice::bytes_per_token(const model_shape& shape) const {
     if (live) {
         return std::numeric_limits<double>::quiet_NaN();  // depends on the length of the context
@@ -172,26 +181,8 @@ scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults
     return choice;
 }
 
-// Presets have the parameters of their keys over 64 tokens, hi6 over the page. KIVI's names say the number: "kivi-4-g64".
 std::string page_remark(const scheme_choice& scheme) {
-    int group = 0;
-    for (const std::string_view preset : {"ref8", "std5", "std4", "mix4", "low3", "low2"}) {
-        group = scheme.key_name.starts_with(preset) ? 64 : group;
-    }
-    if (scheme.key_name.starts_with("kivi")) {
-        group = 32;  // "kivi-4" is short for "kivi-4-g32"
-        if (const std::size_t at = scheme.key_name.rfind("-g"); at != std::string::npos) {
-            const char* const name = scheme.key_name.data();
-            std::from_chars(name + at + 2, name + scheme.key_name.size(), group);
-        }
-    }
-    if (group <= scheme.settings.page_tokens) {
-        return "";
-    }
-    const std::string page = std::to_string(scheme.settings.page_tokens);
-    return scheme.label + ": " + std::to_string(group) +
-           " tokens share the parameters of a key's channel, but a page holds " + page + ": here only " +
-           page + " share them (--page-tokens)";
+    return quality::page_remark(scheme.key_name, scheme.settings.page_tokens, scheme.label);
 }
 
 kvq::format_pair find_formats(std::string_view names) {

@@ -17,7 +17,7 @@ struct live_settings;
 struct cache_settings {
     int sinks = 0;
     int recent = 0;
-    int page_tokens = 128;  // as kvq::preset_options()
+    int page_tokens = kvq::default_page_tokens;
 };
 
 struct scheme_choice {
@@ -29,6 +29,9 @@ struct scheme_choice {
     std::shared_ptr<const live_settings> live{};  // not empty: the cache is a live one (live_cache.hpp)
 
     std::unique_ptr<kv_cache> make_cache(const model_shape& shape) const;
+
+    // Do queries see tokens that are not quantized as fp16 has them?
+    bool has_fp16_window() const;
 
     // Bytes of quantized pages of all layers and kv heads; NaN for a live cache.
     double bytes_per_token(const model_shape& shape) const;

@@ -70,7 +70,7 @@ cache_options cache_state::read(const kvq_cache_options& o) {
     c.sinks = or_default(o.sinks, 4);
     c.recent = or_default(o.recent, 32);
     c.rollback = or_default(o.rollback, 16);
-    c.page_tokens = o.page_tokens == 0 ? 128 : o.page_tokens;
+    c.page_tokens = o.page_tokens == 0 ? default_page_tokens : o.page_tokens;
     if (o.byte_budget != 0) c.byte_budget = o.byte_budget;
     c.preallocate = o.preallocate != 0;
     for (std::int32_t i = 0; o.layer_formats != nullptr && i < o.layers; ++i) {

@@ -48,10 +48,14 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
         cuda::make_device_format<float16, cuda::preset_format<std4, 128, 64>,
                                  cuda::preset_format<low2, 128, 64>>()};
     cuda::cache cache;
-    auto s = cache.open(
-        {.layers = 32, .kv_heads = 8, .head_dim = 128},
-        {.formats = {"kivi-4-g64"}, .sinks = 4, .recent = 128, .max_batch = 64, .max_tokens = 32768},
-        compiled, stream);
+    auto s = cache.open({.layers = 32, .kv_heads = 8, .head_dim = 128},
+                        {.formats = {"kivi-4-g64"},
+                         .page_tokens = 64,
+                         .sinks = 4,
+                         .recent = 128,
+                         .max_batch = 64,
+                         .max_tokens = 32768},
+                        compiled, stream);
     cuda::sequence_id a = cache.new_sequence(), b;
 
     s = cache.begin_prompt(a, n, stream);

@@ -4,7 +4,11 @@
 #include <doctest/doctest.h>
 
 #include "baselines/centred.hpp"
+#include "baselines/clipped.hpp"
+#include "baselines/octopus.hpp"
+#include "baselines/progressive.hpp"
 #include "baselines/published.hpp"
+#include "baselines/token_normalized.hpp"
 #include "support/attention_error.hpp"
 #include "support/typed_cache.hpp"
 
@@ -47,6 +51,14 @@ using wrapped_cache = test::typed_cache<
     test::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4}}>>,
                   doubled>>;
 
+/// Methods of 2026: lengths of tokens in front of channels, clipped tokens, what went through wider codes, and one that is not foldable.
+using recent_cache = test::typed_cache<
+    test::formats<baselines::oscar_scaled<2>::keys,
+                  baselines::token_normalized<kvq::affine<4, kvq::per_channel<16>>>,
+                  kvq::hadamard<baselines::clipped<kvq::affine<3, kvq::per_token<>>, 960>>,
+                  baselines::progressive_kivi<4, 8>::keys>,
+    test::formats<baselines::octopus<3>::values, baselines::progressive_kivi<4, 8>::values>>;
+
 template <class Cache>
 void check_against_dequantized_values() {
     const auto seed = test::seed();
@@ -85,6 +97,10 @@ TEST_CASE("attention cannot tell a transform from its dequantized values") {
 
 TEST_CASE("attention reads codes only of schemes that say so themselves") {
     check_against_dequantized_values<wrapped_cache>();
+}
+
+TEST_CASE("attention reads the codes of the methods of 2026") {
+    check_against_dequantized_values<recent_cache>();
 }
 
 }  // namespace attention_transforms_tests

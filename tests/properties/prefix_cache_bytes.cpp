@@ -45,7 +45,7 @@ TEST_CASE(
 
     for (const int bits : {8, 4}) {
         const int format = bits == 8 ? 1 : 2;
-        wide_cache cache(shape);  // computes in 16 bit
+        wide_cache cache(shape, {.page_tokens = 64});  // computes in 16 bit
         kvq::prefix_cache store(cache, {.format = kvq::layer_format{format, format}});
 
         std::size_t bytes_first = 0;
@@ -74,7 +74,8 @@ TEST_CASE(
         CHECK(bytes_both <= 33'000'000u * static_cast<unsigned>(2 * bits + 1) / 17);
 
         // A cache of this width, without a store: the same pages, hence the same attention.
-        wide_cache plain(shape, {.rollback = 0,
+        wide_cache plain(shape, {.page_tokens = 64,
+                                 .rollback = 0,
                                  .layers = std::vector<kvq::layer_format>(
                                      static_cast<std::size_t>(shape.layers), {format, format})});
         auto fresh = plain.new_sequence();

@@ -51,6 +51,7 @@ TEST_CASE("preset_options: what presets are measured with") {
     CHECK(options.sinks == 4);
     CHECK(options.recent == 50);
     CHECK(options.page_tokens == 128);
+    CHECK(kvq::cache_options{}.page_tokens == 128);  // one default everywhere
     CHECK(kvq::preset_options().recent >= 32);
     CHECK_THROWS_AS(kvq::preset_options(-1), kvq::error);
 }

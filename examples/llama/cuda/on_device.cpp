@@ -1,5 +1,6 @@
 #include "on_device.hpp"
 
+#include "../progress.hpp"
 #include "../stopwatch.hpp"
 #include "batch.hpp"
 
@@ -46,33 +47,13 @@ device::precision precision_of(const device_settings& on) {
     return on.fp16 ? device::precision::fp16 : device::precision::bf16;
 }
 
-class device_reader final : public text_reader {
+// Engines of all schemes on the same weights.
+class device_engines {
 public:
-    device_reader(const model_weights& weights, const device_settings& on)
+    device_engines(const model_weights& weights, const device_settings& on)
         : weights_(device::upload(source_of(weights), precision_of(on))), settings_(on) {}
 
-    const model_config& config() const override { return weights_->config; }
-    text_in_cache read(std::span<const int> tokens, const scheme_choice& scheme, int chunk) const override {
-        device::engine& on = engine_of(scheme, chunk);
-        text_in_cache text;
-        text.states.resize(static_cast<Eigen::Index>(tokens.size()), config().shape.dim);
-        const int sequence = on.new_sequence();
-        const stopwatch time;
-        on.read(sequence, tokens, text.states.data());
-        text.seconds = time.seconds();
-        text.bytes = on.bytes(sequence);
-        on.free(sequence);
-        return text;
-    }
-    void logits(const kv_cache::const_rows& states, matrix& out) const override {
-        const matrix rows = states;  // one after the other
-        out.resize(states.rows(), config().shape.vocab);
-        engines_.begin()->second->logits_of({rows.data(), static_cast<std::size_t>(rows.size())},
-                                            {out.data(), static_cast<std::size_t>(out.size())});
-    }
-
-private:
-    device::engine& engine_of(const scheme_choice& scheme, int chunk) const {
+    device::engine& of(const scheme_choice& scheme, int chunk) {
         auto& on = engines_[scheme.label];
         if (!on) {
             device::engine_options options = options_of(scheme, settings_);
@@ -83,9 +64,10 @@ private:
         return *on;
     }
 
+private:
     std::shared_ptr<const device::device_model> weights_;
     device_settings settings_;
-    mutable std::map<std::string, std::unique_ptr<device::engine>> engines_;
+    std::map<std::string, std::unique_ptr<device::engine>> engines_;
 };
 
 }  // namespace
@@ -161,9 +143,41 @@ generation_result generate_on_device(const model_weights& weights, const tokeniz
 
 std::vector<scheme_result> evaluate_on_device(const model_weights& weights, std::span<const int> tokens,
                                               std::span<const scheme_choice> schemes,
-                                              evaluation_settings settings, const device_settings& on) {
-    settings.threads = 1;
-    return evaluate(device_reader(weights, on), tokens, schemes, settings);
+                                              const evaluation_settings& settings,
+                                              const device_settings& on) {
+    device_engines engines(weights, on);
+    const model_shape& shape = weights.config.shape;
+    std::vector<scheme_total> totals(schemes.size());
+    const auto windows = windows_of(tokens, settings.window);
+    progress_bar progress(static_cast<double>(windows.size() * schemes.size()), settings.show_progress);
+    matrix baseline, logits;
+    for (const std::span<const int> text : windows) {
+        std::vector<int> input{weights.config.begin_of_text};
+        input.insert(input.end(), text.begin(), text.end() - 1);
+        const auto count = static_cast<Eigen::Index>(input.size());
+        for (std::size_t i = 0; i < schemes.size(); ++i) {
+            device::engine& engine = engines.of(schemes[i], settings.chunk);
+            matrix states(count, shape.dim);
+            const int sequence = engine.new_sequence();
+            const stopwatch time;
+            engine.read(sequence, input, states.data());
+            totals[i].seconds += time.seconds();
+            totals[i].bytes_held += static_cast<double>(engine.bytes(sequence));
+            totals[i].tokens_held += static_cast<double>(count);
+            totals[i].tokens_read += static_cast<double>(count);
+            engine.free(sequence);
+            matrix& of = i == 0 ? baseline : logits;
+            of.resize(count, shape.vocab);
+            engine.logits_of({states.data(), static_cast<std::size_t>(states.size())},
+                             {of.data(), static_cast<std::size_t>(of.size())});
+            for (Eigen::Index row = 0; row < count; ++row) {
+                totals[i].sums += compare(distribution(baseline.row(row)), distribution(of.row(row)),
+                                          text[static_cast<std::size_t>(row)]);
+            }
+            progress.advance(1.0);
+        }
+    }
+    return results_of(shape, schemes, totals);
 }
 
 }  // namespace llama

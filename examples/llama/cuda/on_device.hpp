@@ -25,6 +25,6 @@ generation_result generate_on_device(const model_weights& weights, const tokeniz
 
 std::vector<scheme_result> evaluate_on_device(const model_weights& weights, std::span<const int> tokens,
                                               std::span<const scheme_choice> schemes,
-                                              evaluation_settings settings, const device_settings& on);
+                                              const evaluation_settings& settings, const device_settings& on);
 
 }  // namespace llama

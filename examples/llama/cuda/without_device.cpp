@@ -19,7 +19,7 @@ generation_result generate_on_device(const model_weights&, const tokenizer&, con
 }
 
 std::vector<scheme_result> evaluate_on_device(const model_weights&, std::span<const int>,
-                                              std::span<const scheme_choice>, evaluation_settings,
+                                              std::span<const scheme_choice>, const evaluation_settings&,
                                               const device_settings&) {
     refuse();
 }

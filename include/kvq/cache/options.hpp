@@ -26,8 +26,8 @@ struct cache_options {
     format window = {};       ///< fp32, fp16 or bf16, for sinks and recent tokens; empty: fp16
     int sinks = 0;            ///< first tokens, always kept in the window format
     int recent = 0;           ///< at least this many newest tokens are kept in the window format
-    int page_tokens = 64;     ///< tokens per page; multiples of 32 waste no bytes
-    int rollback = 16;        ///< a trim by up to this many tokens is exact even if their pages are quantized
+    int page_tokens = default_page_tokens;  ///< tokens per page; multiples of 32 waste no bytes
+    int rollback = 16;  ///< a trim by up to this many tokens is exact even if their pages are quantized
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
     /// Allocates byte_budget when the cache is made, in one piece; pages take multiples of 64 bytes of it. Pages of several sizes
     /// may leave free pieces that fit none of them: then kvq::out_of_memory comes before the budget is used up.

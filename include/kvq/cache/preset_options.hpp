@@ -9,14 +9,13 @@
 
 namespace kvq::inline KVQ_TAGGED {
 
-/// 4 sinks, at least `recent` tokens in 16 bit, pages of 128 tokens (values of presets share parameters over a page).
+/// 4 sinks, at least `recent` tokens in 16 bit, pages of default_page_tokens.
 /// With less than 32 recent tokens the error grows more than the bytes shrink.
 inline cache_options preset_options(int recent = 32) {
     detail::expect(recent >= 0, "recent must not be negative, got ", recent);
     cache_options options;
     options.sinks = 4;
     options.recent = recent;
-    options.page_tokens = 128;
     return options;
 }
 

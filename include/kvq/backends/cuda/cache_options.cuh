@@ -15,9 +15,9 @@ namespace kvq::inline KVQ_TAGGED::cuda {
 
 struct cache_options {
     std::vector<std::string> formats = {};  ///< by name; pages are committed to the first one
-    int page_tokens = 64;
-    float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out: fp16 or bf16
-    int sinks = 0;                       ///< first tokens, always 16 bit
+    int page_tokens = default_page_tokens;  ///< that of the compiled formats
+    float_type type = float_type::fp16;     ///< of the window, and of k, v, q and out: fp16 or bf16
+    int sinks = 0;                          ///< first tokens, always 16 bit
     int recent = 64;         ///< at least this many newest tokens are 16 bit; at least step_tokens
     int rollback = 16;       ///< a trim by up to this many tokens is exact
     int max_batch = 1;       ///< sequences of one step

@@ -1,0 +1,42 @@
+# cmake -D PROGRAM=kvq_llama -D DATA=folder -D WORK=folder -P check_report.cmake
+file(REMOVE_RECURSE ${WORK})
+file(MAKE_DIRECTORY ${WORK})
+set(arguments report ${DATA}/stories260K.bin ${DATA}/tinystories.txt --tokenizer ${DATA}/stories260K.tokenizer.bin --output
+              ${WORK}/report --page-tokens 32 --threads 2 --no-progress)
+
+function(run expected_status expected_text)
+  execute_process(COMMAND ${PROGRAM} ${arguments} ${ARGN} RESULT_VARIABLE status OUTPUT_VARIABLE out ERROR_VARIABLE err)
+  if(NOT status EQUAL expected_status)
+    message(FATAL_ERROR "${ARGN}: exit status ${status}, not ${expected_status}\n${out}\n${err}")
+  endif()
+  string(FIND "${out}${err}" "${expected_text}" at)
+  if(at EQUAL -1)
+    message(FATAL_ERROR "${ARGN}: no \"${expected_text}\" in\n${out}\n${err}")
+  endif()
+endfunction()
+
+run(0 "window 2 of 2  std4" --tokens 800 --schemes int8,std4)
+foreach(extension md html json)
+  file(READ ${WORK}/report.${extension} text)
+  foreach(part fp16 int8 std4 "Not finished")
+    string(FIND "${text}" "${part}" at)
+    if(part STREQUAL "Not finished" AND NOT at EQUAL -1)
+      message(FATAL_ERROR "report.${extension} is not finished")
+    elseif(NOT part STREQUAL "Not finished" AND at EQUAL -1)
+      message(FATAL_ERROR "report.${extension} has no ${part}")
+    endif()
+  endforeach()
+endforeach()
+file(READ ${WORK}/report.json before)
+
+# Nothing is left to do: the same figures. One more scheme: only that one is judged.
+run(0 "100 % done" --tokens 800 --schemes int8,std4)
+file(READ ${WORK}/report.json after)
+if(NOT before STREQUAL after)
+  message(FATAL_ERROR "a report that was complete has changed")
+endif()
+run(0 "going on from" --tokens 800 --schemes int8,std4,low3+stats)
+# Other conditions.
+run(1 "another text" --tokens 700 --schemes int8)
+run(1 "another sinks: 4, not 5" --tokens 800 --schemes int8 --sinks 5)
+run(0 "fp16" --tokens 700 --schemes int8 --fresh)

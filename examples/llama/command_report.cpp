@@ -1,0 +1,282 @@
+#include "commands.hpp"
+#include "report.hpp"
+#include "statistics.hpp"
+
+#include <kvq/version.hpp>
+
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <stdexcept>
+#include <utility>
+
+namespace llama {
+namespace {
+
+constexpr const char* usual_names[] = {"int8",       "ref8",       "kivi-4-g64", "std4",
+                                       "mix4+stats", "low3+stats", "kivi-2-g64", "low2+stats"};
+constexpr const char* eight_bit_schemes[] = {"fp16", "int8", "affine-8-g64", "kivi-8-g64", "ref8"};
+constexpr int probes_of_window = 4;
+
+// Those that the library has: a smaller one may lack some widths.
+std::vector<scheme_choice> available(std::span<const char* const> names, const cache_settings& settings) {
+    std::vector<scheme_choice> schemes;
+    for (const char* const name : names) {
+        try {
+            schemes.push_back(parse_scheme(name, settings));
+        } catch (const std::exception&) {
+            std::fprintf(stderr, "kvq_llama: %s is left out, this program does not have it\n", name);
+        }
+    }
+    return schemes;
+}
+
+std::vector<scheme_choice> report_schemes(const report_options& chosen) {
+    std::vector<scheme_choice> schemes{parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
+    if (chosen.schemes.empty()) {
+        for (scheme_choice& scheme : available(usual_names, chosen.cache)) {
+            schemes.push_back(std::move(scheme));
+        }
+    }
+    for (const std::string& name : chosen.schemes) {
+        if (name != "fp16") {
+            schemes.push_back(parse_aloud(name, chosen.cache));
+        }
+    }
+    return schemes;
+}
+
+// The text in two: what statistics are gathered from, and what is judged.
+struct parts_of_text {
+    std::vector<int> statistics, judged;
+    std::string source;  // of the statistics
+};
+
+parts_of_text divide(const options& chosen, const model& model) {
+    parts_of_text parts;
+    std::vector<int> tokens = read_input(chosen, chosen.input_path, model.shape());
+    const auto wanted = static_cast<std::size_t>(chosen.statistics_tokens);
+    if (!chosen.statistics_path.empty()) {
+        parts.statistics = read_input(chosen, chosen.statistics_path, model.shape());
+        parts.statistics.resize(std::min(parts.statistics.size(), wanted));
+        parts.judged = std::move(tokens);
+        parts.source = "of another text";
+    } else {
+        // At most a third of a short text.
+        const auto count = static_cast<std::ptrdiff_t>(std::min(wanted, tokens.size() / 3));
+        parts.statistics.assign(tokens.begin(), tokens.begin() + count);
+        parts.judged.assign(tokens.begin() + count, tokens.end());
+        parts.source = "before them";
+    }
+    if (chosen.report.tokens > 0) {
+        parts.judged.resize(std::min(parts.judged.size(), static_cast<std::size_t>(chosen.report.tokens)));
+    }
+    if (parts.judged.size() < 2) {
+        throw std::invalid_argument("the text has " + std::to_string(tokens.size()) +
+                                    " tokens: nothing is left to judge");
+    }
+    return parts;
+}
+
+// Tokens of a window and runs that are read behind it, within the context of the model.
+report_settings settings_of(const options& chosen, const model& model) {
+    constexpr int usual_window = 2048, shortest = 256, room = probes_of_window * (window::probe_tokens - 1);
+    report_settings settings;
+    settings.threads = chosen.evaluation.threads;
+    settings.show_progress = chosen.evaluation.show_progress;
+    const int context = model.shape().context;
+    settings.window = chosen.window > 0 ? window_of(chosen, model.shape()) : std::min(usual_window, context);
+    settings.probes = 0;
+    if (chosen.report.recall) {
+        const int fitting = std::min(settings.window, context - room);
+        if (fitting >= shortest && (chosen.window == 0 || fitting == settings.window)) {
+            settings.window = fitting;
+            settings.probes = probes_of_window;
+        }
+    }
+    settings.chunk = chunk_of(chosen, settings.window);
+    return settings;
+}
+
+std::string file_name(const std::string& path) {
+    const std::filesystem::path p(path);
+    return (p.has_filename() ? p.filename() : p.parent_path().filename()).string();
+}
+
+void write_file(const std::string& path, const std::string& text) {
+    std::ofstream file(path, std::ios::binary);
+    file << text;
+    if (!file.flush()) {
+        throw std::runtime_error("cannot write \"" + path + "\"");
+    }
+}
+
+void write_pages(const report_state& state, const std::string& output) {
+    state.save(output + ".json");
+    write_file(output + ".md", report_as_markdown(state));
+    write_file(output + ".html", report_as_html(state));
+}
+
+void run_report(const options& chosen) {
+    const report_options& wanted = chosen.report;
+    std::vector<scheme_choice> schemes = report_schemes(wanted);
+    const model model(load_model(chosen.model_path, chosen.rope_theta));
+    const report_settings settings = settings_of(chosen, model);
+    parts_of_text text = divide(chosen, model);
+    // A short rest has little behind its first chunk, and would only thin out the figures.
+    const std::size_t step = static_cast<std::size_t>(settings.window - 1), rest = text.judged.size() % step;
+    if (text.judged.size() > step && rest < step / 2) {
+        text.judged.resize(text.judged.size() - rest);
+    }
+    const auto windows = windows_of(text.judged, settings.window);
+    const std::string output =
+        wanted.output.empty() ? file_name(chosen.model_path) + ".report" : wanted.output;
+
+    std::vector<std::string> labels;
+    std::vector<std::pair<double, double>> sizes;
+    const double sixteen_bits = schemes.front().bytes_per_token(model.shape());
+    nlohmann::ordered_json remarks = nlohmann::ordered_json::array();
+    for (const scheme_choice& scheme : schemes) {
+        labels.push_back(scheme.label);
+        const double bytes = scheme.bytes_per_token(model.shape());
+        sizes.emplace_back(16.0 * bytes / sixteen_bits, bytes);
+        if (const std::string remark = page_remark(scheme); !remark.empty()) {
+            remarks.push_back(remark + ".");
+        }
+    }
+    std::error_code unknown;
+    const auto size = std::filesystem::file_size(chosen.model_path, unknown);
+    const cache_settings& cache = wanted.cache;
+    const std::string version = std::to_string(KVQ_VERSION_MAJOR) + "." + std::to_string(KVQ_VERSION_MINOR) +
+                                "." + std::to_string(KVQ_VERSION_PATCH);
+    report_state state(
+        {{"version", version},
+         {"model", file_name(chosen.model_path)},
+         {"model_bytes", unknown ? 0 : size},
+         {"rope_theta", chosen.rope_theta},
+         {"text", fingerprint_of(text.judged)},
+         {"statistics", fingerprint_of(text.statistics)},
+         {"window", settings.window},
+         {"chunk", settings.chunk},
+         {"runs", settings.probes},
+         {"sinks", cache.sinks},
+         {"recent", cache.recent},
+         {"page_tokens", cache.page_tokens}},
+        {{"name", file_name(chosen.model_path)},
+         {"model",
+          describe(model.shape()) + ", a vocabulary of " + std::to_string(model.shape().vocab) + "."},
+         {"text", std::to_string(text.judged.size()) + " tokens of " + file_name(chosen.input_path) + " in " +
+                      std::to_string(windows.size()) + " windows of " + std::to_string(settings.window) +
+                      ", read in chunks of " + std::to_string(settings.chunk) + "; statistics from " +
+                      std::to_string(text.statistics.size()) + " tokens " + text.source + "."},
+         {"conditions", std::to_string(cache.sinks) + " sinks and " + std::to_string(cache.recent) +
+                            " recent tokens in 16 bit, pages of " + std::to_string(cache.page_tokens) + ", " +
+                            std::to_string(settings.threads) + " threads."},
+         {"remarks", std::move(remarks)},
+         {"windows", windows.size()},
+         {"window_tokens", settings.window - 1}},
+        labels);
+    const bool resumed = !wanted.fresh && state.resume(output + ".json");
+    state.add_sizes(sizes);
+
+    double work = 0.0, done = 0.0;
+    bool needs_statistics = !state.has_eight_bits();
+    for (std::size_t w = 0; w < windows.size(); ++w) {
+        for (const scheme_choice& scheme : schemes) {
+            const double of = window::work(model, static_cast<int>(windows[w].size()), settings.chunk, scheme,
+                                           &scheme == &schemes.front());
+            work += of;
+            const bool known = state.has(w, scheme.label);
+            done += known ? of : 0.0;
+            needs_statistics = needs_statistics || (!known && scheme.use_statistics);
+        }
+    }
+    if (resumed) {
+        std::printf("going on from %s.json, %.0f %% done\n", output.c_str(), 100.0 * done / work);
+    }
+    activations space(settings.threads);
+    const double statistics_work = needs_statistics ? static_cast<double>(text.statistics.size()) *
+                                                          window::work(model, 1, 0, schemes.front(), true)
+                                                    : 0.0;
+    progress_bar progress(work + statistics_work, settings.show_progress);
+    progress.skip(done);
+    if (needs_statistics) {
+        recording_cache recorded(model.shape());
+        const kvq::calibration statistics =
+            gather_statistics(model, text.statistics, settings.window, space, &recorded);
+        for (scheme_choice& scheme : schemes) {
+            scheme.give_statistics(statistics);
+        }
+        if (!state.has_eight_bits()) {
+            const auto eight_bits = available(eight_bit_schemes, cache);
+            state.add_eight_bits(find_key_bias(model.config(), statistics),
+                                 attention_errors(model.shape(), recorded, eight_bits, space.workers));
+        }
+        progress.advance(statistics_work);
+    }
+    write_pages(state, output);
+    for (std::size_t w = 0; w < windows.size(); ++w) {
+        const bool all =
+            std::all_of(labels.begin(), labels.end(), [&](const auto& l) { return state.has(w, l); });
+        if (all) {
+            continue;
+        }
+        window judged(model, windows[w], schemes.front(), settings.chunk, settings.probes, space, progress);
+        state.add(w, labels.front(), judged.baseline());
+        for (std::size_t s = 0; s < schemes.size(); ++s) {
+            if (s > 0 && state.has(w, labels[s])) {
+                continue;
+            }
+            if (s > 0) {
+                state.add(w, labels[s], judged.judge(schemes[s]));
+            }
+            write_pages(state, output);
+            const report_row row = state.summarize().rows[s];
+            progress.hide();
+            std::printf(
+                "window %zu of %zu  %-16s %5.2f bits  perplexity %9.4f  %+7.3f %%  KL %.2e  top-1 %6.2f %%\n",
+                w + 1, windows.size(), row.scheme.c_str(), row.bits, row.perplexity, row.ppl_change_pct.value,
+                row.kl_divergence.value, 100.0 * row.same_top);
+            std::fflush(stdout);
+        }
+    }
+    progress.hide();
+    const report_summary summary = state.summarize();
+    for (const auto& lines : {summary.recommendations, summary.warnings}) {
+        for (const std::string& line : lines) {
+            std::printf("%s\n", line.c_str());
+        }
+    }
+    std::printf("%s.md, %s.html and %s.json are written\n", output.c_str(), output.c_str(), output.c_str());
+}
+
+}  // namespace
+
+void add_report(CLI::App& app, options& chosen) {
+    CLI::App& report = *app.add_subcommand(
+        "report",
+        "What each format costs on this model and text: a page with tables, plots and a recommendation.");
+    report_options& wanted = chosen.report;
+    add_model_options(report, chosen);
+    add_input_options(report, chosen);
+    add_cache_options(report, wanted.cache);
+    add_window_chunk_option(report, chosen);
+    report
+        .add_option("--schemes", wanted.schemes,
+                    "schemes to compare, separated by commas; default: eight usual ones")
+        ->delimiter(',');
+    report.add_option("--tokens", wanted.tokens, "tokens of the text to judge, 0: all")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    add_statistics_options(report, chosen);
+    add_thread_options(report, chosen, "threads that share a window");
+    report.add_option(
+        "--output", wanted.output,
+        "files to write, without extension: .md, .html, and .json, from which an interrupted report goes "
+        "on; default: the name of the model and .report");
+    report.add_flag("--fresh", wanted.fresh, "begin anew, whatever the .json has");
+    report.add_flag("--recall,!--no-recall", wanted.recall, "read runs of each window again behind it");
+    report.callback([&] { run_report(chosen); });
+}
+
+}  // namespace llama
