@@ -391,7 +391,9 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     prefill_wgmma_kernel([[maybe_unused]] const __grid_constant__ Args a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using memory = wgmma_memory<Dim>;
-    extern __shared__ __align__(1024) std::byte shared[];  // 1024: the swizzle of tiles
+    // 1024: the swizzle of tiles. A name of its own, since one name has one alignment in a program.
+    extern __shared__ __align__(1024) std::byte swizzled_memory[];
+    std::byte* const shared = swizzled_memory;
     const wgmma_place place{shared_address(shared), cluster_rank()};
     const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x) / 2,
                               static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
