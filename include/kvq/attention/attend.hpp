@@ -570,8 +570,7 @@ private:
                  ahead(p, *next.values), product.space.workspace);
     }
 
-    /// Distance from a block to the same head's block of the next page, for prefetching, if that page has the same layout; else to
-    /// another place in its memory. The next page's header is not read, since prefetches would wait for it, but will be soon.
+    /// Distance to the same head's block of the next page, for prefetches: they must not wait for that page's header.
     std::ptrdiff_t ahead(const page& now, const page& next) const noexcept {
         prefetch(&next);
         return distance(now, next);
