@@ -190,7 +190,7 @@ TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and dequantized in lan
             CHECK(kvq::kernels::channel_quantizer<native::lanes, S>(scheme, shape, {}, x.data(), block.data())
                       .run() == (key ? !S::encoder_type::corrects_mean : group % 32 == 0));
             CHECK(kvq::kernels::channel_dequantizer<native, S>(scheme, shape, {}, block.data())
-                      .run(kvq::kernels::token_rows<native::lanes>(x.data(), dim)) ==
+                      .run(kvq::kernels::token_rows<native::lanes, float>(x.data(), dim)) ==
                   (key || group % 32 == 0));
         }
 }
