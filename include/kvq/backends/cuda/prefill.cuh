@@ -122,7 +122,9 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
         static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
     using args_type = decltype(args);
     const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
-        if constexpr (dim == 64 || dim == 128) {
+        // Heads of 64 channels: in one run of tests/gpu/llama.cu a prompt over std4 pages was read wrongly by this kernel, for a reason
+        // that is not known yet.
+        if constexpr (dim == 128) {
             auto* const kernel = detail::prefill_wgmma_kernel<dim, Softcap, args_type>;
             if (detail::has_warpgroup_products(kernel))
                 return detail::launch_prefill(kernel, args, grid, 2, detail::wgmma_threads,
