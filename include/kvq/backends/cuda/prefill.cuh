@@ -9,7 +9,7 @@
 // Contract: each row is computed by one thread block, in order of position: results depend neither on the batch nor on timing. Weights, values
 // and keys are rounded to half floats (prefill_tile.cuh). Relative error against double on dequantized values: 5e-4 on normal data; a score of
 // products p_c moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q holds NaN is NaN.
-// Memory besides arguments: none. sm_90a: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
+// Memory besides arguments: none. sm_90a, 128 channels: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
