@@ -309,9 +309,8 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
 }
 struct cudaFuncAttributes {
     std::size_t sharedSizeBytes;
-    int numRegs;
 };
-/// No kernel has shared memory of its own, or registers.
+/// No kernel has shared memory of its own.
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     *attributes = {};
@@ -323,17 +322,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
     return cudaSuccess;
 }
 
-enum cudaLaunchAttributeID {
-    cudaLaunchAttributeProgrammaticStreamSerialization,
-    cudaLaunchAttributeClusterDimension
-};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
     struct {
         int programmaticStreamSerializationAllowed;
-        struct {
-            unsigned x, y, z;
-        } clusterDim;
     } val;
 };
 struct cudaLaunchConfig_t {
