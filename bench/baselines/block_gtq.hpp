@@ -2,7 +2,7 @@
 //
 //   s_i = (E[|q_i|^2] + E[|k_i|^2]) / 2 of pair i, per layer and kv head, from statistics
 //   widths: every pair has 1 bit a channel at first; then the pair with the largest s_i 4^-b_i gets the next bit, up to 8, until the
-//   average is B. Pairs of one width are a group, which has a length and codes of its own:
+//   average is B. Pairs of one width are a group, with its own length and its own codes:
 //   g = |x|, as float16;   y = H S x sqrt(n) / g;   x^ = S H level[code] g / sqrt(n)      of n channels
 //   H S: Hadamard with random signs; levels: Lloyd-Max for a channel of a uniform unit vector of n channels
 //   block = [codes][g: float16 per token and group], each section padded to 16 bytes

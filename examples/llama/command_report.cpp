@@ -274,7 +274,7 @@ void add_report(CLI::App& app, options& chosen) {
         "--output", wanted.output,
         "files to write, without extension: .md, .html, and .json, from which an interrupted report goes "
         "on; default: the name of the model and .report");
-    report.add_flag("--fresh", wanted.fresh, "begin anew, whatever the .json has");
+    report.add_flag("--fresh", wanted.fresh, "start from the beginning and overwrite the .json");
     report.add_flag("--recall,!--no-recall", wanted.recall, "read runs of each window again behind it");
     report.callback([&] { run_report(chosen); });
 }

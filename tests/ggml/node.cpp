@@ -11,6 +11,7 @@
 #include <kvq/attention/score_modifiers.hpp>
 
 #include "support/memory.hpp"
+#include "support/messages.hpp"
 #include "support/random.hpp"
 #include "support/typed_cache.hpp"
 
@@ -152,16 +153,6 @@ held_batch draw(test::generator& random, const kvq::sequence_table& table) {
     return b;
 }
 
-std::string message(const auto& f) {
-    try {
-        f();
-    } catch (const kvq::error& e) {
-        return e.what();
-    }
-    return "";
-}
-bool says(const std::string& whole, const char* part) { return whole.find(part) != std::string::npos; }
-
 }  // namespace
 
 TEST_CASE("graphs give the bits of cache::prefill, on any number of threads") {
@@ -289,12 +280,13 @@ TEST_CASE("errors do not cross ggml") {
     // Without a step.
     g.run(inputs(random, 50));
     CHECK(memory.failed());
-    CHECK(says(message([&] { memory.end(); }), "but the step has 0 tokens"));
+    CHECK(test::contains(test::message_of([&] { memory.end(); }), "but the step has 0 tokens"));
     CHECK_FALSE(memory.failed());
     // With another number of tokens. The next step forgets the error.
     memory.begin(b.c(), q_heads, 2);
     longer.run(inputs(random, 51));
-    CHECK(says(message([&] { memory.end(); }), "layer 0 has 51 keys, 51 values, 51 queries and 51 outputs"));
+    CHECK(test::contains(test::message_of([&] { memory.end(); }),
+                         "layer 0 has 51 keys, 51 values, 51 queries and 51 outputs"));
     CHECK(memory.sequences().tokens(0) == 0);
     memory.begin(b.c(), q_heads, 2);
     longer.run(inputs(random, 51));
@@ -309,7 +301,7 @@ TEST_CASE("errors do not cross ggml") {
     for (int i = 0; i < 50; ++i) b.positions[static_cast<std::size_t>(i)] += 50;
     memory.begin(b.c(), q_heads, 2);
     CHECK(memory.sequences().tokens(1) == 50);
-    CHECK(says(message([&] { memory.end(); }), "before layer 0 had its tokens"));
+    CHECK(test::contains(test::message_of([&] { memory.end(); }), "before layer 0 had its tokens"));
     CHECK(memory.sequences().tokens(1) == 25);
     // No memory when the step begins.
     resource.fail_every(1);
@@ -324,9 +316,9 @@ TEST_CASE("errors do not cross ggml") {
     ggml_tensor *q = tensor(GGML_TYPE_F32, dim, q_heads, 5), *k = tensor(GGML_TYPE_F32, dim, kv_heads, 5),
                 *v = tensor(GGML_TYPE_F32, value_dim, kv_heads, 5);
     const auto refused = [&](ggml_tensor* a, ggml_tensor* x, ggml_tensor* y, int layer, const char* part) {
-        const std::string text = message([&] { memory.attend(c, layer, a, x, y); });
+        const std::string text = test::message_of([&] { memory.attend(c, layer, a, x, y); });
         INFO(text);
-        CHECK(says(text, part));
+        CHECK(test::contains(text, part));
     };
     refused(q, k, v, 3, "layer 3 is not among the 3");
     refused(nullptr, k, v, 0, "q is null");

@@ -10,6 +10,7 @@
 #include <kvq/core/thread_pool.hpp>
 
 #include "support/memory.hpp"
+#include "support/messages.hpp"
 #include "support/random.hpp"
 #include "support/typed_cache.hpp"
 
@@ -308,16 +309,6 @@ struct twin {
     }
 };
 
-std::string message(const auto& f) {
-    try {
-        f();
-    } catch (const kvq::error& e) {
-        return e.what();
-    }
-    return "";
-}
-bool says(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
-
 /// A step of n tokens of one id that follow its last.
 drawn_batch following(const kvq::sequence_table& table, int id, int n) {
     drawn_batch b;
@@ -455,7 +446,7 @@ TEST_CASE("a step that does not end well is taken back") {
         CHECK(state(table) == state(same));
     };
     partly();
-    CHECK(says(message([&] { table.end(); }), "before layer 0 had its tokens"));
+    CHECK(test::contains(test::message_of([&] { table.end(); }), "before layer 0 had its tokens"));
     unchanged();
     partly();
     table.take_back();
@@ -513,7 +504,7 @@ TEST_CASE("bad input is refused with a sentence") {
     run(table, following(table, 0, 40), 1, space);
     const auto before = state(table);
     const auto begins = [&](drawn_batch b, const char* text) {
-        CHECK(says(message([&] { table.begin(b.c(), q_heads, 1, space); }), text));
+        CHECK(test::contains(test::message_of([&] { table.begin(b.c(), q_heads, 1, space); }), text));
     };
     drawn_batch b;
     b.add(39, {0});
@@ -534,24 +525,25 @@ TEST_CASE("bad input is refused with a sentence") {
     b = {};
     b.add(0, {});
     begins(b, "token 0 of the batch has 0 ids");
-    CHECK(says(message([&] {
-                   table.begin({2, nullptr, nullptr, nullptr}, q_heads, 1, space);
-               }),
-               "needs positions"));
-    CHECK(says(message([&] { table.begin(following(table, 1, 2).c(), 3, 1, space); }), "3 query heads"));
-    CHECK(says(message([&] { (void)table.tokens(-1); }), "sequence -1"));
-    CHECK(says(message([&] { table.keep(7); }), "sequence 7"));
-    CHECK(says(message([&] { table.copy(0, 9, 0, 5); }), "sequence 9"));
-    CHECK(says(message([&] { table.divide(0, 0, -1, 2); }), "cannot be divided by 2"));
-    CHECK(message([&] { table.divide(0, 0, -1, 1); }).empty());
-    CHECK(message([&] { table.divide(1, 0, -1, 2); }).empty());  // nothing to divide
-    CHECK(says(message([&] { kvq::sequence_table(cache, 0); }), "at least 1 id"));
+    CHECK(test::contains(test::message_of([&] {
+                             table.begin({2, nullptr, nullptr, nullptr}, q_heads, 1, space);
+                         }),
+                         "needs positions"));
+    CHECK(test::contains(test::message_of([&] { table.begin(following(table, 1, 2).c(), 3, 1, space); }),
+                         "3 query heads"));
+    CHECK(test::contains(test::message_of([&] { (void)table.tokens(-1); }), "sequence -1"));
+    CHECK(test::contains(test::message_of([&] { table.keep(7); }), "sequence 7"));
+    CHECK(test::contains(test::message_of([&] { table.copy(0, 9, 0, 5); }), "sequence 9"));
+    CHECK(test::contains(test::message_of([&] { table.divide(0, 0, -1, 2); }), "cannot be divided by 2"));
+    CHECK(test::message_of([&] { table.divide(0, 0, -1, 1); }).empty());
+    CHECK(test::message_of([&] { table.divide(1, 0, -1, 2); }).empty());  // nothing to divide
+    CHECK(test::contains(test::message_of([&] { kvq::sequence_table(cache, 0); }), "at least 1 id"));
     rows k(1, kv_heads, dim), v(1, kv_heads, value_dim), q(1, q_heads, dim), out(1, q_heads, value_dim);
-    CHECK(says(message([&] {
-                   table.prefill(0, k.view(), v.view(), q.view(), out.view(), kvq::causal{},
-                                 kvq::serial_executor{}, space);
-               }),
-               "but the step has 0 tokens"));
+    CHECK(test::contains(test::message_of([&] {
+                             table.prefill(0, k.view(), v.view(), q.view(), out.view(), kvq::causal{},
+                                           kvq::serial_executor{}, space);
+                         }),
+                         "but the step has 0 tokens"));
     CHECK(state(table) == before);
     // Keys that cannot move.
     kvq::cache_options o = std4_options();
@@ -562,9 +554,9 @@ TEST_CASE("bad input is refused with a sentence") {
     CHECK_FALSE(still.can_shift());
     run(still, following(still, 0, 40), 1, space);
     const auto held = state(still);
-    CHECK(says(message([&] { still.remove(0, 3, 5); }), "cache_options::rotary"));
-    CHECK(says(message([&] { still.shift(0, 3, 5, 1); }), "cache_options::rotary"));
-    CHECK(says(message([&] { still.copy(0, 1, 3, 5); }), "cache_options::rotary"));
+    CHECK(test::contains(test::message_of([&] { still.remove(0, 3, 5); }), "cache_options::rotary"));
+    CHECK(test::contains(test::message_of([&] { still.shift(0, 3, 5, 1); }), "cache_options::rotary"));
+    CHECK(test::contains(test::message_of([&] { still.copy(0, 1, 3, 5); }), "cache_options::rotary"));
     CHECK(state(still) == held);
     still.copy(0, 1, 0, 5);
     CHECK(still.tokens(1) == 5);
@@ -595,8 +587,10 @@ TEST_CASE("damaged states are refused") {
         CHECK(table.tokens(0) == 90);
     }
     CHECK(state(table) == good);
-    CHECK(says(message([&] { restore(other, good); }), "sequence 3, which is not among the 2"));
-    CHECK(says(message([&] { restore(other, good, 1); }), "2 sequences, for 1 of the table"));
+    CHECK(test::contains(test::message_of([&] { restore(other, good); }),
+                         "sequence 3, which is not among the 2"));
+    CHECK(test::contains(test::message_of([&] { restore(other, good, 1); }),
+                         "2 sequences, for 1 of the table"));
     CHECK(other.tokens(1) == 0);
     restore(other, state(table, 3), 1);
     CHECK(other.tokens(1) == 40);

@@ -57,7 +57,7 @@ public:
     }
 
     /// Before the graph runs: sequence_table::begin, with a workspace of its own. threads: those of the graph. mods: as of the nodes; only
-    /// selected_pages and skipped_values take memory. An error that nobody asked for is forgotten.
+    /// selected_pages and skipped_values take memory. An error of an earlier step that end() has not raised is dropped.
     void begin(const token_batch& batch, int q_heads, int threads, const mods_view& mods = every_key()) {
         forget_error();
         table_.begin(batch, q_heads, threads, space_, mods);
