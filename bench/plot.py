@@ -152,6 +152,13 @@ TABLES = {
 }  # fmt: skip
 
 
+def cell(row, name, form):
+    """A figure, and its interval where it has one."""
+    low, high = row.get(name + "_low"), row.get(name + "_high")
+    text = format(row[name], form)
+    return text if low is None or low == high else f"{text} ({low:{form}} to {high:{form}})"
+
+
 def table(rows):
     columns = next((c for key, c in TABLES.items() if key in rows[0]), None)
     if columns is None:
@@ -162,7 +169,7 @@ def table(rows):
     for row in sorted(rows, key=lambda r: (-r["bits"], r["kld"])):
         if row["scheme"] not in seen:
             seen.add(row["scheme"])
-            print(f"| `{row['scheme']}` | " + " | ".join(format(row[name], form) for name, form in columns) + " |")
+            print(f"| `{row['scheme']}` | " + " | ".join(cell(row, name, form) for name, form in columns) + " |")
 
 
 def main():
