@@ -50,8 +50,8 @@ interval bootstrap(const std::vector<block_sums>& blocks, const Statistic& stati
 
 // Change of the perplexity in percent, and mean KL divergence.
 inline interval ppl_change_pct_of(const std::vector<block_sums>& blocks) {
-    return bootstrap(
-        blocks, [](const block_sums& s) { return 100.0 * std::expm1(s.likelihood_change / s.tokens); });
+    return bootstrap(blocks,
+                     [](const block_sums& s) { return 100.0 * std::expm1(s.likelihood_change / s.tokens); });
 }
 inline interval kl_divergence_of(const std::vector<block_sums>& blocks) {
     return bootstrap(blocks, [](const block_sums& s) { return s.divergence / s.tokens; });

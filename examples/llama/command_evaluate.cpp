@@ -34,9 +34,8 @@ void run_evaluate(const options& chosen) {
         const model model(std::move(weights));
         const std::vector<int> text = statistics_text(chosen, shape, tokens);
         tokens = part_of(chosen, std::move(tokens));
-        evaluation_record record(
-            chosen.record_path,
-            conditions_of(chosen, chosen.cache, tokens, text, settings.window, settings.chunk));
+        evaluation_record record(chosen.record_path, conditions_of(chosen, chosen.cache, tokens, text,
+                                                                   settings.window, settings.chunk));
         if (std::any_of(schemes.begin(), schemes.end(), [&](const scheme_choice& scheme) {
                 return scheme.use_statistics && !is_recorded(record, tokens, settings, scheme);
             })) {

@@ -251,9 +251,7 @@ void add_report(CLI::App& app, options& chosen) {
         ->capture_default_str();
     add_statistics_options(report, chosen);
     add_thread_options(report, chosen, "threads that share a window");
-    report
-        .add_option("--device", chosen.device,
-                    "cuda-products: the matrix products on a GPU, in fp32")
+    report.add_option("--device", chosen.device, "cuda-products: the matrix products on a GPU, in fp32")
         ->check(CLI::IsMember({"cpu", "cuda-products"}))
         ->capture_default_str();
     report.add_option(

@@ -236,9 +236,10 @@ void add_model_options(CLI::App& command, options& chosen) {
         ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
     command
-        .add_option("--context", chosen.context,
-                    "positions that the model may read, 0: those that it was trained with; more need a larger "
-                    "--rope-theta")
+        .add_option(
+            "--context", chosen.context,
+            "positions that the model may read, 0: those that it was trained with; more need a larger "
+            "--rope-theta")
         ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
 }

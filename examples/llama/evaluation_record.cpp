@@ -40,11 +40,13 @@ evaluation_record::evaluation_record(std::string path, json conditions)
             continue;  // cut off
         }
         if (!of.is_object() || !of.contains("conditions") || !of.contains("window")) {
-            throw std::runtime_error("\"" + path_ + "\" is no record of an evaluation: --record takes another file");
+            throw std::runtime_error("\"" + path_ +
+                                     "\" is no record of an evaluation: --record takes another file");
         }
         check_conditions(path_, of["conditions"], conditions_, "--record takes another file");
         all_[{of.at("window"), of.at("scheme")}] = {
-            {of.at("tokens"), number(of.at("negative_log_likelihood")), number(of.at("kl_divergence")), of.at("same_top")},
+            {of.at("tokens"), number(of.at("negative_log_likelihood")), number(of.at("kl_divergence")),
+             of.at("same_top")},
             of.at("bytes_held"),
             of.at("tokens_held"),
             of.at("seconds"),

@@ -51,14 +51,16 @@ void write_table(std::ostream& out, std::span<const scheme_result> results) {
     const int name_width = name_width_of(results);
 
     out << std::left << std::setw(name_width) << "scheme" << std::right
-        << "  perplexity   change %  KL divergence      (95 % interval)  same top-1 %  bits  bytes/token  compression  "
+        << "  perplexity   change %  KL divergence      (95 % interval)  same top-1 %  bits  bytes/token  "
+           "compression  "
            "held/token  tokens/s\n";
     for (const scheme_result& result : results) {
-        out << std::left << std::setw(name_width) << result.scheme << std::right              //
-            << std::fixed << std::setprecision(4) << std::setw(12) << result.perplexity       //
+        out << std::left << std::setw(name_width) << result.scheme << std::right                    //
+            << std::fixed << std::setprecision(4) << std::setw(12) << result.perplexity             //
             << std::showpos << std::setprecision(3) << std::setw(11) << result.ppl_delta_pct.value  //
             << std::noshowpos << std::scientific << std::setprecision(2) << std::setw(15) << result.kld.value
-            << "  (" << result.kld.low << ' ' << result.kld.high << ')' << std::fixed << std::setprecision(2) << std::setw(14) << 100.0 * result.top1  //
+            << "  (" << result.kld.low << ' ' << result.kld.high << ')' << std::fixed << std::setprecision(2)
+            << std::setw(14) << 100.0 * result.top1  //
             << std::setprecision(1);
         // A live cache has no fixed size per token.
         if (std::isnan(result.bytes_per_token)) {

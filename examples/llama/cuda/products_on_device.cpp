@@ -65,7 +65,8 @@ public:
         x_.reserve(static_cast<std::size_t>(x.size()));
         out_.reserve(static_cast<std::size_t>(out.size()));
         for_each_row(x.rows(), workers, [&](Eigen::Index row) {
-            std::memcpy(x_.host + row * inputs, x.row(row).data(), sizeof(float) * static_cast<std::size_t>(inputs));
+            std::memcpy(x_.host + row * inputs, x.row(row).data(),
+                        sizeof(float) * static_cast<std::size_t>(inputs));
             if (add) {
                 std::memcpy(out_.host + row * outputs, out.row(row).data(),
                             sizeof(float) * static_cast<std::size_t>(outputs));
@@ -75,8 +76,8 @@ public:
         if (add) {
             copy(out_.device, out_.host, out.size(), cudaMemcpyHostToDevice);
         }
-        check(cublasSgemm(handle_, CUBLAS_OP_T, CUBLAS_OP_N, outputs, rows, inputs, &one, w, inputs, x_.device,
-                          inputs, &old, out_.device, outputs));
+        check(cublasSgemm(handle_, CUBLAS_OP_T, CUBLAS_OP_N, outputs, rows, inputs, &one, w, inputs,
+                          x_.device, inputs, &old, out_.device, outputs));
         copy(out_.host, out_.device, out.size(), cudaMemcpyDeviceToHost);
         check(cudaStreamSynchronize(nullptr));
         for_each_row(out.rows(), workers, [&](Eigen::Index row) {
