@@ -101,8 +101,13 @@ std::string parse_name(std::string_view text, scheme_choice& choice) {
         const std::string_view suffix = text.substr(begin, end == std::string_view::npos ? end : end - begin);
         if (suffix == "stats") {
             choice.use_statistics = true;
-        } else if (suffix == "self") {
-            choice.calibrates_itself = true;
+        } else if (suffix.starts_with("self")) {
+            choice.own_statistics =
+                suffix == "self" ? self_calibration_tokens : parse_count(suffix.substr(4), choice.label);
+            if (choice.own_statistics < kvq::calibration::group) {
+                throw std::invalid_argument("\"" + choice.label + "\": statistics need at least " +
+                                            std::to_string(kvq::calibration::group) + " tokens");
+            }
         } else if (suffix.starts_with('s')) {
             choice.settings.sinks = parse_count(suffix.substr(1), choice.label);
         } else if (suffix.starts_with('r')) {
@@ -138,10 +143,10 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
         return std::make_unique<reference_cache>(shape);
     }
     kvq::cache_options options = options_with(settings, formats);
-    if (calibrates_itself) {
+    if (own_statistics > 0) {
         options.keys = kvq::find_format("fp16", kvq::tensor::key);
         return std::make_unique<self_calibrating_cache>(
-            shape, options, self_calibration_tokens, [name = key_name](const kvq::calibration& statistics) {
+            shape, options, own_statistics, [name = key_name](const kvq::calibration& statistics) {
                 return find(name, kvq::tensor::key, &statistics);
             });
     }
@@ -152,7 +157,7 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
 }
 
 bool scheme_choice::has_fp16_window() const {
-    if (live || calibrates_itself || !formats.keys) {
+    if (live || own_statistics > 0 || !formats.keys) {
         return false;
     }
     const kvq::format window = options_with(settings, formats).window;
@@ -185,7 +190,7 @@ scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults
     if (slash != std::string_view::npos) {
         choice.value_name = parse_name(text.substr(slash + 1), choice);
     }
-    if (choice.use_statistics && choice.calibrates_itself) {
+    if (choice.use_statistics && choice.own_statistics > 0) {
         throw std::invalid_argument("\"" + choice.label + "\": +stats or +self, not both");
     }
     if (slash != std::string_view::npos || choice.key_name != reference_name) {
