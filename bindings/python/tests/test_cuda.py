@@ -73,7 +73,7 @@ class Caches(OnGpu):
         self.assertEqual((len(s), len(moved)), (len(host), len(host)))
         for layer in range(LAYERS):
             for role in ("key", "value"):
-                a, b = (x.dequantize(layer, role, 0, torch.empty(len(host), KV, D)) for x in (moved, host))
+                a, b = (x.dequantize(layer, role, torch.empty(len(host), KV, D)) for x in (moved, host))
                 self.assertTrue(torch.equal(a, b))
         return moved
 
@@ -128,7 +128,8 @@ class Caches(OnGpu):
             given = [x.transpose(0, 1).contiguous().transpose(0, 1) if moved else x for x in (k, v, q)]
             out = torch.empty(Q, 50, D, dtype=q.dtype, device=DEVICE).transpose(0, 1) if moved else None
             lse = torch.empty(50, Q, device=DEVICE)
-            gpu.begin_prompt(gpu.new_sequence(), 50)
+            s = gpu.new_sequence()
+            gpu.begin_prompt(s, 50)
             outs.append(gpu.prefill(0, *given, out, lse=lse))
             self.assertTrue(torch.isfinite(lse).all())
         self.assertTrue(torch.equal(*outs))
@@ -200,9 +201,9 @@ class Caches(OnGpu):
 
 
 class StandInOnGpu(OnGpu, of_cpu.StandIn):
-    """The tests of the CPU's adapter, with a model in float16."""
+    """The tests of the CPU's adapter, with attention in float16."""
 
-    device, most = DEVICE, 0.1
+    device, most = DEVICE, 0.05
 
     def setUp(self):
         OnGpu.setUp(self)

@@ -99,16 +99,16 @@ class Model:
 
     def __init__(self, device="cpu", dtype=None):
         def matrix(*shape):
-            return (torch.randn(*shape) / shape[0] ** 0.5).to(device, dtype)
+            return (torch.randn(*shape) / shape[0] ** 0.5).to(device)
 
-        self.words = torch.randn(WORDS, WIDTH).to(device, dtype)
+        self.dtype = dtype or torch.float32  # of attention
+        self.words = torch.randn(WORDS, WIDTH).to(device)
         self.weights = [[matrix(WIDTH, h * D) for h in (Q, KV, KV)] + [matrix(Q * D, WIDTH)] for _ in range(LAYERS)]
 
     def rotated(self, x, positions):
         angles = positions[:, None, :, None] * 10000.0 ** (-torch.arange(D // 2, device=x.device) * 2.0 / D)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
 
     def __call__(self, ids, cache, attention, mask=None, mask_function=None):
         past = cache.get_seq_length()
@@ -119,11 +119,11 @@ class Model:
         for layer, (wq, wk, wv, wo) in enumerate(self.weights):
             h = x / x.norm(dim=-1, keepdim=True) * WIDTH**0.5
             q, k, v = ((h @ w).view(*h.shape[:2], -1, D).transpose(1, 2) for w in (wq, wk, wv))
-            q, k = self.rotated(q, positions), self.rotated(k, positions)
+            q, k, v = (x.to(self.dtype) for x in (self.rotated(q, positions), self.rotated(k, positions), v))
             k, v = cache.update(k, v, layer, {"cache_position": None})
             out, _ = attention(self, q, k, v, given, scaling=0.3, dropout=0.0, sliding_window=self.window)
-            x = x + out.reshape(*ids.shape, -1).contiguous() @ wo
-        return (x @ self.words.T).float()
+            x = x + out.reshape(*ids.shape, -1).to(x.dtype).contiguous() @ wo
+        return x @ self.words.T
 
 
 @unittest.skipIf(torch is None, "torch is not there")
