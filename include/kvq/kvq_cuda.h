@@ -75,7 +75,7 @@ typedef struct kvq_cuda_cache_options {
     int32_t rollback;        // a trim by up to so many tokens is exact; 0: 16; KVQ_NONE
     int32_t max_batch;       // sequences of one step; 0: 1
     int32_t max_tokens;      // of one sequence; 0: 32768
-    int32_t step_tokens;     // new tokens that a step gives to every sequence, at most, page_tokens and recent at most; 0: 1
+    int32_t step_tokens;     // new tokens of a step for every sequence, at most page_tokens and recent; 0: 1
     int32_t draft_tokens;    // drafted tokens of a sequence, at most; up to 64, to page_tokens and to recent
     int32_t pool_tokens;     // quantized pages for so many tokens are allocated at once,
     int32_t pool_sequences;  // and 16-bit pages for so many sequences

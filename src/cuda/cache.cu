@@ -95,8 +95,8 @@ void expect_queries(const device_state& of, const Q& q, const Out& out) {
     const cache_shape& s = of.cache.shape();
     expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == s.head_dim &&
                q.heads >= 1 && q.heads % s.kv_heads == 0,
-           KVQ_ERROR_ARGUMENT, "q is ", q.tokens, " x ", q.heads, " x ", q.dim, " and out ", out.tokens, " x ",
-           out.heads, " x ", out.dim, ", but the cache has ", s.kv_heads, " kv heads of ", s.head_dim,
+           KVQ_ERROR_ARGUMENT, "q is ", q.tokens, " x ", q.heads, " x ", q.dim, " and out ", out.tokens,
+           " x ", out.heads, " x ", out.dim, ", but the cache has ", s.kv_heads, " kv heads of ", s.head_dim,
            " channels");
 }
 
@@ -140,8 +140,8 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.pool_sequences = o.pool_sequences;
     c.growing = o.fixed == 0;
     if (c.formats.size() == 1 && holds_values(c.formats[0])) {
-        expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0],
-               " needs a window of ", c.formats[0], ", not of ", window);
+        expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
+               c.formats[0], ", not of ", window);
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
         c.formats.clear();
         expect_compiled(o, c);
@@ -155,7 +155,8 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
         c.sinks = c.rollback = c.pool_tokens = 0;
         c.recent = c.max_tokens;
         if (o.pool_tokens > 0 && c.max_tokens > 0)
-            c.pool_sequences = detail::larger(c.pool_sequences, detail::ceil_div(o.pool_tokens, c.max_tokens));
+            c.pool_sequences =
+                detail::larger(c.pool_sequences, detail::ceil_div(o.pool_tokens, c.max_tokens));
     } else {
         for (const std::string& name : c.formats)
             expect(!holds_values(name), KVQ_ERROR_ARGUMENT, name,
@@ -204,8 +205,8 @@ kvq_status kvq_cuda_format_list(int32_t index, kvq_cuda_format_entry* entry) {
             return all;
         }();
         const kvq::cuda::device_format& f = compiled_formats()[static_cast<std::size_t>(index)];
-        write_struct(entry, kvq_cuda_format_entry{0, names[static_cast<std::size_t>(index)].c_str(), f.head_dim,
-                                                  f.page_tokens,
+        write_struct(entry, kvq_cuda_format_entry{0, names[static_cast<std::size_t>(index)].c_str(),
+                                                  f.head_dim, f.page_tokens,
                                                   f.type == kvq::float_type::fp16 ? KVQ_FP16 : KVQ_BF16, 0});
     });
 }
@@ -230,11 +231,12 @@ kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_i
         const kvq::cuda::usage_report u = of.cache.usage();
         std::size_t quantized = 0;
         for (const std::size_t n : u.quantized) quantized += n;
-        write_struct(info, kvq_cuda_cache_info{0,           s.layers,     s.kv_heads,    s.head_dim,
-                                               o.page_tokens, o.sinks,    o.recent,      o.rollback,
-                                               o.max_batch, o.max_tokens, o.step_tokens, o.draft_tokens,
-                                               of.device,   quantized,    u.window + u.sinks, u.free,
-                                               u.tables,    u.workspace,  u.prompt,      u.bytes});
+        write_struct(
+            info, kvq_cuda_cache_info{
+                      0,         s.layers,   s.kv_heads,         s.head_dim,   o.page_tokens, o.sinks,
+                      o.recent,  o.rollback, o.max_batch,        o.max_tokens, o.step_tokens, o.draft_tokens,
+                      of.device, quantized,  u.window + u.sinks, u.free,       u.tables,      u.workspace,
+                      u.prompt,  u.bytes});
     });
 }
 
@@ -343,8 +345,8 @@ kvq_status kvq_cuda_cache_keep(kvq_cuda_cache* cache, kvq_cuda_sequence* const* 
         std::vector<std::span<const int>> spans;
         expect(starts[0] == 0, KVQ_ERROR_ARGUMENT, "starts begins with ", starts[0], ", not with 0");
         for (std::int32_t i = 0; i < count; ++i) {
-            expect(starts[i] <= starts[i + 1], KVQ_ERROR_ARGUMENT, "starts goes down from ", starts[i], " to ",
-                   starts[i + 1]);
+            expect(starts[i] <= starts[i + 1], KVQ_ERROR_ARGUMENT, "starts goes down from ", starts[i],
+                   " to ", starts[i + 1]);
             expect(paths != nullptr || starts[i + 1] == 0, KVQ_ERROR_HANDLE, "paths is NULL");
             spans.emplace_back(paths + starts[i], static_cast<std::size_t>(starts[i + 1] - starts[i]));
         }
@@ -353,8 +355,8 @@ kvq_status kvq_cuda_cache_keep(kvq_cuda_cache* cache, kvq_cuda_sequence* const* 
     });
 }
 
-kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k, const kvq_tensor* v,
-                                 void* stream) {
+kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
+                                 const kvq_tensor* v, void* stream) {
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
         expect_dtype(k, of, "k");
@@ -368,7 +370,8 @@ kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq
 }
 
 kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
-                                 const kvq_tensor* out, const kvq_cuda_attend_options* options, void* stream) {
+                                 const kvq_tensor* out, const kvq_cuda_attend_options* options,
+                                 void* stream) {
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
         const kvq_cuda_attend_options o = read_optional(options, "options");
@@ -387,8 +390,8 @@ kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq
     });
 }
 
-kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k, const kvq_tensor* v,
-                                  const kvq_tensor* q, const kvq_tensor* out,
+kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
+                                  const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
                                   const kvq_cuda_attend_options* options, void* stream) {
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
@@ -433,8 +436,9 @@ kvq_status kvq_cuda_cache_graph_id(const kvq_cuda_cache* cache, uint64_t* id) {
     });
 }
 
-kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences, int32_t count,
-                                     const kvq_cuda_requantize_request* request, void* stream) {
+kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
+                                     int32_t count, const kvq_cuda_requantize_request* request,
+                                     void* stream) {
     return guard([&] {
         const shared_device& of = get(cache, "cache").state;
         const auto ids = rows_of(sequences, count, of, false);

@@ -29,7 +29,8 @@ const builtin_format* builtin_formats(std::size_t* count) {
 
 const device_formats& kvq::c::compiled_formats() {
     using of = named<64>;
-    static const device_formats all = {kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>()};
+    static const device_formats all = {
+        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>()};
     return all;
 }
 
@@ -220,8 +221,8 @@ struct both {
             for (int row = 0; row < count; ++row)
                 if (row == hole)
                     for (int i = 0; i < n * q_heads * dim; ++i)
-                        CHECK(static_cast<float>(got[static_cast<std::size_t>(row * n * q_heads * dim + i)]) ==
-                                  0.0f,
+                        CHECK(static_cast<float>(
+                                  got[static_cast<std::size_t>(row * n * q_heads * dim + i)]) == 0.0f,
                               "a row that is not there has output");
                 else
                     compare(row, layer, row * n, n, got, true, host_call);
@@ -246,9 +247,10 @@ struct both {
                   count[1]);
             for (int i = 0; i < count[0] && i < count[1]; ++i) {
                 const kvq_page &m = p[0][i], &n = p[1][i];
-                CHECK(m.key_format == n.key_format && m.value_format == n.value_format && m.tokens == n.tokens,
-                      "%s, layer %d, page %d: formats %d, %d and %d tokens, the CPU's %d, %d and %d", when,
-                      layer, i, m.key_format, m.value_format, m.tokens, n.key_format, n.value_format, n.tokens);
+                CHECK(
+                    m.key_format == n.key_format && m.value_format == n.value_format && m.tokens == n.tokens,
+                    "%s, layer %d, page %d: formats %d, %d and %d tokens, the CPU's %d, %d and %d", when,
+                    layer, i, m.key_format, m.value_format, m.tokens, n.key_format, n.value_format, n.tokens);
                 if (m.key_format == 0 || m.key_format != n.key_format) continue;
                 for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
                     kvq_format* f = nullptr;
@@ -352,8 +354,8 @@ void scenario() {
     kvq_cuda_cache_info info;
     KVQ_INIT(info);
     OK(kvq_cuda_cache_get_info(c.gpu, &info));
-    CHECK(info.bytes == c.memory.bytes && info.bytes == info.quantized + info.window + info.unused + info.tables +
-                                                            info.workspace + info.prompt,
+    CHECK(info.bytes == c.memory.bytes && info.bytes == info.quantized + info.window + info.unused +
+                                                            info.tables + info.workspace + info.prompt,
           "%zu bytes, the allocator gave %zu", info.bytes, c.memory.bytes);
     CHECK(info.sinks == 4 && info.recent == 40 && info.rollback == 16 && info.page_tokens == 64 &&
               info.step_tokens == 1 && info.max_tokens == 600 && info.quantized > 0 && info.window > 0,
@@ -404,7 +406,8 @@ void variants() {
     kvq_cuda_cache_info info;
     KVQ_INIT(info);
     OK(kvq_cuda_cache_get_info(c.gpu, &info));
-    CHECK(info.quantized == 0 && info.sinks == 0 && info.unused > 0, "%zu bytes are quantized", info.quantized);
+    CHECK(info.quantized == 0 && info.sinks == 0 && info.unused > 0, "%zu bytes are quantized",
+          info.quantized);
 }
 
 /// A step that was captured is replayed while contexts grow.
@@ -477,10 +480,10 @@ void bad_input() {
     o.window = "fp8";
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "neither fp16 nor bf16");
     for (int kvq_cuda_cache_options::*const member :
-         {&kvq_cuda_cache_options::layers, &kvq_cuda_cache_options::kv_heads, &kvq_cuda_cache_options::max_batch,
-          &kvq_cuda_cache_options::max_tokens, &kvq_cuda_cache_options::pool_tokens,
-          &kvq_cuda_cache_options::pool_sequences, &kvq_cuda_cache_options::draft_tokens,
-          &kvq_cuda_cache_options::step_tokens}) {
+         {&kvq_cuda_cache_options::layers, &kvq_cuda_cache_options::kv_heads,
+          &kvq_cuda_cache_options::max_batch, &kvq_cuda_cache_options::max_tokens,
+          &kvq_cuda_cache_options::pool_tokens, &kvq_cuda_cache_options::pool_sequences,
+          &kvq_cuda_cache_options::draft_tokens, &kvq_cuda_cache_options::step_tokens}) {
         o = device_options();
         o.*member = -5;
         REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "-5");
@@ -525,13 +528,15 @@ void bad_input() {
             "no step has begun");
     REFUSED(kvq_cuda_cache_begin_step(c.gpu, nullptr, 1, 1, s), KVQ_ERROR_HANDLE, "rows is NULL");
     REFUSED(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), -1, 1, s), KVQ_ERROR_ARGUMENT, "rows is -1");
-    REFUSED(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 9, s), KVQ_ERROR_ARGUMENT, "a step of 9 tokens");
+    REFUSED(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 9, s), KVQ_ERROR_ARGUMENT,
+            "a step of 9 tokens");
     kvq_cuda_sequence* const twice[] = {c.rows[0], c.rows[0]};
     REFUSED(kvq_cuda_cache_begin_step(c.gpu, twice, 2, 1, s), KVQ_ERROR_ARGUMENT, "in the batch twice");
     REFUSED(kvq_cuda_cache_begin_prompt(c.gpu, c.rows[0], 601, s), KVQ_ERROR_ARGUMENT, "max_tokens is 600");
     OK(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 1, s));
     REFUSED(kvq_cuda_cache_prefill(c.gpu, 2, &k, &v, &q, &out, nullptr, s), KVQ_ERROR_ARGUMENT, "layer 2");
-    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, nullptr, &v, &q, &out, nullptr, s), KVQ_ERROR_HANDLE, "k is NULL");
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, nullptr, &v, &q, &out, nullptr, s), KVQ_ERROR_HANDLE,
+            "k is NULL");
     kvq_tensor bad = k;
     bad.data = nullptr;
     REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &bad, &v, &q, &out, nullptr, s), KVQ_ERROR_HANDLE,
@@ -573,7 +578,8 @@ void bad_input() {
     REFUSED(kvq_cuda_sequence_trim(c.rows[0], 5), KVQ_ERROR_ARGUMENT, "cannot trim to 5");
     const int starts[] = {0, 1, 0}, path[] = {0};
     REFUSED(kvq_cuda_cache_keep(c.gpu, c.rows.data(), 2, path, starts, s), KVQ_ERROR_ARGUMENT, "goes down");
-    REFUSED(kvq_cuda_cache_keep(c.gpu, c.rows.data(), 2, path, nullptr, s), KVQ_ERROR_HANDLE, "starts is NULL");
+    REFUSED(kvq_cuda_cache_keep(c.gpu, c.rows.data(), 2, path, nullptr, s), KVQ_ERROR_HANDLE,
+            "starts is NULL");
     kvq_cuda_requantize_request to;
     KVQ_INIT(to);
     REFUSED(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 2, &to, s), KVQ_ERROR_HANDLE,
@@ -581,7 +587,8 @@ void bad_input() {
     to.format = "low2";
     REFUSED(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 2, &to, s), KVQ_ERROR_ARGUMENT, "low2");
     const kvq_cuda_tier tiers[] = {{4, "int8"}, {2, "kivi-4-g64"}};
-    REFUSED(kvq_cuda_cache_step_down(c.gpu, c.rows.data(), 2, tiers, 2, 0, s), KVQ_ERROR_ARGUMENT, "before 4");
+    REFUSED(kvq_cuda_cache_step_down(c.gpu, c.rows.data(), 2, tiers, 2, 0, s), KVQ_ERROR_ARGUMENT,
+            "before 4");
     std::uint32_t counts[1];
     REFUSED(kvq_cuda_cache_not_finite(c.gpu, counts, 1, s), KVQ_ERROR_ARGUMENT, "the cache has 2");
     kvq_cache_options h = host_options();
