@@ -499,6 +499,8 @@ void bad_input() {
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_MEMORY, "bytes of device memory");
     CHECK(small.bytes == 0 && made == nullptr, "%zu bytes of a cache that was not made", small.bytes);
 
+    CHECK(std::strcmp(kvq_status_name(KVQ_ERROR_CUDA), "KVQ_ERROR_CUDA") == 0, "the name of a status");
+
     // Handles.
     REFUSED(kvq_cuda_sequence_create(nullptr, &c.rows[0]), KVQ_ERROR_HANDLE, "cache is NULL");
     REFUSED(kvq_cuda_sequence_create(reinterpret_cast<kvq_cuda_cache*>(c.cpu), &c.rows[0]), KVQ_ERROR_HANDLE,
