@@ -137,7 +137,7 @@ class Caches(OnGpu):
     def test_graph(self):
         if DEVICE == "cpu":
             self.skipTest("there are no graphs of torch without a GPU")
-        gpu, cpu = self.both(pool_tokens=1000, pool_sequences=1)
+        gpu, cpu = self.both(pool_tokens=1000, pool_sequences=4)
         s = gpu.new_sequence()
         gpu.begin_prompt(s, 100)
         k, v, q = normal(100, KV, D), normal(100, KV, D), normal(100, Q, D)

@@ -143,6 +143,8 @@ class StandIn(unittest.TestCase):
                     sys.modules.pop(name, None)
                 else:
                     sys.modules[name] = module
+            if kept["kvq.transformers"] is not None:
+                kvq.transformers = kept["kvq.transformers"]
 
         self.addCleanup(back)
         self.attention = package.AttentionInterface.functions["kvq"]
