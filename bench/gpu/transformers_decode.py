@@ -104,10 +104,10 @@ def main():
     most = a.context + a.steps + 64
 
     def ours(keys):
-        return lambda: kvq.transformers.Cache(keys, max_tokens=most, recent=128 if keys != "fp16" else None)
+        return lambda: kvq.transformers.Cache(keys, max_tokens=most, recent=128)
 
-    caches = [("DynamicCache, sdpa", "sdpa", DynamicCache), ("DynamicCache, no cuDNN", "sdpa", DynamicCache), ("kvq bf16", "kvq", ours("bf16")), ("kvq kivi-4-g64", "kvq", ours("kivi-4-g64")),
-              ("kvq std4", "kvq", ours("std4"))]
+    caches = [("DynamicCache, sdpa", "sdpa", DynamicCache), ("DynamicCache, no cuDNN", "sdpa", DynamicCache)]
+    caches += [(f"kvq {keys}", "kvq", ours(keys)) for keys in ("bf16", "kivi-4-g64", "std4")]
     print(f"{torch.cuda.get_device_name()}, Llama 3 8B's shape, {a.layers} layers, {a.batch} x {a.context}, bf16")
     print(f"{'cache':24} {'tokens/s':>9} {'':>8} {'MB':>7} {'prompt s':>9}  equal ids")
     rows, reference, host = [], None, []
