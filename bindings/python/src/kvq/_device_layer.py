@@ -5,7 +5,7 @@ A decode step is two calls of the library with structs that are made once: it ta
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence as Sequence_, Tuple
 
 import torch
 
@@ -55,6 +55,7 @@ class DevicePages:
         self.pages = Cache(1, kv_heads, head_dim, keys, dtype=k.dtype, device=k.device, max_batch=given.pop("max_batch", batch), **given)
         self.sequences: List[Sequence] = [self.pages.new_sequence() for _ in range(batch)]
         self._rows: Optional[Any] = None
+        self._begun = False
         number = _abi.FP16 if k.dtype == torch.float16 else _abi.BF16
         self._k, self._v, self._q, self._out = (_Rows(number) for _ in range(4))
         self._options: Dict[Tuple, Any] = {}
@@ -87,23 +88,35 @@ class DevicePages:
                 return self._step(k, v, q, options[1], [i for i, _ in absent])
         return self._prompts(k, v, q, new, options[1])
 
-    def _step(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, options: int, absent: List[int]) -> torch.Tensor:
-        batch, q_heads, n, dim = q.shape
-        pages = self.pages
+    def begin(self, n: int, absent: Sequence_[int] = ()) -> None:
+        """Every row but absent ones gets n tokens more: the next attend() writes them. attend() begins by itself, unless this has."""
+        batch, pages = len(self.sequences), self.pages
         rows = self._rows
         if rows is None or absent:
             addresses = [None if i in absent else s.address for i, s in enumerate(self.sequences)]
             rows = (ctypes.c_void_p * batch)(*addresses)
             self._rows = None if absent else rows
-        stream = pages.stream()
-        status = self._begin(pages.address, ctypes.addressof(rows), batch, n, stream)
+        status = self._begin(pages.address, ctypes.addressof(rows), batch, n, pages.stream())
         if status == _abi.ERROR_MEMORY:
             pages.begin_step([None if i in absent else s for i, s in enumerate(self.sequences)], n)
         elif status != _OK:
             self._raise(status)
+        self._begun = True
+
+    def stepped(self) -> None:
+        """A graph has done what begin() has begun."""
+        self._begun = False
+
+    def _step(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, options: int, absent: List[int]) -> torch.Tensor:
+        batch, q_heads, n, dim = q.shape
+        if not self._begun:
+            self.begin(n, absent)
+        self._begun = False
         out = torch.empty(batch, n, q_heads, dim, dtype=q.dtype, device=q.device)
         held = self._k.set(k), self._v.set(v), self._q.set(q), self._out.set(out.transpose(1, 2))
-        status = self._prefill(pages.address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options, stream)
+        pages = self.pages
+        status = self._prefill(pages.address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
+                               pages.stream())
         del held
         if status != _OK:
             self._raise(status)

@@ -26,7 +26,7 @@ from ._cache import Cache as _Pages
 from ._errors import ArgumentError, UnsupportedError
 from ._sequence import Sequence
 
-__all__ = ["Cache", "attention", "padding_mask"]
+__all__ = ["Cache", "DecodeGraph", "attention", "padding_mask"]
 
 _DEVICE = "cuda"  # of tensors for caches on a GPU
 
@@ -152,6 +152,12 @@ class Layer(CacheLayerMixin):
         self.real = real
         return out
 
+    def stepped(self) -> None:
+        """A graph has given every row a token."""
+        _, self.real = self._padding.read(None, self.real, len(self.sequences), self.tokens, 1)
+        self.tokens += 1
+        self._device.stepped()
+
     def _on_cpu(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
                 how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor]) -> torch.Tensor:
         batch, q_heads, n, _ = q.shape
@@ -250,6 +256,72 @@ class Cache(_Cache):
     def bytes(self) -> int:
         """Of all layers and sequences, shared pages counted once."""
         return sum(layer.pages.info().bytes_in_use for layer in self.layers if layer.pages is not None)
+
+
+class DecodeGraph:
+    """Decode steps of a model as a CUDA graph, which is replayed while contexts grow: without what Python takes for every layer.
+
+        logits = model(prompt, past_key_values=cache).logits[:, -1:]
+        step = kvq.transformers.DecodeGraph(model, cache)
+        for _ in range(n):
+            logits = step(logits.argmax(-1))    # [batch][1][vocabulary], overwritten by the next call
+
+    model  a decoder-only model on one GPU whose attention is "kvq", in eval mode
+    cache  holds the prompt
+
+    The first step runs as it is, the second one is captured; so is one after the batch, formats or the place of pools have changed. pool_tokens
+    and pool_sequences of the cache (of every layer) keep pools where they are. A model whose forward pass waits for the GPU, or depends on
+    lengths but by positions, cannot be captured.
+    """
+
+    def __init__(self, model: torch.nn.Module, cache: Cache) -> None:
+        self._model, self._cache = model, cache
+        self._graph: Any = None
+        self._number: Any = None  # what the graph was captured for
+        self._ran = False
+        self._batch = 0
+        self._lengths: List[int] = []  # that the positions on the device are those of
+
+    def _run(self) -> None:
+        self._logits = self._model(self._ids, position_ids=self._positions, past_key_values=self._cache, use_cache=True,
+                                   logits_to_keep=1).logits
+        self._positions.add_(1)
+
+    @torch.no_grad()
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """One token of every row, [batch][1]. Returns logits."""
+        layers: List[Any] = self._cache.layers
+        if not layers or any(layer._device is None for layer in layers):
+            raise ArgumentError("kvq: a graph of decode steps needs a cache on a GPU that holds a prompt")
+        batch = len(layers[0].sequences)
+        if tuple(ids.shape) != (batch, 1):
+            raise ArgumentError(f"kvq: the ids of a step are {list(ids.shape)}, not [{batch}][1]")
+        if batch != self._batch:
+            self._batch, self._ran, self._number, self._lengths = batch, False, None, []
+            with torch.inference_mode(False):
+                self._ids, self._positions = (torch.empty(batch, 1, dtype=torch.long, device=ids.device) for _ in range(2))
+        lengths = [layers[0].tokens] * batch if layers[0].real is None else layers[0].real.sum(1).tolist()
+        if lengths != self._lengths:
+            self._positions.copy_(torch.tensor(lengths).unsqueeze(1))
+        self._ids.copy_(ids)
+        for layer in layers:
+            layer._device.begin(1)
+        number = [layer._device.pages.graph_id() for layer in layers]
+        if not self._ran:
+            self._run()
+            self._ran = True
+        elif number != self._number:
+            self._graph, self._number = torch.cuda.CUDAGraph(), None
+            with torch.cuda.graph(self._graph):
+                self._run()
+            self._number = number
+            self._graph.replay()
+        else:
+            self._graph.replay()
+            for layer in layers:
+                layer.stepped()
+        self._lengths = [n + 1 for n in lengths]
+        return self._logits
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
