@@ -149,6 +149,16 @@ kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_forma
     });
 }
 
+kvq_status kvq_cache_commit_to(kvq_cache* cache, kvq_role role, const char* name, int32_t first_layer,
+                               int32_t last_layer) {
+    return guard([&] {
+        cache_state& state = *get(cache, "cache").state;
+        const kvq::tensor of = role_of(role);
+        state.cache.commit_to(of, state.listed(of, name), first_layer,
+                              last_layer == 0 ? kvq::requantize_request::all : last_layer);
+    });
+}
+
 kvq_status kvq_cache_find_format(const kvq_cache* cache, kvq_role role, const char* name, int32_t* index) {
     return guard([&] {
         const cache_state& state = *get(cache, "cache").state;
