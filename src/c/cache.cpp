@@ -8,10 +8,6 @@ namespace kvq::c {
 
 namespace {
 
-int or_default(std::int32_t given, int usual) noexcept {
-    return given == 0 ? usual : given == KVQ_NONE ? 0 : given;
-}
-
 /// Calls use(name) for every name of "a, b, c".
 template <class Use>
 void each_name(const std::string& names, const char* what, Use&& use) {
