@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <stdexcept>
+#include <string>
 
 namespace llama {
 namespace {
@@ -106,6 +108,12 @@ window::window(const model& llama, std::span<const int> text, const scheme_choic
 }
 
 window_result window::judge(const scheme_choice& scheme) {
+    if (scheme.own_statistics > chunk_ && static_cast<int>(text_.size()) > chunk_) {
+        throw std::invalid_argument(scheme.label + " has 16-bit keys for " +
+                                    std::to_string(scheme.own_statistics) +
+                                    " tokens, more than the chunk of " + std::to_string(chunk_) +
+                                    " that is exact for every scheme: that would flatter it; see +selfN");
+    }
     const auto cache = scheme.make_cache(llama_.shape());
     const int known = shares_first_chunk_ && scheme.has_fp16_window() ? chunk_ : 0;
     window_result result;

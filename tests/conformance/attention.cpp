@@ -48,7 +48,7 @@ TEST_CASE_TEMPLATE("SIMD attention against double arithmetic: any width, shape, 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < test::rounds(10); ++round) {
         kvq::cache_shape shape{
             .layers = C::key_table::size - 1, .kv_heads = random.between(1, 2), .head_dim = 0};
         shape.head_dim = random.pick(std::vector<int>{1, 2, 3, 8, 15, 16, 17, 31, 48, 64, 80, 96, 128, 256});

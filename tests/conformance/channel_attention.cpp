@@ -45,7 +45,7 @@ TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Bac
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     test::attention_error worst;
-    for (int round = 0; round < 12; ++round) {
+    for (int round = 0; round < test::rounds(12); ++round) {
         kvq::cache_shape shape{.layers = 3, .kv_heads = random.between(1, 2), .head_dim = 0};
         shape.head_dim = random.pick(std::vector<int>{1, 3, 16, 17, 48, 64, 80, 96, 128, 200});
         shape.value_dim = random.one_in(2) ? 0 : random.between(1, 130);

@@ -129,7 +129,7 @@ void check_shapes() {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < test::rounds(60); ++round) {
         auto shape = random.one_in(3) ? test::random_shape(random) : test::whole_shape(random);
         if (!codes<S>(shape.role)) shape.role = kvq::tensor::key;
         if (random.one_in(3))
@@ -161,7 +161,7 @@ TEST_CASE_TEMPLATE("channels with plans and feedback: same bytes from every back
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 20; ++round) {
+    for (int round = 0; round < test::rounds(20); ++round) {
         auto shape = test::whole_shape(random);
         shape.role = kvq::tensor::key;
         shape.dim = 16 * random.between(1, 8);

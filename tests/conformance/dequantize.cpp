@@ -28,7 +28,7 @@ TEST_CASE_TEMPLATE("same bits from every backend", S, KVQ_TEST_BACKEND_SCHEMES) 
     test::generator random(seed);
     const S scheme = test::make_scheme<S>();
     INFO(scheme.name(), " on ", std::string(native::name()));
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < test::rounds(60); ++round) {
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
         const auto block = test::quantized(scheme, shape, some_block(random, shape));
@@ -41,7 +41,7 @@ TEST_CASE_TEMPLATE("same 16-bit values", S, KVQ_TEST_WINDOW_SCHEMES) {
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const S scheme = test::make_scheme<S>();
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < test::rounds(60); ++round) {
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         INFO(shape);
         const auto block = test::quantized(scheme, shape, some_block(random, shape));
@@ -55,7 +55,7 @@ TEST_CASE_TEMPLATE("tokens become the same window bytes", T, float, kvq::float16
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const auto check = [&]<class Window>(Window) {
-        for (int round = 0; round < 150; ++round) {
+        for (int round = 0; round < test::rounds(150); ++round) {
             const auto shape = test::random_shape(random);
             const int at = random.between(0, shape.tokens - 1), count = random.between(1, shape.tokens - at);
             const int stride = shape.dim + random.between(0, 40);

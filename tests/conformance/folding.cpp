@@ -136,7 +136,7 @@ TEST_CASE("products with every set of parameters of rows and columns") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < test::rounds(40); ++round) {
         // Whole vectors and ends of vectors, in rows and in columns; blocks of one, two and four vectors, and tiles of more.
         constexpr int sizes[] = {128, 64, 48, 40, 33, 7, 1};
         const kvq::block_shape shape{random.one_in(2) ? kvq::tensor::key : kvq::tensor::value,

@@ -20,11 +20,11 @@ namespace {
 using native = kvq::simd<>;
 
 template <class S, class Window>
-void check_scheme(test::generator& random, int rounds) {
+void check_scheme(test::generator& random, int usual_rounds) {
     const S scheme = test::make_scheme<S>();
     const std::string from = kvq::float_name<Window>, on = native::name();
     INFO(scheme.name(), " from ", from, " on ", on);
-    for (int round = 0; round < rounds; ++round) {
+    for (int round = 0; round < test::rounds(usual_rounds); ++round) {
         const auto shape = random.one_in(3) ? test::whole_shape(random) : test::random_shape(random);
         const int kind = random.between(0, 3);
         INFO(shape, ", kind of numbers ", kind);
@@ -58,7 +58,7 @@ TEST_CASE_TEMPLATE("one value that is not finite among tokens that fill vectors"
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < test::rounds(60); ++round) {
         const auto shape = test::whole_shape(random);
         auto x = test::random_block(random, shape);
         const auto at = static_cast<std::size_t>(random.between(0, static_cast<int>(x.size()) - 1));
@@ -182,7 +182,7 @@ TEST_CASE("a cache holds the same bytes on every backend, whatever its history")
     using values = test::formats<kvq::affine<4, kvq::per_token<32>>, test::rotated>;
     using reference = test::typed_cache<keys, values, kvq::scalar>;
     using other = test::typed_cache<keys, values, native>;
-    for (int round = 0; round < 6; ++round) {
+    for (int round = 0; round < test::rounds(6); ++round) {
         const auto shape = test::random_cache_shape(random, 3, 70);
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<reference>(3);

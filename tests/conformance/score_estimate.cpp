@@ -25,7 +25,7 @@ void check_estimates(test::generator& random, const kvq::format& portable, const
                      int dim_of_all = 0) {
     REQUIRE((portable.functions().estimate_scores != nullptr));
     REQUIRE((vectors.functions().estimate_scores != nullptr));
-    for (int round = 0; round < 25; ++round) {
+    for (int round = 0; round < test::rounds(25); ++round) {
         const kvq::block_shape shape{
             kvq::tensor::key, random.pick(std::vector<int>{1, 4, 7, 32, 64, 100, 128}),
             dim_of_all > 0 ? dim_of_all : random.pick(std::vector<int>{1, 3, 8, 16, 40, 64, 80, 128, 130})};

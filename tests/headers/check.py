@@ -6,10 +6,10 @@ check.py <include folder> [--without simd|eigen|io|mpi|ggml|nccl]... [--together
 
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
 (poison.hpp). Headers that need xsimd, Eigen, nlohmann-json, MPI or ggml are left out with --without, and go unpoisoned.
---together leaves this out: what a header forgets to include, a second compiler misses as well. clang++ reads headers that
-many others include from precompiled ones: only into headers that include them themselves, which therefore see nothing more.
-With nvcc: everything that must be usable from device code in one translation unit, since nvcc is slow to start;
-then every *.cuh by itself.
+--together leaves this out: what a header forgets to include, a second compiler misses as well.
+With nvcc: everything that must be usable from device code in one translation unit; then every *.cuh by itself.
+"By itself": headers are compiled in chains. Each header of a chain includes the one before it, and therefore sees nothing
+that it does not include. A chain is one translation unit, and there are a quarter as many chains as headers.
 With all of them: every header in one translation unit, behind the standard library and macros that it cannot take
 (poison_late.hpp).
 """
@@ -59,23 +59,13 @@ def warnings_of(compiler):
     return [*WARNINGS, "-fmax-errors=3"]
 
 
-def compile_alone(compiler, flags, include, header, poisoned, precompiled):
+def compile_chain(compiler, flags, include, chain, poisoned):
     command = [compiler, "-std=c++20", "-fsyntax-only", *warnings_of(compiler), *flags, "-I", str(include)]
-    if precompiled:
-        command += ["-include-pch", str(precompiled.result())]
-    elif poisoned:
+    if poisoned:
         command += ["-include", str(HERE / "poison.hpp")]
-    command += ["-include", f"kvq/{header}", "-include", f"kvq/{header}", "-x", "c++", os.devnull]
-    return header, subprocess.run(command, capture_output=True, text=True)
-
-
-def precompile(compiler, flags, include, header, poisoned, folder):
-    source = pathlib.Path(folder) / f"{header.replace('/', '_')}_{poisoned}.hpp"
-    source.write_text(f'#include "{HERE / "poison.hpp"}"\n' * poisoned + f"#include <kvq/{header}>\n")
-    command = [compiler, "-std=c++20", "-fpch-instantiate-templates", *warnings_of(compiler), *flags, "-I", str(include)]
-    # If it fails, so do all that need it, and the header by itself.
-    subprocess.run([*command, "-x", "c++-header", "-o", f"{source}.pch", str(source)], capture_output=True)
-    return f"{source}.pch"
+    for header in chain:
+        command += ["-include", f"kvq/{header}"] * 2
+    return ", ".join(chain), subprocess.run([*command, "-x", "c++", os.devnull], capture_output=True, text=True)
 
 
 class include_graph:
@@ -94,28 +84,28 @@ class include_graph:
                     self.all[header] |= self.of(os.path.relpath((self.root / header).parent / name, self.root))
         return self.all[header]
 
-    def choose_precompiled(self, headers, most=8):
-        """For each header one that it includes, or none. The fewest bytes are left to read, with at most so many different ones."""
+    def chains(self, headers):
+        """As few chains as there can be: a largest matching of headers with headers that they include."""
 
-        chosen = dict.fromkeys(headers)
-        # The headers of the standard library are about as many bytes again.
-        sizes = {base: 60_000 + sum((self.root / h).stat().st_size for h in self.of(base))
-                 for base in set().union(*map(self.of, headers))}
-        for _ in range(most):
-            def gain(base):
-                saved = (sizes[base] - sizes.get(chosen[h], 0) for h in headers if base in self.of(h) and h != base)
-                return sum(max(s, 0) for s in saved) - 2 * sizes[base]
-            best = max(sizes, key=gain)
-            if gain(best) <= 0:
-                break
-            for h in headers:
-                if best in self.of(h) and h != best and sizes[best] > sizes.get(chosen[h], 0):
-                    chosen[h] = best
-        return chosen
+        after = {}
+
+        def match(header, tried):
+            for other in sorted(self.of(header) & set(headers) - {header} - tried):
+                tried.add(other)
+                if other not in after or match(after[other], tried):
+                    after[other] = header
+                    return True
+            return False
+
+        result = [[header] for header in headers if not match(header, set())]
+        for chain in result:
+            while chain[-1] in after:
+                chain.append(after[chain[-1]])
+        return result
 
 
 def compile_device(compiler, flags, include, headers, folder):
-    source = pathlib.Path(folder) / (headers[0].replace("/", "_") + ".cu")
+    source = pathlib.Path(folder) / (headers[-1].replace("/", "_") + ".cu")
     source.write_text("".join(f"#include <kvq/{header}>\n" for header in headers))
     command = [compiler, "-std=c++20", "-Werror", "all-warnings", *flags, "-I", str(include)]
     # The device's side of it; the host's is in the poisoned source.
@@ -177,32 +167,25 @@ def main():
     device_headers = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.cuh"))
     device_headers = [header for header in device_headers if not header.startswith(tuple(left_out))]
 
+    graph = include_graph(root)
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         if "nvcc" in os.path.basename(compiler):
-            groups = [[header for header in headers if header.startswith(DEVICE)], *([h] for h in device_headers)]
+            groups = [[header for header in headers if header.startswith(DEVICE)], *graph.chains(device_headers)]
             jobs = [pool.submit(compile_device, compiler, flags, include, group, folder) for group in groups if group]
             everything = [header for header in sum(groups, []) if not header.startswith(THIRD_PARTY["nccl"])]
             jobs.append(pool.submit(compile_poisoned_device, compiler, flags, include, everything, folder))
         else:
             machine = machine_of(compiler)
-            jobs, together, plain = [], [], {False: [], True: []}
+            jobs, together, alone = [], [], {}
             for header in headers:
                 processor, extra = INSTRUCTION_SETS.get(header.removesuffix(".hpp"), (machine, []))
                 if processor == machine and not header.startswith(tuple(left_out)):
                     together.append(header)
                     poisoned = not header.startswith(sum(THIRD_PARTY.values(), ()))
-                    if extra and not together_only:
-                        jobs.append(pool.submit(compile_alone, compiler, [*flags, *extra], include, header, poisoned, None))
-                    elif not together_only:
-                        plain[poisoned].append(header)
-            graph = include_graph(root)
-            for poisoned, group in plain.items():
-                chosen = graph.choose_precompiled(group) if "clang" in os.path.basename(compiler) and group else {}
-                precompiled = {base: pool.submit(precompile, compiler, flags, include, base, poisoned, folder)
-                               for base in sorted({b for b in chosen.values() if b})}
-                for header in group:
-                    base = precompiled.get(chosen.get(header))
-                    jobs.append(pool.submit(compile_alone, compiler, flags, include, header, poisoned, base))
+                    alone.setdefault((poisoned, *extra), []).append(header)
+            for (poisoned, *extra), group in alone.items() if not together_only else ():
+                for chain in graph.chains(group):
+                    jobs.append(pool.submit(compile_chain, compiler, [*flags, *extra], include, chain, poisoned))
             extra = WHOLE_PROCESSOR.get(machine, [])
             jobs.append(pool.submit(compile_poisoned, compiler, [*flags, *extra], include, together, folder))
         results = [job.result() for job in jobs]

@@ -243,7 +243,9 @@ struct twin {
     void change() {
         const int id = random.between(0, ids - 1), kind = random.between(0, 11);
         const int which = random.one_in(4) ? -1 : id;
-        const auto [first, last] = range(which);
+        const auto chosen = range(which);
+        const std::int32_t first = chosen.first,
+                           last = chosen.second;  // a structured binding is not captured by clang 14
         const auto affected = [&](int i) { return which < 0 || i == which; };
         if (kind <= 3) {
             INFO("remove ", which, ": ", first, " to ", last);

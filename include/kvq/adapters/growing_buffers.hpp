@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../core/bits.hpp"
+#include "../core/resource_vector.hpp"
 #include "../core/shape.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -55,8 +56,8 @@ public:
                " bytes have more bytes than can be counted");
     }
     /// Copies the tokens to a new buffer of `capacity`, which check_capacity() has accepted. *this does not change yet.
-    std::pmr::vector<E> resized(int tokens, int old_capacity, int capacity) const {
-        std::pmr::vector<E> fresh(rows_ * static_cast<std::size_t>(capacity) * width_, data_.get_allocator());
+    resource_vector<E> resized(int tokens, int old_capacity, int capacity) const {
+        resource_vector<E> fresh(rows_ * static_cast<std::size_t>(capacity) * width_, data_.get_allocator());
         const std::size_t used = static_cast<std::size_t>(tokens) * width_;
         for (std::size_t row = 0; row < rows_; ++row)
             std::copy_n(data_.begin() + static_cast<std::ptrdiff_t>(
@@ -66,7 +67,7 @@ public:
                             static_cast<std::ptrdiff_t>(row * static_cast<std::size_t>(capacity) * width_));
         return fresh;
     }
-    void swap(std::pmr::vector<E>& other) noexcept { data_.swap(other); }
+    void swap(resource_vector<E>& other) noexcept { data_.swap(other); }
 
     E* at(int row, int token, int capacity) noexcept {
         return data_.data() + (static_cast<std::size_t>(row) * static_cast<std::size_t>(capacity) +
@@ -80,14 +81,14 @@ public:
 
 private:
     std::size_t rows_, width_;
-    std::pmr::vector<E> data_;
+    resource_vector<E> data_;
 };
 
 /// Tokens and capacity of several buffers that grow together.
 template <class... E>
 class growing_buffers {
 public:
-    using memory = std::tuple<std::pmr::vector<E>...>;
+    using memory = std::tuple<resource_vector<E>...>;
 
     growing_buffers(const contiguous_shape& shape, growing_buffer<E>... buffers)
         : shape_(shape), buffers_(std::move(buffers)...) {}

@@ -87,7 +87,7 @@ void check_paged_pair(const paged_view<T>& keys, const paged_view<T>& values, co
 /// Copies the tokens to contiguous memory.
 template <class T>
 token_view<const T> gather_blocks(const paged_view<T>& from, std::span<const std::int32_t> table, int tokens,
-                                  std::pmr::vector<std::remove_const_t<T>>& memory) {
+                                  resource_vector<std::remove_const_t<T>>& memory) {
     const std::size_t per_token = static_cast<std::size_t>(from.heads) * static_cast<std::size_t>(from.dim);
     constexpr std::size_t most = PTRDIFF_MAX / sizeof(T);
     expect(static_cast<std::size_t>(tokens) <= most / per_token, "cannot gather ", tokens, " tokens x ",
@@ -116,7 +116,7 @@ void write_slots(const sequence& s, int layer, int first, std::span<const Slot> 
         expect(mapping[i] >= -1 && mapping[i] < keys.slot_count(), "entry ", i, " of the mapping is slot ",
                mapping[i], ", neither -1 nor one of ", keys.slot_count());
     const auto count = static_cast<int>(mapping.size());
-    std::pmr::vector<T> memory(sequence_access::cache(s).pool().memory());
+    resource_vector<T> memory(sequence_access::cache(s).pool().memory());
     const layer_pages pages = s.pages(layer);
     for (const tensor role : {tensor::key, tensor::value}) {
         const paged_view<T>& to = role == tensor::key ? keys : values;
@@ -162,7 +162,7 @@ void append_from_blocks(sequence& s, int layer, const paged_view<T>& keys, const
         neighbours = neighbours && (i == 0 || table[i] == table[i - 1] + 1);
     }
     std::pmr::memory_resource* const memory = detail::sequence_access::cache(s).pool().memory();
-    std::pmr::vector<std::remove_const_t<T>> key_memory(memory), value_memory(memory);
+    resource_vector<std::remove_const_t<T>> key_memory(memory), value_memory(memory);
     const auto in_order = [&](const paged_view<T>& from, auto& gathered) -> token_view<const T> {
         if (used == 0) return {nullptr, 0, from.heads, from.dim};
         if (used == 1 || (neighbours && from.block_stride == per_block * from.token_stride))

@@ -362,9 +362,9 @@ private:
     int spans_before_, first_written_ = 0;
     page_span last_before_;  // the open span before stage(), if it takes tokens
     page_ref temporary_[2];  // a 16-bit page for tokens that are quantized while they are read
-    std::pmr::vector<page_ref>
+    resource_vector<page_ref>
         filled_;  // [span to commit][K, V]; 16-bit pages to quantize, where not the span's own
-    std::pmr::vector<page_ref> quantized_;  // [span to commit][K, V]; null where the page stays 16 bit
+    resource_vector<page_ref> quantized_;  // [span to commit][K, V]; null where the page stays 16 bit
     int jobs_ = 0;
 };
 

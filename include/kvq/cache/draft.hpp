@@ -77,13 +77,13 @@ inline void append_draft(cache& of, layer_track& track, const input_view& k, con
 ///   kept.commit();                     cannot fail; without it, the destructor puts the drafts back
 class kept_drafts {
 public:
-    kept_drafts(cache& of, std::pmr::vector<layer_track>& tracks)
+    kept_drafts(cache& of, resource_vector<layer_track>& tracks)
         : cache_(&of),
           drafts_(of.pool().memory()),
           chunks_(of.pool().memory()),
           scratch_(of.pool().memory()),
-          rows_{std::pmr::vector<std::byte>(of.pool().memory()),
-                std::pmr::vector<std::byte>(of.pool().memory())} {
+          rows_{resource_vector<std::byte>(of.pool().memory()),
+                resource_vector<std::byte>(of.pool().memory())} {
         int most = 0, drafts = 0;
         for (const layer_track& track : tracks) {
             most = larger(most, track.draft == 0 ? 0 : track.spans.back().pages[0]->tokens);
@@ -101,7 +101,7 @@ public:
             if (track.draft == 0) continue;
             drafts_.push_back({&track, static_cast<int>(layer), track.draft, track.table_before,
                                std::move(track.spans.back()),
-                               std::pmr::vector<page_span>(drafts_.get_allocator())});
+                               resource_vector<page_span>(drafts_.get_allocator())});
             track.drop_draft();
         }
     }
@@ -156,7 +156,7 @@ private:
         int layer, tokens;
         std::size_t table_before;
         page_span span;
-        std::pmr::vector<page_span> table;
+        resource_vector<page_span> table;
         bool shorter = false;  // `table` takes the place of a longer one
     };
 
@@ -187,10 +187,10 @@ private:
     }
 
     cache* cache_;
-    std::pmr::vector<draft> drafts_;
-    std::pmr::vector<chunk> chunks_;
-    std::pmr::vector<float> scratch_;
-    std::pmr::vector<std::byte> rows_[2];  // K, V: one draft
+    resource_vector<draft> drafts_;
+    resource_vector<chunk> chunks_;
+    resource_vector<float> scratch_;
+    resource_vector<std::byte> rows_[2];  // K, V: one draft
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::detail

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "../core/resource_vector.hpp"
 #include "../core/shape.hpp"
 #include "options.hpp"
 
@@ -26,7 +27,7 @@ struct layer_track {
     int first_copy = 0;  ///< spans before it have no 16-bit copies
     int targets[2];      ///< formats to which K and V pages are committed; 0: pages stay 16 bit
     bool rearranged = false;  ///< after an erase, shift or splice: two spans may share a page
-    std::pmr::vector<page_span> spans;
+    resource_vector<page_span> spans;
     int draft = 0;                 ///< tokens of the last span that wait for keep() (cache/draft.hpp)
     std::size_t table_before = 0;  ///< capacity of `spans` before the draft
 

@@ -98,7 +98,7 @@ private:
     int layer_;
     int tokens_ = 0;
     std::pmr::deque<page> headers_;
-    std::pmr::vector<page_span> spans_;
+    resource_vector<page_span> spans_;
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

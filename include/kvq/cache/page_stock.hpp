@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "../core/resource_vector.hpp"
 #include "../core/shape.hpp"
 #include "../page/layer_pages.hpp"
 #include "options.hpp"
@@ -19,7 +20,7 @@ namespace kvq::inline KVQ_TAGGED::detail {
 
 class page_stock {
 public:
-    std::pmr::vector<page_ref> filled,
+    resource_vector<page_ref> filled,
         quantized;  ///< empty lists of a chunk, with room for one layer's commits
 
     explicit page_stock(std::pmr::memory_resource* memory) noexcept
@@ -36,7 +37,8 @@ public:
     void end_layer(std::size_t table, std::size_t commits) {
         for (shelf& s : shelves_) s.most_back = larger(s.most_back, std::exchange(s.back, 0));
         if (table > 0) {
-            tables_.resize(static_cast<std::size_t>(layers_) + 1);
+            while (tables_.size() <= static_cast<std::size_t>(layers_))
+                tables_.emplace_back(tables_.get_allocator());
             tables_.back().reserve(table);
         }
         commits_ = larger(commits_, commits);
@@ -79,7 +81,7 @@ public:
         }
     }
     /// Gives `spans` room for n spans.
-    void grow(std::pmr::vector<page_span>& spans, std::size_t layer, std::size_t n) {
+    void grow(resource_vector<page_span>& spans, std::size_t layer, std::size_t n) {
         if (n <= spans.capacity()) return;
         if (layer >= tables_.size() || tables_[layer].capacity() < n) return spans.reserve(n);
         for (page_span& s : spans) tables_[layer].push_back(std::move(s));
@@ -115,7 +117,7 @@ public:
     }
     std::size_t list_bytes() const noexcept {
         std::size_t bytes = shelves_.capacity() * sizeof(shelf) +
-                            tables_.capacity() * sizeof(std::pmr::vector<page_span>) +
+                            tables_.capacity() * sizeof(resource_vector<page_span>) +
                             (pages_.capacity() + filled.capacity() + quantized.capacity()) * sizeof(page_ref);
         for (const auto& table : tables_) bytes += table.capacity() * sizeof(page_span);
         return bytes;
@@ -138,9 +140,9 @@ private:
         return shelves_.back();
     }
 
-    std::pmr::vector<shelf> shelves_;
-    std::pmr::vector<page_ref> pages_;
-    std::pmr::vector<std::pmr::vector<page_span>> tables_;
+    resource_vector<shelf> shelves_;
+    resource_vector<page_ref> pages_;
+    resource_vector<resource_vector<page_span>> tables_;
     int layers_ = 0;
     std::size_t commits_ = 0;
 };

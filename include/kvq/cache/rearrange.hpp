@@ -135,7 +135,7 @@ template <class Build>
 void rearrange(sequence& s, float* scratch, Build&& build) {
     kvq::cache& of = sequence_access::cache(s);
     auto& tracks = sequence_access::tracks(s);
-    std::pmr::vector<layer_track> fresh(of.pool().memory());
+    resource_vector<layer_track> fresh(of.pool().memory());
     fresh.reserve(tracks.size());
     for (std::size_t layer = 0; layer < tracks.size(); ++layer) {
         rearranged_track track(of, tracks[layer], static_cast<int>(layer));

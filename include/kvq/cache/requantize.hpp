@@ -25,19 +25,11 @@ namespace kvq::inline KVQ_TAGGED {
 
 namespace detail {
 
-/// Sequence: const or not.
-template <class Sequence>
-void expect_distinct(std::span<Sequence* const> sequences) {
+inline void expect_distinct(std::span<const sequence* const> sequences) {
     for (std::size_t i = 0; i < sequences.size(); ++i)
         for (std::size_t j = 0; j < i; ++j)
             expect(sequences[i] != sequences[j], "sequence ", i, " of the request is sequence ", j, " again");
 }
-
-/// The executor of a dry run: it only has a number of threads.
-struct planned_threads {
-    int threads;
-    int concurrency() const noexcept { return threads; }
-};
 
 /// Limits of stepping down that a request does not have.
 struct requantize_extent {
@@ -49,15 +41,10 @@ struct requantize_extent {
     int first_span = 0, last_span = (std::numeric_limits<int>::max)();
 };
 
-/// Sequence: const for a dry run.
-template <class Sequence>
 class requantizer {
 public:
-    static constexpr bool dry = std::is_const_v<Sequence>;
-    using cache_pointer = std::conditional_t<dry, const cache*, cache*>;
-
-    requantizer(std::remove_pointer_t<cache_pointer>& of, std::span<Sequence* const> sequences,
-                const requantize_request& request, const requantize_extent& extent = {})
+    requantizer(cache& of, std::span<sequence* const> sequences, const requantize_request& request,
+                const requantize_extent& extent = {})
         : sequences_(sequences),
           request_(request),
           extent_(extent),
@@ -86,27 +73,28 @@ public:
         report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache_->pool().bytes_in_use();
     }
 
-    template <class Executor>
-    requantize_report run(const requantize_limit& limit, Executor& ex, workspace& space) {
+    /// Without executor and workspace a dry run for so many threads: the cache and its sequences are only read.
+    requantize_report run(const requantize_limit& limit, int threads, const executor_view* ex,
+                          workspace* space) {
+        dry_ = ex == nullptr;
         const auto start = std::chrono::steady_clock::now();
         // At most one thread per page.
         std::size_t pages = 1;
-        for (Sequence* s : sequences_)
+        for (sequence* s : sequences_)
             for (const layer_track& track : sequence_access::tracks(*s))
                 pages += 2 * static_cast<std::size_t>(track.committed);
-        const auto workers =
-            smaller(pages, static_cast<std::size_t>(larger(1, static_cast<int>(ex.concurrency()))));
+        const auto workers = smaller(pages, static_cast<std::size_t>(larger(1, threads)));
         const cache_shape& shape = cache_->shape();
         scratch_floats_ = static_cast<std::size_t>(cache_->options().page_tokens) *
                           static_cast<std::size_t>(larger(shape.dim(tensor::key), shape.dim(tensor::value)));
         report_.workspace = workers * scratch_floats_ * sizeof(float);
-        if constexpr (!dry) scratch_ = reinterpret_cast<float*>(space.reserve(report_.workspace));
-        std::pmr::vector<job> batch(cache_->pool().memory());
+        if (!dry_) scratch_ = reinterpret_cast<float*>(space->reserve(report_.workspace));
+        resource_vector<job> batch(cache_->pool().memory());
         batch.reserve(workers);
         rows_.resize(sequences_.size());
         found_.reserve(sequences_.size());
         holders_.reserve(workers * sequences_.size());
-        set_targets();
+        if (!dry_ && request_.new_pages) set_targets();
 
         for_each_job([&](const job& j) {
             const std::size_t done = report_.pages + batch.size();
@@ -153,7 +141,7 @@ private:
         int sequence, span;
     };
 
-    static auto& track_of(Sequence& s, int layer) {
+    static layer_track& track_of(sequence& s, int layer) {
         return sequence_access::tracks(s)[static_cast<std::size_t>(layer)];
     }
     int last_layer() const { return smaller(request_.last_layer, cache_->shape().layers); }
@@ -182,13 +170,10 @@ private:
     }
 
     void set_targets() {
-        if constexpr (!dry)
-            if (request_.new_pages)
-                for (Sequence* s : sequences_)
-                    for (int layer = request_.first_layer; layer < last_layer(); ++layer)
-                        for (const tensor role : {tensor::key, tensor::value})
-                            if (wanted(role) >= 0)
-                                track_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
+        for (sequence* s : sequences_)
+            for (int layer = request_.first_layer; layer < last_layer(); ++layer)
+                for (const tensor role : {tensor::key, tensor::value})
+                    if (wanted(role) >= 0) track_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
     }
 
     /// Calls f for every page to change, once for all spans that hold it, oldest pages of a layer first.
@@ -225,7 +210,7 @@ private:
         int begin = (std::numeric_limits<int>::max)(), end = 0;
         rearranged_ = false;
         for (std::size_t s = 0; s < sequences_.size(); ++s) {
-            const auto& track = track_of(*sequences_[s], layer);
+            const layer_track& track = track_of(*sequences_[s], layer);
             const int token = extent_.last_tokens.empty() ? request_.last_token : extent_.last_tokens[s];
             const auto at = [&](int i) { return track.spans.begin() + i; };
             const auto first = std::partition_point(at(0), at(track.committed), [&](const page_span& span) {
@@ -315,19 +300,17 @@ private:
         return true;
     }
 
-    template <class Executor>
-    void convert(std::pmr::vector<job>& batch, Executor& ex) {
+    void convert(resource_vector<job>& batch, const executor_view* ex) {
         std::size_t added = 0;
         for (job& j : batch) {
             const std::size_t bytes = data_bytes(j.role, j.format);
-            if constexpr (!dry)
-                j.fresh = cache_->pool().allocate(bytes, j.format, cache_->options().page_tokens);
+            if (!dry_) j.fresh = cache_->pool().allocate(bytes, j.format, cache_->options().page_tokens);
             added += page_pool::allocation(bytes);
         }
         report_.bytes_after += added;
         report_.bytes_peak = larger(report_.bytes_peak, report_.bytes_after);
-        if constexpr (!dry)
-            ex.parallel_for(static_cast<int>(batch.size()), [&](int i) {
+        if (!dry_)
+            ex->parallel_for(static_cast<int>(batch.size()), [&](int i) {
                 const job& j = batch[static_cast<std::size_t>(i)];
                 const page& from = *old_page(j);
                 float* const scratch = scratch_ + static_cast<std::size_t>(i) * scratch_floats_;
@@ -339,7 +322,7 @@ private:
         holders_.clear();
     }
 
-    auto& old_page(const job& j) const {
+    const page_ref& old_page(const job& j) const {
         const place& first = holders_[j.first_holder];
         return track_of(*sequences_[first.sequence], j.layer)[first.span].pages[static_cast<int>(j.role)];
     }
@@ -349,10 +332,10 @@ private:
         std::size_t holders = 0;
         for (std::size_t i = 0; i < j.holders; ++i) {
             const place& at = holders_[j.first_holder + i];
-            auto& track = track_of(*sequences_[at.sequence], j.layer);
+            layer_track& track = track_of(*sequences_[at.sequence], j.layer);
             const bool copy = becomes_copy(track, j.role, at.span, old->format);
             holders += !copy;
-            if constexpr (!dry) {
+            if (!dry_) {
                 page_span& span = track[at.span];
                 if (copy) {
                     span.copies[static_cast<int>(j.role)] = old;
@@ -361,7 +344,7 @@ private:
                 span.pages[static_cast<int>(j.role)] = j.fresh;
             }
         }
-        const std::size_t elsewhere = old.references() - 1 - (dry ? holders : 0);
+        const std::size_t elsewhere = old.references() - 1 - (dry_ ? holders : 0);
         if (elsewhere == 0) {
             const std::size_t bytes = page_pool::allocation(old->bytes);
             report_.bytes_freed += bytes;
@@ -369,14 +352,15 @@ private:
         }
     }
 
-    std::span<Sequence* const> sequences_;
+    std::span<sequence* const> sequences_;
     requantize_request request_;
     requantize_extent extent_;
-    cache_pointer cache_;
-    std::pmr::vector<row> rows_;
-    std::pmr::vector<holder> found_;
-    std::pmr::vector<place> holders_;  // of the batch
-    bool rearranged_ = false;          // is any layer of the rows
+    cache* cache_;
+    bool dry_ = true;
+    resource_vector<row> rows_;
+    resource_vector<holder> found_;
+    resource_vector<place> holders_;  // of the batch
+    bool rearranged_ = false;         // is any layer of the rows
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;
@@ -393,9 +377,9 @@ inline requantize_report cache::plan_requantize(std::span<const sequence* const>
                                                 const requantize_request& request, int threads) const {
     detail::expect(threads >= 1, "requantizing needs at least 1 thread, got ", threads);
     detail::expect_distinct(sequences);
-    const detail::planned_threads executor{threads};
-    workspace none;
-    return detail::requantizer<const sequence>(*this, sequences, request).run({}, executor, none);
+    // Nothing of them changes without an executor.
+    const std::span<sequence* const> same(const_cast<sequence* const*>(sequences.data()), sequences.size());
+    return detail::requantizer(const_cast<cache&>(*this), same, request).run({}, threads, nullptr, nullptr);
 }
 inline requantize_report cache::requantize(sequence& s, const requantize_request& request,
                                            const requantize_limit& limit) {
@@ -407,7 +391,8 @@ inline requantize_report cache::requantize(std::span<sequence* const> sequences,
                                            const requantize_request& request, const requantize_limit& limit,
                                            executor_view executor, workspace& space) {
     detail::expect_distinct(sequences);
-    return detail::requantizer<sequence>(*this, sequences, request).run(limit, executor, space);
+    return detail::requantizer(*this, sequences, request)
+        .run(limit, executor.concurrency(), &executor, &space);
 }
 
 }  // namespace kvq::inline KVQ_TAGGED

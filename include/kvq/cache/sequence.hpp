@@ -211,9 +211,9 @@ public:
         const layer_pages all = pages(layer);
         const int dim = shape().dim(role);
         const auto longest = static_cast<std::size_t>(geometry().longest_page());
-        std::pmr::vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
+        resource_vector<float> scratch(longest * static_cast<std::size_t>(dim), memory());
         // Pages of which only a part is wanted, and keys that moved, are dequantized here first.
-        std::pmr::vector<std::byte> some(memory());
+        resource_vector<std::byte> some(memory());
         const detail::rotation* const rotate = role == tensor::key ? cache_->rotations().at(layer) : nullptr;
         const detail::default_arithmetic arithmetic;
         for (int e = detail::larger(0, all.lower_bound(first + 1) - 1); e < all.entries(); ++e) {
@@ -370,8 +370,8 @@ private:
     }
 
     cache* cache_;
-    std::pmr::vector<detail::layer_track> tracks_;
-    std::pmr::vector<float> scratch_;
+    resource_vector<detail::layer_track> tracks_;
+    resource_vector<float> scratch_;
     detail::page_stock stock_;             // of the next step, if it was reserved
     std::optional<detail::chunk> staged_;  // during cache::prefill
 };

@@ -107,8 +107,8 @@ private:
         request.last_token = last;
         request.only_smaller = true;
         const requantize_report r =
-            requantizer<sequence>(cache_, std::span<sequence* const>(sequences_), request, extent)
-                .run({}, ex, space_);
+            requantizer(cache_, std::span<sequence* const>(sequences_), request, extent)
+                .run({}, ex.concurrency(), &ex, &space_);
         report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
         report_.bytes_after = r.bytes_after;
         if (r.pages > 0)

@@ -21,18 +21,6 @@ KVQ_INLINE typename Lanes::ints load_vector(const std::byte* from, int n) {
         return Lanes::load(from);
 }
 
-/// The first n floats of a vector, or all of them, each rounded once to T.
-template <class Lanes, class T>
-KVQ_INLINE void store_some(T* to, typename Lanes::floats x, int n) {
-    if (n >= Lanes::width) {
-        Lanes::template store_values<T>(reinterpret_cast<std::byte*>(to), x);
-    } else {
-        T all[Lanes::width];
-        Lanes::template store_values<T>(reinterpret_cast<std::byte*>(all), x);
-        for (int i = 0; i < n; ++i) to[i] = all[i];
-    }
-}
-
 /// The codes of one quad, as bytes and times 2^Raise, from the vectors of all planes of a step. Every plane takes one shift, directly
 /// to the position of its bits.
 template <class Lanes, int Bits, int Quad, bool Partial, int Raise = 0, int Plane = 0>

@@ -53,7 +53,6 @@ struct simd_lanes : arch::register_ops<Arch> {
     }
     static KVQ_INLINE ints bit_and(ints a, ints b) { return a & b; }
     static KVQ_INLINE ints bit_or(ints a, ints b) { return a | b; }
-    static KVQ_INLINE ints bit_xor(ints a, ints b) { return a ^ b; }
     static KVQ_INLINE ints add(ints a, ints b) { return a + b; }
 
     static KVQ_INLINE floats load_floats(const float* p) { return floats::load_unaligned(p); }
