@@ -309,8 +309,9 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
 }
 struct cudaFuncAttributes {
     std::size_t sharedSizeBytes;
+    int numRegs;
 };
-/// No kernel has shared memory of its own.
+/// No kernel has shared memory of its own, or registers.
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     *attributes = {};
@@ -322,11 +323,17 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
     return cudaSuccess;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeProgrammaticStreamSerialization,
+    cudaLaunchAttributeClusterDimension
+};
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
     struct {
         int programmaticStreamSerializationAllowed;
+        struct {
+            unsigned x, y, z;
+        } clusterDim;
     } val;
 };
 struct cudaLaunchConfig_t {
