@@ -9,7 +9,7 @@
 // Contract: each row is computed by one thread block, in order of position: results depend neither on the batch nor on timing. Weights, values
 // and keys are rounded to half floats (prefill_tile.cuh). Relative error against double on dequantized values: 5e-4 on normal data; a score of
 // products p_c moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q holds NaN is NaN.
-// Memory besides arguments: none. sm_90a, 128 channels: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
+// Memory besides arguments: none. sm_90a, 64 or 128 channels: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
@@ -122,9 +122,7 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
         static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
     using args_type = decltype(args);
     const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
-        // Heads of 64 channels: in one run of tests/gpu/llama.cu a prompt over std4 pages was read wrongly by this kernel, for a reason
-        // that is not known yet.
-        if constexpr (dim == 128) {
+        if constexpr (dim == 64 || dim == 128) {
             auto* const kernel = detail::prefill_wgmma_kernel<dim, Softcap, args_type>;
             if (detail::has_warpgroup_products(kernel))
                 return detail::launch_prefill(kernel, args, grid, 2, detail::wgmma_threads,

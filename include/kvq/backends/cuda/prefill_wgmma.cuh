@@ -260,6 +260,7 @@ private:
     /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
     __device__ __forceinline__ void share(const wgmma_stage& s) const {
         publish_to_products();
+        __syncwarp();
         wait_at_barrier(key ? 1 : 2, role_warps * 32);
         if (warp != role_warps - 1 || lane != 0) return;
         constexpr int copies = key ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
@@ -328,6 +329,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
                      static_cast<std::uint32_t>(tile / wgmma_stages) & 1u);
     };
     const auto done_with = [&](std::uint32_t barrier) {  // both blocks write to this stage
+        __syncwarp();
         if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
     };
 
