@@ -360,18 +360,15 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         done_with(now.free_keys);
         weigh(note);
         products_there(s);
-        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), and both
-        // branches wait, so that the softmax is over before the wait: otherwise the compiler moves it behind.
-        if (__any_sync(0xffffffffu,
-                       factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f))) {
-            products_wait<0>();
-            products_there(o);
+        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), so that the
+        // softmax is over before the wait. The wait itself has no condition: all warps of a warpgroup must take the same one.
+        const bool raised = __any_sync(
+            0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f));
+        products_wait_behind<0>(raised);
+        products_there(o);
+        if (raised)
 #pragma unroll
             for (int i = 0; i < Dim / 2; ++i) o[i] *= factor[i / 2 % 2];
-        } else {
-            products_wait<0, 1>();
-            products_there(o);
-        }
         done_with(before.free_values);
         pack();
     }

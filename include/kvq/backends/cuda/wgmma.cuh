@@ -27,10 +27,16 @@ __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.syn
 __device__ __forceinline__ void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Place: waits with different ones are not merged by the compiler.
-template <int Pending, int Place = 0>
+/// All warps of a warpgroup must wait at the same place.
+template <int Pending>
 __device__ __forceinline__ void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0; // %1" ::"n"(Pending), "n"(Place) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+/// The same behind what `rare` depends on, which the compiler would move behind the wait otherwise.
+template <int Pending>
+__device__ __forceinline__ void products_wait_behind(bool rare) {
+    if (rare) asm volatile("nanosleep.u32 0;" ::: "memory");
+    products_wait<Pending>();
 }
 
 /// Tells the compiler that products have written these registers before the wait that precedes this.
