@@ -1,4 +1,4 @@
-// The formats that kvq::library has for its caches on the device. Every compilation of format.cu adds one entry.
+// The formats that kvq::library has for its caches on the device. Every entry adds its own (format.cu).
 #pragma once
 
 #include <kvq/backends/cuda/device_format.cuh>

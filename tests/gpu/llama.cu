@@ -1,8 +1,9 @@
 // The engine of examples/llama on the device against the one on the CPU: logits of every architecture, text and perplexity with quantized caches,
 // chunks, batches, forks, graphs, continuous batching, step down, refusals.
 //
-// -DPART=0: heads of 32 channels, 1: of 64. Weights and activations in fp16. The emulator multiplies matrices in a fixed order, so rows of a
-// batch are bit for bit what they are alone; on a device cuBLAS chooses another order for another number of rows.
+// -DPART=0: heads of 32 channels, 1: of 64. Weights and activations in fp16. The emulator multiplies matrices in a fixed order, so a prompt
+// is bit for bit what it is alone; on a device cuBLAS chooses another order for another number of rows. Attention of a decode step adds up in
+// another order in another batch (schedule.cuh): then a few activations round to the neighbouring 16-bit number, 2^-11 of the number.
 //
 //   llama1 [MODEL TEXT TOKENIZER [ROPE_THETA]]    perplexity and text of another model; TEXT may be ids (*.u16)
 #include "../../examples/llama/cuda/engine.cu"
@@ -20,9 +21,11 @@ namespace {
 #ifdef __CUDACC__
 constexpr bool is_exact = false;
 constexpr int text_tokens = 480;
+constexpr double other_batch = 2e-2;
 #else
 constexpr bool is_exact = true;
 constexpr int text_tokens = 200;
+constexpr double other_batch = 0x1p-9;
 #endif
 #if PART == 0
 constexpr int dim = 32;
@@ -222,16 +225,26 @@ void test_chunks_and_batches() {
         const auto on = make_engine(stories().gpu, o);
         std::vector<int> sequences;
         std::vector<float> rows;
-        const auto join = [&](const std::vector<int>& text) {
+        const auto row_alone = [&](std::size_t text, std::size_t token) {
+            const auto first = alone[text].begin() + static_cast<std::ptrdiff_t>(token * vocab);
+            return std::vector<float>(first, first + static_cast<std::ptrdiff_t>(vocab));
+        };
+        const auto join = [&](std::size_t i) {
+            const std::vector<int>& text = texts[i];
             sequences.push_back(on->new_sequence());
             on->read(sequences.back(), std::span(text).first(text.size() - 20));
+            rows.resize(vocab);
+            on->logits(rows);
+            const std::vector<float> own = row_alone(i, text.size() - 21);
+            CHECK(is_exact ? rows == own : distance(rows, own) < other_batch,
+                  "prompt %zu is %g from what it is alone", i, distance(rows, own));
         };
-        join(texts[0]);
-        join(texts[1]);
+        join(0);
+        join(1);
         double worst = 0.0;
         for (int step = 0; step < 20; ++step) {
             if (step == 7) {
-                join(texts[2]);
+                join(2);
                 sequences.push_back(on->fork(sequences[0]));
             }
             std::vector<int> tokens;
@@ -247,18 +260,11 @@ void test_chunks_and_batches() {
             by_graphs.push_back(rows);
             for (std::size_t i = 0; i < sequences.size(); ++i) {
                 const std::vector<float> row(rows.begin() + static_cast<std::ptrdiff_t>(i * vocab),
-                                             rows.begin() + static_cast<std::ptrdiff_t>((i + 1) * vocab)),
-                    own(alone[i % 3].begin() + static_cast<std::ptrdiff_t>(of[i] * vocab),
-                        alone[i % 3].begin() + static_cast<std::ptrdiff_t>((of[i] + 1) * vocab));
-                const double other = distance(row, own);
+                                             rows.begin() + static_cast<std::ptrdiff_t>((i + 1) * vocab));
+                const double other = distance(row, row_alone(i % 3, of[i]));
                 worst = std::max(worst, other);
-                CHECK(is_exact ? row == own : other < 2e-2, "row %zu of step %d is %g from what it is alone",
-                      i, step, other);
+                CHECK(other < other_batch, "row %zu of step %d is %g from what it is alone", i, step, other);
             }
-            if (sequences.size() == 4)
-                CHECK(std::equal(rows.begin(), rows.begin() + static_cast<std::ptrdiff_t>(vocab),
-                                 rows.begin() + static_cast<std::ptrdiff_t>(3 * vocab)),
-                      "a fork has other logits in step %d", step);
         }
         std::printf("  batches%s: at most %.1e from alone\n", graphs ? ", graphs" : "", worst);
         CHECK(on->captures() == (graphs ? 2 : 0), "%d captures", on->captures());

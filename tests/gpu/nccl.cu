@@ -582,6 +582,7 @@ void check_damage(unsigned seed) {
         CUDA_OK(cudaMemcpy(&b, pipe.next() + bytes + at, 1, cudaMemcpyDeviceToHost));
         b ^= static_cast<std::byte>(1u << r() % 8);
         CUDA_OK(cudaMemcpy(pipe.next() + bytes + at, &b, 1, cudaMemcpyHostToDevice));
+        CUDA_OK(cudaDeviceSynchronize());
         OK(g.send(pipe.next(), plan.messages[0].bytes, 1, pipe.messages));
         OK(g.wait(pipe.messages, "until layers are sent"));
     });
@@ -718,6 +719,7 @@ bool check_processes(int ranks) {
             OK(peers.open(group, 1, 4, dim, stream));
             for (float* to : {merge.own_states(), peers.own_states()})
                 CUDA_OK(cudaMemcpy(to, states.data(), states.size() * sizeof(float), cudaMemcpyHostToDevice));
+            CUDA_OK(cudaDeviceSynchronize());
             cuda::status s = merge.merge(view, nullptr, stream);
             if (s) s = group.wait(stream, "for the partial outputs");
             OK(s);

@@ -1,4 +1,5 @@
-// A prompt's attention over pages of several formats and over its own tokens, against double arithmetic on the dequantized values.
+// A prompt's attention over pages of several formats and over its own tokens, against double arithmetic on the dequantized values; and the
+// same bits for every sequence of a batch alone, and on every run.
 #include <kvq/backends/cuda/prefill.cuh>
 
 #include "support.cuh"
@@ -6,6 +7,12 @@
 using namespace kvq;
 
 namespace {
+
+#ifdef __CUDACC__
+constexpr int repeats = 3, random_cases = 8;
+#else
+constexpr int repeats = 0, random_cases = 1;
+#endif
 
 struct prefill_case {
     int kv_heads = 2, group = 4, window = 0;
@@ -53,7 +60,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     test::device_batch<Sinks> sinks_device(of_sinks);
     test::device_batch<Window> window_device(of_window);
     test::device_batch<Quantized> pages_device(pages);
-    const test::device_buffer<int> lengths(c.lengths), starts_device(starts);
+    const test::device_buffer<int> lengths(c.lengths);
     window_device.ref.tokens = pages_device.ref.tokens = sinks_device.ref.tokens = lengths.get();
     window_device.ref.first_token = pages_device.ref.first_token = c.sinks;
 
@@ -69,22 +76,57 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     const test::device_buffer<float> logits_device(logits);
     test::device_buffer<T> out(q.size());
     test::device_buffer<float> lse(static_cast<std::size_t>(tokens * q_heads) + 1);
-    cuda::prefill_options options;
-    options.window = c.window;
-    options.window_sinks = c.keep_sinks;
-    options.softcap = c.softcap;
-    options.sink_logits = c.logits ? logits_device.get() : nullptr;
-    options.lse = lse.get();
-    const auto status = cuda::prefill<T>(
-        cuda::make_mixed(c.recent, cuda::behind_window(pages_device.ref), cuda::in_window(window_device.ref),
-                         cuda::sink_tokens(sinks_device.ref, c.sinks)),
-        {q_device.get(), tokens, q_heads, dim}, {k_device.get(), tokens, c.kv_heads, dim},
-        {v_device.get(), tokens, c.kv_heads, dim}, token_view<T>(out.get(), tokens, q_heads, dim),
-        starts_device.get(), *std::max_element(c.new_tokens.begin(), c.new_tokens.end()), options, nullptr);
-    CHECK(status, "%s: %s", name, status.message);
-    CUDA_OK(cudaDeviceSynchronize());
-
+    /// Sequences first to first + count - 1.
+    const auto run = [&](std::size_t first, std::size_t count, T* to, float* to_lse) {
+        const auto some = [&](auto ref) {
+            ref.tokens += first;
+            ref.block_table += first * static_cast<std::size_t>(ref.table_columns);
+            ref.sequences = static_cast<int>(count);
+            return ref;
+        };
+        std::vector<int> own_starts;
+        for (std::size_t b = first; b <= first + count; ++b) own_starts.push_back(starts[b] - starts[first]);
+        const test::device_buffer<int> starts_device(own_starts);
+        const int n = own_starts.back(), before = starts[first];
+        const auto rows = [&](auto* x, int heads) { return x + before * heads * dim; };
+        cuda::prefill_options options;
+        options.window = c.window;
+        options.window_sinks = c.keep_sinks;
+        options.softcap = c.softcap;
+        options.sink_logits = c.logits ? logits_device.get() : nullptr;
+        options.lse = to_lse;
+        const auto status = cuda::prefill<T>(
+            cuda::make_mixed(c.recent, cuda::behind_window(some(pages_device.ref)),
+                             cuda::in_window(some(window_device.ref)),
+                             cuda::sink_tokens(some(sinks_device.ref), c.sinks)),
+            {rows(q_device.get(), q_heads), n, q_heads, dim},
+            {rows(k_device.get(), c.kv_heads), n, c.kv_heads, dim},
+            {rows(v_device.get(), c.kv_heads), n, c.kv_heads, dim},
+            token_view<T>(rows(to, q_heads), n, q_heads, dim), starts_device.get(),
+            *std::max_element(c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first),
+                              c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first + count)),
+            options, nullptr);
+        CHECK(status, "%s: %s", name, status.message);
+        CUDA_OK(cudaDeviceSynchronize());
+    };
+    run(0, sequences, out.get(), lse.get());
     const std::vector<T> got = out.download();
+    test::device_buffer<T> again(q.size());
+    const auto check_again = [&](const char* how) {
+        const std::vector<T> other = again.download();
+        CHECK(std::memcmp(got.data(), other.data(), got.size() * sizeof(T)) == 0, "%s: other bits %s", name,
+              how);
+    };
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+        again.poison();
+        run(0, sequences, again.get(), nullptr);
+        check_again("on another run");
+    }
+    if (sequences > 1) {
+        again.poison();
+        for (std::size_t b = 0; b < sequences; ++b) run(b, 1, again.get(), nullptr);
+        check_again("alone");
+    }
     const std::vector<float> got_lse = lse.download();
     const auto index = [&](int token, int head, int heads) {
         return (static_cast<std::size_t>(token) * static_cast<std::size_t>(heads) +
@@ -183,7 +225,8 @@ void check_format(const char* name) {
     constexpr int page = Quantized::page_tokens, dim = Quantized::head_dim;
     using window = cuda::format<full<float16>, full<float16>, dim, page>;
     using sinks = cuda::format<full<float16>, full<float16>, dim, 16>;
-    test::rng r(static_cast<unsigned>(page * 7 + dim));
+    const auto seed = static_cast<unsigned>(page * 7 + dim);
+    test::rng r(seed);
     double worst = 0.0;
     const auto check = [&](const prefill_case& c) {
         check_prefill<T, Quantized, window, sinks>(r, c, name, &worst);
@@ -211,7 +254,23 @@ void check_format(const char* name) {
            .lengths = {333},
            .new_tokens = {65}});
     check({.kv_heads = 1, .group = 4, .holes = true, .recent = 32, .lengths = {600}, .new_tokens = {33}});
-    std::printf("%s: largest error %.2e\n", name, worst);
+    for (int i = 0; i < random_cases; ++i) {
+        prefill_case c;
+        c.kv_heads = test::uniform(r, 1, 2);
+        c.group = test::uniform(r, 1, 5);
+        c.recent = test::uniform(r, 0, 150);
+        c.window = test::uniform(r, 0, 1) * test::uniform(r, 1, 400);
+        c.keep_sinks = c.window > 0 && test::uniform(r, 0, 1) == 0;
+        c.logits = test::uniform(r, 0, 3) == 0;
+        c.softcap = test::uniform(r, 0, 3) == 0 ? 5.0f : 0.0f;
+        for (int b = test::uniform(r, 1, 4); b > 0; --b) {
+            c.lengths.push_back(test::uniform(r, 0, 2) * test::uniform(r, 0, 250));
+            c.new_tokens.push_back(test::uniform(r, 0, 4) == 0 ? test::uniform(r, 0, 1)
+                                                               : test::uniform(r, 1, 300 / c.group));
+        }
+        check(c);
+    }
+    std::printf("%s: largest error %.2e, seed %u\n", name, worst, seed);
 }
 
 }  // namespace
@@ -233,6 +292,7 @@ int main() {
 #else
     check_format<cuda::preset_format<hi6, 128, 64>, bfloat16>("hi6");
     check_format<cuda::preset_format<ref8, 64, 64>, float16>("ref8, head_dim 64");
+    check_format<cuda::preset_format<std4, 64, 64>, float16>("std4, head_dim 64");
     check_format<cuda::kivi_format<4, 32, 256, 64>, float16>("head_dim 256");
     check_format<cuda::kivi_format<4, 32, 96, 32>, float16>("head_dim 96");
     check_format<cuda::kivi_format<4, 64, 128, 96>, float16>("groups that end with a page of 96");

@@ -63,6 +63,7 @@ public:
     void clear() { CUDA_OK(cudaMemset(data_, 0, size_ * sizeof(T) + 16)); }
     void upload(const std::vector<T>& host) {
         CUDA_OK(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+        CUDA_OK(cudaStreamSynchronize(nullptr));  // the copy may still be under way
     }
     std::vector<T> download() const {
         std::vector<T> host(size_);

@@ -64,7 +64,8 @@ struct device_weights final : device_model {
             if (!source.tied) load(source.logits, own_logits.get());
             final_norm = row(source.final_norm);
         }
-        check(cudaStreamSynchronize(stream_), "loading weights");
+        // The engine's stream does not wait for copies that are under way.
+        check(cudaDeviceSynchronize(), "loading weights");
         staging_ = {};
     }
     ~device_weights() override { (void)cudaStreamDestroy(stream_); }

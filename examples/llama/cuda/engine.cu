@@ -238,8 +238,9 @@ public:
             for (std::size_t i = 0; i < host_states_.size(); ++i)
                 host_states_[i] = T(states[first * row_size() + i]);
             check(cudaStreamSynchronize(stream_.get), "waiting for a step");
-            check(cudaMemcpy(input_.get(), host_states_.data(), host_states_.size() * sizeof(T),
-                             cudaMemcpyHostToDevice),
+            // On the engine's stream, which waits for no other: cudaMemcpy may return before the device has the numbers.
+            check(cudaMemcpyAsync(input_.get(), host_states_.data(), host_states_.size() * sizeof(T),
+                                  cudaMemcpyHostToDevice, stream_.get),
                   "copying states");
             find_logits(input_.get(), static_cast<int>(n));
             choose(static_cast<int>(n), false);
@@ -387,8 +388,8 @@ private:
             const int pairs = static_cast<int>(kinds[kind]->frequencies.size());
             if (pairs == 0) continue;
             device_buffer<double> frequencies(static_cast<std::size_t>(pairs));
-            check(cudaMemcpy(frequencies.get(), kinds[kind]->frequencies.data(), frequencies.bytes(),
-                             cudaMemcpyHostToDevice),
+            check(cudaMemcpyAsync(frequencies.get(), kinds[kind]->frequencies.data(), frequencies.bytes(),
+                                  cudaMemcpyHostToDevice, stream_.get),
                   "copying frequencies");
             angles_[kind] = buffer<float2>(static_cast<std::size_t>(options_.max_tokens) *
                                            static_cast<std::size_t>(pairs));

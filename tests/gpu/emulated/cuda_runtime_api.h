@@ -180,6 +180,7 @@ inline cudaError_t cudaPeekAtLastError() { return emulated_last_error; }
 using emulated_graph = std::vector<std::function<void()>>;
 struct emulated_stream {
     emulated_graph* capture = nullptr;
+    bool blocks = true;  // waits for the default stream
     bool stuck = false;  // behind a message that does not come (nccl.h)
 };
 using cudaStream_t = emulated_stream*;
@@ -188,25 +189,55 @@ using cudaGraphExec_t = emulated_graph*;
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal };
 inline constexpr unsigned cudaStreamNonBlocking = 1;
 
-inline cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+/// cudaMemcpy to the device may return before the device has the numbers. Here they come as late as they may: when the default stream is
+/// waited for, also by a stream that blocks.
+class emulated_late_copies {
+public:
+    void add(void* to, const void* from, std::size_t bytes) {
+        const auto* const first = static_cast<const std::byte*>(from);
+        const std::lock_guard lock(mutex_);
+        copies_.push_back({to, {first, first + bytes}});
+    }
+    void finish() {
+        const std::lock_guard lock(mutex_);
+        for (const copy& c : copies_) std::memcpy(c.to, c.bytes.data(), c.bytes.size());
+        copies_.clear();
+    }
+    void finish_before(cudaStream_t stream) {
+        if (stream == nullptr || stream->blocks) finish();
+    }
+
+private:
+    struct copy {
+        void* to;
+        std::vector<std::byte> bytes;
+    };
+    std::mutex mutex_;
+    std::vector<copy> copies_;
+};
+inline emulated_late_copies emulated_late;
+
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
     *stream = new emulated_stream;
+    (*stream)->blocks = flags != cudaStreamNonBlocking;
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-    return cudaStreamCreate(stream);
-}
+inline cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, 0); }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     *least = *greatest = 0;
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-    return cudaStreamCreate(stream);
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+    return cudaStreamCreateWithFlags(stream, flags);
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     delete stream;
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    emulated_late.finish_before(stream);
+    return cudaSuccess;
+}
 inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
     return stream != nullptr && stream->stuck ? cudaErrorNotReady : cudaSuccess;
 }
@@ -232,7 +263,10 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
     stream->stuck = stream->stuck || event->stuck;
     return cudaSuccess;
 }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() {
+    emulated_late.finish();
+    return cudaSuccess;
+}
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     stream->capture = new emulated_graph;
     return cudaSuccess;
@@ -245,7 +279,8 @@ inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph
     *exec = new emulated_graph(*graph);
     return cudaSuccess;
 }
-inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t) {
+inline cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    emulated_late.finish_before(stream);
     for (const auto& launch : *exec) launch();
     return cudaSuccess;
 }
@@ -265,24 +300,29 @@ cudaError_t cudaMalloc(T** p, std::size_t bytes) {
     return *p != nullptr ? cudaSuccess : emulated_last_error = cudaErrorMemoryAllocation;
 }
 inline cudaError_t cudaFree(void* p) {
+    emulated_late.finish();
     std::free(p);
     return cudaSuccess;
 }
-inline cudaError_t cudaMemset(void* p, int value, std::size_t bytes) {
+inline cudaError_t cudaMemsetAsync(void* p, int value, std::size_t bytes, cudaStream_t stream) {
+    emulated_late.finish_before(stream);
     std::memset(p, value, bytes);
     return cudaSuccess;
 }
-inline cudaError_t cudaMemsetAsync(void* p, int value, std::size_t bytes, cudaStream_t) {
-    return cudaMemset(p, value, bytes);
+inline cudaError_t cudaMemset(void* p, int value, std::size_t bytes) {
+    return cudaMemsetAsync(p, value, bytes, nullptr);
 }
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
-inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind) {
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind,
+                                   cudaStream_t stream) {
+    emulated_late.finish_before(stream);
     if (bytes > 0) std::memcpy(to, from, bytes);
     return cudaSuccess;
 }
-inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
-                                   cudaStream_t) {
-    return cudaMemcpy(to, from, bytes, kind);
+inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+    if (kind != cudaMemcpyHostToDevice) return cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+    emulated_late.add(to, from, bytes);
+    return cudaSuccess;
 }
 
 enum cudaDeviceAttr {
@@ -309,8 +349,9 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
 }
 struct cudaFuncAttributes {
     std::size_t sharedSizeBytes;
+    int numRegs;
 };
-/// No kernel has shared memory of its own.
+/// No kernel has shared memory of its own, or registers.
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     *attributes = {};
@@ -322,11 +363,17 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
     return cudaSuccess;
 }
 
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+    cudaLaunchAttributeProgrammaticStreamSerialization,
+    cudaLaunchAttributeClusterDimension
+};
 struct cudaLaunchAttribute {
     cudaLaunchAttributeID id;
     struct {
         int programmaticStreamSerializationAllowed;
+        struct {
+            unsigned x, y, z;
+        } clusterDim;
     } val;
 };
 struct cudaLaunchConfig_t {
@@ -344,6 +391,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (config->dynamicSmemBytes > emulated::device_shared_memory || config->gridDim.x == 0)
         return cudaErrorInvalidConfiguration;
     if (cudaStreamQuery(config->stream) != cudaSuccess) return cudaSuccess;
+    emulated_late.finish_before(config->stream);
     const std::lock_guard lock(emulated_kernels);
     const auto launch = [=, grid = config->gridDim, threads = config->blockDim] {
         for (unsigned z = 0; z < grid.z; ++z)

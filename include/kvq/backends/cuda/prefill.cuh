@@ -4,12 +4,12 @@
 //
 // The new tokens are not stored yet: they see each other, and the recent window, in 16 bit, as in the CPU's prefill. Store them
 // afterwards (store_new_tokens, commit_due_pages, or requantize_pages for a long prompt). Sequences of a batch may have any number of new tokens
-// each, one or none too; a row block of 128 (query, head) pairs is a thread block's work, so single tokens are better
+// each, one or none too; a block of 256 (query, head) pairs is the least work, so single tokens are better
 // off with attend().
 // Contract: each row is computed by one thread block, in order of position: results depend neither on the batch nor on timing. Weights, values
 // and keys are rounded to half floats (prefill_tile.cuh). Relative error against double on dequantized values: 5e-4 on normal data; a score of
 // products p_c moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q holds NaN is NaN.
-// Memory besides arguments: none. sm_90a: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
+// Memory besides arguments: none. sm_90a, 64 or 128 channels: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
@@ -24,17 +24,18 @@ namespace detail {
 template <class Format>
 inline constexpr bool prefills = makes_tiles<tensor::key, Format>&& makes_tiles<tensor::value, Format>;
 
-/// Is this kernel there? It is empty where it was not compiled for sm_90a.
+/// Is this kernel there? It is empty, and needs hardly any registers, where it was not compiled for sm_90a.
 template <class Kernel>
 bool has_warpgroup_products(Kernel* kernel) noexcept {
     cudaFuncAttributes attributes{};
-    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.sharedSizeBytes > 0;
+    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess) return attributes.numRegs > 64;
     (void)cudaGetLastError();
     return false;
 }
 
+/// Thread blocks of `cluster` neighbours see each other's shared memory.
 template <class Kernel, class Args>
-status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int threads, int bytes,
+status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int cluster, int threads, int bytes,
                       cudaStream_t stream) noexcept {
     const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (code != cudaSuccess) {
@@ -42,15 +43,26 @@ status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int threads, 
         std::snprintf(what, sizeof what, "prefill needs %d bytes of shared memory per block", bytes);
         return runtime_error(code, what);
     }
-    return launch("launching prefill", overlap::no, kernel, grid, threads, static_cast<std::size_t>(bytes),
-                  stream, args);
+    cudaLaunchAttribute clusters{};
+    clusters.id = cudaLaunchAttributeClusterDimension;
+    clusters.val.clusterDim.x = static_cast<unsigned>(cluster);
+    clusters.val.clusterDim.y = clusters.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(grid.x * static_cast<unsigned>(cluster), grid.y, grid.z);
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
+    config.stream = stream;
+    config.attrs = &clusters;
+    config.numAttrs = cluster > 1 ? 1 : 0;
+    const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, args);
+    return launched == cudaSuccess ? status{} : runtime_error(launched, "launching prefill");
 }
 
 }  // namespace detail
 
 /// history: the sequences before their new tokens (lengths do not count these). q, k, v, out: rows starts[b] to starts[b + 1] - 1 are
 /// the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences + 1], device memory. most_new_tokens: of one sequence.
-/// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 128 / group new tokens read the cache once.
+/// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
 template <class T, class... Parts>
 status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& q,
                const token_view<const T>& k, const token_view<const T>& v, const token_view<T>& out,
@@ -106,18 +118,18 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
     args.scale = options.softcap > 0.0f ? scale : scale * detail::log2e;
     const dim3 grid(
-        static_cast<unsigned>(kvq::detail::ceil_div(most_new_tokens * group, detail::prefill_rows)),
+        static_cast<unsigned>(kvq::detail::ceil_div(most_new_tokens * group, detail::prefill_rows<dim>)),
         static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
     using args_type = decltype(args);
     const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
         if constexpr (dim == 64 || dim == 128) {
             auto* const kernel = detail::prefill_wgmma_kernel<dim, Softcap, args_type>;
             if (detail::has_warpgroup_products(kernel))
-                return detail::launch_prefill(kernel, args, grid, detail::wgmma_threads,
+                return detail::launch_prefill(kernel, args, grid, 2, detail::wgmma_threads,
                                               detail::wgmma_memory<dim>::bytes, stream);
         }
-        return detail::launch_prefill(detail::prefill_mma_kernel<dim, Softcap, args_type>, args, grid,
-                                      detail::mma_threads, detail::mma_memory<dim>::bytes, stream);
+        return detail::launch_prefill(detail::prefill_mma_kernel<dim, Softcap, args_type>, args, grid, 1,
+                                      detail::mma_threads, detail::mma_shape<dim>::bytes, stream);
     };
     return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
 }

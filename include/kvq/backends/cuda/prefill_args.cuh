@@ -1,7 +1,7 @@
 // What a prompt's attention takes: new tokens of every sequence, the pages before them, options; and how tiles are counted.
 //
 //   rows    the queries of a kv head: row r of a sequence is its new token r / group, query head r % group of the kv head
-//   block   `prefill_rows` rows of one sequence and kv head: what a thread block works on
+//   block   `prefill_rows` rows of one sequence and kv head: what a thread block, or a cluster of two, works on
 //   tiles   of the pages, part after part, from the first token that a row of the block sees; then of the new tokens
 //
 // Contract: see prefill() in prefill.cuh.
@@ -24,9 +24,11 @@ struct prefill_options {
 
 namespace detail {
 
-inline constexpr int prefill_rows = 128;
+/// More rows share each dequantized tile, but need registers for their outputs.
+template <int Dim>
+inline constexpr int prefill_rows = Dim <= 128 ? 256 : 128;
 
-/// Rows of a thread block, and what they see.
+/// Rows of a block, and what they see.
 struct prefill_block {
     int sequence, kv_head;
     int start, new_tokens;  // of the sequence
@@ -35,7 +37,7 @@ struct prefill_block {
     int first_query, last_query;
 
     template <class Args>
-    __device__ __forceinline__ prefill_block(const Args& a, int number, int head, int b)
+    __device__ __forceinline__ prefill_block(const Args& a, int block_rows, int number, int head, int b)
         : sequence(b),
           kv_head(head),
           start(__ldg(a.starts + b)),
@@ -43,10 +45,10 @@ struct prefill_block {
           history(__ldg(a.tokens + b)),
           rows(new_tokens * a.group) {
         // The last blocks see the most: they start first.
-        const int blocks = kvq::detail::ceil_div(rows, prefill_rows);
-        first_row = (blocks - 1 - number) * prefill_rows;
+        const int blocks = kvq::detail::ceil_div(rows, block_rows);
+        first_row = (blocks - 1 - number) * block_rows;
         first_query = first_row / a.group;
-        last_query = (kvq::detail::smaller(first_row + prefill_rows, rows) - 1) / a.group;
+        last_query = (kvq::detail::smaller(first_row + block_rows, rows) - 1) / a.group;
     }
     __device__ __forceinline__ bool empty() const { return first_row < 0 || rows <= 0; }
     /// The first new token that a row of the block sees, a whole number of tiles from the first one.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "prefill_args.cuh"
+#include "prefill_new_tile.cuh"
 #include "score_modifiers.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
@@ -29,23 +30,31 @@ struct tile_note {
     }
 };
 
-/// The queries of a block as half floats, in tiles of `Rows` rows (prefill_tile.cuh). Rows that do not exist are zero.
+/// `count` queries of a block from `first` on as half floats, in tiles of `Rows` rows (prefill_tile.cuh). Rows that do not exist are zero.
 template <int Dim, int Rows, class Args>
-__device__ __forceinline__ void load_query_rows(const Args& a, const prefill_block& block, std::uint32_t to,
-                                                int thread, int threads) {
-#pragma unroll 1
-    for (int i = thread; i < prefill_rows * (Dim / 8); i += threads) {
-        const int row_of_block = i / (Dim / 8), octet = i % (Dim / 8), row = block.first_row + row_of_block;
-        std::uint32_t x[4] = {};
-        if (row < block.rows) {
-            load_halves(
-                a.q.at(block.start + row / a.group, block.kv_head * a.group + row % a.group) + octet * 8, x);
+__device__ __forceinline__ void load_query_rows(const Args& a, const prefill_block& block, int first,
+                                                int count, std::uint32_t to, int thread, int threads) {
+    const auto load = [&]<bool Aligned>(std::bool_constant<Aligned>) {
+#pragma unroll(Aligned ? 2 : 1)
+        for (int i = thread; i < count * (Dim / 8); i += threads) {
+            const int row_of_tiles = i / (Dim / 8), octet = i % (Dim / 8),
+                      row = block.first_row + first + row_of_tiles,
+                      held = kvq::detail::smaller(row, block.rows - 1);
+            std::uint32_t x[4];
+            load_halves<Aligned>(
+                a.q.at(block.start + held / a.group, block.kv_head * a.group + held % a.group) + octet * 8,
+                x);
+            if (row >= block.rows) x[0] = x[1] = x[2] = x[3] = 0;
+            store_shared_16(
+                to + static_cast<std::uint32_t>(row_of_tiles / Rows * (Rows * Dim * 2)) +
+                    octet_offset<Rows>(row_of_tiles % Rows, octet),
+                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
         }
-        store_shared_16(
-            to + static_cast<std::uint32_t>(row_of_block / Rows * (Rows * Dim * 2)) +
-                octet_offset<Rows>(row_of_block % Rows, octet),
-            {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
-    }
+    };
+    if (rows_aligned(a.q))
+        load(std::true_type{});
+    else
+        load(std::false_type{});
 }
 
 /// Two rows of a thread: g and g + 8 of its warp's 16.
@@ -87,7 +96,8 @@ __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, floa
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
         top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
         const float raised = top == -INFINITY ? 0.0f : top * scale;
-        factor[r] = exp2_fast(rows.max[r] * scale - raised);
+        factor[r] =
+            exp2_fast((rows.max[r] - (top == -INFINITY ? 0.0f : top)) * scale);  // 1 if nothing was raised
         rows.max[r] = top;
         float sum = 0.0f;
 #pragma unroll

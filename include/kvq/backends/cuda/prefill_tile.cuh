@@ -3,7 +3,7 @@
 //   keys    rows = tokens,   columns = channels         S = Q K^T sums over columns
 //   values  rows = channels, columns = tokens           O = P V   sums over columns
 //
-// A block of a page is a matrix of that form already (docs/format.md): a word holds neighbouring columns of one row, so nothing is
+// A block of a page is a matrix of that form already (docs/reference/format.md): a word holds neighbouring columns of one row, so nothing is
 // transposed. A tile is cut into pieces of 64 columns, [piece][row][64 halves]; the 16 bytes of columns 8c to 8c + 7 of row r stand at
 // place c ^ (r % 8) of the row's 128 bytes (the 128-byte swizzle of wgmma; loads of 8 rows meet all banks).
 // A warp dequantizes cells of 32 rows and 32 columns: a lane has a row. Parameters of columns go through a small table of the warp.
@@ -39,6 +39,62 @@ struct half_parameters {
     std::uint16_t scale, bias, low;
 };
 
+/// Tokens of a sequence that a tile holds, and the pages that they lie in.
+struct tile_tokens {
+    int first;  // of the part
+    int count;  // tokens that exist
+    int page;   // lane i: the number of the page of tokens 16 i to 16 i + 15; negative: not held
+    int any;    // a page that is held, which is read in place of those that are not; negative: there is none
+
+    __device__ __forceinline__ static tile_tokens of(int first, int count, int page) {
+        const unsigned held = __ballot_sync(0xffffffffu, page >= 0);
+        return {first, count, page,
+                held == 0 ? -1 : __shfl_sync(0xffffffffu, page, __ffs(static_cast<int>(held)) - 1)};
+    }
+};
+
+/// A block of a page in device memory. Cells read it through get<bytes of a number>(byte).
+struct block_in_memory {
+    const std::byte* at;
+
+    __device__ __forceinline__ block_in_memory from(std::size_t byte) const { return {at + byte}; }
+    template <int Bytes>
+    __device__ __forceinline__ std::uint32_t get(int byte) const {
+        using number = std::conditional_t<Bytes == 1, std::uint8_t,
+                                          std::conditional_t<Bytes == 2, std::uint16_t, std::uint32_t>>;
+        return fetch_word(reinterpret_cast<const number*>(at + byte));
+    }
+};
+/// Bits of the first `count` of 32 columns.
+__device__ __forceinline__ std::uint32_t existing_columns(int count) {
+    return count >= 32 ? 0xffffffffu : count <= 0 ? 0u : (1u << count) - 1u;
+}
+
+/// All blocks of a head, by the numbers of their pages: what cells are read from.
+template <tensor Role, class Format>
+struct blocks_in_memory {
+    static constexpr bool shared = false;
+    const cache_ref<Format>& cache;
+    int head;
+
+    /// The page to read for a token of a tile, if there is any.
+    __device__ __forceinline__ int page(const tile_tokens& tile, int token_of_tile) const {
+        const int number = __shfl_sync(0xffffffffu, tile.page, token_of_tile / piece_tokens);
+        return number < 0 ? tile.any : number;
+    }
+    __device__ __forceinline__ static bool any(const tile_tokens& tile) { return tile.any >= 0; }
+    /// Bit i: token first + i of a tile exists and is held. `first` begins a piece.
+    __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
+        const unsigned pieces = __ballot_sync(0xffffffffu, tile.page >= 0) >> first / piece_tokens;
+        return existing_columns(tile.count - first) &
+               ((pieces & 1u ? 0xffffu : 0u) | (pieces & 2u ? 0xffff0000u : 0u));
+    }
+
+    __device__ __forceinline__ block_in_memory block(int number, int) const {
+        return {cache.template block<Role>(number, head)};
+    }
+};
+
 /// Parameters of a set as they are stored: loaded early, converted late. S: the scheme.
 template <class S>
 struct stored_set {
@@ -54,15 +110,17 @@ struct stored_set {
     std::uint32_t scale = 0, bias = 0;
     std::uint32_t numbers[3] = {};  // of the group, for coded parameters: scale unit, first bias, bias step
 
-    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are.
-    __device__ __forceinline__ void load(const std::byte* scales, const std::byte* biases, int at,
-                                         const std::byte* group_numbers) {
-        scale = read(scales, at);
-        if constexpr (traits::has_bias) bias = read(biases, at);
+    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are. All in bytes.
+    template <class Block>
+    __device__ __forceinline__ void load(const Block& block, std::size_t scales, std::size_t biases, int at,
+                                         int group_numbers) {
+        constexpr int width = parameter_width<P>;
+        const Block own = block.from(static_cast<std::size_t>(at * width));
+        scale = own.template get<width>(static_cast<int>(scales));
+        if constexpr (traits::has_bias) bias = own.template get<width>(static_cast<int>(biases));
         if constexpr (std::is_same_v<P, coded>)
 #pragma unroll
-            for (int i = 0; i < 3; ++i)
-                numbers[i] = fetch_word(reinterpret_cast<const std::uint16_t*>(group_numbers) + i);
+            for (int i = 0; i < 3; ++i) numbers[i] = block.template get<2>(group_numbers + 2 * i);
     }
     __device__ __forceinline__ half_parameters halves() const {
         if constexpr (exact) {
@@ -86,27 +144,11 @@ struct stored_set {
                     has_low ? to_half(s - half_bits_to_float(high)) : std::uint16_t{0}};
         }
     }
-
-private:
-    __device__ __forceinline__ static std::uint32_t read(const std::byte* from, int i) {
-        if constexpr (parameter_width<P> == 1)
-            return fetch_word(reinterpret_cast<const std::uint8_t*>(from) + i);
-        else if constexpr (parameter_width<P> == 2)
-            return fetch_word(reinterpret_cast<const std::uint16_t*>(from) + i);
-        else
-            return fetch_word(reinterpret_cast<const std::uint32_t*>(from) + i);
-    }
 };
 
-/// Tokens of a sequence that a tile holds, and the pages that they lie in.
-struct tile_tokens {
-    int first;  // of the part
-    int count;  // tokens that exist
-    int page;   // lane i: the number of the page of tokens 16 i to 16 i + 15; negative: not held
-};
-
-/// Bytes of a warp's table: for 32 columns of up to two pages scales, biases, low parts and token scales, 64 bytes each.
-inline constexpr int cell_table_bytes = 2 * 256;
+/// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token scales (of values), 64 bytes
+/// each.
+inline constexpr int key_table_bytes = 2 * 192, value_table_bytes = 256;
 
 /// How a tile is cut into cells: warp w has column w % column_cells and `each` rows of cells below each other.
 template <int TileRows, int TileColumns, int Warps>
@@ -123,8 +165,10 @@ struct tile_cells {
     }
 };
 
-/// The words of cells first to first + Count - 1 of a warp, on their way from pages to a tile.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Count>
+/// The words of cells first to first + Count - 1 of a warp, on their way from pages to a tile. Stride: rows of the tile in shared memory,
+/// which others may fill the rest of.
+template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Count,
+          int Stride = TileRows>
 struct cell_batch {
     using S = scheme_of<Role, Format>;
     using traits = word_traits<S>;
@@ -187,6 +231,8 @@ struct cell_batch {
         using type = nothing;
     };
     using set_type = typename set_of<S, full>::type;
+    /// What scales of values lose by being rounded averages out over the tokens.
+    static constexpr bool has_low = key && set_type::has_low;
 
     std::uint32_t word[Count][words];
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[Count][parts], nothing> of_rows;
@@ -194,69 +240,68 @@ struct cell_batch {
     std::uint32_t token_scale;
 
     /// Asks for the parameters of (token, channel).
-    template <class Set>
-    __device__ __forceinline__ static void load_set(Set& set, const std::byte* block, int token,
-                                                    int channel) {
+    template <class Set, class Block>
+    __device__ __forceinline__ static void load_set(Set& set, const Block& block, int token, int channel) {
         const int at =
             traits::token_parameters ? channel / group * page + token : token / group * dim + channel;
         constexpr std::size_t scales = traits::scale_offset(shape), biases = traits::bias_offset(shape);
-        const std::byte* numbers = nullptr;
-        if constexpr (std::is_same_v<typename Set::P, coded>)
-            numbers = block + biases +
-                      static_cast<std::size_t>(kvq::detail::ceil_div(page, group) * dim + token / group * 6);
-        set.load(block + scales, block + biases, at, numbers);
+        const int numbers =
+            static_cast<int>(biases) + kvq::detail::ceil_div(page, group) * dim + token / group * 6;
+        set.load(block, scales, biases, at, numbers);
     }
 
-    __device__ __forceinline__ void fetch(const cache_ref<Format>& cache, int head, const tile_tokens& tile,
-                                          int first, int warp, int lane) {
+    /// Halves that columns share are read from the source itself, where it is in shared memory; others go through the table.
+    template <class Source>
+    static constexpr bool direct = [] {
+        if constexpr (column_parameters && !token_scales && Source::shared)
+            return set_type::exact;
+        else
+            return false;
+    }();
+
+    /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first token). No load hangs on a
+    /// condition of its own, and none is waited for here: store() zeroes values of tokens that do not exist.
+    template <class Source>
+    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int first, int warp,
+                                          int lane) {
+        if (!source.any(tile)) {
+            *this = {};
+            return;
+        }
         const int column = cells::column(warp);
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             if (!cells::exists(warp, first + i)) break;
             const int row = cells::row(warp, first + i);
-            fetch_words(cache, head, tile, row, column, lane, i);
-            if constexpr (column_parameters)
+            fetch_words(source, tile, row, column, lane, i);
+            if constexpr (column_parameters && !direct<Source>)
                 if (i % cells_per_set == 0)
 #pragma unroll
                     for (int t = 0; t < tables; ++t) {
                         const int token_in_tile = key ? row + t * piece_tokens : column + lane;
-                        const int number = page_of(tile, token_in_tile);
-                        set_type& set = of_columns[i / cells_per_set][t];
-                        set = {};
-                        if (number >= 0 && (key || token_in_tile < tile.count))
-                            load_set(set, cache.template block<Role>(number, head),
-                                     (tile.first + token_in_tile) % page, key ? column + lane : row);
+                        load_set(of_columns[i / cells_per_set][t],
+                                 source.block(source.page(tile, token_in_tile), token_in_tile),
+                                 (tile.first + token_in_tile) % page, key ? column + lane : row);
                     }
         }
         if constexpr (token_scales) {
-            using factor = typename traits::factor;
-            const int number = page_of(tile, column + lane);
-            token_scale = 0;
-            if (number >= 0 && column + lane < tile.count) {
-                const std::byte* const from = cache.template block<Role>(number, head) +
-                                              S::token_scale_offset(shape) +
-                                              (tile.first + column + lane) % page * parameter_width<factor>;
-                if constexpr (std::is_same_v<factor, coded>)
-                    // Code 0 is a number too: the bits of the float say whether there is a token.
-                    token_scale = __float_as_uint(kvq::detail::token_scale_float::value(
-                        fetch_word(reinterpret_cast<const std::uint8_t*>(from))));
-                else if constexpr (sizeof(factor) == 2)
-                    token_scale = __float_as_uint(
-                        unpack_half<factor, 0>(fetch_word(reinterpret_cast<const std::uint16_t*>(from))));
-                else
-                    token_scale = fetch_word(reinterpret_cast<const std::uint32_t*>(from));
-            }
+            constexpr int width = parameter_width<typename traits::factor>;
+            const auto block = source.block(source.page(tile, column + lane), column + lane);
+            token_scale = block.from(static_cast<std::size_t>((tile.first + column + lane) % page * width))
+                              .template get<width>(static_cast<int>(S::token_scale_offset(shape)));
         }
     }
 
-    /// Dequantizes the cells to the tile at `to`; `table`: of this warp.
-    __device__ __forceinline__ void store(std::uint32_t to, const tile_tokens& tile, int first,
-                                          std::uint32_t table, int warp, int lane) const {
+    /// Dequantizes the cells that were fetched to the tile at `to`; `table`: of this warp.
+    template <class Source>
+    __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
+                                          int first, std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
+        const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, first + set * cells_per_set)) break;
-            if constexpr (has_table) {
+            if constexpr (has_table && !direct<Source>) {
                 __syncwarp();
                 fill_table(table, set, lane);
                 __syncwarp();
@@ -268,39 +313,52 @@ struct cell_batch {
 #pragma unroll
                     for (int part = 0; part < parts; ++part)
                         of_row[i][part] = of_rows[set * cells_per_set + i][part].halves();
+            const int row = cells::row(warp, first + set * cells_per_set);
+            std::uint32_t parameters[octet_parts];
+            if constexpr (direct<Source>)
+                find_columns(parameters, source, tile, row, column, lane);
+            else
+                parameters[0] = table + (tables == 2 && lane >= piece_tokens ? 192u : 0u);
+            const auto load_octet = [&](auto number) {
+                constexpr int octet = decltype(number)::value;
+                if constexpr (direct<Source>)
+                    return octet_from<traits::scale_offset(shape), traits::bias_offset(shape), 0>(
+                        parameters[octet * octet_parts / 4] + octet % (4 / octet_parts) * 16);
+                else
+                    return octet_from<0, 64, 128>(parameters[0] + octet * 16);
+            };
+            // Tiles start on 128 bytes and columns on 64 bytes: an octet flips bits of the first one's place.
+            const std::uint32_t place = to + octet_offset<Stride>(row + lane, column / 8);
+            octet_parameters shared[2];  // those of the next octet are under way
+            shared[0] = load_octet(std::integral_constant<int, 0>{});
             static_for<4>([&](auto number) {
                 constexpr int octet = decltype(number)::value;
-                const octet_parameters shared = load_octet(table, octet, lane);
+                if constexpr (octet < 3)
+                    shared[(octet + 1) % 2] = load_octet(std::integral_constant<int, octet + 1>{});
 #pragma unroll
                 for (int i = 0; i < cells_per_set; ++i) {
                     const int cell = set * cells_per_set + i;
                     if (!cells::exists(warp, first + cell)) break;
-                    store_octet<octet>(to + octet_offset<TileRows>(cells::row(warp, first + cell) + lane,
-                                                                   column / 8 + octet),
-                                       tile, column, shared, of_row[i], cell);
+                    store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
+                                       existing, shared[octet % 2], of_row[i], cell);
                 }
             });
         }
     }
 
 private:
-    __device__ __forceinline__ static int page_of(const tile_tokens& tile, int token_in_tile) {
-        return __shfl_sync(0xffffffffu, tile.page, token_in_tile / piece_tokens);
-    }
-    __device__ __forceinline__ void fetch_words(const cache_ref<Format>& cache, int head,
-                                                const tile_tokens& tile, int row, int column, int lane,
-                                                int i) {
+    template <class Source>
+    __device__ __forceinline__ void fetch_words(const Source& source, const tile_tokens& tile, int row,
+                                                int column, int lane, int i) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) {
             const int token_in_tile = key ? row + lane : column + part * page_columns;
-            const int number = page_of(tile, token_in_tile);
             const int token = (tile.first + token_in_tile) % page;
-            const std::byte* const block = cache.template block<Role>(number < 0 ? 0 : number, head);
+            const auto block = source.block(source.page(tile, token_in_tile), token_in_tile);
             const int block_row = key ? token : row + lane, block_column = key ? column : token;
-            const auto* const at =
-                reinterpret_cast<const std::uint32_t*>(block) +
-                static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height);
-            const auto load = [&](int vector) { return number < 0 ? 0u : fetch_word(at + vector * height); };
+            const auto at =
+                block.from(static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height) * 4);
+            const auto load = [&](int vector) { return at.template get<4>(vector * height * 4); };
             if constexpr (full) {
 #pragma unroll
                 for (int k = 0; k < part_words; ++k)
@@ -315,47 +373,67 @@ private:
                         word[i][part * part_words + behind + k] = load(first + block_column / 4 / per + k);
                 });
             }
-            if constexpr (row_parameters) {
-                of_rows[i][part] = {};
-                if (number >= 0) load_set(of_rows[i][part], block, token, key ? column : row + lane);
-            }
+            if constexpr (row_parameters) load_set(of_rows[i][part], block, token, key ? column : row + lane);
         }
     }
     /// [scales, biases, low parts, token scales][32 halves], for rows of up to two pages.
     __device__ __forceinline__ void fill_table(std::uint32_t table, int set, int lane) const {
 #pragma unroll
         for (int t = 0; t < tables; ++t) {
-            const std::uint32_t at = table + static_cast<std::uint32_t>(t * 256 + lane * 2);
+            const std::uint32_t at = table + static_cast<std::uint32_t>(t * 192 + lane * 2);
             if constexpr (column_parameters) {
                 const half_parameters h = of_columns[set][t].halves();
                 store_half_word(at, h.scale);
                 if constexpr (traits::has_bias) store_half_word(at + 64, h.bias);
-                if constexpr (set_type::has_low) store_half_word(at + 128, h.low);
+                if constexpr (has_low) store_half_word(at + 128, h.low);
             }
-            if constexpr (token_scales) store_half_word(at + 192, to_half(__uint_as_float(token_scale)));
+            if constexpr (token_scales) {
+                using factor = typename traits::factor;
+                float scale;
+                if constexpr (std::is_same_v<factor, coded>)
+                    scale = kvq::detail::token_scale_float::value(token_scale);
+                else if constexpr (sizeof(factor) == 2)
+                    scale = unpack_half<factor, 0>(token_scale);
+                else
+                    scale = __uint_as_float(token_scale);
+                store_half_word(at + 192, to_half(scale));
+            }
         }
     }
     /// What the columns of an octet share.
     struct octet_parameters {
         uint4 scale, bias, low, factor;
     };
-    __device__ __forceinline__ static octet_parameters load_octet([[maybe_unused]] std::uint32_t table,
-                                                                  int octet, int lane) {
+    /// From an octet's place in the table or in a block, which has these sections.
+    template <std::size_t Scales, std::size_t Biases, std::size_t Lows>
+    __device__ __forceinline__ static octet_parameters octet_from([[maybe_unused]] std::uint32_t at) {
         octet_parameters p{};
-        if constexpr (has_table) {
-            const std::uint32_t from = table + (tables == 2 && lane >= piece_tokens ? 256u : 0u) +
-                                       16u * static_cast<unsigned>(octet);
-            if constexpr (column_parameters) {
-                p.scale = load_shared_16(from);
-                if constexpr (traits::has_bias) p.bias = load_shared_16(from + 64);
-                if constexpr (set_type::has_low) p.low = load_shared_16(from + 128);
-            }
-            if constexpr (token_scales) p.factor = load_shared_16(from + 192);
+        if constexpr (column_parameters) {
+            p.scale = load_shared_16(at + static_cast<std::uint32_t>(Scales));
+            if constexpr (traits::has_bias) p.bias = load_shared_16(at + static_cast<std::uint32_t>(Biases));
+            if constexpr (has_low) p.low = load_shared_16(at + static_cast<std::uint32_t>(Lows));
         }
+        if constexpr (token_scales) p.factor = load_shared_16(at + 192);
         return p;
     }
+    /// Columns of a cell may lie in two pages of 16 tokens.
+    static constexpr int octet_parts = key ? 1 : parts;
+    /// Where a block in shared memory has the parameters of a cell's columns.
+    template <class Source>
+    __device__ __forceinline__ static void find_columns(std::uint32_t (&at)[octet_parts],
+                                                        const Source& source, const tile_tokens& tile,
+                                                        int row, int column, int lane) {
+#pragma unroll
+        for (int part = 0; part < octet_parts; ++part) {
+            const int token_in_tile =
+                key ? row + (tables == 2 ? lane & piece_tokens : 0) : column + part * page_columns;
+            const int token = (tile.first + token_in_tile) % page;
+            const int number = key ? token / group * dim + column : row / group * page + token;
+            at[part] = source.block(0, token_in_tile).at + static_cast<std::uint32_t>(number * 2);
+        }
+    }
     template <int Octet>
-    __device__ __forceinline__ void store_octet(std::uint32_t to, const tile_tokens& tile, int column,
+    __device__ __forceinline__ void store_octet(std::uint32_t to, std::uint32_t existing,
                                                 const octet_parameters& shared,
                                                 [[maybe_unused]] const half_parameters (&of_row)[parts],
                                                 int i) const {
@@ -365,12 +443,6 @@ private:
             constexpr int first = part * part_words + Octet * 4 % part_words;
 #pragma unroll
             for (int k = 0; k < 4; ++k) x[k] = as_halves<typename S::value_type>(word[i][first + k]);
-            if (!key && tile.count < column + 32)  // bytes of tokens that do not exist are no numbers
-#pragma unroll
-                for (int k = 0; k < 4; ++k) {
-                    const int left = tile.count - (column + Octet * 8 + 2 * k);
-                    if (left < 2) x[k] = left < 1 ? 0u : x[k] & 0xffffu;
-                }
         } else {
             constexpr int quads = page_columns / 4, first_quad = Octet * 2 % quads;
             const std::uint32_t low_quad = quad<part, first_quad>(i),
@@ -399,7 +471,7 @@ private:
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const std::uint32_t code = multiply_add_halves(x[k], 0x3c003c00u, raised);
-                if constexpr (set_type::has_low)
+                if constexpr (has_low)
                     x[k] = multiply_add_halves(code, s[k], multiply_add_halves(code, l[k], b[k]));
                 else if constexpr (traits::has_bias)
                     x[k] = multiply_add_halves(code, s[k], b[k]);
@@ -408,6 +480,12 @@ private:
                 if constexpr (token_scales) x[k] = multiply_halves(x[k], f[k]);
             }
         }
+        if (!key &&
+            existing != 0xffffffffu)  // weights of other tokens are 0, but their bytes may be no numbers
+#pragma unroll
+            for (int k = 0; k < 4; ++k)
+                x[k] &= (existing >> (Octet * 8 + 2 * k) & 1u ? 0xffffu : 0u) |
+                        (existing >> (Octet * 8 + 2 * k + 1) & 1u ? 0xffff0000u : 0u);
         store_shared_16(
             to, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
     }
@@ -460,63 +538,5 @@ inline constexpr bool makes_tiles = [] {
                !(Role == tensor::key && !std::is_same_v<typename traits::factor, void>);
     }
 }();
-
-/// 8 neighbouring numbers in device memory as halves.
-template <class T>
-__device__ __forceinline__ void load_halves(const T* from, std::uint32_t (&x)[4]) {
-    if constexpr (sizeof(T) == 2) {
-        if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
-            const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
-            const std::uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                x[k] = std::is_same_v<T, float16>
-                           ? w[k]
-                           : pack_halves<float16>(unpack_half<T, 0>(w[k]), unpack_half<T, 1>(w[k]));
-            return;
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < 4; ++k) x[k] = pack_halves<float16>(to_float(from[2 * k]), to_float(from[2 * k + 1]));
-}
-
-/// A tile of new tokens in 16 bit: `count` tokens from `first` on of a head. Keys go row by row, values are transposed by lanes that have
-/// a channel each.
-template <tensor Role, int TileRows, int TileColumns, int Warps, class T>
-__device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, int head, int first, int count,
-                                              std::uint32_t to, int warp, int lane) {
-    if constexpr (Role == tensor::key) {
-        constexpr int octets = TileColumns / 8;
-#pragma unroll 4
-        for (int i = warp * 32 + lane; i < TileRows * octets; i += Warps * 32) {
-            const int token = i / octets, octet = i % octets;
-            std::uint32_t x[4] = {};
-            if (token < count) load_halves(from.at(first + token, head) + octet * 8, x);
-            store_shared_16(
-                to + octet_offset<TileRows>(token, octet),
-                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
-        }
-    } else {
-        constexpr int column_cells = TileColumns / 32, cells = TileRows / 32 * column_cells;
-#pragma unroll 1
-        for (int number = warp; number < cells; number += Warps) {
-            const int channel = number / column_cells * 32 + lane, column = number % column_cells * 32;
-            const T* const at = from.at(first + column, head) + channel;
-            std::uint32_t x[4][4];
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const auto number_at = [&](int token) {
-                    return column + token < count ? to_float(at[token * from.token_stride]) : 0.0f;
-                };
-                x[i / 4][i % 4] = pack_halves<float16>(number_at(2 * i), number_at(2 * i + 1));
-            }
-#pragma unroll
-            for (int octet = 0; octet < 4; ++octet)
-                store_shared_16(to + octet_offset<TileRows>(channel, column / 8 + octet),
-                                {__uint_as_float(x[octet][0]), __uint_as_float(x[octet][1]),
-                                 __uint_as_float(x[octet][2]), __uint_as_float(x[octet][3])});
-        }
-    }
-}
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda::detail

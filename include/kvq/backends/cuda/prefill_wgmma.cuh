@@ -1,12 +1,14 @@
-// A prompt's attention on tensor cores of compute capability 9.0: one warpgroup dequantizes, two multiply.
+// A prompt's attention on tensor cores of compute capability 9.0: clusters of two thread blocks share every dequantized tile.
 //
-//   producers   warpgroups 0, 1   tile after tile: pages (or new tokens) to half floats in shared memory, two stages of keys and of values
-//   consumers   2 and 3           64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
+//   block      128 rows of a cluster's 256. It dequantizes half of the tokens of every tile and copies them to the other block
+//   producers  warpgroups 0 (keys) and 1 (values): blocks of pages come by bulk copies, half floats go to both blocks' tiles, two stages each
+//   consumers  warpgroups 2 and 3, 64 rows each: S = Q K^T of the next tile, O += P V of this one, softmax
 //
-// Bytes and operations of a tile of 128 tokens, head_dim 128, 4 bits: 17 KB read (mostly from the second-level cache), 32768 values
-// dequantized, 4.2 M products for 128 rows, which are 2048 cycles of the tensor cores. docs/lab/gpu.md says what limits it.
-// Where this is not compiled for sm_90a, the kernel is empty and has no shared memory of its own: prefill() then takes the other one.
-// Contract: prefill() in prefill.cuh. Shared memory: 165 KB for head_dim 128. sm_90a.
+// Of a thread block and tile of 128 tokens, head_dim 128, 4 bits: 9 KB from device memory (mostly the second-level cache), 16384 values
+// dequantized, 32 KB to the other block and as much from it, 4.2 M products, which are 2048 cycles of the tensor cores. Keys and values have
+// warpgroups of their own because a stage of keys is free a tile earlier than one of values. docs/lab/gpu.md says what limits it.
+// Where this is not compiled for sm_90a, the kernel is empty: prefill() then takes the other one.
+// Contract: prefill() in prefill.cuh. Shared memory: 227 KB for head_dim 128. sm_90a.
 // Source: warp specialization and overlapped softmax: FlashAttention-3, arXiv 2407.08608.
 #pragma once
 
@@ -16,35 +18,45 @@
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int wgmma_tile = 128, wgmma_stages = 2;
-inline constexpr int producer_warps = 8, wgmma_threads = 512;
+inline constexpr int wgmma_rows = 128, half_tile = wgmma_tile / 2;  // of a thread block of the cluster
+/// Of a thread. Both kinds have 256 threads, so that all together are what a multiprocessor has.
+inline constexpr int consumer_registers = 192, producer_registers = 64;
+inline constexpr int role_warps = 4;  // produce keys; as many produce values
+inline constexpr int producer_warps = 2 * role_warps, consumer_warps = 8,
+                     wgmma_threads = 32 * (producer_warps + consumer_warps);
+/// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
+inline constexpr int block_slots = 2, block_slot_bytes = 16 * 1024;
 
 template <int Dim>
 struct wgmma_memory {
-    static constexpr int query = 0, query_bytes = prefill_rows * Dim * 2;
+    static constexpr int query = 0, query_bytes = wgmma_rows * Dim * 2;
     static constexpr int tile_bytes = wgmma_tile * Dim * 2;
     static constexpr int keys = query + query_bytes, values = keys + wgmma_stages * tile_bytes;
-    static constexpr int tables = values + wgmma_stages * tile_bytes;
-    static constexpr int bytes =
-        tables + producer_warps * cell_table_bytes + 1024;  // tiles start on 1024 bytes
-    // Notes and barriers of the stages, in shared memory of their own.
-    static constexpr int control_bytes = wgmma_stages * (static_cast<int>(sizeof(tile_note)) + 32);
+    static constexpr int slots_at = values + wgmma_stages * tile_bytes;
+    static constexpr int tables = slots_at + 2 * block_slots * block_slot_bytes;
+    // Notes and barriers of the stages, barriers of the slots.
+    static constexpr int control = tables + role_warps * (key_table_bytes + value_table_bytes);
+    static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
+    static constexpr int slot_barriers = control + wgmma_stages * stage_bytes;
+    static constexpr int bytes = slot_barriers + 2 * block_slots * 8;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-/// Addresses in shared memory.
+/// Addresses in shared memory, and which block of the cluster this is.
 struct wgmma_place {
-    std::uint32_t tiles, control;
+    std::uint32_t tiles;
+    int rank;
 };
 
-/// Barriers of a stage: keys there, keys read, values there, values read.
+/// Barriers of a stage: keys there, keys read, values there, values read. Both blocks of a cluster use the same addresses.
 struct wgmma_stage {
     std::uint32_t keys, values, note, full_keys, free_keys, full_values, free_values;
 
     template <class Memory>
     __device__ __forceinline__ static wgmma_stage of(const wgmma_place& place, int i, Memory) {
         const auto u = [](int x) { return static_cast<std::uint32_t>(x); };
-        const std::uint32_t control = place.control + u(i * (static_cast<int>(sizeof(tile_note)) + 32)),
+        const std::uint32_t control = place.tiles + u(Memory::control + i * Memory::stage_bytes),
                             b = control + u(sizeof(tile_note));
         return {place.tiles + u(Memory::keys + i * Memory::tile_bytes),
                 place.tiles + u(Memory::values + i * Memory::tile_bytes),
@@ -56,71 +68,93 @@ struct wgmma_stage {
     }
 };
 
-/// Writes all tiles of a block, in order.
-template <int Dim, class Args>
+/// A block of a page in shared memory, for cells.
+struct block_in_shared {
+    std::uint32_t at;
+
+    __device__ __forceinline__ block_in_shared from(std::size_t byte) const {
+        return {at + static_cast<std::uint32_t>(byte)};
+    }
+    template <int Bytes>
+    __device__ __forceinline__ std::uint32_t get(int byte) const {
+        const std::uint32_t from = at + static_cast<std::uint32_t>(byte);
+        if constexpr (Bytes == 1)
+            return load_shared_1(from);
+        else if constexpr (Bytes == 2)
+            return load_shared_2(from);
+        else
+            return load_shared_4(from);
+    }
+};
+/// The blocks of half a tile: one, or several of small pages, or one with the other half.
+template <tensor Role, class Format>
+struct blocks_in_slot {
+    static constexpr int page_tokens = Format::page_tokens,
+                         count = kvq::detail::larger(1, half_tile / page_tokens);
+    static constexpr int block_bytes =
+        static_cast<int>(Role == tensor::key ? Format::key_block_bytes : Format::value_block_bytes);
+    /// Other blocks are read from device memory.
+    static constexpr bool fit = (half_tile % page_tokens == 0 || page_tokens == wgmma_tile) &&
+                                count * block_bytes <= block_slot_bytes;
+
+    static constexpr bool shared = true;
+
+    std::uint32_t at;
+    __device__ __forceinline__ int page(const tile_tokens&, int) const { return 0; }
+    __device__ __forceinline__ static bool any(const tile_tokens&) { return true; }
+    __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
+        return existing_columns(tile.count - first);
+    }
+    __device__ __forceinline__ block_in_shared block(int, int token_of_tile) const {
+        return {at +
+                (count == 1 ? 0u : static_cast<std::uint32_t>(token_of_tile / page_tokens * block_bytes))};
+    }
+};
+
+/// Writes its half of all key tiles of a cluster, or of all value tiles, in order: tokens half_tile * rank on of every tile.
+template <tensor Role, int Dim, class Args>
 struct tile_producer {
     using memory = wgmma_memory<Dim>;
+    static constexpr bool key = Role == tensor::key;
     const Args& a;
     const prefill_block& block;
     wgmma_place place;
-    int warp, lane, made = 0;
-    std::uint32_t parity = 0;
+    int warp, lane;  // of this role
+    int made = 0, read = 0;
 
-    /// All tiles of a part. The words of a batch of cells are under way while the batch before it is dequantized.
+    /// All tiles of a part. Blocks of the next tile are under way while this one is dequantized; the first warp asks for them.
     template <class Part>
     __device__ __forceinline__ void pages(const Part& part) {
-        using format = typename Part::format_type;
-        using key_batch = batch_of<tensor::key, format, wgmma_tile, Dim>;
-        using value_batch = batch_of<tensor::value, format, Dim, wgmma_tile>;
+        using blocks = blocks_in_slot<Role, typename Part::format_type>;
         const bool sinks = a.keep_sinks && is_sink_part<Part>;
         const token_range range = tokens_of(part, sinks, block, a.recent, a.window, wgmma_tile);
         if (range.first >= range.end) return;
-        const std::uint32_t table =
-            place.tiles + static_cast<std::uint32_t>(memory::tables + warp * cell_table_bytes);
-        const auto tile_at = [&](int first, int page) {
-            return tile_tokens{first, kvq::detail::smaller(wgmma_tile, range.end - first), page};
-        };
+        const bool leads = warp == 0;
         const auto page_at = [&](int first) {
-            return page_of_lane(part, block.sequence, first, range.end, wgmma_tile, lane);
+            return leads || !blocks::fit
+                       ? page_of_lane(part, block.sequence, first, range.end, wgmma_tile, lane)
+                       : -1;
         };
-        tile_tokens tile = tile_at(range.first, page_at(range.first));
-        int next_page = page_at(range.first + wgmma_tile);
-        key_batch key[2];
-        value_batch value[2];
-        key[0].fetch(part.cache, block.kv_head, tile, 0, warp, lane);
+        int page = page_at(range.first), next_page = page_at(range.first + wgmma_tile);
+        if (leads) ask(part.cache, page, read);
 #pragma unroll 1
         for (int first = range.first; first < range.end; first += wgmma_tile) {
-            const tile_tokens next = tile_at(first + wgmma_tile, next_page);
-            next_page = page_at(first + 2 * wgmma_tile);
-            const int pieces = static_cast<int>(__ballot_sync(0xffffffffu, tile.page >= 0));
-            const int position = part.cache.first_token + first;
-            const int cut = a.cut(block, position, tile.count, pieces, sinks, wgmma_tile);
-            constexpr int key_batches = batches<tensor::key, format, wgmma_tile, Dim>,
-                          value_batches = batches<tensor::value, format, Dim, wgmma_tile>;
-            wgmma_stage s;
-            static_for<key_batches>([&](auto number) {
-                constexpr int i = decltype(number)::value;
-                if constexpr (i + 1 < key_batches)
-                    key[(i + 1) % 2].fetch(part.cache, block.kv_head, tile, (i + 1) * key_batch::count, warp,
-                                           lane);
-                else
-                    value[0].fetch(part.cache, block.kv_head, tile, 0, warp, lane);
-                if constexpr (i == 0) s = begin({position, tile.count, pieces, cut});
-                key[i % 2].store(s.keys, tile, i * key_batch::count, table, warp, lane);
-            });
-            finish(s.full_keys);
-            static_for<value_batches>([&](auto number) {
-                constexpr int i = decltype(number)::value;
-                if constexpr (i + 1 < value_batches)
-                    value[(i + 1) % 2].fetch(part.cache, block.kv_head, tile, (i + 1) * value_batch::count,
-                                             warp, lane);
-                else if (next.count > 0)
-                    key[0].fetch(part.cache, block.kv_head, next, 0, warp, lane);
-                if constexpr (i == 0) wait_for_values(s);
-                value[i % 2].store(s.values, tile, i * value_batch::count, table, warp, lane);
-            });
-            finish(s.full_values);
-            tile = next;
+            const int page_behind = page_at(first + 2 * wgmma_tile);
+            if (leads && first + wgmma_tile < range.end) ask(part.cache, next_page, read + 1);
+            const int count = kvq::detail::smaller(wgmma_tile, range.end - first);
+            const wgmma_stage s = next_stage();
+            if (key && leads) {
+                const int position = part.cache.first_token + first,
+                          pieces = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
+                if (lane == 0)
+                    tile_note{position, count, pieces,
+                              a.cut(block, position, count, pieces, sinks, wgmma_tile)}
+                        .store(s.note);
+            }
+            dequantize(part.cache, first, count - place.rank * half_tile, page, s);
+            share(s);
+            page = next_page;
+            next_page = page_behind;
         }
     }
     __device__ __forceinline__ void new_tokens(int from) {
@@ -128,51 +162,117 @@ struct tile_producer {
         for (int first = from; first <= block.last_query; first += wgmma_tile) {
             const int count = kvq::detail::smaller(wgmma_tile, block.new_tokens - first),
                       position = block.history + first;
-            const wgmma_stage s =
-                begin({position, count, -1, a.cut(block, position, count, -1, false, wgmma_tile)});
-            copy_new_tile<tensor::key, wgmma_tile, Dim, producer_warps>(
-                a.k, block.kv_head, block.start + first, count, s.keys, warp, lane);
-            finish(s.full_keys);
-            wait_for_values(s);
-            copy_new_tile<tensor::value, Dim, wgmma_tile, producer_warps>(
-                a.v, block.kv_head, block.start + first, count, s.values, warp, lane);
-            finish(s.full_values);
+            const wgmma_stage s = next_stage();
+            if (key && warp == 0 && lane == 0)
+                tile_note{position, count, -1, a.cut(block, position, count, -1, false, wgmma_tile)}.store(
+                    s.note);
+            copy_new_tile<Role, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
+                          key ? wgmma_tile : Dim>(key ? a.k : a.v, block.kv_head,
+                                                  block.start + first + place.rank * half_tile,
+                                                  count - place.rank * half_tile, own_half(s), warp, lane);
+            share(s);
         }
     }
 
 private:
-    /// Cells of a warp whose words are asked for together: up to 16 words a lane.
-    template <tensor Role, class Format, int Rows, int Columns>
-    static constexpr int together = [] {
-        constexpr int each = tile_cells<Rows, Columns, producer_warps>::each,
-                      words = cell_batch<Role, Format, Rows, Columns, producer_warps, 1>::words;
-        return kvq::detail::smaller(each, words <= 8 ? 4 : 1);
-    }();
-    template <tensor Role, class Format, int Rows, int Columns>
-    struct batch_of
-        : cell_batch<Role, Format, Rows, Columns, producer_warps, together<Role, Format, Rows, Columns>> {
-        static constexpr int count = together<Role, Format, Rows, Columns>;
-    };
-    template <tensor Role, class Format, int Rows, int Columns>
-    static constexpr int batches = kvq::detail::ceil_div(tile_cells<Rows, Columns, producer_warps>::each,
-                                                         together<Role, Format, Rows, Columns>);
-
-    /// The next stage, once its keys are free.
-    __device__ __forceinline__ wgmma_stage begin(const tile_note& note) {
+    /// Waits until consumers of both blocks have read what the next stage held.
+    __device__ __forceinline__ wgmma_stage next_stage() {
         const wgmma_stage s = wgmma_stage::of(place, made % wgmma_stages, memory{});
-        parity = static_cast<std::uint32_t>(made / wgmma_stages + 1) & 1u;
+        barrier_wait(key ? s.free_keys : s.free_values,
+                     static_cast<std::uint32_t>(made / wgmma_stages + 1) & 1u);
         ++made;
-        barrier_wait(s.free_keys, parity);
-        if (warp == 0 && lane == 0) note.store(s.note);
         return s;
     }
-    __device__ __forceinline__ void wait_for_values(const wgmma_stage& s) const {
-        barrier_wait(s.free_values, parity);
+    __device__ __forceinline__ std::uint32_t own_half(const wgmma_stage& s) const {
+        return (key ? s.keys : s.values) +
+               static_cast<std::uint32_t>(place.rank * (key ? half_tile : Dim) * 128);
     }
-    __device__ __forceinline__ void finish(std::uint32_t barrier) const {
+    __device__ __forceinline__ std::uint32_t slot(int i) const {
+        return place.tiles +
+               static_cast<std::uint32_t>(memory::slots_at +
+                                          ((key ? 0 : block_slots) + i % block_slots) * block_slot_bytes);
+    }
+    __device__ __forceinline__ std::uint32_t slot_barrier(int i) const {
+        return place.tiles + static_cast<std::uint32_t>(memory::slot_barriers +
+                                                        ((key ? 0 : block_slots) + i % block_slots) * 8);
+    }
+    /// Asks for this half's blocks of a tile. What its slot held was read before the last barrier of this role.
+    template <class Format>
+    __device__ __forceinline__ void ask(const cache_ref<Format>& cache, int page, int number) {
+        using blocks = blocks_in_slot<Role, Format>;
+        if constexpr (blocks::fit) {
+            constexpr int pieces = kvq::detail::smaller(half_tile, Format::page_tokens) / piece_tokens;
+            const int own =
+                __shfl_sync(0xffffffffu, page, place.rank * (half_tile / piece_tokens) + lane * pieces);
+            const bool held = lane < blocks::count && own >= 0;
+            const unsigned all = __ballot_sync(0xffffffffu, held);
+            const std::uint32_t to = slot(number), barrier = slot_barrier(number);
+            if (!key &&
+                __popc(all) !=
+                    blocks::count) {  // weights of tokens that are not held are 0: values must be finite
+#pragma unroll 1
+                for (int i = lane * 16; i < blocks::count * blocks::block_bytes; i += 512)
+                    if ((all >> i / blocks::block_bytes & 1u) == 0)
+                        store_shared_16(to + static_cast<std::uint32_t>(i), {0.0f, 0.0f, 0.0f, 0.0f});
+                publish_to_products();
+                __syncwarp();
+            }
+            if (lane == 0) barrier_expect(barrier, __popc(all) * blocks::block_bytes);
+            __syncwarp();
+            if (held)
+                copy_bulk(to + static_cast<std::uint32_t>(lane * blocks::block_bytes),
+                          cache.template block<Role>(own, block.kv_head), blocks::block_bytes, barrier);
+        }
+    }
+    template <class Format>
+    __device__ __forceinline__ void dequantize(const cache_ref<Format>& cache, int first, int count, int page,
+                                               const wgmma_stage& s) {
+        using blocks = blocks_in_slot<Role, Format>;
+        if constexpr (blocks::fit) {
+            barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
+            // Tokens are counted from the slot's first one.
+            dequantize_from<Format>(
+                blocks{slot(read)},
+                {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0}, s);
+            ++read;
+        } else {
+            const int own_page =
+                __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / piece_tokens));
+            dequantize_from<Format>(blocks_in_memory<Role, Format>{cache, block.kv_head},
+                                    tile_tokens::of(first + place.rank * half_tile, count,
+                                                    lane < half_tile / piece_tokens ? own_page : -1),
+                                    s);
+        }
+    }
+    template <class Format, class Source>
+    __device__ __forceinline__ void dequantize_from(const Source& source, const tile_tokens& half,
+                                                    const wgmma_stage& s) {
+        constexpr int rows = key ? half_tile : Dim, columns = key ? Dim : half_tile;
+        constexpr int each = tile_cells<rows, columns, role_warps>::each;
+        const std::uint32_t table =
+            place.tiles + static_cast<std::uint32_t>(memory::tables + (key ? warp * key_table_bytes
+                                                                           : role_warps * key_table_bytes +
+                                                                                 warp * value_table_bytes));
+        cell_batch<Role, Format, rows, columns, role_warps, each, key ? wgmma_tile : Dim> cells;
+        cells.fetch(source, half, 0, warp, lane);
+        cells.store(source, own_half(s), half, 0, table, warp, lane);
+    }
+    /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
+    __device__ __forceinline__ void share(const wgmma_stage& s) const {
         publish_to_products();
         __syncwarp();
-        if (lane == 0) barrier_arrive(barrier);
+        wait_at_barrier(key ? 1 : 2, role_warps * 32);
+        if (warp != role_warps - 1 || lane != 0) return;
+        constexpr int copies = key ? Dim / 64 : 1, bytes = half_tile * Dim * 2 / copies;
+        const std::uint32_t barrier = key ? s.full_keys : s.full_values, from = own_half(s);
+        const int other = place.rank ^ 1;
+        const std::uint32_t to = place_in(other, from), there = place_in(other, barrier);
+        barrier_expect(barrier, copies * bytes);
+#pragma unroll
+        for (int i = 0; i < copies; ++i) {
+            const auto behind = static_cast<std::uint32_t>(i * wgmma_tile * 128);
+            copy_bulk_to(to + behind, from + behind, bytes, there);
+        }
     }
 };
 
@@ -182,9 +282,9 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     using memory = wgmma_memory<Dim>;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     const int g = lane / 4, t = lane % 4;
-    const int own_row = group * 64 + warp * 16 + g;  // and 8 rows further
-    const std::uint32_t query =
-        place.tiles + static_cast<std::uint32_t>(memory::query + group * 64 * Dim * 2);
+    const int own_row = place.rank * wgmma_rows + group * 64 + warp * 16 + g;  // and 8 rows further
+    std::uint32_t q =
+        operand_at(place.tiles + static_cast<std::uint32_t>(memory::query + group * 64 * Dim * 2));
     // Positions of both rows.
     int position[2];
 #pragma unroll
@@ -196,23 +296,23 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     const float scale = Softcap ? 1.0f : a.scale;
 
     const auto ask_scores = [&](const wgmma_stage& stage) {
-        const std::uint64_t q = operand_at(query), k = operand_at(stage.keys);
+        const std::uint32_t k = operand_at(stage.keys);
+        asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
         products_begin();
         static_for<Dim / 16>([&](auto step) {
             constexpr int i = decltype(step)::value;
-            multiply_shared<i != 0>(
-                s, q + static_cast<std::uint64_t>((i / 4 * 64 * 128 + i % 4 * 32) >> 4),
-                k + static_cast<std::uint64_t>((i / 4 * wgmma_tile * 128 + i % 4 * 32) >> 4));
+            multiply_shared<i != 0>(s, operand(q, i / 4 * 64 * 128 + i % 4 * 32),
+                                    operand(k, i / 4 * wgmma_tile * 128 + i % 4 * 32));
         });
         products_commit();
     };
     const auto ask_output = [&](const wgmma_stage& stage) {
-        const std::uint64_t v = operand_at(stage.values);
+        const std::uint32_t v = operand_at(stage.values);
         products_begin();
         static_for<wgmma_tile / 16>([&](auto step) {
             constexpr int i = decltype(step)::value;
             multiply_registers(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
-                               v + static_cast<std::uint64_t>((i / 4 * Dim * 128 + i % 4 * 32) >> 4));
+                               operand(v, i / 4 * Dim * 128 + i % 4 * 32));
         });
         products_commit();
     };
@@ -228,8 +328,9 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         barrier_wait(wgmma_stage::of(place, tile % wgmma_stages, memory{}).full_keys,
                      static_cast<std::uint32_t>(tile / wgmma_stages) & 1u);
     };
-    const auto done_with = [&](std::uint32_t barrier) {
-        if (lane == 0) barrier_arrive(barrier);
+    const auto done_with = [&](std::uint32_t barrier) {  // both blocks write to this stage
+        __syncwarp();
+        if (lane < 2) barrier_arrive_cluster(place_in(lane, barrier));
     };
 
 #pragma unroll
@@ -259,18 +360,15 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         done_with(now.free_keys);
         weigh(note);
         products_there(s);
-        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), and both
-        // branches wait, so that the softmax is over before the wait: otherwise the compiler moves it behind.
-        if (__any_sync(0xffffffffu,
-                       factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f))) {
-            products_wait<0>();
-            products_there(o);
+        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), so that the
+        // softmax is over before the wait. The wait itself has no condition: all warps of a warpgroup must take the same one.
+        const bool raised = __any_sync(
+            0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f));
+        products_wait_behind<0>(raised);
+        products_there(o);
+        if (raised)
 #pragma unroll
             for (int i = 0; i < Dim / 2; ++i) o[i] *= factor[i / 2 % 2];
-        } else {
-            products_wait<0, 1>();
-            products_there(o);
-        }
         done_with(before.free_values);
         pack();
     }
@@ -292,37 +390,49 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     prefill_wgmma_kernel([[maybe_unused]] const __grid_constant__ Args a) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using memory = wgmma_memory<Dim>;
-    extern __shared__ std::byte shared[];
-    __shared__ alignas(16) std::byte control[memory::control_bytes];
-    const wgmma_place place{(shared_address(shared) + 1023u) & ~1023u, shared_address(control)};
-    const prefill_block block(a, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-                              static_cast<int>(blockIdx.z));
+    // 1024: the swizzle of tiles. A name of its own, since one name has one alignment in a program.
+    extern __shared__ __align__(1024) std::byte swizzled_memory[];
+    std::byte* const shared = swizzled_memory;
+    const wgmma_place place{shared_address(shared), cluster_rank()};
+    const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x) / 2,
+                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     if (thread == 0) {
         for (int i = 0; i < wgmma_stages; ++i) {
             const wgmma_stage s = wgmma_stage::of(place, i, memory{});
-            barrier_init(s.full_keys, producer_warps);
-            barrier_init(s.full_values, producer_warps);
-            barrier_init(s.free_keys, 8);
-            barrier_init(s.free_values, 8);
+            barrier_init(s.full_keys, 1);
+            barrier_init(s.full_values, 1);
+            barrier_init(s.free_keys, 2 * consumer_warps);
+            barrier_init(s.free_values, 2 * consumer_warps);
         }
+        for (int i = 0; i < 2 * block_slots; ++i)
+            barrier_init(place.tiles + static_cast<std::uint32_t>(memory::slot_barriers + i * 8), 1);
     }
-    load_query_rows<Dim, 64>(a, block, place.tiles + memory::query, thread, wgmma_threads);
+    load_query_rows<Dim, 64>(a, block, place.rank * wgmma_rows, wgmma_rows, place.tiles + memory::query,
+                             thread, wgmma_threads);
     publish_to_products();
     __syncthreads();
+    cluster_wait();
 
     const int from_new = block.new_from(a.window, wgmma_tile);
     if (warp < producer_warps) {
-        leave_registers<72>();
-        tile_producer<Dim, Args> producer{a, block, place, warp, lane};
-        each_part(a, [&](const auto& part) { producer.pages(part); });
-        producer.new_tokens(from_new);
+        leave_registers<producer_registers>();
+        const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
+            tile_producer<Role, Dim, Args> producer{a, block, place, warp % role_warps, lane};
+            each_part(a, [&](const auto& part) { producer.pages(part); });
+            producer.new_tokens(from_new);
+        };
+        if (warp < role_warps)
+            produce(std::integral_constant<tensor, tensor::key>{});
+        else
+            produce(std::integral_constant<tensor, tensor::value>{});
     } else {
-        take_registers<184>();
+        take_registers<consumer_registers>();
         const int tiles = count_tiles(a, block, wgmma_tile);
         consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - producer_warps) / 4);
     }
+    cluster_wait();  // the other block may still write to this one's shared memory
 #endif
 }
 

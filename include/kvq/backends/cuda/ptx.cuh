@@ -189,6 +189,11 @@ __device__ __forceinline__ std::uint32_t load_shared_4(std::uint32_t at) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
     return v;
 }
+__device__ __forceinline__ std::uint32_t load_shared_1(std::uint32_t at) {
+    std::uint32_t v;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+    return v;
+}
 __device__ __forceinline__ std::uint32_t load_shared_2(std::uint32_t at) {
     std::uint16_t v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));

@@ -15,19 +15,28 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-/// Describes a shared operand: 128-byte swizzle, 1024 bytes from one group of 8 rows to the next.
-__device__ __forceinline__ std::uint64_t operand_at(std::uint32_t address) {
-    return static_cast<std::uint64_t>((address & 0x3ffffu) >> 4) | std::uint64_t{1} << 16 |
-           std::uint64_t{64} << 32 | std::uint64_t{1} << 62;
+/// Describes a shared operand: 128-byte swizzle, 1024 bytes from one group of 8 rows to the next. Only the low word depends on the place.
+__device__ __forceinline__ std::uint32_t operand_at(std::uint32_t address) {
+    return ((address & 0x3ffffu) >> 4) | 1u << 16;
+}
+/// The operand `bytes` further.
+__device__ __forceinline__ std::uint64_t operand(std::uint32_t low, int bytes) {
+    return std::uint64_t{0x40000040u} << 32 | (low + static_cast<std::uint32_t>(bytes >> 4));
 }
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/// Place: waits with different ones are not merged by the compiler.
-template <int Pending, int Place = 0>
+/// All warps of a warpgroup must wait at the same place.
+template <int Pending>
 __device__ __forceinline__ void products_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0; // %1" ::"n"(Pending), "n"(Place) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+/// The same behind what `rare` depends on, which the compiler would move behind the wait otherwise.
+template <int Pending>
+__device__ __forceinline__ void products_wait_behind(bool rare) {
+    if (rare) asm volatile("nanosleep.u32 0;" ::: "memory");
+    products_wait<Pending>();
 }
 
 /// Tells the compiler that products have written these registers before the wait that precedes this.
@@ -115,8 +124,9 @@ __device__ __forceinline__ void publish_to_products() {
 __device__ __forceinline__ void barrier_init(std::uint32_t at, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(std::uint32_t at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+/// Arrives, and lets the phase wait for so many bytes that copies announce at this barrier.
+__device__ __forceinline__ void barrier_expect(std::uint32_t at, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
 }
 /// Waits until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(std::uint32_t at, std::uint32_t parity) {
@@ -125,6 +135,48 @@ __device__ __forceinline__ void barrier_wait(std::uint32_t at, std::uint32_t par
         "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;}\n" ::"r"(at),
         "r"(parity)
+        : "memory");
+}
+
+// Clusters: thread blocks that see each other's shared memory.
+__device__ __forceinline__ int cluster_rank() {
+    std::uint32_t rank;
+    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+    return static_cast<int>(rank);
+}
+/// Waits for all threads of the cluster; barriers initialized before are then known to all.
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile(
+        "fence.mbarrier_init.release.cluster;\n"
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+}
+/// The same place in the shared memory of a block of the cluster.
+__device__ __forceinline__ std::uint32_t place_in(int rank, std::uint32_t at) {
+    std::uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(rank));
+    return there;
+}
+/// Arrives at a barrier of any block of the cluster (place_in), without a fence: what came before are products that were waited for.
+__device__ __forceinline__ void barrier_arrive_cluster(std::uint32_t there) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+/// A multiple of 16 bytes from device memory to this block's shared memory; `barrier` counts them.
+__device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, int bytes,
+                                          std::uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+/// The same from this block's shared memory to another's; to, barrier: there (place_in).
+__device__ __forceinline__ void copy_bulk_to(std::uint32_t to, std::uint32_t from, int bytes,
+                                             std::uint32_t barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            to),
+        "r"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
 
