@@ -85,6 +85,7 @@ def pareto(rows, y, own, figure):
     axes = figure.subplots()
     figure.subplots_adjust(left=0.1, right=0.98, bottom=0.1, top=0.97)
     kinds = {"published": [], "kvq presets": [], "kvq presets with statistics": []}
+    spans = []  # intervals
     for row in rows:
         value, name = row.get(y), row["scheme"]
         if value is None or value <= 0 or name in ("fp16", "reference") or name.endswith(("/1", "/vnni")) or "-plan" in name:
@@ -92,6 +93,9 @@ def pareto(rows, y, own, figure):
         mine = is_own(name, own)
         kind = "published" if not mine else "kvq presets with statistics" if "+stats" in name else "kvq presets"
         kinds[kind].append((row["bits"], value, name.removesuffix("+stats")))
+        low, high = row.get(y + "_low"), row.get(y + "_high")
+        if low is not None and 0 < low < high:
+            spans.append((row["bits"], low, high, kind))
     looks = {"published": ("#777777", "o"), "kvq presets": ("#5b9bd5", "s"), "kvq presets with statistics": ("#1f3fa8", "D")}
     for kind, points in kinds.items():
         color, marker = looks[kind]
@@ -99,6 +103,8 @@ def pareto(rows, y, own, figure):
             axes.scatter([p[0] for p in points], [p[1] for p in points], s=20, color=color, marker=marker, label=kind, zorder=3)
             line = front(points)
             axes.plot([p[0] for p in line], [p[1] for p in line], color=color, linewidth=1.3, zorder=2)
+    for bits, low, high, kind in spans:
+        axes.vlines(bits, low, high, color=looks[kind][0], linewidth=0.9, zorder=2)
     axes.set_yscale("log")
     axes.margins(x=0.14, y=0.07)
     axes.grid(True, which="major", linewidth=0.3)
@@ -152,6 +158,13 @@ TABLES = {
 }  # fmt: skip
 
 
+def cell(row, name, form):
+    """A figure, and its interval where it has one."""
+    low, high = row.get(name + "_low"), row.get(name + "_high")
+    text = format(row[name], form)
+    return text if low is None or low == high else f"{text} ({low:{form}} to {high:{form}})"
+
+
 def table(rows):
     columns = next((c for key, c in TABLES.items() if key in rows[0]), None)
     if columns is None:
@@ -162,7 +175,7 @@ def table(rows):
     for row in sorted(rows, key=lambda r: (-r["bits"], r["kld"])):
         if row["scheme"] not in seen:
             seen.add(row["scheme"])
-            print(f"| `{row['scheme']}` | " + " | ".join(format(row[name], form) for name, form in columns) + " |")
+            print(f"| `{row['scheme']}` | " + " | ".join(cell(row, name, form) for name, form in columns) + " |")
 
 
 def main():

@@ -64,20 +64,28 @@ inline quantized_tensor code(const kvq::format& f, kvq::tensor role, kvq::block_
     return result;
 }
 
-/// What a row of the table is about. Formats with statistics are two of them: name and name+stats.
+/// What keys can be made from: of a text, and of the first tokens of the sequence itself (kvq/policy/self_calibration.hpp).
+struct known_statistics {
+    kvq::calibration text, own;
+};
+
+/// What a row of the table is about. Formats with statistics are three of them: name, name+stats and name+self.
 struct entry {
     std::string name, source;
-    std::function<kvq::format_pair(const kvq::calibration&)> make;
+    std::function<kvq::format_pair(const known_statistics&)> make;
 };
 inline std::vector<entry> entries_of(const std::vector<listed_format>& formats) {
     std::vector<entry> entries;
     for (const listed_format& f : formats) {
-        entries.push_back({f.name, f.source, [f](const kvq::calibration&) {
+        entries.push_back({f.name, f.source, [f](const known_statistics&) {
                                return kvq::format_pair{f.keys(nullptr), f.values()};
                            }});
         if (!f.takes_statistics) continue;
-        entries.push_back({f.name + "+stats", f.source, [f](const kvq::calibration& statistics) {
-                               return kvq::format_pair{f.keys(&statistics), f.values()};
+        entries.push_back({f.name + "+stats", f.source, [f](const known_statistics& known) {
+                               return kvq::format_pair{f.keys(&known.text), f.values()};
+                           }});
+        entries.push_back({f.name + "+self", f.source, [f](const known_statistics& known) {
+                               return kvq::format_pair{f.keys(&known.own), f.values()};
                            }});
     }
     return entries;
@@ -89,14 +97,14 @@ inline kvq::calibration empty_statistics(const std::vector<bench::layer_dump>& l
         {.layers = layers.back().layer + 1, .kv_heads = any.k.heads, .head_dim = any.k.dim}, true);
 }
 
-/// Adds what the first 1/part of a sequence has: keys, and the same share of its queries.
+/// Adds what the first 1/part of a sequence has, and at most `most` tokens: keys, and the same share of its queries.
 inline void add_statistics(kvq::calibration& statistics, const std::vector<bench::layer_dump>& layers,
-                           int part) {
+                           int part, int most = std::numeric_limits<int>::max()) {
     for (const bench::layer_dump& l : layers) {
-        statistics.add_keys(l.layer,
-                            kvq::token_view(l.k.values.data(), l.k.tokens / part, l.k.heads, l.k.dim));
-        statistics.add_queries(l.layer,
-                               kvq::token_view(l.q.values.data(), l.q.tokens / part, l.q.heads, l.q.dim));
+        const int keys = std::min(most, l.k.tokens / part);
+        const int queries = static_cast<int>(std::int64_t{keys} * l.q.tokens / l.k.tokens);
+        statistics.add_keys(l.layer, kvq::token_view(l.k.values.data(), keys, l.k.heads, l.k.dim));
+        statistics.add_queries(l.layer, kvq::token_view(l.q.values.data(), queries, l.q.heads, l.q.dim));
     }
 }
 
@@ -227,12 +235,13 @@ inline void run(const std::vector<std::string>& paths, const std::vector<std::st
     kvq::calibration judged, others;
     for (const std::string& path : paths) {
         sequence s{read(path), {}};
-        kvq::calibration statistics = empty_statistics(s.layers);
-        if (statistics_paths.empty()) add_statistics(statistics, s.layers, 2);
-        for (const std::string& other : statistics_paths) add_statistics(statistics, read(other), 1);
+        known_statistics statistics{empty_statistics(s.layers), empty_statistics(s.layers)};
+        if (statistics_paths.empty()) add_statistics(statistics.text, s.layers, 2);
+        for (const std::string& other : statistics_paths) add_statistics(statistics.text, read(other), 1);
+        add_statistics(statistics.own, s.layers, 2, 512);  // errors are those of the second half
         if (sequences.empty()) judged = empty_statistics(s.layers);
         add_statistics(judged, s.layers, 1);
-        others = statistics;
+        others = statistics.text;
         for (const entry& e : schemes) s.formats.push_back(e.make(statistics));
         sequences.push_back(std::move(s));
     }

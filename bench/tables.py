@@ -8,6 +8,7 @@ tables.py reference RESULTS                           presets against the study 
 tables.py windows   RESULTS...                        a scheme with several windows, a file each
 tables.py transfer  NAME TEXT RESULTS [TEXT RESULTS]... [, NAME ...]     statistics of several texts, the judged text's first
 tables.py parts     NAME RESULTS [NAME RESULTS]...    bench_ablation: keys alone and values alone
+tables.py factors   NAME RESULTS [NAME RESULTS]...    kvq_llama evaluate: divergence of published methods over that of presets
 tables.py changes   NAME RESULTS [NAME RESULTS]...    presets with one ingredient changed
 tables.py gpu       RESULTS                           docs/lab/gpu.md, of `scripts/gpu-bench --json`
 tables.py engine    RESULTS                           the same, of `scripts/gpu-bench engine --json`
@@ -29,6 +30,20 @@ PAIRS = (
     ("std4", ("kivi-4-g64", "kivi-4-g128", "oscar-scaled-4-g64")),
     ("std5", ("kivi-4-g32",)),
     ("ref8", ("q8_0-h", "int8")),
+)
+
+# The same in models.
+MODEL_PAIRS = (
+    ("mix4+stats", ("kivi-4-g64", "kvarn-4", "turboquant-4", "q4_0-h", "oscar-scaled-4-g64")),
+    ("low3+stats", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64")),
+    (
+        "low2+stats",
+        ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "oscar-spectral-2+stats", "block-gtq-2+stats", "octopus-2"),
+    ),
+    ("std4", ("kivi-4-g64", "kvarn-4", "turboquant-4", "oscar-scaled-4-g64")),
+    ("low3", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64")),
+    ("low2", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64")),
+    ("ref8", ("int8",)),
 )
 
 # Of the study: output error, KL divergence on its TinyLlama tensors (layers 2, 8, 14 and 20; two of eight query heads; 192
@@ -226,6 +241,16 @@ def changes(*words):
     print_table(("factor", *(f"{n} {p}" if p == "mix4" else p for n in names for p in presets)), rows)
 
 
+def factors(*words):
+    names, runs = words[0::2], [read(path) for path in words[1::2]]
+    rows = []
+    for own, others in MODEL_PAIRS:
+        for other in others:
+            if all(own in run and other in run for run in runs):
+                rows.append([f"`{own}`", f"`{other}`", *(f"{run[other]['kld'] / run[own]['kld']:.1f}" for run in runs)])
+    print_table(("preset", "published", *names), rows)
+
+
 def gpu(path):
     rows = read_lines(path)
     attention = {}  # of pages of 64 tokens, or 128 where a format has no others; small ones apart
@@ -320,7 +345,7 @@ def engine(path):
 
 
 def main():
-    kinds = {f.__name__: f for f in (ratios, reference, windows, transfer, parts, changes, gpu, engine)}
+    kinds = {f.__name__: f for f in (ratios, reference, windows, transfer, parts, factors, changes, gpu, engine)}
     if len(sys.argv) < 3 or sys.argv[1] not in kinds:
         sys.exit(__doc__.strip())
     kinds[sys.argv[1]](*sys.argv[2:])

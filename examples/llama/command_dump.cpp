@@ -6,7 +6,7 @@ namespace llama {
 namespace {
 
 void run_dump(const options& chosen) {
-    const model model(load_model(chosen.model_path, chosen.rope_theta));
+    const model model(weights_of(chosen));
     dump_settings settings = chosen.dump;
     settings.window = window_of(chosen, model.shape());
     const int written =

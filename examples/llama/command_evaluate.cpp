@@ -1,6 +1,7 @@
 #include "commands.hpp"
 #include "tables.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 #include <stdexcept>
@@ -9,9 +10,17 @@
 namespace llama {
 namespace {
 
+void parse_part(const std::string& text, evaluation_settings& settings) {
+    char behind = 0;
+    if (std::sscanf(text.c_str(), "%d/%d%c", &settings.part, &settings.parts, &behind) != 2 ||
+        settings.part < 1 || settings.part > settings.parts) {
+        throw std::invalid_argument("--part " + text + " is not like 1/4");
+    }
+}
+
 void run_evaluate(const options& chosen) {
     std::vector<scheme_choice> schemes = schemes_of(chosen);
-    model_weights weights = load_model(chosen.model_path, chosen.rope_theta);
+    model_weights weights = weights_of(chosen);
     const model_shape shape = weights.config.shape;
     evaluation_settings settings = chosen.evaluation;
     settings.window = window_of(chosen, shape);
@@ -23,9 +32,21 @@ void run_evaluate(const options& chosen) {
         results = evaluate_on_device(weights, tokens, schemes, settings, device_settings_of(chosen));
     } else {
         const model model(std::move(weights));
-        give_statistics(chosen, model, tokens, schemes);
+        const std::vector<int> text = statistics_text(chosen, shape, tokens);
         tokens = part_of(chosen, std::move(tokens));
-        results = evaluate(model, tokens, schemes, settings);
+        evaluation_record record(chosen.record_path, conditions_of(chosen, chosen.cache, tokens, text,
+                                                                   settings.window, settings.chunk));
+        if (std::any_of(schemes.begin(), schemes.end(), [&](const scheme_choice& scheme) {
+                return scheme.use_statistics && !is_recorded(record, tokens, settings, scheme);
+            })) {
+            give_statistics(chosen, model, text, schemes);
+        }
+        if (part_of_windows(windows_of(tokens, settings.window).size(), settings).empty()) {
+            throw std::invalid_argument("--part " + std::to_string(settings.part) + "/" +
+                                        std::to_string(settings.parts) + ": the text has only " +
+                                        std::to_string(settings.part - 1) + " windows or fewer");
+        }
+        results = evaluate(model, tokens, schemes, settings, record);
     }
     if (chosen.json) {
         write_json(std::cout, results);
@@ -42,11 +63,11 @@ int run_chunks(const options& chosen) {
         throw std::invalid_argument("--chunks needs two sizes or more, to compare them");
     }
     std::vector<scheme_choice> schemes = schemes_of(chosen);
-    const model model(load_model(chosen.model_path, chosen.rope_theta));
+    const model model(weights_of(chosen));
     evaluation_settings settings = chosen.evaluation;
     settings.window = window_of(chosen, model.shape());
     std::vector<int> tokens = read_input(chosen, chosen.input_path, model.shape());
-    give_statistics(chosen, model, tokens, schemes);
+    give_statistics(chosen, model, statistics_text(chosen, model.shape(), tokens), schemes);
     tokens = part_of(chosen, std::move(tokens));
 
     const auto results = evaluate_chunks(model, tokens, schemes, chosen.chunks, settings);
@@ -82,6 +103,14 @@ void add_evaluate(CLI::App& app, options& chosen) {
     add_cache_options(evaluate, chosen.cache);
     add_window_chunk_option(evaluate, chosen);
     add_evaluation_options(evaluate, chosen, "threads that share a window");
+    evaluate.add_option("--record", chosen.record_path,
+                        "file that keeps what was measured of each window with each scheme; the same command "
+                        "goes on from there");
+    evaluate
+        .add_option_function<std::string>(
+            "--part", [&](const std::string& text) { parse_part(text, chosen.evaluation); },
+            "every N-th window, the first of them number I: several programs share a text and a --record")
+        ->type_name("I/N");
     add_live_options(evaluate, chosen);
     add_device_options(evaluate, chosen);
     evaluate.callback([&] { run_evaluate(chosen); });

@@ -38,7 +38,7 @@ void write_result(const std::string& label, const generation_result& total) {
 
 void run_generate(const options& chosen) {
     if (is_on_device(chosen)) {
-        const model_weights weights = load_model(chosen.model_path, chosen.rope_theta);
+        const model_weights weights = weights_of(chosen);
         const scheme_choice scheme = plain_scheme_of(chosen);
         generation_settings settings = chosen.generation;
         settings.chunk = chosen.chunk;
@@ -50,7 +50,7 @@ void run_generate(const options& chosen) {
     if (!chosen.prompts_path.empty()) {
         throw std::invalid_argument("--prompts needs --device cuda");
     }
-    const model model(load_model(chosen.model_path, chosen.rope_theta));
+    const model model(weights_of(chosen));
     const tokenizer pieces = tokenizer_of(chosen, model.shape());
     const scheme_choice scheme = scheme_of(chosen);
 

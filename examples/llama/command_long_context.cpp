@@ -8,7 +8,7 @@ namespace llama {
 namespace {
 
 void run_long_context(const options& chosen) {
-    const model model(load_model(chosen.model_path, chosen.rope_theta), chosen.tokens);
+    const model model(weights_of(chosen), chosen.tokens);
     std::vector<int> tokens = read_input(chosen, chosen.input_path, model.shape());
     if (static_cast<std::size_t>(chosen.tokens) > tokens.size()) {
         throw std::invalid_argument("the input has only " + std::to_string(tokens.size()) + " tokens");

@@ -2,8 +2,6 @@
 #include "report.hpp"
 #include "statistics.hpp"
 
-#include <kvq/version.hpp>
-
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -98,11 +96,6 @@ report_settings settings_of(const options& chosen, const model& model) {
     return settings;
 }
 
-std::string file_name(const std::string& path) {
-    const std::filesystem::path p(path);
-    return (p.has_filename() ? p.filename() : p.parent_path().filename()).string();
-}
-
 void write_file(const std::string& path, const std::string& text) {
     std::ofstream file(path, std::ios::binary);
     file << text;
@@ -120,7 +113,7 @@ void write_pages(const report_state& state, const std::string& output) {
 void run_report(const options& chosen) {
     const report_options& wanted = chosen.report;
     std::vector<scheme_choice> schemes = report_schemes(wanted);
-    const model model(load_model(chosen.model_path, chosen.rope_theta));
+    const model model(weights_of(chosen));
     const report_settings settings = settings_of(chosen, model);
     parts_of_text text = divide(chosen, model);
     // A short rest has little behind its first chunk, and would only thin out the figures.
@@ -144,24 +137,12 @@ void run_report(const options& chosen) {
             remarks.push_back(remark + ".");
         }
     }
-    std::error_code unknown;
-    const auto size = std::filesystem::file_size(chosen.model_path, unknown);
     const cache_settings& cache = wanted.cache;
-    const std::string version = std::to_string(KVQ_VERSION_MAJOR) + "." + std::to_string(KVQ_VERSION_MINOR) +
-                                "." + std::to_string(KVQ_VERSION_PATCH);
+    nlohmann::ordered_json identity =
+        conditions_of(chosen, cache, text.judged, text.statistics, settings.window, settings.chunk);
+    identity["runs"] = settings.probes;
     report_state state(
-        {{"version", version},
-         {"model", file_name(chosen.model_path)},
-         {"model_bytes", unknown ? 0 : size},
-         {"rope_theta", chosen.rope_theta},
-         {"text", fingerprint_of(text.judged)},
-         {"statistics", fingerprint_of(text.statistics)},
-         {"window", settings.window},
-         {"chunk", settings.chunk},
-         {"runs", settings.probes},
-         {"sinks", cache.sinks},
-         {"recent", cache.recent},
-         {"page_tokens", cache.page_tokens}},
+        std::move(identity),
         {{"name", file_name(chosen.model_path)},
          {"model",
           describe(model.shape()) + ", a vocabulary of " + std::to_string(model.shape().vocab) + "."},
@@ -270,6 +251,9 @@ void add_report(CLI::App& app, options& chosen) {
         ->capture_default_str();
     add_statistics_options(report, chosen);
     add_thread_options(report, chosen, "threads that share a window");
+    report.add_option("--device", chosen.device, "cuda-products: the matrix products on a GPU, in fp32")
+        ->check(CLI::IsMember({"cpu", "cuda-products"}))
+        ->capture_default_str();
     report.add_option(
         "--output", wanted.output,
         "files to write, without extension: .md, .html, and .json, from which an interrupted report goes "

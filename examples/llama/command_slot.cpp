@@ -10,13 +10,13 @@ namespace {
 
 int run_slot(const options& chosen) {
     std::vector<scheme_choice> schemes = schemes_of(chosen);
-    const model model(load_model(chosen.model_path, chosen.rope_theta));
+    const model model(weights_of(chosen));
     slot_settings settings = chosen.slot;
     settings.chunk = chosen.chunk;
     settings.threads = chosen.evaluation.threads;
     settings.show_progress = chosen.evaluation.show_progress;
     std::vector<int> tokens = read_input(chosen, chosen.input_path, model.shape());
-    give_statistics(chosen, model, tokens, schemes);
+    give_statistics(chosen, model, statistics_text(chosen, model.shape(), tokens), schemes);
     tokens = part_of(chosen, std::move(tokens));
 
     const auto results = run_slot(model, tokens, schemes, settings);

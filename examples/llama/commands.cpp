@@ -1,11 +1,15 @@
 #include "commands.hpp"
 
+#include "cuda/products_on_device.hpp"
 #include "load_tokenizer.hpp"
 #include "statistics.hpp"
 #include "token_source.hpp"
 
+#include <kvq/version.hpp>
+
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <iostream>
 #include <stdexcept>
 
@@ -43,8 +47,11 @@ scheme_choice scheme_of(const options& chosen) {
 }
 
 void add_device_options(CLI::App& command, options& chosen) {
-    command.add_option("--device", chosen.device, "where the model runs; cuda: kvq_llama_cuda only")
-        ->check(CLI::IsMember({"cpu", "cuda"}))
+    command
+        .add_option("--device", chosen.device,
+                    "where the model runs; cuda: on a GPU, some formats (kvq_llama_cuda); cuda-products: "
+                    "the matrix products on a GPU, in fp32, and the cache on the CPU, all formats")
+        ->check(CLI::IsMember({"cpu", "cuda", "cuda-products"}))
         ->capture_default_str();
     command.add_flag("--fp16", chosen.on_device.fp16,
                      "on the device: weights and activations in fp16 instead of bf16");
@@ -61,6 +68,17 @@ device_settings device_settings_of(const options& chosen) {
     device_settings on = chosen.on_device;
     on.live = chosen.live;
     return on;
+}
+
+model_weights weights_of(const options& chosen) {
+    model_weights weights = load_model(chosen.model_path, chosen.rope_theta);
+    if (chosen.context > 0) {
+        weights.config.shape.context = chosen.context;
+    }
+    if (chosen.device == "cuda-products") {
+        weights.use(make_product_device());
+    }
+    return weights;
 }
 
 tokenizer tokenizer_of(const options& chosen, const model_shape& shape) {
@@ -109,20 +127,49 @@ std::vector<scheme_choice> schemes_of(const options& chosen) {
     return schemes;
 }
 
-void give_statistics(const options& chosen, const model& model, const std::vector<int>& tokens,
+std::vector<int> statistics_text(const options& chosen, const model_shape& shape,
+                                 const std::vector<int>& tokens) {
+    std::vector<int> text =
+        chosen.statistics_path.empty() ? tokens : read_input(chosen, chosen.statistics_path, shape);
+    text.resize(std::min(text.size(), static_cast<std::size_t>(chosen.statistics_tokens)));
+    return text;
+}
+
+void give_statistics(const options& chosen, const model& model, const std::vector<int>& text,
                      std::vector<scheme_choice>& schemes) {
     if (std::none_of(schemes.begin(), schemes.end(), [](const auto& s) { return s.use_statistics; })) {
         return;
     }
-    std::vector<int> text =
-        chosen.statistics_path.empty() ? tokens : read_input(chosen, chosen.statistics_path, model.shape());
-    text.resize(std::min(text.size(), static_cast<std::size_t>(chosen.statistics_tokens)));
     activations space(chosen.evaluation.threads);
     const kvq::calibration statistics =
         gather_statistics(model, text, window_of(chosen, model.shape()), space);
     for (scheme_choice& scheme : schemes) {
         scheme.give_statistics(statistics);
     }
+}
+
+std::string file_name(const std::string& path) {
+    const std::filesystem::path p(path);
+    return (p.has_filename() ? p.filename() : p.parent_path().filename()).string();
+}
+
+nlohmann::ordered_json conditions_of(const options& chosen, const cache_settings& cache,
+                                     std::span<const int> judged, std::span<const int> statistics, int window,
+                                     int chunk) {
+    std::error_code unknown;
+    const auto size = std::filesystem::file_size(chosen.model_path, unknown);
+    return {{"version", std::to_string(KVQ_VERSION_MAJOR) + "." + std::to_string(KVQ_VERSION_MINOR) + "." +
+                            std::to_string(KVQ_VERSION_PATCH)},
+            {"model", file_name(chosen.model_path)},
+            {"model_bytes", unknown ? 0 : size},
+            {"rope_theta", chosen.rope_theta},
+            {"text", fingerprint_of(judged)},
+            {"statistics", fingerprint_of(statistics)},
+            {"window", window},
+            {"chunk", chunk},
+            {"sinks", cache.sinks},
+            {"recent", cache.recent},
+            {"page_tokens", cache.page_tokens}};
 }
 
 std::vector<int> part_of(const options& chosen, std::vector<int> tokens) {
@@ -186,6 +233,13 @@ void add_model_options(CLI::App& command, options& chosen) {
     command
         .add_option("--rope-theta", chosen.rope_theta,
                     "base of the rotary frequencies, 0: as the model says, 10000 for a llama2.c checkpoint")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    command
+        .add_option(
+            "--context", chosen.context,
+            "positions that the model may read, 0: those that it was trained with; more need a larger "
+            "--rope-theta")
         ->check(CLI::NonNegativeNumber)
         ->capture_default_str();
 }

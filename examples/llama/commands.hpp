@@ -28,6 +28,7 @@ struct report_options {
 struct options {
     std::string model_path, tokenizer_path, input_path;
     double rope_theta = 0.0;
+    int context = 0;  // 0: the model's
     cache_settings cache;
     std::string keys, values;  // one more scheme
 
@@ -42,6 +43,7 @@ struct options {
     std::string statistics_path;
     int statistics_tokens = 2048;
     evaluation_settings evaluation{.chunk = 0};
+    std::string record_path;
     bool json = false;
     int chunk = 512;
 
@@ -100,6 +102,9 @@ std::vector<scheme_choice> schemes_of(const options& chosen);
 // Says where a page cannot hold what the scheme's name promises.
 scheme_choice parse_aloud(const std::string& name, const cache_settings& settings);
 
+// The model as the options want it.
+model_weights weights_of(const options& chosen);
+
 // The tokenizer of --tokenizer, or the one that comes with the model.
 tokenizer tokenizer_of(const options& chosen, const model_shape& shape);
 std::vector<int> read_input(const options& chosen, const std::string& path, const model_shape& shape);
@@ -108,8 +113,17 @@ int window_of(const options& chosen, const model_shape& shape);
 int chunk_of(const options& chosen, int window);
 // The input after --skip and --tokens.
 std::vector<int> part_of(const options& chosen, std::vector<int> tokens);
-void give_statistics(const options& chosen, const model& model, const std::vector<int>& tokens,
+// The text of --statistics, or the first tokens of the input.
+std::vector<int> statistics_text(const options& chosen, const model_shape& shape,
+                                 const std::vector<int>& tokens);
+void give_statistics(const options& chosen, const model& model, const std::vector<int>& text,
                      std::vector<scheme_choice>& schemes);
+// Everything that results of windows depend on, for the files that they are kept in.
+nlohmann::ordered_json conditions_of(const options& chosen, const cache_settings& cache,
+                                     std::span<const int> judged, std::span<const int> statistics, int window,
+                                     int chunk);
+// The name of a file or folder without the folders that it is in.
+std::string file_name(const std::string& path);
 // "8 layers, 8/2 heads of 64 channels"
 std::string describe(const model_shape& shape);
 // The same on stdout, with the pages: "...; pages of 32; "

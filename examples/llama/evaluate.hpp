@@ -1,7 +1,9 @@
 // Quality loss of a scheme: perplexity, and divergence from the same model with a 16-bit cache.
 #pragma once
 
+#include "bootstrap.hpp"
 #include "divergence.hpp"
+#include "evaluation_record.hpp"
 #include "model.hpp"
 #include "schemes.hpp"
 
@@ -16,14 +18,15 @@ struct evaluation_settings {
     int chunk = 512;  // tokens per prefill
     int threads = 2;  // that share a window
     bool show_progress = false;
+    int part = 1, parts = 1;  // every parts-th window, the first of them counted from 1
 };
 
 struct scheme_result {
     std::string scheme;
     int tokens;  // predicted
     double perplexity;
-    double ppl_delta_pct;           // against the 16-bit cache
-    double kld;                     // mean over tokens, in nats
+    interval ppl_delta_pct;         // against the 16-bit cache; intervals resample windows
+    interval kld;                   // mean over tokens, in nats
     double top1;                    // share of tokens whose likeliest successor stays the same
     double bytes_per_token;         // quantized pages
     double compression;             // against 16-bit pages
@@ -35,19 +38,28 @@ struct scheme_result {
 // The text of each window: one token less than the window, which begins with begin-of-text. The last one may be shorter.
 std::vector<std::span<const int>> windows_of(std::span<const int> tokens, int window);
 
+// The numbers of the windows that are to be judged.
+std::vector<std::size_t> part_of_windows(std::size_t windows, const evaluation_settings& settings);
+
 // Sums over windows, of one scheme.
-struct scheme_total {
-    divergence_sums sums;
-    double bytes_held = 0.0, tokens_held = 0.0, seconds = 0.0, tokens_read = 0.0;
+struct scheme_total : window_total {
+    std::vector<divergence_sums> windows;  // empty: not known one by one
+
+    void add(const window_total& of);
 };
-// The first scheme is the baseline.
+// The first scheme is the baseline. Without single windows the intervals are the values.
 std::vector<scheme_result> results_of(const model_shape& shape, std::span<const scheme_choice> schemes,
                                       std::span<const scheme_total> totals);
 
-// The first scheme is the baseline. All results except tokens_per_second are independent of the number of threads.
+// The first scheme is the baseline. All results except tokens_per_second are independent of the number of threads. Windows that
+// `record` has are not read again; others are added to it.
 std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tokens,
                                     std::span<const scheme_choice> schemes,
-                                    const evaluation_settings& settings);
+                                    const evaluation_settings& settings, evaluation_record& record);
+
+// All windows that are to be judged are in the record.
+bool is_recorded(const evaluation_record& record, std::span<const int> tokens,
+                 const evaluation_settings& settings, const scheme_choice& scheme);
 
 struct chunk_result {
     int chunk;

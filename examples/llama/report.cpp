@@ -1,12 +1,12 @@
 #include "report.hpp"
 
+#include "evaluation_record.hpp"
+
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <random>
 #include <stdexcept>
 
 namespace llama {
@@ -71,40 +71,6 @@ window_result from_json(const json& of) {
         result.probes.push_back({probe.at("depth"), probe.at("judged"), probe.at("recalled"),
                                  number(probe.at("negative_log_likelihood"))});
     }
-    return result;
-}
-
-// What is resampled: tokens that belong together.
-struct block_sums {
-    double tokens = 0.0, likelihood_change = 0.0, divergence = 0.0;
-};
-
-// Values of a statistic of all blocks: of the blocks themselves, and the 2.5 and 97.5 percentiles of 1000 resamplings of them.
-template <class Statistic>
-interval bootstrap(const std::vector<block_sums>& blocks, const Statistic& statistic) {
-    const auto of = [&](const auto& choose) {
-        block_sums sum;
-        for (std::size_t i = 0; i < blocks.size(); ++i) {
-            const block_sums& block = blocks[choose(i)];
-            sum.tokens += block.tokens;
-            sum.likelihood_change += block.likelihood_change;
-            sum.divergence += block.divergence;
-        }
-        return statistic(sum);
-    };
-    interval result;
-    result.value = result.low = result.high = of([](std::size_t i) { return i; });
-    if (blocks.size() < 2) {
-        return result;
-    }
-    std::mt19937 random(1);
-    std::vector<double> values;
-    for (int turn = 0; turn < 1000; ++turn) {
-        values.push_back(of([&](std::size_t) { return random() % blocks.size(); }));
-    }
-    std::sort(values.begin(), values.end());
-    result.low = values[25];
-    result.high = values[974];
     return result;
 }
 
@@ -265,14 +231,8 @@ bool report_state::resume(const std::string& path) {
         !found.contains("windows") || !found["windows"].is_array()) {
         throw std::runtime_error("\"" + path + "\" is not a report of this program: --fresh begins anew");
     }
-    for (const auto& [name, value] : state_["identity"].items()) {
-        if (!found["identity"].contains(name) || found["identity"][name] != value) {
-            throw std::runtime_error(
-                "\"" + path + "\" is a report with another " + name + ": " +
-                (found["identity"].contains(name) ? found["identity"][name].dump() : "none") + ", not " +
-                value.dump() + "; --fresh begins anew, --output takes another file");
-        }
-    }
+    check_conditions(path, found["identity"], state_["identity"],
+                     "--fresh begins anew, --output takes another file");
     state_["windows"] = found["windows"];
     if (found.contains("eight_bits")) {
         state_["key_bias"] = found["key_bias"];
@@ -436,11 +396,8 @@ report_summary report_state::summarize() const {
             const double n = row.tokens;
             row.perplexity = std::exp(likelihood / n);
             row.same_top = same / n;
-            row.ppl_change_pct = bootstrap(blocks, [](const block_sums& s) {
-                return 100.0 * std::expm1(s.likelihood_change / s.tokens);
-            });
-            row.kl_divergence =
-                bootstrap(blocks, [](const block_sums& s) { return s.divergence / s.tokens; });
+            row.ppl_change_pct = ppl_change_pct_of(blocks);
+            row.kl_divergence = kl_divergence_of(blocks);
             const std::size_t worst = std::max<std::size_t>(1, divergences.size() / 100);
             std::partial_sort(divergences.begin(), divergences.begin() + static_cast<std::ptrdiff_t>(worst),
                               divergences.end(), std::greater<>());
@@ -476,16 +433,6 @@ report_summary report_state::summarize() const {
         }
     }
     return summary;
-}
-
-std::string fingerprint_of(std::span<const int> tokens) {
-    std::uint64_t hash = 14695981039346656037ULL;
-    for (const int token : tokens) {
-        hash = (hash ^ static_cast<std::uint64_t>(token)) * 1099511628211ULL;
-    }
-    char text[17];
-    std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(hash));
-    return text;
 }
 
 }  // namespace llama

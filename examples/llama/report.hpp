@@ -1,6 +1,7 @@
 // A report on one model: what each format costs on a text of its user. Measured window by window, kept in a JSON file on the way.
 #pragma once
 
+#include "bootstrap.hpp"
 #include "key_bias.hpp"
 #include "window.hpp"
 
@@ -15,11 +16,6 @@ struct report_settings {
     int window = 0, chunk = 0, threads = 1;
     int probes = 4;  // runs of each window that are read again behind it; 0: none
     bool show_progress = false;
-};
-
-// A value and the interval that 95 of 100 resamplings of the blocks give.
-struct interval {
-    double value = 0.0, low = 0.0, high = 0.0;
 };
 
 struct recall {
@@ -81,9 +77,6 @@ private:
     nlohmann::ordered_json state_;
     std::vector<std::string> schemes_;
 };
-
-// FNV-1a of some token ids, for the identity of a report.
-std::string fingerprint_of(std::span<const int> tokens);
 
 // Pages for people: Markdown, and HTML with its plots inside.
 std::string report_as_markdown(const report_state& state);

@@ -6,6 +6,7 @@
 #include "kvq_cache.hpp"
 #include "live_cache.hpp"
 #include "reference_cache.hpp"
+#include "self_calibrating_cache.hpp"
 
 #include <kvq/format/find_format.hpp>
 
@@ -19,6 +20,7 @@ namespace llama {
 namespace {
 
 constexpr std::string_view reference_name = "reference";
+constexpr int self_calibration_tokens = 512;
 
 // Formats that are not built in.
 const std::vector<quality::listed_format>& baselines() {
@@ -99,13 +101,20 @@ std::string parse_name(std::string_view text, scheme_choice& choice) {
         const std::string_view suffix = text.substr(begin, end == std::string_view::npos ? end : end - begin);
         if (suffix == "stats") {
             choice.use_statistics = true;
+        } else if (suffix.starts_with("self")) {
+            choice.own_statistics =
+                suffix == "self" ? self_calibration_tokens : parse_count(suffix.substr(4), choice.label);
+            if (choice.own_statistics < kvq::calibration::group) {
+                throw std::invalid_argument("\"" + choice.label + "\": statistics need at least " +
+                                            std::to_string(kvq::calibration::group) + " tokens");
+            }
         } else if (suffix.starts_with('s')) {
             choice.settings.sinks = parse_count(suffix.substr(1), choice.label);
         } else if (suffix.starts_with('r')) {
             choice.settings.recent = parse_count(suffix.substr(1), choice.label);
         } else {
             throw std::invalid_argument("\"" + choice.label +
-                                        "\": expected +s4 (sinks), +r32 (recent) or +stats, not +" +
+                                        "\": expected +s4 (sinks), +r32 (recent), +stats or +self, not +" +
                                         std::string(suffix));
         }
     }
@@ -133,7 +142,14 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
     if (!formats.keys) {
         return std::make_unique<reference_cache>(shape);
     }
-    const kvq::cache_options options = options_with(settings, formats);
+    kvq::cache_options options = options_with(settings, formats);
+    if (own_statistics > 0) {
+        options.keys = kvq::find_format("fp16", kvq::tensor::key);
+        return std::make_unique<self_calibrating_cache>(
+            shape, options, own_statistics, [name = key_name](const kvq::calibration& statistics) {
+                return find(name, kvq::tensor::key, &statistics);
+            });
+    }
     if (formats.keys.functions().dequantizes_first || formats.values.functions().dequantizes_first) {
         return std::make_unique<dequantized_cache>(shape, options);
     }
@@ -141,7 +157,7 @@ std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) co
 }
 
 bool scheme_choice::has_fp16_window() const {
-    if (live || !formats.keys) {
+    if (live || own_statistics > 0 || !formats.keys) {
         return false;
     }
     const kvq::format window = options_with(settings, formats).window;
@@ -173,6 +189,9 @@ scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults
     choice.key_name = choice.value_name = parse_name(text.substr(0, slash), choice);
     if (slash != std::string_view::npos) {
         choice.value_name = parse_name(text.substr(slash + 1), choice);
+    }
+    if (choice.use_statistics && choice.own_statistics > 0) {
+        throw std::invalid_argument("\"" + choice.label + "\": +stats or +self, not both");
     }
     if (slash != std::string_view::npos || choice.key_name != reference_name) {
         choice.formats = {find(choice.key_name, kvq::tensor::key, nullptr),

@@ -24,8 +24,9 @@ struct scheme_choice {
     std::string label;
     cache_settings settings;
     std::string key_name{}, value_name{};
-    kvq::format_pair formats{};                   // empty: fp32 rows, the scheme "reference"
-    bool use_statistics = false;                  // "+stats"
+    kvq::format_pair formats{};   // empty: fp32 rows, the scheme "reference"
+    bool use_statistics = false;  // "+stats"
+    int own_statistics = 0;       // "+self": of so many first tokens of each sequence; 0: none
     std::shared_ptr<const live_settings> live{};  // not empty: the cache is a live one (live_cache.hpp)
 
     std::unique_ptr<kv_cache> make_cache(const model_shape& shape) const;
@@ -41,7 +42,8 @@ struct scheme_choice {
 };
 
 // The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Suffixes: "+s4" (sinks) and "+r32" (recent)
-// if they differ from the defaults, and "+stats" for statistics.
+// if they differ from the defaults, "+stats" for statistics of a text, and "+self" or "+self64" for those of the first 512 or 64 tokens of
+// the sequence itself.
 // Throws std::invalid_argument for a name that does not exist; the message lists the most similar names.
 scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults);
 

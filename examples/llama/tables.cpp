@@ -24,8 +24,12 @@ nlohmann::ordered_json to_json(const scheme_result& result) {
     return {{"scheme", result.scheme},
             {"tokens", result.tokens},
             {"perplexity", result.perplexity},
-            {"ppl_delta_pct", result.ppl_delta_pct},
-            {"kld", result.kld},
+            {"ppl_delta_pct", result.ppl_delta_pct.value},
+            {"ppl_delta_pct_low", result.ppl_delta_pct.low},
+            {"ppl_delta_pct_high", result.ppl_delta_pct.high},
+            {"kld", result.kld.value},
+            {"kld_low", result.kld.low},
+            {"kld_high", result.kld.high},
             {"top1", result.top1},
             {"bits", result.bits},
             {"bytes_per_token", result.bytes_per_token},
@@ -47,14 +51,16 @@ void write_table(std::ostream& out, std::span<const scheme_result> results) {
     const int name_width = name_width_of(results);
 
     out << std::left << std::setw(name_width) << "scheme" << std::right
-        << "  perplexity   change %  KL divergence  same top-1 %  bits  bytes/token  compression  "
+        << "  perplexity   change %  KL divergence      (95 % interval)  same top-1 %  bits  bytes/token  "
+           "compression  "
            "held/token  tokens/s\n";
     for (const scheme_result& result : results) {
-        out << std::left << std::setw(name_width) << result.scheme << std::right              //
-            << std::fixed << std::setprecision(4) << std::setw(12) << result.perplexity       //
-            << std::showpos << std::setprecision(3) << std::setw(11) << result.ppl_delta_pct  //
-            << std::noshowpos << std::scientific << std::setprecision(2) << std::setw(15) << result.kld
-            << std::fixed << std::setprecision(2) << std::setw(14) << 100.0 * result.top1  //
+        out << std::left << std::setw(name_width) << result.scheme << std::right                    //
+            << std::fixed << std::setprecision(4) << std::setw(12) << result.perplexity             //
+            << std::showpos << std::setprecision(3) << std::setw(11) << result.ppl_delta_pct.value  //
+            << std::noshowpos << std::scientific << std::setprecision(2) << std::setw(15) << result.kld.value
+            << "  (" << result.kld.low << ' ' << result.kld.high << ')' << std::fixed << std::setprecision(2)
+            << std::setw(14) << 100.0 * result.top1  //
             << std::setprecision(1);
         // A live cache has no fixed size per token.
         if (std::isnan(result.bytes_per_token)) {

@@ -1,6 +1,7 @@
 #include "weights.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace llama {
 
@@ -19,6 +20,10 @@ linear::linear(const stored_matrix& stored) : stored_(stored) {
 
 template <bool Add>
 void linear::run(const const_rows& x, rows out, kvq::thread_pool& workers) const {
+    if (device_) {
+        device_->multiply(stored_, x, out, Add, workers);
+        return;
+    }
     const auto store = [](auto&& to, const auto& product) {
         if constexpr (Add) {
             to.noalias() += product;
@@ -32,8 +37,9 @@ void linear::run(const const_rows& x, rows out, kvq::thread_pool& workers) const
         });
         return;
     }
-    constexpr Eigen::Index tile = 128;  // outputs: a megabyte of floats or two
     const Eigen::Index outputs = stored_.outputs;
+    // Outputs: a megabyte of floats or two, and less where keys and values of few heads would leave threads without work.
+    const Eigen::Index tile = outputs >= 1024 ? 128 : 32;
     workers.parallel_for(static_cast<int>((outputs + tile - 1) / tile), [&](int index) {
         const Eigen::Index first = index * tile, count = std::min(tile, outputs - first);
         thread_local matrix floats;
@@ -41,6 +47,17 @@ void linear::run(const const_rows& x, rows out, kvq::thread_pool& workers) const
         stored_.read_rows(first, count, floats.data());
         store(out.middleCols(first, count), x * floats.transpose());
     });
+}
+
+void model_weights::use(std::shared_ptr<product_device> device) {
+    device_ = std::move(device);
+    for (layer_weights& of : layers) {
+        for (linear* const of_layer :
+             {&of.query, &of.key, &of.value, &of.attention_output, &of.gate, &of.up, &of.down}) {
+            of_layer->use(device_.get());
+        }
+    }
+    logits.use(device_.get());
 }
 
 void linear::multiply(const const_rows& x, rows out, kvq::thread_pool& workers) const {

@@ -27,6 +27,16 @@ struct stored_matrix {
     }
 };
 
+// What multiplies with the weights in place of the threads: a GPU. The same products in fp32, in another order of sums.
+class product_device {
+public:
+    virtual ~product_device() = default;
+
+    // out = x Wᵀ, or out += x Wᵀ. x: [tokens][inputs], out: [tokens][outputs]
+    virtual void multiply(const stored_matrix& weights, const Eigen::Ref<const matrix>& x,
+                          Eigen::Ref<matrix> out, bool add, kvq::thread_pool& workers) = 0;
+};
+
 // y = x Wᵀ. F32 weights are transposed into memory of their own, which Eigen packs faster; other types stay in the
 // file: some rows at a time become floats, and all tokens are multiplied with them. Results do not depend on the number of threads.
 class linear {
@@ -39,6 +49,7 @@ public:
 
     Eigen::Index outputs() const { return stored_.outputs; }
     const stored_matrix& stored() const { return stored_; }
+    void use(product_device* device) { device_ = device; }
 
     // x: [tokens][inputs], out: [tokens][outputs]
     void multiply(const const_rows& x, rows out, kvq::thread_pool& workers) const;
@@ -50,7 +61,8 @@ private:
     void run(const const_rows& x, rows out, kvq::thread_pool& workers) const;
 
     stored_matrix stored_;
-    matrix transposed_;  // [inputs][outputs], F32 only
+    matrix transposed_;                 // [inputs][outputs], F32 only
+    product_device* device_ = nullptr;  // the threads
 };
 
 // Empty rows: the model has none.
@@ -72,6 +84,12 @@ struct model_weights {
     std::vector<layer_weights> layers;
     row_vector final_norm;  // [dim]
     linear logits;          // [vocab][dim]
+
+    // All products from now on.
+    void use(std::shared_ptr<product_device> device);
+
+private:
+    std::shared_ptr<product_device> device_;
 };
 
 // Tasks on consecutive tokens, which are independent of each other outside of attention: work(first, count). Larger blocks are

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <stdexcept>
+#include <string>
 
 namespace llama {
 namespace {
@@ -106,6 +108,12 @@ window::window(const model& llama, std::span<const int> text, const scheme_choic
 }
 
 window_result window::judge(const scheme_choice& scheme) {
+    if (scheme.own_statistics > chunk_ && static_cast<int>(text_.size()) > chunk_) {
+        throw std::invalid_argument(scheme.label + " has 16-bit keys for " +
+                                    std::to_string(scheme.own_statistics) +
+                                    " tokens, more than the chunk of " + std::to_string(chunk_) +
+                                    " that is exact for every scheme: that would flatter it; see +selfN");
+    }
     const auto cache = scheme.make_cache(llama_.shape());
     const int known = shares_first_chunk_ && scheme.has_fp16_window() ? chunk_ : 0;
     window_result result;
@@ -194,19 +202,27 @@ void window::find_probes(int probes) {
     }
 }
 
-// The runs follow the window; the last token of its text, which is only predicted, is left out.
+// The runs follow the window, one after the other; the last token of its text, which is only predicted, is left out. All are read at
+// once, since the matrices become floats for every reading.
 void window::read_probes(kv_cache& cache, window_result& result) {
-    int position = static_cast<int>(input_.size());
-    matrix logits;
+    constexpr int read = probe_tokens - 1, judged = probe_tokens - probe_cue;
+    std::vector<int> runs;
     for (const int first : probes_) {
-        const auto run = span_of_int(text_).subspan(static_cast<std::size_t>(first), probe_tokens);
-        const matrix states = llama_.read(run.first(probe_tokens - 1), position, cache, probe_tokens, space_);
-        position += probe_tokens - 1;
-        llama_.logits(states.bottomRows(probe_tokens - probe_cue), logits, space_.workers);
-        probe_result probe{static_cast<double>(first) / static_cast<double>(text_.size())};
-        for (int i = probe_cue; i < probe_tokens; ++i) {
-            const distribution found(logits.row(i - probe_cue));
-            const int wanted = run[static_cast<std::size_t>(i)];
+        runs.insert(runs.end(), text_.begin() + first, text_.begin() + first + read);
+    }
+    if (runs.empty()) {
+        return;
+    }
+    const matrix states = llama_.read(runs, static_cast<int>(input_.size()), cache, read, space_);
+    matrix logits;
+    for (std::size_t i = 0; i < probes_.size(); ++i) {
+        const auto run = span_of_int(text_).subspan(static_cast<std::size_t>(probes_[i]), probe_tokens);
+        llama_.logits(states.middleRows(static_cast<Eigen::Index>(i) * read + read - judged, judged), logits,
+                      space_.workers);
+        probe_result probe{static_cast<double>(probes_[i]) / static_cast<double>(text_.size())};
+        for (int token = probe_cue; token < probe_tokens; ++token) {
+            const distribution found(logits.row(token - probe_cue));
+            const int wanted = run[static_cast<std::size_t>(token)];
             ++probe.judged;
             probe.recalled += found.top() == wanted;
             probe.negative_log_likelihood -= found.log_probability(wanted);

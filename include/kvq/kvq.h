@@ -365,6 +365,10 @@ KVQ_API kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* in
 /// on the cache or its sequences may run at the same time.
 KVQ_API kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_format* format,
                                         const char* name);
+/// Pages of sequences that are created from now on are quantized to this listed format in layers [first_layer, last_layer); last_layer
+/// 0: all. Sequences that exist keep theirs (`new_pages` of a request changes it). No other call on the cache may run at the same time.
+KVQ_API kvq_status kvq_cache_commit_to(kvq_cache* cache, kvq_role role, const char* name, int32_t first_layer,
+                                       int32_t last_layer);
 /// The index that pages of a listed format carry (kvq_page); 0 is the window format. An index may stand for several names.
 KVQ_API kvq_status kvq_cache_find_format(const kvq_cache* cache, kvq_role role, const char* name,
                                          int32_t* index);
@@ -720,6 +724,8 @@ KVQ_API kvq_status kvq_ring_held(const kvq_ring* ring, kvq_sequence** out);
 
 // ---- statistics ------------------------------------------------------------------------------------------------------
 // Of the first tokens of a text, a few hundred: keys of mix4, low3 and low2 get channel widths from them, hi6 to low2 error feedback.
+// A cache may take those of its own first tokens: list keys "fp16"; after some hundred tokens add the sequence (and its queries),
+// find "mix4" with these statistics, kvq_cache_add_format, kvq_cache_commit_to, and kvq_cache_requantize with only_smaller and new_pages.
 
 /// products: 1 to sum q q^T as well, which error feedback needs (head_dim^2 doubles per layer and kv head).
 KVQ_API kvq_status kvq_statistics_create(int32_t layers, int32_t kv_heads, int32_t head_dim, int32_t products,
@@ -727,6 +733,9 @@ KVQ_API kvq_status kvq_statistics_create(int32_t layers, int32_t kv_heads, int32
 KVQ_API kvq_status kvq_statistics_free(kvq_statistics* statistics);
 /// Keys of consecutive tokens, [n][kv_heads][head_dim]. Whole groups of 64 tokens count, and a last one of at least 16.
 KVQ_API kvq_status kvq_statistics_add_keys(kvq_statistics* statistics, int32_t layer, const kvq_tensor* k);
+/// Keys of tokens [first, first + count) of all layers of a sequence, as its pages give them.
+KVQ_API kvq_status kvq_statistics_add_sequence(kvq_statistics* statistics, const kvq_sequence* sequence,
+                                               int32_t first, int32_t count);
 /// Queries, [n][q_heads][head_dim].
 KVQ_API kvq_status kvq_statistics_add_queries(kvq_statistics* statistics, int32_t layer, const kvq_tensor* q);
 KVQ_API kvq_status kvq_statistics_save(const kvq_statistics* statistics, kvq_write write, void* user);

@@ -8,10 +8,6 @@ namespace kvq::c {
 
 namespace {
 
-int or_default(std::int32_t given, int usual) noexcept {
-    return given == 0 ? usual : given == KVQ_NONE ? 0 : given;
-}
-
 /// Calls use(name) for every name of "a, b, c".
 template <class Use>
 void each_name(const std::string& names, const char* what, Use&& use) {
@@ -150,6 +146,16 @@ kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_forma
         cache_state::named added{known_as, 0};
         added.listed = state.cache.add_format(of, f.format);
         names.push_back(std::move(added));
+    });
+}
+
+kvq_status kvq_cache_commit_to(kvq_cache* cache, kvq_role role, const char* name, int32_t first_layer,
+                               int32_t last_layer) {
+    return guard([&] {
+        cache_state& state = *get(cache, "cache").state;
+        const kvq::tensor of = role_of(role);
+        state.cache.commit_to(of, state.listed(of, name), first_layer,
+                              last_layer == 0 ? kvq::requantize_request::all : last_layer);
     });
 }
 

@@ -34,8 +34,6 @@ kvq::token_ids ids_of(const int32_t* tokens, int32_t count) {
     return {tokens, static_cast<std::size_t>(count)};
 }
 
-int or_default(int32_t given, int usual) { return given == 0 ? usual : given == KVQ_NONE ? 0 : given; }
-
 /// The parts of kvq_attend_options for a ring.
 struct ring_call {
     kvq_attend_options o;

@@ -1,4 +1,6 @@
 // Statistics of keys and queries, of the C interface.
+#include <kvq/policy/self_calibration.hpp>
+
 #include "objects.hpp"
 
 using namespace kvq::c;
@@ -22,6 +24,20 @@ kvq_status kvq_statistics_add_keys(kvq_statistics* statistics, int32_t layer, co
             expect(view.data != nullptr || view.tokens == 0, KVQ_ERROR_HANDLE, "k has no data");
             sums.add_keys(layer, view);
         });
+    });
+}
+
+kvq_status kvq_statistics_add_sequence(kvq_statistics* statistics, const kvq_sequence* sequence,
+                                       int32_t first, int32_t count) {
+    return guard([&] {
+        kvq::calibration& sums = get(statistics, "statistics").sums;
+        const kvq_sequence& s = get(sequence, "sequence");
+        expect(sums.shape().layers == s.of->cache.shape().layers, KVQ_ERROR_ARGUMENT, "statistics of ",
+               sums.shape().layers, " layers do not fit a sequence of ", s.of->cache.shape().layers);
+        kvq::calibration with = sums;
+        for (int layer = 0; layer < sums.shape().layers; ++layer)
+            kvq::add_keys(with, s.of->cache, s.sequence, layer, first, count);
+        sums = std::move(with);
     });
 }
 

@@ -1,4 +1,6 @@
 // Statuses and messages of the C interface, and the memory of handles.
+#include <kvq/kvq_cuda.h>
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -80,8 +82,9 @@ const char* kvq_status_name(kvq_status status) {
                                         "KVQ_ERROR_DATA",
                                         "KVQ_ERROR_CALLBACK",
                                         "KVQ_ERROR_UNSUPPORTED",
-                                        "KVQ_ERROR_INTERNAL"};
-    return status >= 0 && status <= KVQ_ERROR_INTERNAL ? names[status] : "unknown status";
+                                        "KVQ_ERROR_INTERNAL",
+                                        "KVQ_ERROR_CUDA"};
+    return status >= 0 && status <= KVQ_ERROR_CUDA ? names[status] : "unknown status";
 }
 
 const char* kvq_version(void) {

@@ -126,6 +126,11 @@ inline output_view output_of(const kvq_tensor* x, const char* name) {
     return with_tensor(x, name, [](const auto& view) { return output_view(view); });
 }
 
+/// A number of tokens or entries: 0 is the usual one, KVQ_NONE is 0.
+inline int or_default(std::int32_t given, int usual) noexcept {
+    return given == 0 ? usual : given == KVQ_NONE ? 0 : given;
+}
+
 /// A list of `count` elements that may be NULL if it is empty.
 template <class T>
 void expect_list(const T* list, std::int32_t count, const char* name) {

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Compares the ABI of kvq.h with a committed list: functions, sizes and offsets of structs, values of constants.
+"""Compares the ABI of kvq.h or kvq_cuda.h with a committed list: functions, sizes and offsets of structs, values of constants.
 
-abi.py <kvq.h> <abi.txt> <C compiler> [--write]
+abi.py <header> <abi.txt> <C compiler> [--write]
 
 A difference is an error. Where programs that were compiled before still fit (a new function, a new member at the end of a struct with `size`),
 write the list again. Where they do not, raise KVQ_ABI_VERSION as well.
@@ -41,11 +41,11 @@ def structs(text):
 
 def constants(text):
     names = [n for body in re.findall(r"enum \{(.*?)\}", text, flags=re.S) for n in re.findall(r"(\w+) =", body)]
-    return [*names, "KVQ_NONE", "KVQ_ALL_LAYERS", "KVQ_ABI_VERSION"]
+    return names + re.findall(r"#define (KVQ_\w+) \(?-?\d+\)?\n", text)
 
 
 def layout(header, text, compiler):
-    lines = ["#include <kvq/kvq.h>", "#include <stdio.h>", "int main(void) {"]
+    lines = [f"#include <kvq/{header.name}>", "#include <stdio.h>", "int main(void) {"]
     for name, members in structs(text):
         lines.append(f'    printf("struct {name}: %d bytes\\n", (int)sizeof({name}));')
         for m in members:
@@ -63,14 +63,14 @@ def main():
     header, wanted_path, compiler = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
     text = without_comments(header.read_text())
     found = [f"function {f}" for f in functions(text)] + layout(header, text, compiler)
-    if len(functions(text)) < 50 or len(structs(text)) < 20:
-        sys.exit("abi.py no longer understands kvq.h")
+    if len(functions(text)) < len(re.findall(r"^KVQ_API ", text, flags=re.M)) or len(structs(text)) < text.count("typedef struct") // 2:
+        sys.exit(f"abi.py does not understand {header.name}")
     if "--write" in sys.argv:
         wanted_path.write_text("\n".join(found) + "\n")
         return
-    difference = list(difflib.unified_diff(wanted_path.read_text().splitlines(), found, "committed", "kvq.h", lineterm=""))
+    difference = list(difflib.unified_diff(wanted_path.read_text().splitlines(), found, "committed", header.name, lineterm=""))
     if difference:
-        sys.exit("the ABI of kvq.h is not that of abi.txt:\n" + "\n".join(difference))
+        sys.exit(f"the ABI of {header.name} is not that of {wanted_path.name}:\n" + "\n".join(difference))
 
 
 main()

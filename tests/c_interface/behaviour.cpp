@@ -9,6 +9,7 @@
 #include <kvq/format/find_format.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/policy/ring.hpp>
+#include <kvq/policy/self_calibration.hpp>
 #include <map>
 #include <string>
 #include <thread>
@@ -831,6 +832,25 @@ TEST_CASE("keys made from statistics, formats per layer, formats that a cache is
     const int listed = cpp.add_format(kvq::tensor::key, kvq::find_format("kivi-3-g64", kvq::tensor::key));
     cpp.requantize(cpp_s, {.key = listed});
     twins::check_equal(s, cpp_s);
+
+    // Statistics of the sequence itself, and a format for sequences that begin now.
+    OK(kvq_statistics_add_sequence(statistics, s, 10, 200));
+    for (int layer = 0; layer < layers; ++layer) kvq::add_keys(same, cpp, cpp_s, layer, 10, 200);
+    OK(kvq_statistics_save(statistics, write, &saved));
+    CHECK(saved == same.save());
+    OK(kvq_cache_commit_to(cache, KVQ_KEY, "three", 1, 2));
+    cpp.commit_to(kvq::tensor::key, listed, 1, 2);
+    kvq_sequence* later = nullptr;
+    OK(kvq_sequence_create(cache, &later));
+    auto cpp_later = cpp.new_sequence();
+    for (int layer = 0; layer < layers; ++layer) {
+        rows<float> k(random, 250, kv_heads, dim), v(random, 250, kv_heads, dim);
+        const kvq_tensor ck = k.c(), cv = v.c();
+        OK(kvq_sequence_append(later, layer, &ck, &cv));
+        cpp_later.append(layer, k.view(), v.view());
+    }
+    twins::check_equal(later, cpp_later);
+    OK(kvq_sequence_free(later));
     OK(kvq_sequence_free(s));
     OK(kvq_cache_free(cache));
     OK(kvq_statistics_free(statistics));

@@ -275,6 +275,7 @@ TEST_CASE(
     REFUSES(kvq_cache_free, MAY_BE_NULL(0), f.cache);
     REFUSES(kvq_cache_get_info, MAY_BE_NULL(), f.cache, &info);
     REFUSES(kvq_cache_add_format, MAY_BE_NULL(3), f.cache, KVQ_KEY, f.format, "another");
+    REFUSES(kvq_cache_commit_to, MAY_BE_NULL(), f.cache, KVQ_KEY, "int8", 0, 0);
     REFUSES(kvq_cache_find_format, MAY_BE_NULL(), f.cache, KVQ_KEY, "int8", &f.n);
     REFUSES(kvq_cache_get_format, MAY_BE_NULL(), f.cache, KVQ_KEY, 1, &f.made_format);
     REFUSES(kvq_cache_workspace_bytes, MAY_BE_NULL(), f.cache, 100, q_heads, 1, 1, &f.bytes);
@@ -341,6 +342,7 @@ TEST_CASE(
     REFUSES(kvq_statistics_create, MAY_BE_NULL(), layers, kv_heads, dim, 0, &f.made_statistics);
     REFUSES(kvq_statistics_free, MAY_BE_NULL(0), f.statistics);
     REFUSES(kvq_statistics_add_keys, MAY_BE_NULL(), f.statistics, 0, &f.k.t);
+    REFUSES(kvq_statistics_add_sequence, MAY_BE_NULL(), f.statistics, f.s, 0, 1);
     REFUSES(kvq_statistics_add_queries, MAY_BE_NULL(), f.statistics, 0, &f.q.t);
     REFUSES(kvq_statistics_save, MAY_BE_NULL(2), f.statistics, &take_all, none);
     REFUSES(kvq_statistics_load, MAY_BE_NULL(), static_cast<const void*>(f.page), std::size_t{10},
@@ -557,6 +559,9 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_cache_find_format(f.cache, KVQ_KEY, "std4", &f.n), KVQ_ERROR_ARGUMENT,
                   "only int8, fp16");
     CHECK_REFUSED(kvq_cache_get_format(f.cache, KVQ_KEY, 3, &f.made_format), KVQ_ERROR_ARGUMENT, "format 3");
+    CHECK_REFUSED(kvq_cache_commit_to(f.cache, KVQ_KEY, "std4", 0, 0), KVQ_ERROR_ARGUMENT, "only int8, fp16");
+    CHECK_REFUSED(kvq_cache_commit_to(f.cache, KVQ_KEY, "int8", 5, 2), KVQ_ERROR_ARGUMENT, "5 to 2");
+    CHECK_REFUSED(kvq_statistics_add_sequence(f.statistics, f.s, 0, 1 << 20), KVQ_ERROR_ARGUMENT, "1048576");
     CHECK_REFUSED(kvq_cache_add_format(f.cache, KVQ_KEY, f.format, nullptr), KVQ_ERROR_ARGUMENT, "already");
     CHECK_REFUSED(kvq_statistics_create(most, 1 << 16, 1 << 20, 1, &f.made_statistics), KVQ_ERROR_ARGUMENT,
                   "larger than memory");

@@ -17,6 +17,7 @@
 #include <kvq/kvq.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>
+#include <kvq/policy/self_calibration.hpp>
 #include <string>
 #include <vector>
 
@@ -293,6 +294,25 @@ void presets(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
     auto options = kvq::preset_options(kvq::make_formats<kvq::low2>());
     options.keys = kvq::make_format<kvq::simd<>>(kvq::low2::keys(statistics));
     kvq::cache measured(shape, options);
+}
+
+void self_calibration(kvq::cache_shape shape, int steps, tokens_in k, tokens_in v, tokens_in q,
+                      kvq::token_view<float> out) {
+    auto options = kvq::preset_options(kvq::make_formats<kvq::mix4>());
+    options.keys = kvq::make_format<kvq::simd<>>(kvq::full<kvq::float16>{});
+    kvq::cache cache(shape, options);
+    auto sequence = cache.new_sequence();
+    kvq::self_calibration own(cache, 512);
+    const auto make = [](const kvq::calibration& statistics) {
+        return kvq::make_format<kvq::simd<>>(kvq::mix4::keys(statistics));
+    };
+    for (int step = 0; step < steps; ++step) {
+        for (int layer = 0; layer < shape.layers; ++layer) {
+            own.add_queries(layer, q);
+            sequence.prefill(layer, k, v, q, out);
+        }
+        own.apply(sequence, make);
+    }
 }
 
 namespace attention {

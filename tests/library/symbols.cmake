@@ -1,5 +1,5 @@
 # cmake -D NM=... -D LIBRARY=... -D ABI=... -P symbols.cmake: of kvq, a shared library shows kvq::builtin_formats and the functions of
-# tests/c_interface/abi.txt, all of them and nothing else.
+# tests/c_interface/abi.txt (and of abi_cuda.txt, if it has them), all of them and nothing else.
 execute_process(COMMAND ${NM} -DC --defined-only ${LIBRARY} RESULT_VARIABLE status OUTPUT_VARIABLE symbols)
 if(NOT status EQUAL 0)
   message(FATAL_ERROR "${NM} cannot read ${LIBRARY}")
@@ -7,6 +7,10 @@ endif()
 string(REGEX MATCHALL "[^\n]*kvq[^\n]*" shown "${symbols}")
 list(TRANSFORM shown REPLACE "^[0-9a-f]* [A-Za-z] " "")
 file(STRINGS ${ABI} functions REGEX "^function ")
+if(CUDA_ABI)
+  file(STRINGS ${CUDA_ABI} more_functions REGEX "^function ")
+  list(APPEND functions ${more_functions})
+endif()
 list(TRANSFORM functions REPLACE "^function .*[ *](kvq_[a-z0-9_]+)\\(.*" "\\1")
 list(LENGTH functions count)
 if(count LESS 50)

@@ -39,7 +39,7 @@ class Errors(unittest.TestCase):
                             (kvq.StructError, RuntimeError), (kvq.CallbackError, RuntimeError),
                             (kvq.InternalError, RuntimeError)):
             self.assertTrue(issubclass(error, base) and issubclass(error, kvq.Error))
-        self.assertEqual(sorted(e.status for e in kvq.Error.__subclasses__()), list(range(1, 9)))
+        self.assertEqual(sorted(e.status for e in kvq.Error.__subclasses__()), list(range(1, 10)))
 
     def test_options(self):
         self.expect(kvq.ArgumentError, 'no format "std44" for keys; the nearest', kvq.Cache, 2, KV, D, "std44")

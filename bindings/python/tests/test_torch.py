@@ -53,7 +53,7 @@ class Torch(unittest.TestCase):
         for bad, error, text in (
             (k.double(), kvq.ArgumentError, "k is torch.float64"),
             (k.to_sparse(), kvq.ArgumentError, "torch.sparse_coo"),
-            (torch.empty(1, KV, D, device="meta"), kvq.UnsupportedError, "k is on meta; this package reads tensors of the CPU"),
+            (torch.empty(1, KV, D, device="meta"), kvq.UnsupportedError, "k is on meta; a kvq.Cache takes tensors of the CPU"),
             (torch.zeros(1, 1, D).expand(3, KV, D), kvq.ArgumentError, "share memory"),
         ):
             with self.assertRaisesRegex(error, text):

@@ -18,7 +18,7 @@ except ImportError:
 
 import kvq
 
-LAYERS, KV, Q, D, WIDTH, WORDS = 2, 2, 4, 16, 32, 50
+LAYERS, KV, Q, D, WIDTH, WORDS = 2, 2, 4, 64, 32, 50
 
 
 def stand_in():
@@ -82,11 +82,11 @@ class Everything:
 def eager(module, q, k, v, mask, scaling, dropout=0.0, sliding_window=None, **_):
     k, v = (x.repeat_interleave(Q // KV, dim=1) for x in (k, v))
     n, m = k.shape[2], q.shape[2]
-    i, j = torch.arange(n - m, n)[:, None], torch.arange(n)[None, :]
+    i, j = torch.arange(n - m, n, device=q.device)[:, None], torch.arange(n, device=q.device)[None, :]
     seen = j <= i
     if sliding_window:
         seen &= j > i - sliding_window
-    seen = seen[None, None] & (torch.ones(1, n, dtype=torch.bool) if mask is None else mask.bool())[:, None, None, :]
+    seen = seen[None, None] & (torch.ones(1, n, dtype=torch.bool, device=q.device) if mask is None else mask.bool())[:, None, None, :]
     scores = (q.double() @ k.double().transpose(2, 3) * scaling).masked_fill(~seen, -1e30)
     return (scores.softmax(-1) @ v.double()).to(q.dtype).transpose(1, 2), None
 
@@ -97,36 +97,39 @@ class Model:
     is_causal = True
     window = None
 
-    def __init__(self):
+    def __init__(self, device="cpu", dtype=None):
         def matrix(*shape):
-            return torch.randn(*shape) / shape[0] ** 0.5
+            return (torch.randn(*shape) / shape[0] ** 0.5).to(device)
 
-        self.words = torch.randn(WORDS, WIDTH)
+        self.dtype = dtype or torch.float32  # of attention
+        self.words = torch.randn(WORDS, WIDTH).to(device)
         self.weights = [[matrix(WIDTH, h * D) for h in (Q, KV, KV)] + [matrix(Q * D, WIDTH)] for _ in range(LAYERS)]
 
     def rotated(self, x, positions):
-        angles = positions[:, None, :, None] * 10000.0 ** (-torch.arange(D // 2) * 2.0 / D)
+        angles = positions[:, None, :, None] * 10000.0 ** (-torch.arange(D // 2, device=x.device) * 2.0 / D)
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
 
     def __call__(self, ids, cache, attention, mask=None, mask_function=None):
         past = cache.get_seq_length()
-        real = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long) if mask is None else mask
+        real = torch.ones(ids.shape[0], past + ids.shape[1], dtype=torch.long, device=ids.device) if mask is None else mask
         positions = (real.cumsum(-1) - 1).clamp(min=0)[:, past:]
         given = mask if mask_function is None else mask_function(batch_size=ids.shape[0], attention_mask=mask)
         x = self.words[ids]
         for layer, (wq, wk, wv, wo) in enumerate(self.weights):
             h = x / x.norm(dim=-1, keepdim=True) * WIDTH**0.5
             q, k, v = ((h @ w).view(*h.shape[:2], -1, D).transpose(1, 2) for w in (wq, wk, wv))
-            q, k = self.rotated(q, positions), self.rotated(k, positions)
+            q, k, v = (x.to(self.dtype) for x in (self.rotated(q, positions), self.rotated(k, positions), v))
             k, v = cache.update(k, v, layer, {"cache_position": None})
             out, _ = attention(self, q, k, v, given, scaling=0.3, dropout=0.0, sliding_window=self.window)
-            x = x + out.reshape(*ids.shape, -1).contiguous() @ wo
+            x = x + out.reshape(*ids.shape, -1).to(x.dtype).contiguous() @ wo
         return x @ self.words.T
 
 
 @unittest.skipIf(torch is None, "torch is not there")
 class StandIn(unittest.TestCase):
+    device, dtype, most = "cpu", None, 1e-3  # most: difference of logits
+
     def setUp(self):
         package, caches = stand_in()
         kept = {name: sys.modules.get(name) for name in ("transformers", "transformers.cache_utils", "kvq.transformers")}
@@ -140,20 +143,22 @@ class StandIn(unittest.TestCase):
                     sys.modules.pop(name, None)
                 else:
                     sys.modules[name] = module
+            if kept["kvq.transformers"] is not None:
+                kvq.transformers = kept["kvq.transformers"]
 
         self.addCleanup(back)
         self.attention = package.AttentionInterface.functions["kvq"]
         self.mask = package.AttentionMaskInterface.functions["kvq"]
         torch.manual_seed(3)
-        self.model = Model()
-        self.ids = torch.randint(0, WORDS, (3, 120))
+        self.model = Model(self.device, self.dtype)
+        self.ids = torch.randint(0, WORDS, (3, 120)).to(self.device)
 
     def both(self, ids, ours, theirs, mask=None):
         """Logits of real tokens, equal in both."""
         out = self.model(ids, ours, self.attention, mask, self.mask)
         expected = self.model(ids, theirs, eager, mask)
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask[:, -ids.shape[1] :].bool()
-        self.assertLess((out - expected)[real].abs().max().item(), 1e-3)
+        self.assertLess((out - expected)[real].abs().max().item(), self.most)
         return out
 
     def exact(self, **others):
@@ -187,21 +192,21 @@ class StandIn(unittest.TestCase):
 
     def test_padding(self):
         """Left and right padding, and a row that is all padding."""
-        mask = torch.ones(3, 120, dtype=torch.long)
+        mask = torch.ones(3, 120, dtype=torch.long, device=self.device)
         mask[0, :50] = 0
         mask[1, 90:] = 0
         ours, theirs = self.exact(), Everything()
         self.both(self.ids, ours, theirs, mask)
         for _ in range(3):
-            mask = torch.cat([mask, torch.tensor([[1], [1], [1]])], dim=1)
+            mask = torch.cat([mask, torch.tensor([[1], [1], [1]], device=self.device)], dim=1)
             self.both(self.ids[:, :1], ours, theirs, mask)
-        mask = torch.cat([mask, torch.tensor([[1], [0], [1]])], dim=1)
+        mask = torch.cat([mask, torch.tensor([[1], [0], [1]], device=self.device)], dim=1)
         self.both(self.ids[:, :1], ours, theirs, mask)
         self.assertEqual([len(s) for s in ours.layers[1].sequences], [74, 93, 124])
         ours.crop(110)
         theirs.layers = {i: (k[:, :, :110], v[:, :, :110]) for i, (k, v) in theirs.layers.items()}
         self.assertEqual([len(s) for s in ours.layers[0].sequences], [60, 90, 110])
-        mask = torch.cat([mask[:, :110], torch.tensor([[1], [1], [1]])], dim=1)
+        mask = torch.cat([mask[:, :110], torch.tensor([[1], [1], [1]], device=self.device)], dim=1)
         self.both(self.ids[:, :1], ours, theirs, mask)
         other = mask.clone()
         other[2, 0] = 0
@@ -217,7 +222,7 @@ class StandIn(unittest.TestCase):
     def test_beams_and_crops(self):
         ours, theirs = self.exact(), Everything()
         self.both(self.ids, ours, theirs)
-        chosen = torch.tensor([2, 2, 0])
+        chosen = torch.tensor([2, 2, 0], device=self.device)
         ours.reorder_cache(chosen)
         theirs.layers = {i: (k[chosen], v[chosen]) for i, (k, v) in theirs.layers.items()}
         self.both(self.ids[:, :2], ours, theirs)
@@ -247,8 +252,8 @@ class StandIn(unittest.TestCase):
         self.model(self.ids, cache, self.attention)
         with self.assertRaisesRegex(kvq.ArgumentError, "a batch of 2 for a cache of 3"):
             self.model(self.ids[:2], cache, self.attention)
-        q = torch.zeros(1, Q, 1, D)
-        key = torch.zeros(1, KV, 1, D)
+        q = torch.zeros(1, Q, 1, D, device=self.device, dtype=self.dtype)
+        key = torch.zeros(1, KV, 1, D, device=self.device, dtype=self.dtype)
         for options, text in (({"dropout": 0.1}, "dropout"), ({"is_causal": False}, "not causal"), ({"head_mask": q}, "head_mask")):
             k, v = self.exact().update(key, key, 0)
             with self.assertRaisesRegex(kvq.UnsupportedError, text):

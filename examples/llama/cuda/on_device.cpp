@@ -16,7 +16,7 @@ std::string device_name(const scheme_choice& scheme) {
         throw std::invalid_argument(scheme.label +
                                     ": caches that change are for the CPU, but generate takes --tiers");
     }
-    if (scheme.use_statistics) {
+    if (scheme.use_statistics || scheme.own_statistics > 0) {
         throw std::invalid_argument(scheme.label + ": statistics are for the CPU");
     }
     if (scheme.key_name != scheme.value_name) {

@@ -75,6 +75,20 @@ public:
         return list.listed() - 1;
     }
 
+    /// Makes a listed format that of the pages of sequences that are made from now on, in layers [first_layer, last_layer). Sequences
+    /// that exist keep theirs (requantize_request::new_pages changes it). No other call on the cache may run at the same time. Raises
+    /// kvq::error for a number that is not listed, or std::bad_alloc; nothing has changed then.
+    void commit_to(tensor role, int listed, int first_layer = 0, int last_layer = requantize_request::all) {
+        expect_listed(role, listed);
+        detail::expect(first_layer >= 0 && first_layer <= last_layer, "layers ", first_layer, " to ",
+                       last_layer, " are not a range of layers");
+        options_.layers.resize(static_cast<std::size_t>(shape_.layers));
+        for (int i = first_layer; i < detail::smaller(last_layer, shape_.layers); ++i) {
+            layer_format& f = options_.layers[static_cast<std::size_t>(i)];
+            (role == tensor::key ? f.key : f.value) = listed;
+        }
+    }
+
     /// Bytes of all pages of all sequences, each counted once.
     [[nodiscard]] std::size_t bytes_in_use() const noexcept { return pool_.bytes_in_use(); }
 

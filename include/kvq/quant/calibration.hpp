@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "../core/error.hpp"
@@ -77,25 +78,25 @@ public:
     void add_queries(int layer, const token_view<T>& q) {
         check(layer, q.heads >= 1 && q.heads % shape_.kv_heads == 0 && q.dim == shape_.head_dim, q, "q");
         const int share = q.heads / shape_.kv_heads;
-        for (int t = 0; t < q.tokens; ++t)
-            for (int h = 0; h < q.heads; ++h) {
-                const auto* const x = q.at(t, h);
+        // A few queries at a time, so that a row of sums stays in registers or close by. The order of each sum is that of the queries.
+        constexpr std::size_t most = 16;
+        const std::size_t n = channels();
+        std::vector<double> rows(most * n);
+        for (int h = 0; h < shape_.kv_heads; ++h) {
+            std::size_t held = 0;
+            for (int i = 0; i < q.tokens * share; ++i) {
+                const auto* const x = q.at(i / share, h * share + i % share);
+                double* const row = rows.data() + held * n;
                 bool finite = true;
-                for (int c = 0; c < q.dim; ++c)
-                    finite = finite && detail::is_finite(static_cast<float>(x[c]));
-                if (!finite) continue;
-                const std::size_t b = block(layer, h / share), n = channels();
-                for (std::size_t i = 0; i < n; ++i) {
-                    const auto a = static_cast<double>(static_cast<float>(x[i]));
-                    if (products_)
-                        for (std::size_t j = 0; j < n; ++j)
-                            queries_[(b * n + i) * n + j] +=
-                                a * static_cast<double>(static_cast<float>(x[j]));
-                    else
-                        queries_[b * n + i] += a * a;
+                for (std::size_t c = 0; c < n; ++c) {
+                    row[c] = static_cast<double>(static_cast<float>(x[c]));
+                    finite = finite && row[c] - row[c] == 0.0;
                 }
-                query_tokens_[b] += 1;
+                if (finite && ++held == most)
+                    add_products(block(layer, h), rows.data(), std::exchange(held, 0));
             }
+            add_products(block(layer, h), rows.data(), held);
+        }
     }
 
     const cache_shape& shape() const noexcept { return shape_; }
@@ -208,6 +209,20 @@ private:
         const std::size_t b = block(layer, head);
         return key_tokens_[b] == 0 ? 1.0
                                    : sums[b * channels() + static_cast<std::size_t>(c)] / key_tokens_[b];
+    }
+    void add_products(std::size_t b, const double* rows, std::size_t count) noexcept {
+        const std::size_t n = channels();
+        double* const sums = queries_.data() + (products_ ? b * n * n : b * n);
+        for (std::size_t i = 0; i < n; ++i)
+            for (std::size_t r = 0; r < count; ++r) {
+                const double* const x = rows + r * n;
+                if (!products_) {
+                    sums[i] += x[i] * x[i];
+                    continue;
+                }
+                for (std::size_t j = 0; j < n; ++j) sums[i * n + j] += x[i] * x[j];
+            }
+        query_tokens_[b] += static_cast<double>(count);
     }
     template <class View>
     void check(int layer, bool fits, const View& x, const char* what) const {

@@ -5,11 +5,12 @@
     sequence = cache.new_sequence()
     out = sequence.prefill(layer, k, v, q)      # [tokens][heads][dim], numpy or torch
 
-Tensors are numpy arrays or torch tensors of the CPU, read and written in place. docs/guide/python.md is the guide.
+Tensors are numpy arrays or torch tensors of the CPU, read and written in place. Caches on a GPU are in kvq.cuda. docs/guide/python.md is
+the guide.
 """
 from ._attention import Mods, Threads, Workspace
 from ._cache import Cache, Rotary
-from ._errors import (ArgumentError, CallbackError, DataError, Error, HandleError, InternalError, OutOfMemoryError,
+from ._errors import (ArgumentError, CallbackError, CudaError, DataError, Error, HandleError, InternalError, OutOfMemoryError,
                       StructError, UnsupportedError)
 from ._formats import Format, FormatDescription, FormatEntry, Statistics, formats
 from ._library import library as _library
@@ -22,7 +23,7 @@ __version__: str = _library.kvq_version().decode()
 """Of the library."""
 
 __all__ = [
-    "ArgumentError", "Cache", "CacheInfo", "CallbackError", "ChosenTokens", "DataError", "Error", "Footprint", "Format",
+    "ArgumentError", "Cache", "CacheInfo", "CallbackError", "ChosenTokens", "CudaError", "DataError", "Error", "Footprint", "Format",
     "FormatDescription", "FormatEntry", "HandleError", "InternalError", "Match", "Mods", "OutOfMemoryError",
     "PrefixCache", "PrefixCacheStatistics", "Receiver", "RequantizeReport", "Ring", "Rotary", "SelectionReport",
     "Sequence", "SkippingReport", "Statistics", "StepDownPolicy", "StepDownReport", "StructError", "Threads", "Tier",

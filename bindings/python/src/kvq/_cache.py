@@ -136,6 +136,11 @@ class Cache(Handle):
         the same time."""
         library.kvq_cache_add_format(self, role_of(format.role), handle_of(format, Format, "format"), text(name))
 
+    def commit_to(self, role: str, name: str, first_layer: int = 0, last_layer: int = 0) -> None:
+        """Pages of sequences that are made from now on are quantized to a listed format, in layers [first_layer, last_layer); 0: to the
+        last. role: "key" or "value". Sequences that exist keep theirs (requantize(new_pages=True) changes it)."""
+        library.kvq_cache_commit_to(self, role_of(role), text(name), first_layer, last_layer)
+
     def workspace_bytes(self, tokens: int, q_heads: int, q_tokens: int = 1, threads: int = 1) -> int:
         """Bytes of workspace for attention of q_tokens x q_heads queries over a sequence of `tokens`, on `threads` threads."""
         return ask(library.kvq_cache_workspace_bytes, self, tokens, q_heads, q_tokens, threads, out=ctypes.c_size_t)

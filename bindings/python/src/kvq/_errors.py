@@ -44,9 +44,15 @@ class CallbackError(Error, RuntimeError):
 
 
 class UnsupportedError(Error, NotImplementedError):
-    """The library was built without what the function needs, or the memory of a tensor is not the CPU's."""
+    """The library was built without what the function needs, or the memory of a tensor is not that of the cache."""
 
     status = 7
+
+
+class CudaError(Error, RuntimeError):
+    """The CUDA runtime reported an error; the text names it."""
+
+    status = 9
 
 
 class InternalError(Error, RuntimeError):
@@ -55,5 +61,6 @@ class InternalError(Error, RuntimeError):
 
 BY_STATUS = {
     c.status: c
-    for c in (ArgumentError, HandleError, StructError, OutOfMemoryError, DataError, CallbackError, UnsupportedError)
+    for c in (ArgumentError, HandleError, StructError, OutOfMemoryError, DataError, CallbackError, UnsupportedError,
+              CudaError)
 }

@@ -81,6 +81,10 @@ class Statistics(Handle):
         """Adds keys of consecutive tokens, [n][kv_heads][head_dim]. Whole groups of 64 tokens count, and a last one of at least 16."""
         library.kvq_statistics_add_keys(self, layer, ctypes.byref(tensor(k, "k")))
 
+    def add_sequence(self, sequence: Handle, first: int, count: int) -> None:
+        """Adds the keys of tokens [first, first + count) of all layers of a Sequence, as its pages give them."""
+        library.kvq_statistics_add_sequence(self, handle_of(sequence, Handle, "sequence"), first, count)
+
     def add_queries(self, layer: int, q: Tensor) -> None:
         """Adds queries, [n][q_heads][head_dim]."""
         library.kvq_statistics_add_queries(self, layer, ctypes.byref(tensor(q, "q")))

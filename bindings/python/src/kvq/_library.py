@@ -57,7 +57,7 @@ def _load() -> types.SimpleNamespace:
             f"kvq: the library {path} cannot be loaded ({e}). Build it with -DKVQ_LIBRARY=ON -DBUILD_SHARED_LIBS=ON, "
             "and set KVQ_LIBRARY_PATH to the file or its folder"
         ) from None
-    loaded = types.SimpleNamespace(path=path)
+    loaded = types.SimpleNamespace(path=path, dll=library)
     try:
         for name, (result, arguments) in _abi.TEXTS.items():
             function = getattr(library, name)

@@ -58,7 +58,7 @@ def _memory(x: Tensor, name: str, write: bool) -> Tuple[int, Tuple[int, ...]]:
     if is_torch(x):
         if x.device.type != "cpu":
             raise UnsupportedError(
-                f"kvq: {name} is on {x.device}; this package reads tensors of the CPU only, use {name}.cpu()"
+                f"kvq: {name} is on {x.device}; a kvq.Cache takes tensors of the CPU, use {name}.cpu() or a kvq.cuda.Cache"
             )
         if str(x.layout) != "torch.strided":
             raise ArgumentError(f"kvq: {name} is {x.layout}, not torch.strided")

@@ -593,6 +593,13 @@ extern "C" {
         format: *const kvq_format,
         name: *const c_char,
     ) -> kvq_status;
+    pub fn kvq_cache_commit_to(
+        cache: *mut kvq_cache,
+        role: kvq_role,
+        name: *const c_char,
+        first_layer: i32,
+        last_layer: i32,
+    ) -> kvq_status;
     pub fn kvq_cache_find_format(
         cache: *const kvq_cache,
         role: kvq_role,
@@ -856,6 +863,12 @@ extern "C" {
     ) -> kvq_status;
     pub fn kvq_statistics_free(statistics: *mut kvq_statistics) -> kvq_status;
     pub fn kvq_statistics_add_keys(statistics: *mut kvq_statistics, layer: i32, k: *const kvq_tensor) -> kvq_status;
+    pub fn kvq_statistics_add_sequence(
+        statistics: *mut kvq_statistics,
+        sequence: *const kvq_sequence,
+        first: i32,
+        count: i32,
+    ) -> kvq_status;
     pub fn kvq_statistics_add_queries(statistics: *mut kvq_statistics, layer: i32, q: *const kvq_tensor) -> kvq_status;
     pub fn kvq_statistics_save(statistics: *const kvq_statistics, write: kvq_write, user: *mut c_void) -> kvq_status;
     pub fn kvq_statistics_load(data: *const c_void, bytes: usize, out: *mut *mut kvq_statistics) -> kvq_status;

@@ -88,6 +88,11 @@ impl Statistics {
     pub fn add_keys<T: Value>(&mut self, layer: usize, k: &Tensor<T>) -> Result<()> {
         check(unsafe { sys::kvq_statistics_add_keys(self.raw(), int(layer, "layer")?, &k.c) })
     }
+    /// Adds keys of tokens [first, first + count) of all layers of a sequence, as its pages give them.
+    pub fn add_sequence(&mut self, sequence: &crate::Sequence, first: usize, count: usize) -> Result<()> {
+        let (first, count) = (int(first, "first")?, int(count, "count")?);
+        check(unsafe { sys::kvq_statistics_add_sequence(self.raw(), sequence.raw(), first, count) })
+    }
     /// Adds queries, [n][q_heads][head_dim].
     pub fn add_queries<T: Value>(&mut self, layer: usize, q: &Tensor<T>) -> Result<()> {
         check(unsafe { sys::kvq_statistics_add_queries(self.raw(), int(layer, "layer")?, &q.c) })

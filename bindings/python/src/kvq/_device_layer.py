@@ -1,0 +1,156 @@
+"""One layer of a cache of kvq.transformers on a GPU: what kvq.transformers.Layer hands to a kvq.cuda.Cache.
+
+A decode step is two calls of the library with structs that are made once: it takes some microseconds and never waits for the device.
+"""
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Dict, List, Optional, Sequence as Sequence_, Tuple
+
+import torch
+
+from . import _abi, _cuda_abi
+from ._errors import ArgumentError, UnsupportedError
+from ._library import library
+from .cuda import Cache, Sequence, attend_options
+
+_OK = _abi.OK
+
+
+class _Rows:
+    """A tensor [rows][heads][tokens][dim] as rows x tokens for the library."""
+
+    def __init__(self, dtype: int) -> None:
+        self.c = _cuda_abi.plain_tensor(dtype=dtype)
+        self.pointer = ctypes.addressof(self.c)
+
+    def set(self, x: torch.Tensor) -> torch.Tensor:
+        """x must live until the call: what it was copied to, where its tokens do not follow each other in memory."""
+        batch, heads, n, dim = x.shape
+        of_row, head, token, channel = x.stride()
+        if channel != 1 or (n > 1 and batch > 1 and of_row != n * token):
+            x = x.transpose(1, 2).contiguous().transpose(1, 2)
+            of_row, head, token, channel = x.stride()
+        c = self.c
+        c.data, c.tokens, c.heads, c.dim = x.data_ptr(), batch * n, heads, dim
+        c.token_stride, c.head_stride = token if n > 1 else of_row, head
+        return x
+
+
+class DevicePages:
+    """Sequences of a batch in one layer."""
+
+    def __init__(self, k: torch.Tensor, values: Any, keys: Any, options: Dict[str, Any]) -> None:
+        if values is not None and values != keys:
+            raise UnsupportedError(f"kvq: on a GPU keys and values have one format, not {keys} and {values}")
+        batch, kv_heads, _, head_dim = k.shape
+        given = dict(options)
+        window = given.pop("window", None)
+        self.dtype = k.dtype
+        names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        if k.dtype not in names:
+            raise UnsupportedError(f"kvq: the keys are {k.dtype}; caches on a GPU take torch.float16 and torch.bfloat16")
+        if window not in (None, names[k.dtype]):
+            raise ArgumentError(f"kvq: the window is {window}, but the keys are {names[k.dtype]}")
+        self.pages = Cache(1, kv_heads, head_dim, keys, dtype=k.dtype, device=k.device, max_batch=given.pop("max_batch", batch), **given)
+        self.sequences: List[Sequence] = [self.pages.new_sequence() for _ in range(batch)]
+        self._rows: Optional[Any] = None
+        self._begun = False
+        number = _abi.FP16 if k.dtype == torch.float16 else _abi.BF16
+        self._k, self._v, self._q, self._out = (_Rows(number) for _ in range(4))
+        self._options: Dict[Tuple, Any] = {}
+        f = self.pages._f
+        self._begin, self._prefill = f.raw_kvq_cuda_cache_begin_step, f.raw_kvq_cuda_cache_prefill
+
+    def replace(self, sequences: List[Sequence]) -> None:
+        """Other sequences stand in the rows."""
+        self.sequences, self._rows = sequences, None
+        if len(sequences) > self.pages.max_batch:
+            raise ArgumentError(f"kvq: {len(sequences)} sequences, but the cache was made for {self.pages.max_batch}: pass "
+                                f"max_batch={len(sequences)}")
+
+    def _raise(self, status: int) -> None:
+        from ._errors import BY_STATUS, InternalError
+
+        raise BY_STATUS.get(status, InternalError)(library.kvq_last_error().decode("utf-8", "replace"))
+
+    def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
+               how: Tuple[Optional[float], Optional[float], Optional[int]]) -> torch.Tensor:
+        """As Layer.attend. new: [batch][n] on the CPU, False for padding; None: there is none. how: scale, softcap, window"""
+        options = self._options.get(how)
+        if options is None:
+            held = attend_options(*how)
+            options = self._options[how] = (held, ctypes.addressof(held))
+        batch, q_heads, n, dim = q.shape
+        if n <= self.pages.step_tokens:
+            absent = [] if new is None else (~new).nonzero().tolist()
+            if not absent or n == 1:
+                return self._step(k, v, q, options[1], [i for i, _ in absent])
+        return self._prompts(k, v, q, new, options[1])
+
+    def begin(self, n: int, absent: Sequence_[int] = ()) -> None:
+        """Every row but absent ones gets n tokens more: the next attend() writes them. attend() begins by itself, unless this has."""
+        batch, pages = len(self.sequences), self.pages
+        rows = self._rows
+        if rows is None or absent:
+            addresses = [None if i in absent else s.address for i, s in enumerate(self.sequences)]
+            rows = (ctypes.c_void_p * batch)(*addresses)
+            self._rows = None if absent else rows
+        status = self._begin(pages.address, ctypes.addressof(rows), batch, n, pages.stream())
+        if status == _abi.ERROR_MEMORY:
+            pages.begin_step([None if i in absent else s for i, s in enumerate(self.sequences)], n)
+        elif status != _OK:
+            self._raise(status)
+        self._begun = True
+
+    def stepped(self) -> None:
+        """A graph has done what begin() has begun."""
+        self._begun = False
+
+    def _step(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, options: int, absent: List[int]) -> torch.Tensor:
+        batch, q_heads, n, dim = q.shape
+        if not self._begun:
+            self.begin(n, absent)
+        self._begun = False
+        out = torch.empty(batch, n, q_heads, dim, dtype=q.dtype, device=q.device)
+        held = self._k.set(k), self._v.set(v), self._q.set(q), self._out.set(out.transpose(1, 2))
+        pages = self.pages
+        status = self._prefill(pages.address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
+                               pages.stream())
+        del held
+        if status != _OK:
+            self._raise(status)
+        return out
+
+    def _prompts(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], options: int) -> torch.Tensor:
+        batch, q_heads, n, dim = q.shape
+        pages = self.pages
+        make = torch.empty if new is None else torch.zeros
+        out = make(batch, n, q_heads, dim, dtype=q.dtype, device=q.device)
+        for row, s in enumerate(self.sequences):
+            first, count, chosen = 0, n, None
+            if new is not None:
+                real = new[row].nonzero().flatten().tolist()
+                if not real:
+                    continue
+                first, count = real[0], len(real)
+                if real[-1] - first + 1 != count:
+                    chosen = torch.tensor(real, device=q.device)
+
+            def tokens(x: torch.Tensor) -> torch.Tensor:
+                x = x[row : row + 1]
+                return x[:, :, first : first + count] if chosen is None else x[:, :, chosen]
+
+            to = out[row : row + 1, first : first + count] if chosen is None else torch.empty(1, count, q_heads, dim, dtype=q.dtype,
+                                                                                             device=q.device)
+            pages.begin_prompt(s, count)
+            held = [of.set(x) for of, x in ((self._k, tokens(k)), (self._v, tokens(v)), (self._q, tokens(q)),
+                                            (self._out, to.transpose(1, 2)))]
+            status = self._prefill(pages.address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
+                                   pages.stream())
+            del held
+            if status != _OK:
+                self._raise(status)
+            if chosen is not None:
+                out[row, chosen] = to[0]
+        return out

@@ -1,0 +1,373 @@
+"""Caches on a GPU: torch CUDA tensors, formats by name, steps of a batch on torch's current stream.
+
+    cache = kvq.cuda.Cache(layers=32, kv_heads=8, head_dim=128, formats="std4", dtype=torch.bfloat16, max_batch=16)
+    a, b = cache.new_sequence(), cache.new_sequence()
+    cache.begin_prompt(a, n)                     # then for every layer: out = cache.prefill(layer, k, v, q)
+    cache.begin_step([a, b])                     # then for every layer: out = cache.prefill(layer, k, v, q)
+
+Needs a library that was built with KVQ_LIBRARY_CUDA. Nothing waits for the device, except where a pool grows and in methods that say so.
+Calls that follow a begin can be captured by torch.cuda.graph and replayed after later begins (Cache.graph_id).
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import types
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, List, Optional, Sequence as List_, Tuple, Union
+
+import torch
+
+from . import _abi, _cuda_abi
+from ._cache import Cache as _HostCache, _names
+from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
+from ._formats import Statistics, from_c
+from ._library import Handle, _checked, ask, count, handle_of, library, optional_handle, text
+from ._sequence import Sequence as _HostSequence
+from ._tensors import Tensor, integers
+
+__all__ = ["Cache", "CacheInfo", "FormatEntry", "Sequence", "available", "formats"]
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_NUMBERS = {torch.float16: _abi.FP16, torch.bfloat16: _abi.BF16}
+_KIND = "cuda"  # of devices whose tensors are taken
+_loaded: Optional[types.SimpleNamespace] = None
+
+
+def available() -> bool:
+    """Whether the library has kvq_cuda.h. Whether there is a GPU is torch.cuda.is_available()."""
+    return hasattr(library.dll, "kvq_cuda_format_count")
+
+
+def _functions() -> types.SimpleNamespace:
+    """The functions of kvq_cuda.h: `name` raises what its status says, `raw_name` returns it."""
+    global _loaded
+    if _loaded is None:
+        if not available():
+            raise UnsupportedError(f"kvq: {library.path} was built without KVQ_LIBRARY_CUDA")
+        _loaded = types.SimpleNamespace()
+        for name, arguments in _cuda_abi.FUNCTIONS.items():
+            setattr(_loaded, name, _checked(library.dll, name, arguments))
+        # Pointers of these are made once and passed as they are.
+        for name in ("kvq_cuda_cache_begin_step", "kvq_cuda_cache_prefill"):
+            fast = library.dll[name]  # an object of its own
+            fast.restype = ctypes.c_int32
+            fast.argtypes = [ctypes.c_void_p if t in _PASSED else t for t in _cuda_abi.FUNCTIONS[name]]
+            setattr(_loaded, "raw_" + name, fast)
+    return _loaded
+
+
+_PASSED = (_cuda_abi._handles, _cuda_abi._tensor, _cuda_abi._attend)
+
+
+def _raw_stream(device: int) -> int:
+    """torch's current stream of a device, as an address."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+
+
+@dataclass(frozen=True)
+class FormatEntry:
+    """Formats that may be in one cache, and the caches that they are compiled for."""
+
+    formats: Tuple[str, ...]
+    head_dim: int
+    page_tokens: int
+    window: str
+
+
+def formats() -> List[FormatEntry]:
+    """What the library was compiled for. "fp16" and "bf16" go with every head_dim."""
+    f, all_of = _functions(), []
+    for i in range(ask(f.kvq_cuda_format_count, out=ctypes.c_int32)):
+        c = _cuda_abi.kvq_cuda_format_entry()
+        f.kvq_cuda_format_list(i, ctypes.byref(c))
+        all_of.append(FormatEntry(tuple(c.formats.decode().split(",")), c.head_dim, c.page_tokens,
+                                  "fp16" if c.window == _abi.FP16 else "bf16"))
+    return all_of
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """The options in force, and bytes of device memory."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    page_tokens: int
+    sinks: int
+    recent: int
+    rollback: int
+    max_batch: int
+    max_tokens: int
+    step_tokens: int
+    draft_tokens: int
+    device: int
+    quantized: int
+    """Pages in use, of all formats."""
+    window: int
+    """16-bit pages in use, sinks included."""
+    unused: int
+    """Pages that no sequence holds."""
+    tables: int
+    """And lengths, plans, matrices of feedback."""
+    workspace: int
+    prompt: int
+    """One layer of the longest prompt so far in 16 bit."""
+    bytes: int
+    """The sum of all."""
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Of all pages that sequences hold."""
+        return self.quantized + self.window
+
+
+def tensor(x: Tensor, name: str, dtype: Optional[torch.dtype] = None) -> _abi.kvq_tensor:
+    """A torch tensor [tokens][heads][dim] on the device as the library takes it."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is a {type(x).__name__}, not a torch tensor")
+    if x.device.type != _KIND:
+        raise UnsupportedError(f"kvq: {name} is on {x.device}, the cache on a GPU; use {name}.cuda()")
+    if x.dtype not in _NUMBERS or (dtype is not None and x.dtype != dtype):
+        raise ArgumentError(f"kvq: {name} is {x.dtype}, not {dtype or 'torch.float16 or torch.bfloat16'}")
+    if x.dim() != 3:
+        raise ArgumentError(f"kvq: {name} has shape {list(x.shape)}, not [tokens][heads][dim]")
+    tokens, heads, dim = x.shape
+    strides = x.stride()
+    if dim > 1 and strides[2] != 1:
+        raise ArgumentError(f"kvq: {name} has strides {list(strides)}; its channels must be contiguous, so copy it")
+    return _abi.kvq_tensor(data=x.data_ptr(), dtype=_NUMBERS[x.dtype], tokens=tokens, heads=heads, dim=dim,
+                           token_stride=strides[0] if tokens > 1 else heads * dim, head_stride=strides[1] if heads > 1 else dim)
+
+
+class Cache(Handle):
+    """Keys and values of many sequences in pages on a GPU.
+
+    layers, kv_heads, head_dim  of the model
+    formats         by name: a str with commas, or several. Pages are quantized to the first one; requantize and step_down take all.
+                    "fp16" or "bf16": nothing is quantized. kvq.cuda.formats() says what there is
+    dtype           of the window, and of k, v, q and out: torch.float16 or torch.bfloat16
+    device          of torch; None: the current one
+    page_tokens     None: 64
+    sinks           first tokens, always in 16 bit; None: 4
+    recent          at least so many newest tokens are in 16 bit; None: 64
+    rollback        a trim by up to so many tokens is exact; None: 16
+    max_batch       sequences of one step
+    max_tokens      of one sequence
+    step_tokens     new tokens that a step gives to every sequence, at most
+    draft_tokens    drafted tokens of a sequence, at most 64
+    pool_tokens     quantized pages for so many tokens are allocated at once,
+    pool_sequences  and 16-bit pages for so many sequences
+    growing         pools that are full grow, in a begin, which then waits for the stream
+    statistics      for keys whose format takes them
+
+    Memory is cudaMalloc's; where there is none, torch gives back what it holds but does not use.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, formats: Union[str, Iterable[str]] = "std4", *,
+                 dtype: torch.dtype = torch.float16, device: Any = None, page_tokens: Optional[int] = None,
+                 sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None, max_batch: int = 1,
+                 max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, pool_tokens: int = 0,
+                 pool_sequences: int = 0, growing: bool = True, statistics: Optional[Statistics] = None) -> None:
+        if dtype not in _NAMES:
+            raise ArgumentError(f"kvq: a cache on a GPU is of torch.float16 or torch.bfloat16, not {dtype}")
+        for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("step_tokens", step_tokens)):
+            if value < 1:
+                raise ArgumentError(f"kvq: {name} is {value}, which must be at least 1")
+        self.dtype, self.head_dim, self.max_batch, self.step_tokens = dtype, head_dim, max_batch, step_tokens
+        self._f = _functions()
+        if _KIND == "cuda":
+            at = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+            self.device = torch.device("cuda", torch.cuda.current_device() if at.index is None else at.index)
+            on_device: Any = torch.cuda.device(self.device)
+        else:
+            self.device, on_device = torch.device(_KIND), contextlib.nullcontext()
+        o = _cuda_abi.kvq_cuda_cache_options(
+            layers=layers, kv_heads=kv_heads, head_dim=head_dim, formats=text(_names(formats)), window=text(_NAMES[dtype]),
+            page_tokens=page_tokens or 0, sinks=count(sinks), recent=count(recent), rollback=count(rollback), max_batch=max_batch,
+            max_tokens=max_tokens, step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
+            pool_sequences=pool_sequences, fixed=int(not growing))
+        o.statistics = optional_handle(statistics, Statistics, "statistics")
+        with on_device:
+            made = ctypes.c_void_p()
+            self._with_memory(self._f.kvq_cuda_cache_create, ctypes.byref(o), self.stream(), ctypes.byref(made))
+        super().__init__(made.value, self._f.kvq_cuda_cache_free)
+
+    def stream(self) -> int:
+        """torch's current stream of the device, as an address."""
+        return _raw_stream(self.device.index) if _KIND == "cuda" else 0
+
+    def _with_memory(self, function: Callable, *arguments: Any) -> None:
+        """Calls it; where there is no memory once more, after torch has given back what it does not use."""
+        try:
+            function(*arguments)
+        except OutOfMemoryError:
+            if _KIND != "cuda":
+                raise
+            torch.cuda.empty_cache()
+            function(*arguments)
+
+    def info(self) -> CacheInfo:
+        """The options in force, and bytes."""
+        c = _cuda_abi.kvq_cuda_cache_info()
+        self._f.kvq_cuda_cache_get_info(self, ctypes.byref(c))
+        return from_c(CacheInfo, c)
+
+    def not_finite(self) -> List[int]:
+        """NaN and infinities that were quantized so far, by layer. Waits for the stream."""
+        layers = self.info().layers
+        counts = (ctypes.c_uint32 * layers)()
+        self._f.kvq_cuda_cache_not_finite(self, counts, layers, self.stream())
+        return list(counts)
+
+    def new_sequence(self) -> "Sequence":
+        """An empty sequence."""
+        return Sequence(self, ask(self._f.kvq_cuda_sequence_create, self))
+
+    # ---- steps ----
+
+    def begin_step(self, rows: List_[Optional["Sequence"]], new_tokens: int = 1) -> None:
+        """Every sequence of the batch gets new_tokens tokens more in all layers. 0: attention only. None is a row that is not there: its
+        keys are ignored, its output is 0."""
+        self._with_memory(self._f.kvq_cuda_cache_begin_step, self, *_rows(rows), new_tokens, self.stream())
+
+    def begin_prompt(self, sequence: "Sequence", new_tokens: int) -> None:
+        """One sequence gets any number of tokens."""
+        self._with_memory(self._f.kvq_cuda_cache_begin_prompt, self, handle_of(sequence, Sequence, "sequence"), new_tokens,
+                          self.stream())
+
+    def begin_draft(self, rows: List_[Optional["Sequence"]], new_tokens: int) -> None:
+        """Every sequence of the batch gets new_tokens drafted tokens behind those that it has, until keep()."""
+        self._with_memory(self._f.kvq_cuda_cache_begin_draft, self, *_rows(rows), new_tokens, self.stream())
+
+    def keep(self, rows: List_["Sequence"], paths: List_[Iterable[int]]) -> None:
+        """Accepts the drafted tokens paths[b] of sequence b, ascending numbers within its draft, and removes the others."""
+        if len(paths) != len(rows):
+            raise ArgumentError(f"kvq: {len(paths)} paths for {len(rows)} sequences")
+        starts, together = [0], []
+        for path in paths:
+            together.extend(path)
+            starts.append(len(together))
+        self._with_memory(self._f.kvq_cuda_cache_keep, self, *_rows(rows), integers(together, "paths")[0],
+                          integers(starts, "starts")[0], self.stream())
+
+    def prefill(self, layer: int, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, out: Optional[torch.Tensor] = None, *,
+                lse: Optional[torch.Tensor] = None, **options: Any) -> torch.Tensor:
+        """One call for each layer of a step, a prompt or a draft, layer 0 first: its new tokens, and their attention over all that their
+        sequences hold and over each other, causal.
+
+        k, v     [rows x new tokens][kv_heads][head_dim], on the device: the tokens of row 0, of row 1, ...
+        q, out   [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads. out=None: new memory
+        lse      None, or float32 [rows x new tokens][q_heads], gets the natural logarithm of each softmax sum
+        options  scale, softcap, window: of Mods. window_sinks: with a window, also the sinks of the cache.
+                 ancestors: int64 [rows][new tokens], which drafted tokens a query sees (bit 0: the first one)
+
+        Returns out.
+        """
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        o = attend_options(lse=lse, **options)
+        self._f.kvq_cuda_cache_prefill(
+            self, layer, *[ctypes.byref(tensor(x, name, self.dtype)) for name, x in (("k", k), ("v", v), ("q", q), ("out", out))],
+            ctypes.byref(o), self.stream())
+        return out
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """The new tokens of a layer alone. k, v: as of prefill"""
+        self._f.kvq_cuda_cache_append(self, layer, ctypes.byref(tensor(k, "k", self.dtype)),
+                                      ctypes.byref(tensor(v, "v", self.dtype)), self.stream())
+
+    def attend(self, layer: int, q: torch.Tensor, out: Optional[torch.Tensor] = None, *, lse: Optional[torch.Tensor] = None,
+               **options: Any) -> torch.Tensor:
+        """Attention of the last q.tokens / rows tokens of every row. q, out, lse, options: as of prefill. Returns out."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        o = attend_options(lse=lse, **options)
+        self._f.kvq_cuda_cache_attend(self, layer, ctypes.byref(tensor(q, "q", self.dtype)),
+                                      ctypes.byref(tensor(out, "out", self.dtype)), ctypes.byref(o), self.stream())
+        return out
+
+    def graph_id(self) -> int:
+        """A captured step may be replayed after a begin as long as this number is what it was at the capture."""
+        return ask(self._f.kvq_cuda_cache_graph_id, self, out=ctypes.c_uint64)
+
+    # ---- other formats, later ----
+
+    def requantize(self, sequences: List_["Sequence"], format: str, *, first_token: int = 0, last_token: Optional[int] = None,
+                   only_smaller: bool = False, new_pages: bool = False) -> None:
+        """Pages that lie wholly in tokens [first_token, last_token) get the format, K and V. new_pages: those to come, too."""
+        if last_token == 0:
+            return
+        r = _cuda_abi.kvq_cuda_requantize_request(format=text(format), first_token=first_token, last_token=last_token or 0,
+                                                  only_smaller=int(only_smaller), new_pages=int(new_pages))
+        self._with_memory(self._f.kvq_cuda_cache_requantize, self, *_rows(sequences), ctypes.byref(r), self.stream())
+
+    def step_down(self, sequences: List_["Sequence"], tiers: List_[Tuple[int, str]], byte_budget: Optional[int] = None) -> None:
+        """tiers: (age, format), ages ascending: from `age` tokens behind the newest one on, pages have this format. byte_budget: of all
+        pages in use; beyond it the oldest pages go down further."""
+        c = (_cuda_abi.kvq_cuda_tier * len(tiers))(*[_cuda_abi.kvq_cuda_tier(age=a, format=text(f)) for a, f in tiers])
+        self._with_memory(self._f.kvq_cuda_cache_step_down, self, *_rows(sequences), c, len(tiers), byte_budget or 0, self.stream())
+
+    def onload(self, sequence: _HostSequence) -> "Sequence":
+        """A sequence from one of a CPU cache with the same options. Waits for the stream."""
+        made = ctypes.c_void_p()
+        self._with_memory(self._f.kvq_cuda_sequence_onload, self, handle_of(sequence, _HostSequence, "sequence"), self.stream(),
+                          ctypes.byref(made))
+        return Sequence(self, made.value)
+
+
+class Sequence(Handle):
+    """Tokens of one text on a GPU. Made by Cache.new_sequence and fork."""
+
+    def __init__(self, cache: Cache, pointer: int) -> None:
+        super().__init__(pointer, cache._f.kvq_cuda_sequence_free)
+        self.cache = cache
+
+    def __len__(self) -> int:
+        """Tokens, drafted ones included."""
+        return ask(self.cache._f.kvq_cuda_sequence_tokens, self, out=ctypes.c_int32)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def bytes(self) -> int:
+        """Of its pages in all layers, shared ones included."""
+        return ask(self.cache._f.kvq_cuda_sequence_bytes, self, out=ctypes.c_size_t)
+
+    def fork(self) -> "Sequence":
+        """A sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied."""
+        made = ctypes.c_void_p()
+        self.cache._with_memory(self.cache._f.kvq_cuda_sequence_fork, self, self.cache.stream(), ctypes.byref(made))
+        return Sequence(self.cache, made.value)
+
+    def trim(self, tokens: int) -> None:
+        """Removes every token from position `tokens` on. Within `rollback` tokens it is exact; a deeper one may not end inside a quantized
+        page: the error says where it may."""
+        self.cache._f.kvq_cuda_sequence_trim(self, tokens)
+
+    def offload(self, to: _HostCache) -> _HostSequence:
+        """A sequence of a CPU cache with the same options and the same bytes of pages. Waits for the stream."""
+        return _HostSequence(to, ask(self.cache._f.kvq_cuda_sequence_offload, self, handle_of(to, _HostCache, "to"),
+                                     self.cache.stream()))
+
+
+def _rows(rows: Iterable[Optional[Sequence]]) -> Tuple[Any, int]:
+    pointers = [None if s is None else handle_of(s, Sequence, "a row") for s in rows]
+    return (ctypes.c_void_p * len(pointers))(*pointers), len(pointers)
+
+
+def attend_options(scale: Optional[float] = None, softcap: Optional[float] = None, window: Optional[int] = None,
+                   window_sinks: bool = False, ancestors: Optional[torch.Tensor] = None,
+                   lse: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
+    """How to attend, as the library takes it."""
+    for name, value in (("scale", scale), ("softcap", softcap), ("window", window)):
+        if value is not None and not value > 0:
+            raise ArgumentError(f"kvq: {name} is {value}, which must be positive, or None")
+    for name, x, dtype in (("ancestors", ancestors, torch.int64), ("lse", lse, torch.float32)):
+        if x is not None and (x.dtype != dtype or not x.is_contiguous() or x.device.type != _KIND):
+            raise ArgumentError(f"kvq: {name} is {x.dtype} on {x.device}, not contiguous {dtype} on a GPU")
+    return _cuda_abi.kvq_cuda_attend_options(
+        scale=scale or 0.0, softcap=softcap or 0.0, window=window or 0, window_sinks=int(window_sinks),
+        ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr())

@@ -1,0 +1,328 @@
+"""kvq.cuda and kvq.transformers on a GPU: outputs and bytes of the CPU's caches, graphs, refusals; transformers with its own cache.
+
+Skipped without torch, without a GPU, and where the library was built without KVQ_LIBRARY_CUDA. KVQ_TEST_DEVICE=cpu is for a library
+whose kernels are emulated.
+"""
+import os
+import unittest
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+import kvq
+
+DEVICE = os.environ.get("KVQ_TEST_DEVICE", "cuda")
+ready = torch is not None and (DEVICE == "cpu" or torch.cuda.is_available())
+if ready:
+    import kvq.cuda
+
+    ready = kvq.cuda.available()
+KV, Q, D, LAYERS = 2, 4, 64, 2
+
+import test_transformers as of_cpu  # noqa: E402
+
+
+def normal(*shape):
+    return torch.randn(*shape).to(DEVICE, torch.float16)
+
+
+class OnGpu(unittest.TestCase):
+    def setUp(self):
+        if not ready:
+            self.skipTest("there is no GPU, or the library has no kvq_cuda.h")
+        kept = kvq.cuda._KIND
+        kvq.cuda._KIND = DEVICE
+        self.addCleanup(setattr, kvq.cuda, "_KIND", kept)
+        torch.manual_seed(1)
+
+
+class Caches(OnGpu):
+    def both(self, **options):
+        given = dict(sinks=4, recent=40, rollback=16, page_tokens=64)
+        return (kvq.cuda.Cache(LAYERS, KV, D, "kivi-4-g64", dtype=torch.float16, max_batch=3, max_tokens=1000, **given, **options),
+                kvq.Cache(LAYERS, KV, D, "kivi-4-g64", window="fp16", **given))
+
+    def prefilled(self, gpu, cpu, rows, host, n, step, **options):
+        """n new tokens of every row in all layers, compared with the CPU's."""
+        if step:
+            gpu.begin_step(rows, n)
+        else:
+            gpu.begin_prompt(rows[0], n)
+        for layer in range(LAYERS):
+            k, v, q = normal(len(rows) * n, KV, D), normal(len(rows) * n, KV, D), normal(len(rows) * n, Q, D)
+            out = gpu.prefill(layer, k, v, q, **options)
+            mods = kvq.Mods(**options) if options else None
+            for row, s in enumerate(host):
+                of = slice(row * n, (row + 1) * n)
+                if s is None:
+                    self.assertEqual(out[of].abs().max().item(), 0.0)
+                    continue
+                hk, hv, hq = (x[of].cpu() for x in (k, v, q))
+                if step:
+                    s.append(layer, hk, hv)
+                    want = s.attend(layer, hq, mods=mods)
+                else:
+                    want = s.prefill(layer, hk, hv, hq, mods=mods)
+                error = (out[of].cpu().float() - want.float()).norm() / want.float().norm()
+                self.assertLess(error.item(), 3e-3)
+
+    def same(self, s, cpu, host):
+        moved = s.offload(cpu)
+        self.assertEqual((len(s), len(moved)), (len(host), len(host)))
+        for layer in range(LAYERS):
+            for role in ("key", "value"):
+                a, b = (x.dequantize(layer, role, torch.empty(len(host), KV, D)) for x in (moved, host))
+                self.assertTrue(torch.equal(a, b))
+        return moved
+
+    def test_scenario(self):
+        gpu, cpu = self.both()
+        rows, host = [gpu.new_sequence() for _ in range(2)], [cpu.new_sequence() for _ in range(2)]
+        self.prefilled(gpu, cpu, rows[:1], host[:1], 150, False)
+        self.prefilled(gpu, cpu, rows[1:], host[1:], 70, False, window=30, softcap=2.0, scale=0.2)
+        for i in range(12):
+            self.prefilled(gpu, cpu, rows, host, 1, True)
+        self.prefilled(gpu, cpu, [rows[0], None], [host[0], None], 1, True)
+        rows.append(rows[0].fork())
+        host.append(host[0].fork())
+        rows[0].trim(155)
+        host[0].trim(155)
+        self.prefilled(gpu, cpu, rows, host, 1, True)
+        for s, h in zip(rows, host):
+            self.same(s, cpu, h)
+        again = gpu.onload(rows[1].offload(cpu))
+        self.prefilled(gpu, cpu, [again], [host[1]], 1, True)
+        self.same(again, cpu, host[1])
+        info = gpu.info()
+        self.assertEqual(info.bytes, info.quantized + info.window + info.unused + info.tables + info.workspace + info.prompt)
+        self.assertGreaterEqual(info.bytes_in_use, rows[0].bytes)
+        self.assertEqual(gpu.not_finite(), [0] * LAYERS)
+        self.assertIn("kivi-4-g64", [name for e in kvq.cuda.formats() for name in e.formats])
+
+    def test_drafts(self):
+        gpu, cpu = self.both(draft_tokens=8)
+        rows, host = [gpu.new_sequence() for _ in range(2)], [cpu.new_sequence() for _ in range(2)]
+        self.prefilled(gpu, cpu, rows[:1], host[:1], 90, False)
+        gpu.begin_draft(rows, 5)
+        for layer in range(LAYERS):
+            k, v = normal(10, KV, D), normal(10, KV, D)
+            gpu.append(layer, k, v)
+            out = gpu.attend(layer, normal(10, Q, D))
+            self.assertTrue(torch.isfinite(out.float()).all())
+            for row, h in enumerate(host):
+                h.append_draft(layer, k[row * 5 : row * 5 + 5].cpu(), v[row * 5 : row * 5 + 5].cpu())
+        gpu.keep(rows, [[0, 1, 4], []])
+        host[0].keep([0, 1, 4])
+        host[1].keep([])
+        for s, h in zip(rows, host):
+            self.same(s, cpu, h)
+
+    def test_strides(self):
+        """[heads][tokens][dim] of a model, transposed: no copy; and log-sums."""
+        gpu, _ = self.both()
+        outs = []
+        k, v, q = normal(50, KV, D), normal(50, KV, D), normal(50, Q, D)
+        for moved in (False, True):
+            given = [x.transpose(0, 1).contiguous().transpose(0, 1) if moved else x for x in (k, v, q)]
+            out = torch.empty(Q, 50, D, dtype=q.dtype, device=DEVICE).transpose(0, 1) if moved else None
+            lse = torch.empty(50, Q, device=DEVICE)
+            s = gpu.new_sequence()
+            gpu.begin_prompt(s, 50)
+            outs.append(gpu.prefill(0, *given, out, lse=lse))
+            self.assertTrue(torch.isfinite(lse).all())
+        self.assertTrue(torch.equal(*outs))
+
+    def test_graph(self):
+        if DEVICE == "cpu":
+            self.skipTest("there are no graphs of torch without a GPU")
+        gpu, cpu = self.both(pool_tokens=1000, pool_sequences=4)
+        s = gpu.new_sequence()
+        gpu.begin_prompt(s, 100)
+        k, v, q = normal(100, KV, D), normal(100, KV, D), normal(100, Q, D)
+        for layer in range(LAYERS):
+            gpu.prefill(layer, k, v, q)
+        k, v, q = normal(1, KV, D), normal(1, KV, D), normal(1, Q, D)
+        out = torch.empty_like(q)
+        torch.cuda.synchronize()
+        gpu.begin_step([s])
+        graph, number = torch.cuda.CUDAGraph(), gpu.graph_id()
+        with torch.cuda.graph(graph):
+            for layer in range(LAYERS):
+                gpu.prefill(layer, k, v, q, out)
+        graph.replay()
+        for _ in range(80):
+            other = s.fork()
+            for x in (k, v, q):
+                x.copy_(normal(*x.shape))
+            gpu.begin_step([other])
+            for layer in range(LAYERS):
+                want = gpu.prefill(layer, k, v, q)
+            gpu.begin_step([s])
+            self.assertEqual(gpu.graph_id(), number)
+            graph.replay()
+            self.assertTrue(torch.equal(out, want))
+
+    def test_refused(self):
+        gpu, cpu = self.both()
+        s = gpu.new_sequence()
+        k, q = normal(3, KV, D), normal(3, Q, D)
+        with self.assertRaisesRegex(kvq.ArgumentError, "no step has begun"):
+            gpu.prefill(0, k, k, q)
+        gpu.begin_prompt(s, 3)
+        for bad, error, text in (
+            (k.float(), kvq.ArgumentError, "k is torch.float32"),
+            (k[0], kvq.ArgumentError, "k has shape"),
+            (k.transpose(1, 2), kvq.ArgumentError, "channels must be contiguous"),
+            (k[:2], kvq.ArgumentError, "have .* tokens"),
+            (torch.empty(3, KV, D, device="meta"), kvq.UnsupportedError, "k is on meta"),
+            ([1], TypeError, "k is a list"),
+        ):
+            with self.assertRaisesRegex(error, text):
+                gpu.prefill(0, bad, k, q)
+        with self.assertRaisesRegex(kvq.ArgumentError, "scale is -1"):
+            gpu.prefill(0, k, k, q, scale=-1.0)
+        gpu.prefill(0, k, k, q)
+        with self.assertRaisesRegex(kvq.ArgumentError, "build it with KVQ_CUDA_FORMATS=ref8"):
+            kvq.cuda.Cache(1, KV, D, "ref8")
+        with self.assertRaisesRegex(kvq.ArgumentError, "KVQ_CUDA_HEAD_DIMS=80"):
+            kvq.cuda.Cache(1, KV, 80, "std4")
+        with self.assertRaisesRegex(kvq.ArgumentError, "not torch.float32"):
+            kvq.cuda.Cache(1, KV, D, dtype=torch.float32)
+        with self.assertRaisesRegex(TypeError, "not a kvq.Sequence"):
+            gpu.begin_step([cpu.new_sequence()])
+        with self.assertRaises(kvq.ArgumentError):
+            s.trim(9)
+        gpu.close()
+        with self.assertRaises(kvq.HandleError):
+            gpu.begin_step([s])
+        self.assertEqual(len(s), 3)
+
+
+class StandInOnGpu(OnGpu, of_cpu.StandIn):
+    """The tests of the CPU's adapter, with attention in float16."""
+
+    device, most = DEVICE, 0.05
+
+    def setUp(self):
+        OnGpu.setUp(self)
+        self.dtype = torch.float16
+        of_cpu.StandIn.setUp(self)
+        self.module._DEVICE = DEVICE
+
+    def exact(self, **others):
+        return self.module.Cache("fp16", max_tokens=600, max_batch=6, **others)
+
+    def test_quantized(self):
+        """Near what 16 bit gives, in fewer bytes."""
+        ids = torch.randint(0, of_cpu.WORDS, (3, 400)).to(DEVICE)
+        expected, errors, used = of_cpu.Everything(), [], []
+        self.model(ids, expected, of_cpu.eager)
+        last = self.model(ids[:, :1], expected, of_cpu.eager)
+        for keys in ("fp16", "kivi-4-g64"):
+            cache = self.module.Cache(keys, max_tokens=600)
+            for first in (0, 130):  # in chunks
+                self.model(ids[:, first : (130, 400)[first > 0]], cache, self.attention)
+            errors.append((self.model(ids[:, :1], cache, self.attention) - last).abs().max().item())
+            used.append(cache.bytes())
+        self.assertLess(errors[0], self.most)
+        self.assertLess(errors[0], errors[1])
+        self.assertLess(errors[1], 0.3 * last.abs().max().item())
+        self.assertLess(used[1], 0.7 * used[0])
+
+    def test_refused(self):
+        key = torch.zeros(1, KV, 1, D, device=DEVICE)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "the keys are torch.float32"):
+            self.module.Cache("fp16").update(key, key, 0)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "keys and values have one format"):
+            self.module.Cache("fp16", "int8").update(key.half(), key.half(), 0)
+        with self.assertRaisesRegex(kvq.ArgumentError, "max_tokens is 10"):
+            cache = self.module.Cache("fp16", max_tokens=10)
+            self.model(self.ids, cache, self.attention)
+
+
+class Real(OnGpu):
+    def setUp(self):
+        super().setUp()
+        if of_cpu.real_package is None or DEVICE == "cpu":
+            self.skipTest("transformers is not there")
+        torch.manual_seed(3)
+        config = of_cpu.real_package.LlamaConfig(
+            vocab_size=200, hidden_size=256, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+        self.model = of_cpu.real_package.LlamaForCausalLM(config).eval().to(DEVICE, torch.float16)
+
+    def test_generate(self):
+        """Greedy ids equal to those of the package's own cache: alone, padded, beams, drafts; with formats that quantize, as many tokens."""
+        import kvq.transformers
+
+        ids = torch.randint(2, 200, (3, 300)).to(DEVICE)
+        mask = torch.ones_like(ids)
+        mask[1, :115] = 0
+        model = self.model
+        for name, of, options in (("alone", slice(0, 1), {}), ("padded", slice(None), {}), ("beams", slice(None), {"num_beams": 3}),
+                                  ("drafts", slice(0, 1), {"prompt_lookup_num_tokens": 3})):
+            with self.subTest(name=name):
+                options = dict(attention_mask=mask[of], max_new_tokens=30, do_sample=False, **options)
+                beams = "num_beams" in options
+                if beams:  # equally good ones may change places where 16 bit round: their scores agree
+                    options.update(return_dict_in_generate=True, output_scores=True)
+                model.set_attn_implementation("sdpa")
+                expected = model.generate(ids[of], **options)
+                model.set_attn_implementation("kvq")
+                cache = kvq.transformers.Cache("fp16", max_tokens=1024)
+                found = model.generate(ids[of], past_key_values=cache, **options)
+                if beams:
+                    self.assertLess((found.sequences_scores - expected.sequences_scores).abs().max().item(), 0.02)
+                else:
+                    self.assertTrue(torch.equal(found, expected))
+        used = []
+        for keys in ("fp16", "std4"):
+            cache = kvq.transformers.Cache(keys, max_tokens=1024)
+            out = model.generate(ids, past_key_values=cache, attention_mask=mask, max_new_tokens=60, do_sample=False)
+            self.assertEqual(out.shape, (3, 360))
+            used.append(cache.bytes())
+        self.assertLess(used[1], 0.8 * used[0])
+
+    def test_decode_graph(self):
+        """Logits and caches of steps without a graph: with padding, when pools move, behind a crop."""
+        import kvq.transformers
+
+        self.model.set_attn_implementation("kvq")
+        ids = torch.randint(2, 200, (3, 200)).to(DEVICE)
+        mask = torch.ones_like(ids)
+        mask[1, :115] = 0
+        for keys, padded in (("std4", False), ("std4", True), ("fp16", False)):
+            with self.subTest(keys=keys, padded=padded), torch.no_grad():
+                caches = [kvq.transformers.Cache(keys, max_tokens=1024) for _ in range(2)]
+                given = mask if padded else None
+                positions = (mask.cumsum(-1) - 1).clamp(min=0) if padded else None
+                for cache in caches:
+                    logits = self.model(ids, attention_mask=given, position_ids=positions, past_key_values=cache).logits[:, -1:]
+                step = kvq.transformers.DecodeGraph(self.model, caches[0])
+                for i in range(150):
+                    token = logits.argmax(-1)
+                    if i == 90:
+                        for cache in caches:
+                            cache.crop(-10)
+                    lengths = [len(s) for s in caches[1].layers[0].sequences]
+                    given = None
+                    if padded:
+                        real = caches[1].layers[0].real
+                        given = torch.cat([real.long(), torch.ones(3, 1, dtype=torch.long)], dim=1).to(DEVICE)
+                    want = self.model(token, attention_mask=given, position_ids=torch.tensor(lengths, device=DEVICE)[:, None],
+                                      past_key_values=caches[1]).logits
+                    logits = step(token)
+                    error = ((logits - want).float().abs().max() / want.float().abs().max()).item()
+                    self.assertLess(error, 0.01, f"step {i}")
+                self.assertEqual(*[[len(s) for s in cache.layers[2].sequences] for cache in caches])
+                self.assertEqual(caches[0].get_seq_length(), 340)
+        with self.assertRaisesRegex(kvq.ArgumentError, "not .3..1."):
+            step(token[:2])
+        with self.assertRaisesRegex(kvq.ArgumentError, "holds a prompt"):
+            kvq.transformers.DecodeGraph(self.model, kvq.transformers.Cache("fp16"))(token)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,216 @@
+// The CUDA half of kvq in C: caches in device memory behind handles, formats by name, steps of a batch on the caller's streams. C99, and
+// C++98 as well.
+//
+//   kvq_cuda_cache_options o; KVQ_INIT(o);
+//   o.layers = 32; o.kv_heads = 8; o.head_dim = 128; o.formats = "std4"; o.max_batch = 16;
+//   kvq_cuda_cache* cache; kvq_cuda_sequence* s;
+//   if (kvq_cuda_cache_create(&o, stream, &cache) != KVQ_OK) puts(kvq_last_error());
+//   kvq_cuda_sequence_create(cache, &s);
+//   kvq_cuda_cache_begin_prompt(cache, s, n, stream);                then for every layer kvq_cuda_cache_prefill
+//   kvq_cuda_cache_begin_step(cache, &s, 1, 1, stream);              then for every layer kvq_cuda_cache_prefill
+//
+// The program links kvq::library, built with the CMake option KVQ_LIBRARY_CUDA. docs/guide/c.md is the guide.
+//
+// Conventions are those of kvq.h: statuses, kvq_last_error(), KVQ_INIT, handles. Also:
+// Streams are cudaStream_t, NULL is the default stream. They belong to the device that was current when the cache was made; calls make it
+// the current one and set it back. Tensors are in device memory, of the cache's window type, [rows x tokens][heads][dim]: the tokens of
+// row 0, of row 1, ... Their data must live until the stream has passed the call.
+// Nothing waits for the stream, except where a pool grows and in the functions that say so. What follows a begin takes lengths and page numbers
+// from device memory: the calls of a step can be captured in a CUDA graph and replayed after later begins (kvq_cuda_cache_graph_id).
+// Errors of kernels arrive later, as with every launch, as KVQ_ERROR_CUDA.
+// Threads: calls on one cache and its sequences wait for each other. A begin and its layers are one thread's business, on one stream at a time.
+#ifndef KVQ_KVQ_CUDA_H
+#define KVQ_KVQ_CUDA_H
+
+#include "kvq.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { KVQ_ERROR_CUDA = 9 };  // the CUDA runtime reported an error; the message names it
+
+typedef struct kvq_cuda_cache kvq_cuda_cache;
+typedef struct kvq_cuda_sequence kvq_cuda_sequence;
+
+// ---- formats ---------------------------------------------------------------------------------------------------------
+// Kernels are compiled for pairs of formats and head sizes, both window types, pages of 64 tokens: int8, kivi-4-g64, kivi-2-g64 and std4 with
+// heads of 64 and 128 channels. fp16 and bf16 are there for all of them: nothing is quantized. The CMake options KVQ_CUDA_FORMATS and
+// KVQ_CUDA_HEAD_DIMS choose others.
+
+/// Formats that may be in one cache, and its geometry.
+typedef struct kvq_cuda_format_entry {
+    size_t size;
+    const char* formats;            // names, separated by commas; lives as long as the program
+    int32_t head_dim, page_tokens;  // of keys and of values
+    kvq_dtype window;               // KVQ_FP16 or KVQ_BF16
+    int32_t reserved;
+} kvq_cuda_format_entry;
+
+KVQ_API kvq_status kvq_cuda_format_count(int32_t* count);
+/// index: 0 to count - 1
+KVQ_API kvq_status kvq_cuda_format_list(int32_t index, kvq_cuda_format_entry* entry);
+
+// ---- caches ----------------------------------------------------------------------------------------------------------
+
+/// Device memory of the caller.
+typedef struct kvq_cuda_allocator {
+    size_t size;
+    /// 256-byte aligned memory of the cache's device, or NULL: the call that needs it fails with KVQ_ERROR_MEMORY.
+    void* (*allocate)(void* user, size_t bytes);
+    void (*deallocate)(void* user, void* memory, size_t bytes);
+    void* user;
+} kvq_cuda_allocator;
+
+typedef struct kvq_cuda_cache_options {
+    size_t size;
+    int32_t layers, kv_heads, head_dim;
+    int32_t page_tokens;  // 0: 64
+    /// Names, separated by commas. Pages are quantized to the first one; kvq_cuda_cache_requantize and _step_down take all. "fp16" or "bf16"
+    /// alone: all tokens stay in the window.
+    const char* formats;
+    const char* window;      // fp16 or bf16: the type of the window, and of k, v, q and out; NULL: fp16
+    int32_t sinks;           // first tokens, always in the window type; 0: 4; KVQ_NONE
+    int32_t recent;          // at least so many newest tokens are in the window type; 0: 64; KVQ_NONE
+    int32_t rollback;        // a trim by up to so many tokens is exact; 0: 16; KVQ_NONE
+    int32_t max_batch;       // sequences of one step; 0: 1
+    int32_t max_tokens;      // of one sequence; 0: 32768
+    int32_t step_tokens;     // new tokens of a step for every sequence, at most page_tokens and recent; 0: 1
+    int32_t draft_tokens;    // drafted tokens of a sequence, at most; up to 64, to page_tokens and to recent
+    int32_t pool_tokens;     // quantized pages for so many tokens are allocated at once,
+    int32_t pool_sequences;  // and 16-bit pages for so many sequences
+    int32_t fixed;           // 1: pools do not grow; 0: they do, in a begin, which then waits for the stream
+    const kvq_statistics* statistics;     // NULL, or for all keys whose format takes them
+    const kvq_cuda_allocator* allocator;  // NULL: cudaMalloc. Functions and `user` are kept
+} kvq_cuda_cache_options;
+
+/// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not compiled for this head_dim.
+KVQ_API kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream,
+                                         kvq_cuda_cache** out);
+/// A cache that is freed lives on until its last sequence is freed. What was launched must have ended when both are.
+KVQ_API kvq_status kvq_cuda_cache_free(kvq_cuda_cache* cache);
+
+/// The options in force, and bytes of device memory.
+typedef struct kvq_cuda_cache_info {
+    size_t size;
+    int32_t layers, kv_heads, head_dim, page_tokens;
+    int32_t sinks, recent, rollback;
+    int32_t max_batch, max_tokens, step_tokens, draft_tokens;
+    int32_t device;
+    size_t quantized;  // pages in use, of all formats
+    size_t window;     // 16-bit pages in use, sinks included
+    size_t unused;     // pages that no sequence holds
+    size_t tables;     // and lengths, plans, matrices of feedback
+    size_t workspace;
+    size_t prompt;  // one layer of the longest prompt so far in 16 bit, and its slots
+    size_t bytes;   // the sum of all: what the allocator was asked for
+} kvq_cuda_cache_info;
+KVQ_API kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_info* info);
+/// NaN and infinities that were quantized so far, [layers]. Waits for the stream.
+KVQ_API kvq_status kvq_cuda_cache_not_finite(const kvq_cuda_cache* cache, uint32_t* by_layer, int32_t layers,
+                                             void* stream);
+
+// ---- sequences -------------------------------------------------------------------------------------------------------
+// Functions that change a sequence end the step that has begun: its layers are refused from then on.
+
+KVQ_API kvq_status kvq_cuda_sequence_create(kvq_cuda_cache* cache, kvq_cuda_sequence** out);
+KVQ_API kvq_status kvq_cuda_sequence_free(kvq_cuda_sequence* sequence);
+/// A sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied.
+KVQ_API kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, void* stream,
+                                          kvq_cuda_sequence** out);
+/// Tokens, drafted ones included.
+KVQ_API kvq_status kvq_cuda_sequence_tokens(const kvq_cuda_sequence* sequence, int32_t* tokens);
+/// Bytes of its pages in all layers, shared ones included.
+KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* bytes);
+/// Removes every token from position `tokens` on. Exact within `rollback` tokens; a deeper trim may not end inside a quantized page: the
+/// message then says where to trim to.
+KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
+
+// ---- steps -----------------------------------------------------------------------------------------------------------
+
+/// Every sequence of the batch gets new_tokens tokens more in all layers. 0: attention only. A NULL is a row that is not there: its keys are
+/// ignored, its output is 0.
+KVQ_API kvq_status kvq_cuda_cache_begin_step(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows,
+                                             int32_t count, int32_t new_tokens, void* stream);
+/// One sequence gets any number of tokens.
+KVQ_API kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence,
+                                               int32_t new_tokens, void* stream);
+/// Every sequence of the batch gets new_tokens drafted tokens behind those that it has. They stay in 16 bit until kvq_cuda_cache_keep.
+KVQ_API kvq_status kvq_cuda_cache_begin_draft(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows,
+                                              int32_t count, int32_t new_tokens, void* stream);
+/// Accepts drafted tokens paths[starts[b]] < ... < paths[starts[b + 1] - 1] of row b, numbers within its draft, and removes the others. starts:
+/// [count + 1], the first one 0. Both in host memory.
+KVQ_API kvq_status kvq_cuda_cache_keep(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows, int32_t count,
+                                       const int32_t* paths, const int32_t* starts, void* stream);
+
+/// How to attend. NULL instead of a pointer to it: all zero. Pointers are to device memory.
+typedef struct kvq_cuda_attend_options {
+    size_t size;
+    float scale;           // of scores; 0: 1 / sqrt(head_dim)
+    float softcap;         // 0: none; c tanh(score / c)
+    int32_t window;        // 0: none; n: itself and the n - 1 tokens before it
+    int32_t window_sinks;  // 1: with a window: also the sinks of the cache
+    /// Trees of drafted tokens: [rows][query tokens] words. A query sees the drafted tokens of its row whose bit is set, bit 0 the first. NULL:
+    /// a chain.
+    const uint64_t* ancestors;
+    float* lse;  // NULL, or gets the natural log of each row's softmax sum, [q.tokens][q_heads]
+} kvq_cuda_attend_options;
+
+/// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over
+/// each other, causal. Prompts see themselves in 16 bit; pages behind the window are quantized afterwards. A step quantizes the page that leaves
+/// the window before its attention, in all layers with layer 0, which comes first.
+/// k, v: [rows x new tokens][kv_heads][head_dim]; q, out: [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads.
+KVQ_API kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
+                                          const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
+                                          const kvq_cuda_attend_options* options, void* stream);
+/// The new tokens of a layer alone.
+KVQ_API kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
+                                         const kvq_tensor* v, void* stream);
+/// Attention of the last q.tokens / rows tokens of every row over all that it has. Behind kvq_cuda_cache_append.
+KVQ_API kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
+                                         const kvq_tensor* out, const kvq_cuda_attend_options* options,
+                                         void* stream);
+/// A captured step or draft may be replayed after a begin as long as this number is what it was at the capture. It depends on the number of rows
+/// and of new tokens, on the formats that pages are quantized to, and on where pools lie.
+KVQ_API kvq_status kvq_cuda_cache_graph_id(const kvq_cuda_cache* cache, uint64_t* id);
+
+// ---- other formats, later --------------------------------------------------------------------------------------------
+
+typedef struct kvq_cuda_requantize_request {
+    size_t size;
+    const char* format;               // K and V
+    int32_t first_token, last_token;  // pages that lie wholly in tokens [first, last); last 0: all
+    int32_t only_smaller;             // 1: skip pages that would not shrink
+    int32_t new_pages;                // 1: pages quantized from now on take the format, too
+} kvq_cuda_requantize_request;
+/// Pages that the sequences share stay shared.
+KVQ_API kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
+                                             int32_t count, const kvq_cuda_requantize_request* request,
+                                             void* stream);
+
+/// From `age` tokens behind the newest one on, pages have this format.
+typedef struct kvq_cuda_tier {
+    int32_t age;
+    const char* format;
+} kvq_cuda_tier;
+/// tiers: ages ascending, formats from wide to narrow. byte_budget: of all pages in use; beyond it the oldest pages go down further; 0: none.
+KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
+                                            int32_t count, const kvq_cuda_tier* tiers, int32_t tier_count,
+                                            size_t byte_budget, void* stream);
+
+// ---- to the CPU and back ---------------------------------------------------------------------------------------------
+// Both caches have the same shape, window type, page_tokens, sinks, recent and rollback, and the CPU's lists the formats. Bytes of pages stay as
+// they are. Both functions wait for the stream.
+
+/// A sequence of a CPU cache with the same tokens.
+KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, kvq_cache* to, void* stream,
+                                             kvq_sequence** out);
+/// And back. All layers hold the same tokens, in pages that no trim has cut.
+KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
+                                            kvq_cuda_sequence** out);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

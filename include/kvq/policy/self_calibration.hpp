@@ -1,0 +1,137 @@
+// Keys whose plan comes from the cache's own first tokens: no statistics of another text, no run ahead of time.
+//
+//   kvq::self_calibration own(cache, 512);
+//   per step, until own.done():   own.add_queries(layer, q) for every layer      optional: keys alone are enough for widths
+//                                 cache.prefill(...), sequence.append(...), ...
+//   after the step:               own.apply(sequences, [](const kvq::calibration& statistics) {
+//                                     return kvq::find_format("mix4", kvq::tensor::key, statistics);
+//                                 });
+//
+// apply() waits until the sequences hold so many tokens. It then reads their keys (x^ of their pages), makes the format, adds it to the
+// cache, and makes it the format of keys of every page that is quantized from then on, in these sequences and in new ones. Pages of the
+// given sequences that are still 16 bit are quantized to it at once; quantized pages keep their format.
+// So there are two ways to begin. With fp16 as the first format of keys every page is quantized once, by the plan, and the first tokens
+// take 16 bit until the plan is there. With std4 they take 4 bits at once, without a plan.
+// Contract: the result depends only on the tokens of the given sequences, in their order, and on the queries in the order of the calls.
+// A page has the bytes that a cache with these statistics from the beginning gives it. A saved sequence names the format by its
+// contents: to restore it, list a format that was made from the same statistics (statistics().save()).
+// Thread safety: apply() is a call on the cache like add_format(). What statistics are: quant/calibration.hpp.
+#pragma once
+
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "../attention/query_view.hpp"
+#include "../cache/requantize.hpp"
+#include "../quant/calibration.hpp"
+
+namespace kvq::inline KVQ_TAGGED {
+
+/// Adds the keys of tokens [first, first + n) of one layer of a sequence to statistics of the same shape: x^ of its pages, the rows
+/// themselves where they are 16 bit. Raises kvq::error for tokens that it does not hold. O(n * kv_heads * head_dim)
+inline void add_keys(calibration& to, const cache& of, const sequence& s, int layer, int first, int n) {
+    const cache_shape& shape = of.shape();
+    detail::expect(n >= 0, "cannot add the keys of ", n, " tokens");
+    std::vector<float> keys(static_cast<std::size_t>(n) * static_cast<std::size_t>(shape.kv_heads) *
+                            static_cast<std::size_t>(shape.head_dim));
+    const token_view<float> rows(keys.data(), n, shape.kv_heads, shape.head_dim);
+    s.dequantize(layer, tensor::key, first, rows);
+    to.add_keys(layer, token_view<const float>(rows));
+}
+
+class self_calibration {
+public:
+    /// tokens: of all sequences of apply() together, at least 64; a few hundred are enough. products: also sum q q^T, which error
+    /// feedback needs: head_dim^2 doubles per layer and kv head until the format is made.
+    explicit self_calibration(cache& of, int tokens = 512, bool products = true)
+        : cache_(&of), tokens_(tokens), statistics_(of.shape(), products) {
+        detail::expect(tokens >= calibration::group, "a cache calibrates from at least ", calibration::group,
+                       " tokens, not ", tokens);
+    }
+
+    /// The listed number of the format (cache_options::keys), or -1 until apply() has made it.
+    [[nodiscard]] int format_number() const noexcept { return number_; }
+    [[nodiscard]] bool done() const noexcept { return number_ >= 0; }
+    /// Queries only, until apply() has read the keys.
+    [[nodiscard]] const calibration& statistics() const noexcept { return statistics_; }
+
+    /// Adds queries of one layer, [n][q_heads][head_dim], rotated as for attention. Does nothing once the format is made.
+    /// O(n * q_heads * head_dim), times head_dim for products
+    void add_queries(int layer, const query_view& q) {
+        if (done()) return;
+        detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
+        const auto add = [&]<class T>(T) {
+            const auto size = static_cast<std::ptrdiff_t>(sizeof(T));
+            statistics_.add_queries(
+                layer, token_view<const T>(static_cast<const T*>(q.data), q.tokens, q.heads, q.dim,
+                                           q.token_bytes / size, q.head_bytes / size));
+        };
+        switch (q.type) {
+            case float_type::fp32:
+                return add(float{});
+            case float_type::fp16:
+                return add(float16{});
+            case float_type::bf16:
+                return add(bfloat16{});
+        }
+    }
+
+    /// make(const calibration&) -> format: the format of keys. Returns true once it is in use; the first call that finds enough tokens
+    /// in every layer of the given sequences makes it. Other sequences of the cache that exist by then keep their formats for new
+    /// pages. Raises kvq::error for a format that cannot hold keys of the cache, std::bad_alloc, and what `make` raises: no page has
+    /// changed then. kvq::out_of_memory: as for cache::requantize(); the format is in use.
+    template <class Make>
+    bool apply(std::span<sequence* const> sequences, Make&& make, executor_view executor, workspace& space) {
+        if (done()) return true;
+        if (!has_tokens(sequences)) return false;
+        calibration all = statistics_;
+        for (int layer = 0; layer < cache_->shape().layers; ++layer) add_keys(sequences, layer, all);
+        const int number = cache_->add_format(tensor::key, std::forward<Make>(make)(std::as_const(all)));
+        cache_->commit_to(tensor::key, number);
+        statistics_ = std::move(all);
+        number_ = number;
+        requantize_request request;
+        request.key = number;
+        request.only_smaller = true;
+        request.new_pages = true;
+        cache_->requantize(sequences, request, {}, executor, space);
+        return true;
+    }
+    template <class Make>
+    bool apply(std::span<sequence* const> sequences, Make&& make) {
+        workspace space(cache_->options().memory);
+        return apply(sequences, std::forward<Make>(make), serial_executor{}, space);
+    }
+    template <class Make>
+    bool apply(sequence& one, Make&& make) {
+        sequence* const pointer = &one;
+        return apply(std::span(&pointer, 1), std::forward<Make>(make));
+    }
+
+private:
+    bool has_tokens(std::span<sequence* const> sequences) const {
+        for (int layer = 0; layer < cache_->shape().layers; ++layer) {
+            std::int64_t held = 0;
+            for (const sequence* s : sequences) held += s->tokens(layer);
+            if (held < tokens_) return false;
+        }
+        return true;
+    }
+    /// The keys of up to `tokens` tokens: the first ones of each sequence, in the order of the sequences.
+    void add_keys(std::span<sequence* const> sequences, int layer, calibration& to) const {
+        int left = tokens_;
+        for (const sequence* s : sequences) {
+            const int n = detail::smaller(left, s->tokens(layer));
+            kvq::add_keys(to, *cache_, *s, layer, 0, n);
+            left -= n;
+        }
+    }
+
+    cache* cache_;
+    int tokens_;
+    calibration statistics_;
+    int number_ = -1;
+};
+
+}  // namespace kvq::inline KVQ_TAGGED

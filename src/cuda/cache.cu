@@ -1,0 +1,504 @@
+// Caches on a device, their sequences and steps: the functions of kvq_cuda.h.
+#include <kvq/backends/cuda/offload.cuh>
+#include <string_view>
+
+#include "objects.cuh"
+
+namespace kvq::c {
+
+namespace {
+
+std::vector<std::string> names_of(const char* list) {
+    const std::string_view all = list;
+    std::vector<std::string> names;
+    for (std::size_t at = 0; at <= all.size();) {
+        const std::size_t end = std::min(all.find(',', at), all.size());
+        std::string_view name = all.substr(at, end - at);
+        while (!name.empty() && name.front() == ' ') name.remove_prefix(1);
+        while (!name.empty() && name.back() == ' ') name.remove_suffix(1);
+        expect(!name.empty(), KVQ_ERROR_ARGUMENT, "options.formats \"", std::string(all),
+               "\" lists an empty name");
+        names.emplace_back(name);
+        at = end + 1;
+    }
+    return names;
+}
+
+bool holds_values(const std::string& name) { return name == "fp16" || name == "bf16"; }
+
+/// Raises a failure that says what was compiled, unless an entry has all of these formats.
+void expect_compiled(const kvq_cuda_cache_options& o, const cuda::cache_options& c) {
+    std::string names, other;
+    bool geometry = false;
+    for (const cuda::device_format& f : compiled_formats()) {
+        const bool fits = f.head_dim == o.head_dim && f.value_dim == o.head_dim &&
+                          f.page_tokens == c.page_tokens && f.type == c.type;
+        geometry = geometry || fits;
+        bool all = fits;
+        std::string own;
+        for (const cuda::device_format::kind& k : f.kinds) own += (own.empty() ? "" : "+") + k.name;
+        for (const std::string& name : c.formats) all = all && f.find(name) >= 0;
+        if (all) return;
+        if (fits) names += (names.empty() ? "" : ", ") + own;
+        if (f.type == c.type && other.find(std::to_string(f.head_dim)) == std::string::npos)
+            other += (other.empty() ? "" : ", ") + std::to_string(f.head_dim);
+    }
+    expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads of ", other,
+           " channels and pages of 64 tokens, none for ", o.head_dim, " and ", c.page_tokens,
+           "; build it with KVQ_CUDA_HEAD_DIMS=", o.head_dim);
+    std::string wanted;
+    for (const std::string& name : c.formats) wanted += (wanted.empty() ? "" : "+") + name;
+    fail(KVQ_ERROR_ARGUMENT, "this library has kernels for ", names, ", none for ", wanted,
+         "; build it with KVQ_CUDA_FORMATS=", wanted);
+}
+
+void expect_dtype(const kvq_tensor* x, const device_state& of, const char* name) {
+    expect(x != nullptr, KVQ_ERROR_HANDLE, name, " is NULL");
+    const kvq_dtype wanted = of.cache.options().type == float_type::fp16 ? KVQ_FP16 : KVQ_BF16;
+    expect(x->dtype == wanted, KVQ_ERROR_ARGUMENT, name, " has dtype ", x->dtype,
+           ", but the window of the cache is ", wanted == KVQ_FP16 ? "fp16" : "bf16");
+    expect(x->data != nullptr || x->tokens == 0, KVQ_ERROR_HANDLE, name, ".data is NULL");
+}
+
+/// Calls use(token_view<T>...) for tensors of the cache's type.
+template <class Use>
+void with_type(const device_state& of, Use&& use) {
+    if (of.cache.options().type == float_type::fp16)
+        use(float16{});
+    else
+        use(bfloat16{});
+}
+template <class T>
+token_view<T> view_of(const kvq_tensor* x, const char* name) {
+    return with_tensor(x, name, [&](const auto& v) -> token_view<T> {
+        return {reinterpret_cast<T*>(v.data), v.tokens, v.heads, v.dim, v.token_stride, v.head_stride};
+    });
+}
+
+/// Rows of a batch; NULL is a row that is not there.
+std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int32_t count,
+                                       const shared_device& of, bool holes) {
+    expect_list(rows, count, "rows");
+    std::vector<cuda::sequence_id> ids(static_cast<std::size_t>(count));
+    for (std::int32_t i = 0; i < count; ++i) {
+        if (rows[i] == nullptr && holes) continue;
+        const kvq_cuda_sequence& s = get(rows[i], "a sequence of the list");
+        expect(s.of == of, KVQ_ERROR_HANDLE, "a sequence of the list belongs to another cache");
+        ids[static_cast<std::size_t>(i)] = s.id;
+    }
+    return ids;
+}
+
+/// What attention refuses, before a call has appended anything.
+template <class Q, class Out>
+void expect_queries(const device_state& of, const Q& q, const Out& out) {
+    const cache_shape& s = of.cache.shape();
+    expect(q.tokens == out.tokens && q.heads == out.heads && q.dim == s.head_dim && out.dim == s.head_dim &&
+               q.heads >= 1 && q.heads % s.kv_heads == 0,
+           KVQ_ERROR_ARGUMENT, "q is ", q.tokens, " x ", q.heads, " x ", q.dim, " and out ", out.tokens,
+           " x ", out.heads, " x ", out.dim, ", but the cache has ", s.kv_heads, " kv heads of ", s.head_dim,
+           " channels");
+}
+
+cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
+    expect(o.scale >= 0.0f && o.softcap >= 0.0f && o.window >= 0, KVQ_ERROR_ARGUMENT, "scale is ", o.scale,
+           ", softcap ", o.softcap, ", window ", o.window, "; none may be negative");
+    cuda::attention_options a;
+    a.scale = o.scale;
+    a.softcap = o.softcap;
+    a.window = o.window;
+    a.window_sinks = o.window_sinks != 0;
+    a.ancestors = o.ancestors;
+    a.lse = o.lse;
+    return a;
+}
+
+}  // namespace
+
+device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream) {
+    place(o.formats, "options.formats");
+    if (o.allocator != nullptr) {
+        memory = read_struct(o.allocator, "options.allocator");
+        expect(memory.allocate != nullptr && memory.deallocate != nullptr, KVQ_ERROR_HANDLE,
+               "an allocator needs both functions, allocate and deallocate");
+    }
+    check(cudaGetDevice(&device), "asking for the current device");
+    cuda::cache_options c;
+    c.formats = names_of(o.formats);
+    const std::string window = o.window != nullptr ? o.window : "fp16";
+    expect(holds_values(window), KVQ_ERROR_ARGUMENT, "the window is ", window, ", neither fp16 nor bf16");
+    c.type = window == "fp16" ? float_type::fp16 : float_type::bf16;
+    c.page_tokens = o.page_tokens == 0 ? 64 : o.page_tokens;
+    c.sinks = or_default(o.sinks, 4);
+    c.recent = or_default(o.recent, 64);
+    c.rollback = or_default(o.rollback, 16);
+    c.max_batch = o.max_batch == 0 ? 1 : o.max_batch;
+    c.max_tokens = o.max_tokens == 0 ? 32768 : o.max_tokens;
+    c.step_tokens = o.step_tokens == 0 ? 1 : o.step_tokens;
+    c.draft_tokens = o.draft_tokens;
+    c.pool_tokens = o.pool_tokens;
+    c.pool_sequences = o.pool_sequences;
+    c.growing = o.fixed == 0;
+    if (c.formats.size() == 1 && holds_values(c.formats[0])) {
+        expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
+               c.formats[0], ", not of ", window);
+        // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
+        c.formats.clear();
+        expect_compiled(o, c);
+        std::size_t fewest = cuda::detail::most_formats + 1;
+        for (const cuda::device_format& f : compiled_formats())
+            if (f.head_dim == o.head_dim && f.page_tokens == c.page_tokens && f.type == c.type &&
+                f.kinds.size() < fewest) {
+                fewest = f.kinds.size();
+                c.formats = {f.kinds[0].name};
+            }
+        c.sinks = c.rollback = c.pool_tokens = 0;
+        c.recent = c.max_tokens;
+        if (o.pool_tokens > 0 && c.max_tokens > 0)
+            c.pool_sequences =
+                detail::larger(c.pool_sequences, detail::ceil_div(o.pool_tokens, c.max_tokens));
+    } else {
+        for (const std::string& name : c.formats)
+            expect(!holds_values(name), KVQ_ERROR_ARGUMENT, name,
+                   " is the format of the window; a list of formats for pages cannot name it");
+        expect_compiled(o, c);
+    }
+    if (o.allocator != nullptr)
+        c.memory = {[](std::size_t bytes, void* user) {
+                        const auto& from = *static_cast<const kvq_cuda_allocator*>(user);
+                        return from.allocate(from.user, bytes);
+                    },
+                    [](void* p, std::size_t bytes, void* user) {
+                        const auto& from = *static_cast<const kvq_cuda_allocator*>(user);
+                        from.deallocate(from.user, p, bytes);
+                    },
+                    &memory};
+    check(cache.open({.layers = o.layers, .kv_heads = o.kv_heads, .head_dim = o.head_dim}, c,
+                     compiled_formats(), stream));
+    if (o.statistics != nullptr)
+        for (const std::string& name : cache.options().formats)
+            check(cache.calibrate(name, get(o.statistics, "statistics").sums, stream));
+}
+
+}  // namespace kvq::c
+
+using namespace kvq::c;
+
+extern "C" {
+
+kvq_status kvq_cuda_format_count(int32_t* count) {
+    return guard([&] { place(count, "count") = static_cast<int32_t>(compiled_formats().size()); });
+}
+
+kvq_status kvq_cuda_format_list(int32_t index, kvq_cuda_format_entry* entry) {
+    return guard([&] {
+        expect_struct(entry, "entry");
+        const auto count = static_cast<int32_t>(compiled_formats().size());
+        expect(index >= 0 && index < count, KVQ_ERROR_ARGUMENT, "format ", index, " is not among ", count);
+        static const std::vector<std::string> names = [] {
+            std::vector<std::string> all;
+            for (const kvq::cuda::device_format& f : compiled_formats()) {
+                std::string of;
+                for (const auto& k : f.kinds) of += (of.empty() ? "" : ",") + k.name;
+                all.push_back(of);
+            }
+            return all;
+        }();
+        const kvq::cuda::device_format& f = compiled_formats()[static_cast<std::size_t>(index)];
+        write_struct(entry, kvq_cuda_format_entry{0, names[static_cast<std::size_t>(index)].c_str(),
+                                                  f.head_dim, f.page_tokens,
+                                                  f.type == kvq::float_type::fp16 ? KVQ_FP16 : KVQ_BF16, 0});
+    });
+}
+
+kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream, kvq_cuda_cache** out) {
+    return guard([&] {
+        const kvq_cuda_cache_options o = read_struct(options, "options");
+        place(out, "out");
+        *out = make<kvq_cuda_cache>(std::make_shared<device_state>(o, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_cache_free(kvq_cuda_cache* cache) { return free_handle(cache, "cache"); }
+
+kvq_status kvq_cuda_cache_get_info(const kvq_cuda_cache* cache, kvq_cuda_cache_info* info) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        expect_struct(info, "info");
+        const device_call call(of);
+        const kvq::cache_shape& s = of.cache.shape();
+        const kvq::cuda::cache_options& o = of.cache.options();
+        const kvq::cuda::usage_report u = of.cache.usage();
+        std::size_t quantized = 0;
+        for (const std::size_t n : u.quantized) quantized += n;
+        write_struct(
+            info, kvq_cuda_cache_info{
+                      0,         s.layers,   s.kv_heads,         s.head_dim,   o.page_tokens, o.sinks,
+                      o.recent,  o.rollback, o.max_batch,        o.max_tokens, o.step_tokens, o.draft_tokens,
+                      of.device, quantized,  u.window + u.sinks, u.free,       u.tables,      u.workspace,
+                      u.prompt,  u.bytes});
+    });
+}
+
+kvq_status kvq_cuda_cache_not_finite(const kvq_cuda_cache* cache, uint32_t* by_layer, int32_t layers,
+                                     void* stream) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        expect_list(by_layer, layers, "counts");
+        const device_call call(of);
+        check(of.cache.not_finite({by_layer, static_cast<std::size_t>(layers)}, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_sequence_create(kvq_cuda_cache* cache, kvq_cuda_sequence** out) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        place(out, "out");
+        kvq::cuda::sequence_id id;
+        {
+            const device_call call(*of);
+            id = of->cache.new_sequence();
+        }
+        *out = make<kvq_cuda_sequence>(of, id);
+    });
+}
+
+kvq_status kvq_cuda_sequence_free(kvq_cuda_sequence* sequence) { return free_handle(sequence, "sequence"); }
+
+kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, void* stream, kvq_cuda_sequence** out) {
+    return guard([&] {
+        const kvq_cuda_sequence& from = get(sequence, "sequence");
+        place(out, "out");
+        kvq::cuda::sequence_id id;
+        {
+            const device_call call(*from.of);
+            check(from.of->cache.fork(from.id, id, stream_of(stream)));
+        }
+        *out = make<kvq_cuda_sequence>(from.of, id);
+    });
+}
+
+kvq_status kvq_cuda_sequence_tokens(const kvq_cuda_sequence* sequence, int32_t* tokens) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const std::lock_guard lock(s.of->mutex);
+        place(tokens, "tokens") = s.of->cache.tokens(s.id);
+    });
+}
+
+kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* bytes) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const std::lock_guard lock(s.of->mutex);
+        place(bytes, "bytes") = s.of->cache.bytes(s.id);
+    });
+}
+
+kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const device_call call(*s.of);
+        check(s.of->cache.trim(s.id, tokens));
+    });
+}
+
+kvq_status kvq_cuda_cache_begin_step(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows, int32_t count,
+                                     int32_t new_tokens, void* stream) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const auto ids = rows_of(rows, count, of, true);
+        const device_call call(*of);
+        check(of->cache.begin_step(ids, new_tokens, stream_of(stream)));
+        of->step = {count, new_tokens, false};
+    });
+}
+
+kvq_status kvq_cuda_cache_begin_prompt(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence, int32_t new_tokens,
+                                       void* stream) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        expect(s.of == of, KVQ_ERROR_HANDLE, "sequence belongs to another cache");
+        const device_call call(*of);
+        check(of->cache.begin_prompt(s.id, new_tokens, stream_of(stream)));
+        of->step = {1, new_tokens, true};
+    });
+}
+
+kvq_status kvq_cuda_cache_begin_draft(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows, int32_t count,
+                                      int32_t new_tokens, void* stream) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const auto ids = rows_of(rows, count, of, true);
+        const device_call call(*of);
+        check(of->cache.begin_draft(ids, new_tokens, stream_of(stream)));
+        of->step = {count, new_tokens, false};
+    });
+}
+
+kvq_status kvq_cuda_cache_keep(kvq_cuda_cache* cache, kvq_cuda_sequence* const* rows, int32_t count,
+                               const int32_t* paths, const int32_t* starts, void* stream) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const auto ids = rows_of(rows, count, of, false);
+        expect_data(starts, "starts");
+        std::vector<std::span<const int>> spans;
+        expect(starts[0] == 0, KVQ_ERROR_ARGUMENT, "starts begins with ", starts[0], ", not with 0");
+        for (std::int32_t i = 0; i < count; ++i) {
+            expect(starts[i] <= starts[i + 1], KVQ_ERROR_ARGUMENT, "starts goes down from ", starts[i],
+                   " to ", starts[i + 1]);
+            expect(paths != nullptr || starts[i + 1] == 0, KVQ_ERROR_HANDLE, "paths is NULL");
+            spans.emplace_back(paths + starts[i], static_cast<std::size_t>(starts[i + 1] - starts[i]));
+        }
+        const device_call call(*of);
+        check(of->cache.keep(ids, spans, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
+                                 const kvq_tensor* v, void* stream) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        expect_dtype(k, of, "k");
+        expect_dtype(v, of, "v");
+        const device_call call(of);
+        with_type(of, [&]<class T>(T) {
+            check(of.cache.append(layer, view_of<const T>(k, "k"), view_of<const T>(v, "v"),
+                                  stream_of(stream)));
+        });
+    });
+}
+
+kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* q,
+                                 const kvq_tensor* out, const kvq_cuda_attend_options* options,
+                                 void* stream) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        const kvq_cuda_attend_options o = read_optional(options, "options");
+        expect_dtype(q, of, "q");
+        expect_dtype(out, of, "out");
+        const device_call call(of);
+        const int rows = of.step.rows;
+        expect(q->tokens % rows == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ", rows,
+               " rows of the step");
+        kvq::cuda::attention_options a = attention_of(o);
+        a.query_tokens = q->tokens / rows;
+        with_type(of, [&]<class T>(T) {
+            check(of.cache.attend(layer, view_of<const T>(q, "q"), view_of<T>(out, "out"), a,
+                                  stream_of(stream)));
+        });
+    });
+}
+
+kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kvq_tensor* k,
+                                  const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
+                                  const kvq_cuda_attend_options* options, void* stream) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        const kvq_cuda_attend_options o = read_optional(options, "options");
+        expect_dtype(k, of, "k");
+        expect_dtype(v, of, "v");
+        expect_dtype(q, of, "q");
+        expect_dtype(out, of, "out");
+        const device_call call(of);
+        with_type(of, [&]<class T>(T) {
+            const auto keys = view_of<const T>(k, "k"), values = view_of<const T>(v, "v"),
+                       queries = view_of<const T>(q, "q");
+            const auto to = view_of<T>(out, "out");
+            expect_queries(of, queries, to);
+            if (of.step.prompt) {
+                expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
+                kvq::cuda::prefill_options p;
+                p.scale = o.scale;
+                p.softcap = o.softcap;
+                p.window = o.window;
+                p.window_sinks = o.window_sinks != 0;
+                p.lse = o.lse;
+                return check(of.cache.prefill(layer, queries, keys, values, to, p, stream_of(stream)));
+            }
+            expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens,
+                   " tokens and k ", keys.tokens);
+            kvq::cuda::attention_options a = attention_of(o);
+            a.query_tokens = of.step.new_tokens;
+            a.early = true;  // what it fetches early is older than the launches of append
+            check(of.cache.append(layer, keys, values, stream_of(stream)));
+            check(of.cache.attend(layer, queries, to, a, stream_of(stream)));
+        });
+    });
+}
+
+kvq_status kvq_cuda_cache_graph_id(const kvq_cuda_cache* cache, uint64_t* id) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        place(id, "id");
+        const std::lock_guard lock(of.mutex);
+        *id = of.cache.graph_id();
+    });
+}
+
+kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
+                                     int32_t count, const kvq_cuda_requantize_request* request,
+                                     void* stream) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const auto ids = rows_of(sequences, count, of, false);
+        const kvq_cuda_requantize_request r = read_struct(request, "request");
+        kvq::cuda::requantize_request to;
+        to.format = place(r.format, "request.format") ? r.format : "";
+        to.first_token = r.first_token;
+        if (r.last_token != 0) to.last_token = r.last_token;
+        to.only_smaller = r.only_smaller != 0;
+        to.new_pages = r.new_pages != 0;
+        const device_call call(*of);
+        check(of->cache.requantize(ids, to, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences, int32_t count,
+                                    const kvq_cuda_tier* tiers, int32_t tier_count, size_t byte_budget,
+                                    void* stream) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const auto ids = rows_of(sequences, count, of, false);
+        expect_list(tiers, tier_count, "tiers");
+        std::vector<kvq::cuda::tier> all;
+        for (std::int32_t i = 0; i < tier_count; ++i) {
+            expect_data(tiers[i].format, "the format of a tier");
+            all.push_back({tiers[i].age, tiers[i].format});
+        }
+        const device_call call(*of);
+        check(of->cache.step_down(ids, all, stream_of(stream),
+                                  byte_budget == 0 ? kvq::cuda::cache::no_budget : byte_budget));
+    });
+}
+
+kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, kvq_cache* to, void* stream,
+                                     kvq_sequence** out) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        const shared_cache& host = get(to, "to").state;
+        place(out, "out");
+        kvq::sequence made = host->cache.new_sequence();
+        {
+            const device_call call(*s.of);
+            check(kvq::cuda::offload(s.of->cache, s.id, made, stream_of(stream)));
+        }
+        *out = make<kvq_sequence>(host, std::move(made));
+    });
+}
+
+kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
+                                    kvq_cuda_sequence** out) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const kvq_sequence& host = get(from, "from");
+        place(out, "out");
+        kvq::cuda::sequence_id id;
+        {
+            const device_call call(*of);
+            check(kvq::cuda::onload(host.sequence, of->cache, id, stream_of(stream)));
+        }
+        *out = make<kvq_cuda_sequence>(of, id);
+    });
+}
+}

@@ -1,0 +1,636 @@
+// kvq_cuda.h against kvq.h: the same scenario on a device and on the CPU through both C interfaces. Outputs agree, pages have the same bytes;
+// graphs, memory of the caller, and bad input.
+#include <kvq/format/builtin_schemes.hpp>
+
+#include "../../src/c/cache.cpp"
+#include "../../src/c/convert.cpp"
+#include "../../src/c/formats.cpp"
+#include "../../src/c/resources.cpp"
+#include "../../src/c/sequence.cpp"
+#include "../../src/c/status.cpp"
+#include "../../src/cuda/cache.cu"
+#include "support.cuh"
+
+namespace kvq::inline v0_2 {
+/// A small library.
+const builtin_format* builtin_formats(std::size_t* count) {
+    using kivi4 = kvq::kivi<4, 64>;
+    static const builtin_format all[] = {
+        KVQ_TAGGED::detail::builtin_entry<scalar, full<float16>>("fp16", true, true),
+        KVQ_TAGGED::detail::builtin_entry<scalar, full<bfloat16>>("bf16", true, true),
+        KVQ_TAGGED::detail::builtin_entry<scalar, full<float>>("fp32", true, true),
+        KVQ_TAGGED::detail::builtin_entry<scalar, int8>("int8", true, true),
+        KVQ_TAGGED::detail::builtin_entry<scalar, kivi4::keys>("kivi-4-g64", true, false, 64),
+        KVQ_TAGGED::detail::builtin_entry<scalar, kivi4::values>("kivi-4-g64", false, true, 64)};
+    *count = sizeof(all) / sizeof(all[0]);
+    return all;
+}
+}  // namespace kvq::inline v0_2
+
+const device_formats& kvq::c::compiled_formats() {
+    using of = named<64>;
+    static const device_formats all = {
+        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>()};
+    return all;
+}
+
+namespace {
+
+constexpr int layers = 2, kv_heads = 2, q_heads = 4, dim = 64, room = 160;
+
+void ok(kvq_status s, int line) {
+    CHECK(s == KVQ_OK, "line %d: %s: %s", line, kvq_status_name(s), kvq_last_error());
+}
+#define OK(call) ok(call, __LINE__)
+
+/// A refusal with this status, whose message contains the text.
+void refused(kvq_status s, kvq_status wanted, const char* text, int line) {
+    CHECK(s == wanted && std::strstr(kvq_last_error(), text) != nullptr, "line %d: %s, \"%s\"", line,
+          kvq_status_name(s), s == KVQ_OK ? "" : kvq_last_error());
+}
+#define REFUSED(call, wanted, text) refused(call, wanted, text, __LINE__)
+
+kvq_tensor tensor_of(const void* data, int tokens, int heads, kvq_dtype type = KVQ_FP16) {
+    return {const_cast<void*>(data), type, tokens, heads, dim, 0, 0};
+}
+
+/// Device memory with a count.
+struct counted {
+    std::size_t bytes = 0, limit = std::size_t{1} << 40;
+    kvq_cuda_allocator functions{};
+
+    counted() {
+        KVQ_INIT(functions);
+        functions.user = this;
+        functions.allocate = [](void* user, std::size_t n) -> void* {
+            auto& c = *static_cast<counted*>(user);
+            void* p = nullptr;
+            if (c.bytes + n > c.limit || cudaMalloc(&p, n) != cudaSuccess) return nullptr;
+            CUDA_OK(cudaMemset(p, 0xff, n));
+            c.bytes += n;
+            return p;
+        };
+        functions.deallocate = [](void* user, void* p, std::size_t n) {
+            CUDA_OK(cudaFree(p));
+            static_cast<counted*>(user)->bytes -= n;
+        };
+    }
+};
+
+kvq_cuda_cache_options device_options() {
+    kvq_cuda_cache_options o;
+    KVQ_INIT(o);
+    o.layers = layers;
+    o.kv_heads = kv_heads;
+    o.head_dim = dim;
+    o.formats = "kivi-4-g64, int8";
+    o.recent = 40;
+    o.max_batch = 3;
+    o.max_tokens = 600;
+    o.draft_tokens = 12;
+    return o;
+}
+kvq_cache_options host_options() {
+    kvq_cache_options o;
+    KVQ_INIT(o);
+    o.layers = layers;
+    o.kv_heads = kv_heads;
+    o.head_dim = dim;
+    o.keys = "kivi-4-g64, int8";
+    o.page_tokens = 64;
+    o.recent = 40;
+    return o;
+}
+
+/// New tokens of one call: on the host and on the device.
+struct tokens {
+    std::vector<kvq::float16> k, v, q;
+    test::device_buffer<kvq::float16> dk, dv, dq, out;
+
+    tokens()
+        : k(room * kv_heads * dim),
+          v(k.size()),
+          q(room * q_heads * dim),
+          dk(k.size()),
+          dv(k.size()),
+          dq(q.size()),
+          out(q.size()) {}
+    void write(test::rng& r) {
+        for (auto* x : {&k, &v, &q})
+            for (kvq::float16& y : *x) y = kvq::float16(test::normal(r));
+        dk.upload(k);
+        dv.upload(v);
+        dq.upload(q);
+    }
+    kvq_tensor keys(int n) const { return tensor_of(dk.get(), n, kv_heads); }
+    kvq_tensor values(int n) const { return tensor_of(dv.get(), n, kv_heads); }
+    kvq_tensor queries(int n) const { return tensor_of(dq.get(), n, q_heads); }
+    kvq_tensor outputs(int n) const { return tensor_of(out.get(), n, q_heads); }
+    kvq_tensor host_rows(const std::vector<kvq::float16>& x, int first, int n, int heads) const {
+        return tensor_of(x.data() + first * heads * dim, n, heads);
+    }
+};
+
+/// Both caches and the rows of a batch on both sides.
+struct both {
+    test::rng r{11};
+    cudaStream_t stream;
+    counted memory;
+    kvq_cuda_cache* gpu = nullptr;
+    kvq_cache* cpu = nullptr;
+    std::vector<kvq_cuda_sequence*> rows;
+    std::vector<kvq_sequence*> host;
+    tokens x;
+    double worst = 0.0;
+
+    both(kvq_cuda_cache_options o, kvq_cache_options h) {
+        CUDA_OK(cudaStreamCreate(&stream));
+        o.allocator = &memory.functions;
+        OK(kvq_cuda_cache_create(&o, stream, &gpu));
+        OK(kvq_cache_create(&h, &cpu));
+    }
+    both() : both(device_options(), host_options()) {}
+    ~both() {
+        for (kvq_cuda_sequence* s : rows) OK(kvq_cuda_sequence_free(s));
+        for (kvq_sequence* s : host) OK(kvq_sequence_free(s));
+        OK(kvq_cuda_cache_free(gpu));
+        OK(kvq_cache_free(cpu));
+        CHECK(memory.bytes == 0, "%zu bytes are left", memory.bytes);
+        CUDA_OK(cudaStreamDestroy(stream));
+    }
+    void add() {
+        rows.push_back(nullptr);
+        host.push_back(nullptr);
+        OK(kvq_cuda_sequence_create(gpu, &rows.back()));
+        OK(kvq_sequence_create(cpu, &host.back()));
+    }
+    /// Tokens [first, first + n) of a layer on the CPU, and its outputs against the device's. A step quantizes the page that leaves the
+    /// window before its attention.
+    void compare(int row, int layer, int first, int n, const std::vector<kvq::float16>& got, bool in_step,
+                 const kvq_attend_options* options = nullptr) {
+        std::vector<float> want(static_cast<std::size_t>(n) * q_heads * dim);
+        const kvq_tensor k = x.host_rows(x.k, first, n, kv_heads), v = x.host_rows(x.v, first, n, kv_heads),
+                         q = x.host_rows(x.q, first, n, q_heads),
+                         out = tensor_of(want.data(), n, q_heads, KVQ_FP32);
+        kvq_sequence* const to = host[static_cast<std::size_t>(row)];
+        if (in_step) {
+            OK(kvq_sequence_append(to, layer, &k, &v));
+            OK(kvq_sequence_attend(to, layer, &q, &out, options));
+        } else {
+            OK(kvq_sequence_prefill(to, layer, &k, &v, &q, &out, options));
+        }
+        double error = 0.0, size = 0.0;
+        for (std::size_t i = 0; i < want.size(); ++i) {
+            const double a = static_cast<double>(want[i]),
+                         b = static_cast<double>(
+                             static_cast<float>(got[static_cast<std::size_t>(first) * q_heads * dim + i]));
+            error += (a - b) * (a - b);
+            size += a * a;
+            if (!(b == b)) error = INFINITY;
+        }
+        worst = std::max(worst, std::sqrt(error / size));
+        CHECK(std::sqrt(error / size) <= (in_step ? 2e-3 : 3e-3), "row %d, layer %d: error %.3g", row, layer,
+              std::sqrt(error / size));
+    }
+    void prompt(int row, int n, const kvq_cuda_attend_options* options = nullptr,
+                const kvq_attend_options* host_call = nullptr) {
+        OK(kvq_cuda_cache_begin_prompt(gpu, rows[static_cast<std::size_t>(row)], n, stream));
+        const kvq_tensor k = x.keys(n), v = x.values(n), q = x.queries(n), out = x.outputs(n);
+        for (int layer = 0; layer < layers; ++layer) {
+            x.write(r);
+            x.out.poison();
+            OK(kvq_cuda_cache_prefill(gpu, layer, &k, &v, &q, &out, options, stream));
+            CUDA_OK(cudaStreamSynchronize(stream));
+            compare(row, layer, 0, n, x.out.download(), false, host_call);
+        }
+    }
+    /// A step with n new tokens of all rows; row `hole` is not there.
+    void step(int n, int hole = -1, const kvq_cuda_attend_options* options = nullptr,
+              const kvq_attend_options* host_call = nullptr) {
+        std::vector<kvq_cuda_sequence*> batch = rows;
+        if (hole >= 0) batch[static_cast<std::size_t>(hole)] = nullptr;
+        const int count = static_cast<int>(rows.size()), all = count * n;
+        OK(kvq_cuda_cache_begin_step(gpu, batch.data(), count, n, stream));
+        const kvq_tensor k = x.keys(all), v = x.values(all), q = x.queries(all), out = x.outputs(all);
+        for (int layer = 0; layer < layers; ++layer) {
+            x.write(r);
+            x.out.poison();
+            OK(kvq_cuda_cache_prefill(gpu, layer, &k, &v, &q, &out, options, stream));
+            CUDA_OK(cudaStreamSynchronize(stream));
+            const auto got = x.out.download();
+            for (int row = 0; row < count; ++row)
+                if (row == hole)
+                    for (int i = 0; i < n * q_heads * dim; ++i)
+                        CHECK(static_cast<float>(
+                                  got[static_cast<std::size_t>(row * n * q_heads * dim + i)]) == 0.0f,
+                              "a row that is not there has output");
+                else
+                    compare(row, layer, row * n, n, got, true, host_call);
+        }
+    }
+    /// The same tokens and bytes on both sides?
+    void same_bytes(int row, const char* when) {
+        kvq_sequence *const want = host[static_cast<std::size_t>(row)], *have = nullptr;
+        OK(kvq_cuda_sequence_offload(rows[static_cast<std::size_t>(row)], cpu, stream, &have));
+        if (have == nullptr) return;
+        int a = 0, b = 0, on_device = 0;
+        OK(kvq_sequence_tokens(have, KVQ_ALL_LAYERS, &a));
+        OK(kvq_sequence_tokens(want, KVQ_ALL_LAYERS, &b));
+        OK(kvq_cuda_sequence_tokens(rows[static_cast<std::size_t>(row)], &on_device));
+        CHECK(a == b && a == on_device, "%s: %d and %d tokens, the CPU has %d", when, a, on_device, b);
+        for (int layer = 0; layer < layers && a == b; ++layer) {
+            kvq_page p[2][32];
+            int count[2] = {};
+            OK(kvq_sequence_get_pages(have, layer, p[0], 32, &count[0]));
+            OK(kvq_sequence_get_pages(want, layer, p[1], 32, &count[1]));
+            CHECK(count[0] == count[1] && count[0] <= 32, "%s: %d pages, the CPU has %d", when, count[0],
+                  count[1]);
+            for (int i = 0; i < count[0] && i < count[1]; ++i) {
+                const kvq_page &m = p[0][i], &n = p[1][i];
+                CHECK(
+                    m.key_format == n.key_format && m.value_format == n.value_format && m.tokens == n.tokens,
+                    "%s, layer %d, page %d: formats %d, %d and %d tokens, the CPU's %d, %d and %d", when,
+                    layer, i, m.key_format, m.value_format, m.tokens, n.key_format, n.value_format, n.tokens);
+                if (m.key_format == 0 || m.key_format != n.key_format) continue;
+                for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
+                    kvq_format* f = nullptr;
+                    OK(kvq_cache_get_format(cpu, role, m.key_format, &f));
+                    const kvq_page_shape shape = {role, 64, kv_heads, dim, layer, 0};
+                    std::size_t bytes = 0;
+                    OK(kvq_format_page_bytes(f, &shape, &bytes, nullptr));
+                    CHECK(bytes > 0 && std::memcmp(role == KVQ_KEY ? m.keys : m.values,
+                                                   role == KVQ_KEY ? n.keys : n.values, bytes) == 0,
+                          "%s, layer %d, page %d: bytes of %s differ", when, layer, i,
+                          role == KVQ_KEY ? "keys" : "values");
+                    OK(kvq_format_free(f));
+                }
+            }
+            std::vector<float> y[2];
+            for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
+                for (int i = 0; i < 2; ++i) {
+                    y[i].assign(static_cast<std::size_t>(a) * kv_heads * dim, NAN);
+                    const kvq_tensor to = tensor_of(y[i].data(), a, kv_heads, KVQ_FP32);
+                    OK(kvq_sequence_dequantize(i == 0 ? have : want, layer, role, 0, &to));
+                }
+                CHECK(y[0] == y[1], "%s, layer %d: values differ", when, layer);
+            }
+        }
+        OK(kvq_sequence_free(have));
+    }
+};
+
+void scenario() {
+    both c;
+    c.add();
+    c.add();
+    c.prompt(0, 150);
+    c.prompt(0, 33);
+    c.prompt(1, 5);
+    for (int i = 0; i < 70; ++i) c.step(1, i % 9 == 4 ? i % 2 : -1);
+    for (const int row : {0, 1}) c.same_bytes(row, "steps");
+
+    // A fork goes its own way.
+    c.rows.push_back(nullptr);
+    c.host.push_back(nullptr);
+    OK(kvq_cuda_sequence_fork(c.rows[0], c.stream, &c.rows[2]));
+    OK(kvq_sequence_fork(c.host[0], &c.host[2]));
+    int n = 0;
+    OK(kvq_cuda_sequence_tokens(c.rows[0], &n));
+    OK(kvq_cuda_sequence_trim(c.rows[0], n - 16));
+    OK(kvq_sequence_trim(c.host[0], n - 16));
+    for (int i = 0; i < 10; ++i) c.step(1);
+    for (const int row : {0, 1, 2}) c.same_bytes(row, "fork and trim");
+
+    // Drafts: a chain of 9 tokens, of which some stay.
+    kvq_tensor k = c.x.keys(27), v = c.x.values(27), q = c.x.queries(27), out = c.x.outputs(27);
+    OK(kvq_cuda_cache_begin_draft(c.gpu, c.rows.data(), 3, 9, c.stream));
+    for (int layer = 0; layer < layers; ++layer) {
+        c.x.write(c.r);
+        OK(kvq_cuda_cache_prefill(c.gpu, layer, &k, &v, &q, &out, nullptr, c.stream));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        for (int row = 0; row < 3; ++row) {
+            const kvq_tensor hk = c.x.host_rows(c.x.k, row * 9, 9, kv_heads),
+                             hv = c.x.host_rows(c.x.v, row * 9, 9, kv_heads);
+            OK(kvq_sequence_append_draft(c.host[static_cast<std::size_t>(row)], layer, &hk, &hv));
+        }
+    }
+    const int paths[] = {0, 1, 2, 5, 8}, starts[] = {0, 3, 3, 5};
+    OK(kvq_cuda_cache_keep(c.gpu, c.rows.data(), 3, paths, starts, c.stream));
+    for (int row = 0; row < 3; ++row)
+        OK(kvq_sequence_keep(c.host[static_cast<std::size_t>(row)], paths + starts[row],
+                             starts[row + 1] - starts[row]));
+    for (const int row : {0, 1, 2}) c.same_bytes(row, "keep");
+    c.step(1);
+
+    // Onload: what was offloaded goes on with the same bits.
+    kvq_sequence* moved = nullptr;
+    OK(kvq_cuda_sequence_offload(c.rows[1], c.cpu, c.stream, &moved));
+    OK(kvq_cuda_sequence_free(c.rows[1]));
+    OK(kvq_cuda_sequence_onload(c.gpu, moved, c.stream, &c.rows[1]));
+    OK(kvq_sequence_free(moved));
+    c.step(1);
+    c.same_bytes(1, "onload");
+
+    // Other formats.
+    kvq_cuda_requantize_request to;
+    KVQ_INIT(to);
+    to.format = "int8";
+    to.last_token = 140;
+    kvq_requantize_request host_to;
+    KVQ_INIT(host_to);
+    host_to.keys = host_to.values = "int8";
+    host_to.last_token = 140;
+    OK(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 3, &to, c.stream));
+    OK(kvq_cache_requantize(c.cpu, c.host.data(), 3, &host_to, nullptr));
+    for (const int row : {0, 1, 2}) c.same_bytes(row, "requantize");
+    c.step(1);
+    std::size_t before = 0, after = 0;
+    OK(kvq_cuda_sequence_bytes(c.rows[0], &before));
+    const kvq_cuda_tier tiers[] = {{0, "int8"}, {60, "kivi-4-g64"}};
+    OK(kvq_cuda_cache_step_down(c.gpu, c.rows.data(), 3, tiers, 2, 0, c.stream));
+    OK(kvq_cuda_sequence_bytes(c.rows[0], &after));
+    CHECK(after < before, "step down: %zu bytes before, %zu after", before, after);
+
+    kvq_cuda_cache_info info;
+    KVQ_INIT(info);
+    OK(kvq_cuda_cache_get_info(c.gpu, &info));
+    CHECK(info.bytes == c.memory.bytes && info.bytes == info.quantized + info.window + info.unused +
+                                                            info.tables + info.workspace + info.prompt,
+          "%zu bytes, the allocator gave %zu", info.bytes, c.memory.bytes);
+    CHECK(info.sinks == 4 && info.recent == 40 && info.rollback == 16 && info.page_tokens == 64 &&
+              info.step_tokens == 1 && info.max_tokens == 600 && info.quantized > 0 && info.window > 0,
+          "info");
+    std::uint32_t counts[layers] = {7, 7};
+    OK(kvq_cuda_cache_not_finite(c.gpu, counts, layers, c.stream));
+    CHECK(counts[0] == 0 && counts[1] == 0, "%u and %u NaN", counts[0], counts[1]);
+    std::printf("scenario: worst error %.2g\n", c.worst);
+}
+
+/// Scale, softcap, window; tokens several at a time; fp16.
+void variants() {
+    {
+        kvq_cuda_cache_options o = device_options();
+        kvq_cache_options h = host_options();
+        o.step_tokens = 5;
+        both c(o, h);
+        c.add();
+        c.add();
+        kvq_cuda_attend_options a;
+        KVQ_INIT(a);
+        a.scale = 0.2f;
+        a.softcap = 3.0f;
+        a.window = 50;
+        kvq_mods mods;
+        KVQ_INIT(mods);
+        mods.scale = 0.2f;
+        mods.softcap = 3.0f;
+        mods.window = 50;
+        kvq_attend_options b;
+        KVQ_INIT(b);
+        b.mods = &mods;
+        c.prompt(0, 130, &a, &b);
+        for (int i = 0; i < 4; ++i) c.step(5, -1, &a, &b);
+        c.step(3);
+        for (const int row : {0, 1}) c.same_bytes(row, "variants");
+    }
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.formats = "fp16";
+    o.pool_tokens = 700;
+    h.keys = "fp16";
+    both c(o, h);
+    c.add();
+    c.prompt(0, 150);
+    c.prompt(0, 90);
+    for (int i = 0; i < 3; ++i) c.step(1);
+    kvq_cuda_cache_info info;
+    KVQ_INIT(info);
+    OK(kvq_cuda_cache_get_info(c.gpu, &info));
+    CHECK(info.quantized == 0 && info.sinks == 0 && info.unused > 0, "%zu bytes are quantized",
+          info.quantized);
+}
+
+/// A step that was captured is replayed while contexts grow.
+void graphs() {
+    kvq_cuda_cache_options o = device_options();
+    o.pool_tokens = 300;
+    o.pool_sequences = 1;
+    both c(o, host_options());
+    c.add();
+    c.prompt(0, 100);
+    const kvq_tensor k = c.x.keys(1), v = c.x.values(1), q = c.x.queries(1), out = c.x.outputs(1);
+    c.step(1);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    OK(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 1, 1, c.stream));
+    std::uint64_t id = 0, now = 0;
+    OK(kvq_cuda_cache_graph_id(c.gpu, &id));
+    CUDA_OK(cudaStreamBeginCapture(c.stream, cudaStreamCaptureModeThreadLocal));
+    for (int layer = 0; layer < layers; ++layer)
+        OK(kvq_cuda_cache_prefill(c.gpu, layer, &k, &v, &q, &out, nullptr, c.stream));
+    CUDA_OK(cudaStreamEndCapture(c.stream, &graph));
+    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    for (int i = 0; i < 90; ++i) {
+        if (i > 0) OK(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 1, 1, c.stream));
+        OK(kvq_cuda_cache_graph_id(c.gpu, &now));
+        c.x.write(c.r);
+        CHECK(now == id, "step %d needs another graph", i);
+        CUDA_OK(cudaGraphLaunch(exec, c.stream));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        // Both layers got the same tokens; the output is that of the last one.
+        const kvq_tensor hk = c.x.host_rows(c.x.k, 0, 1, kv_heads), hv = c.x.host_rows(c.x.v, 0, 1, kv_heads);
+        OK(kvq_sequence_append(c.host[0], 0, &hk, &hv));
+        c.compare(0, 1, 0, 1, c.x.out.download(), true);
+    }
+    c.same_bytes(0, "graphs");
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+}
+
+/// What callers get wrong.
+void bad_input() {
+    both c;
+    c.add();
+    c.add();
+    cudaStream_t const s = c.stream;
+    int n = 0;
+    std::size_t bytes = 0;
+    kvq_cuda_cache* made = nullptr;
+    kvq_cuda_cache_options o = device_options();
+    REFUSED(kvq_cuda_cache_create(nullptr, s, &made), KVQ_ERROR_HANDLE, "options is NULL");
+    REFUSED(kvq_cuda_cache_create(&o, s, nullptr), KVQ_ERROR_HANDLE, "out is NULL");
+    o.size = 8;
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_STRUCT, "the size of options is 8");
+    o = device_options();
+    o.formats = nullptr;
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_HANDLE, "options.formats is NULL");
+    o.formats = "kivi-4-g64,,int8";
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "lists an empty name");
+    o.formats = "std4";
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT,
+            "kernels for kivi-4-g64+int8, none for std4; build it with KVQ_CUDA_FORMATS=std4");
+    o.formats = "bf16";
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "needs a window of bf16");
+    o.formats = "int8,fp16";
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "fp16 is the format of the window");
+    o = device_options();
+    o.head_dim = 80;
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "none for 80");
+    o = device_options();
+    o.window = "fp8";
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "neither fp16 nor bf16");
+    for (int kvq_cuda_cache_options::*const member :
+         {&kvq_cuda_cache_options::layers, &kvq_cuda_cache_options::kv_heads,
+          &kvq_cuda_cache_options::max_batch, &kvq_cuda_cache_options::max_tokens,
+          &kvq_cuda_cache_options::pool_tokens, &kvq_cuda_cache_options::pool_sequences,
+          &kvq_cuda_cache_options::draft_tokens, &kvq_cuda_cache_options::step_tokens}) {
+        o = device_options();
+        o.*member = -5;
+        REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "-5");
+    }
+    o = device_options();
+    kvq_cuda_allocator a;
+    KVQ_INIT(a);
+    o.allocator = &a;
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_HANDLE, "both functions");
+    counted small;
+    small.limit = 1000;
+    o.allocator = &small.functions;
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_MEMORY, "bytes of device memory");
+    CHECK(small.bytes == 0 && made == nullptr, "%zu bytes of a cache that was not made", small.bytes);
+
+    CHECK(std::strcmp(kvq_status_name(KVQ_ERROR_CUDA), "KVQ_ERROR_CUDA") == 0, "the name of a status");
+
+    // Handles.
+    REFUSED(kvq_cuda_sequence_create(nullptr, &c.rows[0]), KVQ_ERROR_HANDLE, "cache is NULL");
+    REFUSED(kvq_cuda_sequence_create(reinterpret_cast<kvq_cuda_cache*>(c.cpu), &c.rows[0]), KVQ_ERROR_HANDLE,
+            "no handle of a cache on a device");
+    REFUSED(kvq_cuda_sequence_tokens(reinterpret_cast<kvq_cuda_sequence*>(c.host[0]), &n), KVQ_ERROR_HANDLE,
+            "no handle of a sequence on a device");
+    REFUSED(kvq_cuda_sequence_tokens(c.rows[0], nullptr), KVQ_ERROR_HANDLE, "tokens is NULL");
+    kvq_cuda_sequence* gone = nullptr;
+    OK(kvq_cuda_sequence_create(c.gpu, &gone));
+    OK(kvq_cuda_sequence_free(gone));
+    REFUSED(kvq_cuda_sequence_free(gone), KVQ_ERROR_HANDLE, "was freed");
+    REFUSED(kvq_cuda_sequence_bytes(gone, &bytes), KVQ_ERROR_HANDLE, "was freed");
+    OK(kvq_cuda_sequence_free(nullptr));
+    OK(kvq_cuda_cache_free(nullptr));
+    {
+        both other;
+        other.add();
+        REFUSED(kvq_cuda_cache_begin_prompt(c.gpu, other.rows[0], 3, s), KVQ_ERROR_HANDLE, "another cache");
+        REFUSED(kvq_cuda_cache_begin_step(c.gpu, other.rows.data(), 1, 1, s), KVQ_ERROR_HANDLE,
+                "another cache");
+    }
+
+    // Steps.
+    kvq_tensor k = c.x.keys(2), v = c.x.values(2), q = c.x.queries(2), out = c.x.outputs(2);
+    c.x.write(c.r);
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, nullptr, s), KVQ_ERROR_ARGUMENT,
+            "no step has begun");
+    REFUSED(kvq_cuda_cache_begin_step(c.gpu, nullptr, 1, 1, s), KVQ_ERROR_HANDLE, "rows is NULL");
+    REFUSED(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), -1, 1, s), KVQ_ERROR_ARGUMENT, "rows is -1");
+    REFUSED(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 9, s), KVQ_ERROR_ARGUMENT,
+            "a step of 9 tokens");
+    kvq_cuda_sequence* const twice[] = {c.rows[0], c.rows[0]};
+    REFUSED(kvq_cuda_cache_begin_step(c.gpu, twice, 2, 1, s), KVQ_ERROR_ARGUMENT, "in the batch twice");
+    REFUSED(kvq_cuda_cache_begin_prompt(c.gpu, c.rows[0], 601, s), KVQ_ERROR_ARGUMENT, "max_tokens is 600");
+    OK(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 1, s));
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 2, &k, &v, &q, &out, nullptr, s), KVQ_ERROR_ARGUMENT, "layer 2");
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, nullptr, &v, &q, &out, nullptr, s), KVQ_ERROR_HANDLE,
+            "k is NULL");
+    kvq_tensor bad = k;
+    bad.data = nullptr;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &bad, &v, &q, &out, nullptr, s), KVQ_ERROR_HANDLE,
+            "k.data is NULL");
+    bad = k;
+    bad.dtype = KVQ_FP32;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &bad, &v, &q, &out, nullptr, s), KVQ_ERROR_ARGUMENT,
+            "k has dtype 0, but the window of the cache is fp16");
+    bad = k;
+    bad.tokens = 1;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &bad, &v, &q, &out, nullptr, s), KVQ_ERROR_ARGUMENT, "tokens");
+    bad = k;
+    bad.token_stride = PTRDIFF_MAX;
+    REFUSED(kvq_cuda_cache_append(c.gpu, 0, &bad, &v, s), KVQ_ERROR_ARGUMENT, "larger than memory");
+    bad = q;
+    bad.heads = 3;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &bad, &out, nullptr, s), KVQ_ERROR_ARGUMENT,
+            "2 kv heads of 64 channels");
+    bad = q;
+    bad.tokens = 3;
+    REFUSED(kvq_cuda_cache_attend(c.gpu, 0, &bad, &out, nullptr, s), KVQ_ERROR_ARGUMENT,
+            "q has 3 tokens, for 2 rows");
+    kvq_cuda_attend_options options;
+    KVQ_INIT(options);
+    options.window = -1;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, &options, s), KVQ_ERROR_ARGUMENT, "window -1");
+    for (int layer = 0; layer < layers; ++layer)
+        OK(kvq_cuda_cache_prefill(c.gpu, layer, &k, &v, &q, &out, nullptr, s));
+    CUDA_OK(cudaStreamSynchronize(s));
+    for (int layer = 0; layer < layers; ++layer)
+        for (const int row : {0, 1}) {
+            const kvq_tensor hk = c.x.host_rows(c.x.k, row, 1, kv_heads),
+                             hv = c.x.host_rows(c.x.v, row, 1, kv_heads);
+            OK(kvq_sequence_append(c.host[static_cast<std::size_t>(row)], layer, &hk, &hv));
+        }
+    for (const int row : {0, 1}) c.same_bytes(row, "after refusals");
+
+    // The rest.
+    REFUSED(kvq_cuda_sequence_trim(c.rows[0], 5), KVQ_ERROR_ARGUMENT, "cannot trim to 5");
+    const int starts[] = {0, 1, 0}, path[] = {0};
+    REFUSED(kvq_cuda_cache_keep(c.gpu, c.rows.data(), 2, path, starts, s), KVQ_ERROR_ARGUMENT, "goes down");
+    REFUSED(kvq_cuda_cache_keep(c.gpu, c.rows.data(), 2, path, nullptr, s), KVQ_ERROR_HANDLE,
+            "starts is NULL");
+    kvq_cuda_requantize_request to;
+    KVQ_INIT(to);
+    REFUSED(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 2, &to, s), KVQ_ERROR_HANDLE,
+            "request.format is NULL");
+    to.format = "low2";
+    REFUSED(kvq_cuda_cache_requantize(c.gpu, c.rows.data(), 2, &to, s), KVQ_ERROR_ARGUMENT, "low2");
+    const kvq_cuda_tier tiers[] = {{4, "int8"}, {2, "kivi-4-g64"}};
+    REFUSED(kvq_cuda_cache_step_down(c.gpu, c.rows.data(), 2, tiers, 2, 0, s), KVQ_ERROR_ARGUMENT,
+            "before 4");
+    std::uint32_t counts[1];
+    REFUSED(kvq_cuda_cache_not_finite(c.gpu, counts, 1, s), KVQ_ERROR_ARGUMENT, "the cache has 2");
+    kvq_cache_options h = host_options();
+    h.recent = 32;
+    kvq_cache* narrow = nullptr;
+    OK(kvq_cache_create(&h, &narrow));
+    kvq_sequence* moved = nullptr;
+    REFUSED(kvq_cuda_sequence_offload(c.rows[0], narrow, s, &moved), KVQ_ERROR_ARGUMENT, "on the CPU");
+    OK(kvq_cache_free(narrow));
+    kvq_cuda_format_entry e;
+    KVQ_INIT(e);
+    OK(kvq_cuda_format_count(&n));
+    CHECK(n == 1, "%d entries", n);
+    OK(kvq_cuda_format_list(0, &e));
+    CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
+              e.window == KVQ_FP16,
+          "entry %s", e.formats);
+    REFUSED(kvq_cuda_format_list(1, &e), KVQ_ERROR_ARGUMENT, "not among 1");
+
+    // Pools that may not grow: a step that finds no page changes nothing.
+    o = device_options();
+    o.fixed = 1;
+    o.pool_sequences = 1;
+    OK(kvq_cuda_cache_create(&o, s, &made));
+    kvq_cuda_sequence* two[2];
+    for (kvq_cuda_sequence*& x : two) OK(kvq_cuda_sequence_create(made, &x));
+    OK(kvq_cuda_cache_begin_step(made, two, 1, 1, s));
+    REFUSED(kvq_cuda_cache_begin_prompt(made, two[0], 300, s), KVQ_ERROR_MEMORY, "may not grow");
+    OK(kvq_cuda_sequence_tokens(two[0], &n));
+    CHECK(n == 1, "%d tokens after a refusal", n);
+    OK(kvq_cuda_cache_free(made));  // lives on until its sequences are freed
+    for (kvq_cuda_sequence* x : two) OK(kvq_cuda_sequence_free(x));
+}
+
+}  // namespace
+
+int main() {
+    scenario();
+    variants();
+    graphs();
+    bad_input();
+    return test::report("c_cuda");
+}
