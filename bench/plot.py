@@ -91,7 +91,7 @@ def pareto(rows, y, own, figure):
         if value is None or value <= 0 or name in ("fp16", "reference") or name.endswith(("/1", "/vnni")) or "-plan" in name:
             continue
         mine = is_own(name, own)
-        kind = "published" if not mine else "kvq presets with statistics" if "+stats" in name else "kvq presets"
+        kind = "published" if not mine else "kvq presets with statistics" if "+stats" in name or "+self" in name else "kvq presets"
         kinds[kind].append((row["bits"], value, name.removesuffix("+stats")))
         low, high = row.get(y + "_low"), row.get(y + "_high")
         if low is not None and 0 < low < high:
