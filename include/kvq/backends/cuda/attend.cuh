@@ -17,16 +17,6 @@ namespace kvq::inline KVQ_TAGGED::cuda {
 
 namespace detail {
 
-/// Of a thread block on the current device, in bytes; 0 if there is none.
-inline int device_shared_memory() noexcept {
-    int device = 0, most = 0;
-    cudaError_t code = cudaGetDevice(&device);
-    if (code == cudaSuccess)
-        code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (code != cudaSuccess) (void)cudaGetLastError();
-    return most;
-}
-
 /// Launches of a kernel whose thread blocks walk shares. Derived: has the `memory` and the `kernel`.
 template <class Derived>
 struct share_launch {

@@ -365,17 +365,6 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Format, T>& a
 template <class Format>
 inline constexpr bool two_sizes = targets().both() && (shared_memory_budget<Format> > small_shared_memory);
 
-/// Is code for this device never asked for kernels of this kind? (Code for 8.0 and 8.6 runs on later devices of either.)
-template <bool Small>
-__device__ constexpr bool of_other_devices([[maybe_unused]] bool has_two_sizes) {
-#ifdef __CUDA_ARCH__
-    return has_two_sizes && (Small ? __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-                                   : __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200);
-#else
-    return false;
-#endif
-}
-
 template <class Format, class T, int Rows4, bool Small, class Score>
 __global__ void __launch_bounds__((attention_memory<Format, Rows4, Small>::threads),
                                   attention_memory<Format, Rows4, Small>::blocks)

@@ -227,6 +227,17 @@ constexpr target_kinds targets() noexcept {
 #endif
 }
 
+/// Is code for this device never asked for kernels of this kind? (Code for 8.0 and 8.6 runs on later devices of either.)
+template <bool Small>
+__device__ constexpr bool of_other_devices([[maybe_unused]] bool has_two_sizes) {
+#ifdef __CUDA_ARCH__
+    return has_two_sizes && (Small ? __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+                                   : __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200);
+#else
+    return false;
+#endif
+}
+
 /// The budget on devices of less shared memory, or of enough.
 template <class Format, bool Small>
 inline constexpr int budget_on = Small

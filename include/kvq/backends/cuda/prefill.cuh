@@ -117,19 +117,30 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                            options.lse};
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
     args.scale = options.softcap > 0.0f ? scale : scale * detail::log2e;
-    const dim3 grid(
-        static_cast<unsigned>(kvq::detail::ceil_div(most_new_tokens * group, detail::prefill_rows<dim>)),
-        static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
+    const auto grid = [&](int rows) {
+        return dim3(static_cast<unsigned>(kvq::detail::ceil_div(most_new_tokens * group, rows)),
+                    static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
+    };
     using args_type = decltype(args);
+    constexpr int rows = detail::prefill_rows<dim>, fewer = detail::fewer_mma_rows<dim>;
+    constexpr bool fits = detail::mma_shape<dim, rows>::bytes <= detail::small_shared_memory;
     const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
         if constexpr (dim == 64 || dim == 128) {
             auto* const kernel = detail::prefill_wgmma_kernel<dim, Softcap, args_type>;
             if (detail::has_warpgroup_products(kernel))
-                return detail::launch_prefill(kernel, args, grid, 2, detail::wgmma_threads,
+                return detail::launch_prefill(kernel, args, grid(rows), 2, detail::wgmma_threads,
                                               detail::wgmma_memory<dim>::bytes, stream);
         }
-        return detail::launch_prefill(detail::prefill_mma_kernel<dim, Softcap, args_type>, args, grid, 1,
-                                      detail::mma_threads, detail::mma_shape<dim>::bytes, stream);
+        const auto run = [&]<int Rows>(std::integral_constant<int, Rows>) {
+            return detail::launch_prefill(detail::prefill_mma_kernel<dim, Rows, Softcap, args_type>, args,
+                                          grid(Rows), 1, detail::mma_threads,
+                                          detail::mma_shape<dim, Rows>::bytes, stream);
+        };
+        if constexpr (detail::two_mma_sizes<dim>)
+            if (detail::device_shared_memory() < detail::mma_shape<dim, rows>::bytes)
+                return run(std::integral_constant<int, fewer>{});
+        constexpr bool few = !fits && detail::targets().small && !detail::targets().large;
+        return run(std::integral_constant < int, few ? fewer : rows > {});
     };
     return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
 }

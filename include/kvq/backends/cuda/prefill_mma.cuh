@@ -1,11 +1,11 @@
-// A prompt's attention on tensor cores of every device from compute capability 8.0 on: 8 warps with 32 query rows each (16 if head_dim is
-// above 128).
+// A prompt's attention on tensor cores of every device from compute capability 8.0 on: 8 warps with 32 query rows each, or 16 if head_dim
+// is above 128 or thread blocks have little shared memory.
 //
 //   while S = Q K^T of a tile of 64 tokens is computed, the words of the next tile's keys come from memory, and while the softmax and O += P V
 //   are, those of its values. Two tiles each of keys and values in shared memory, one barrier a tile.
 //
 // More rows share each dequantized tile and each load of it than with 16 rows a warp.
-// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128.
+// Contract: prefill() in prefill.cuh. Shared memory: 131 KB for head_dim 128, 99 KB with 16 rows (all that 8.6, 8.9 and 12.x have).
 // Source: tiles of online softmax: FlashAttention-2, arXiv 2307.08691.
 #pragma once
 
@@ -15,26 +15,34 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 inline constexpr int mma_tile = 64, mma_warps = 8, mma_threads = 32 * mma_warps;
 
-template <int Dim>
+template <int Dim, int Rows>
 struct mma_shape {
-    static constexpr int warp_rows = prefill_rows<Dim> / mma_warps;
+    static constexpr int warp_rows = Rows / mma_warps;
     static constexpr int strips = warp_rows / 16;                  // of 16 rows
     static constexpr int pieces = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
-    static constexpr int query = 0, query_bytes = prefill_rows<Dim> * pieces * 128;
+    static constexpr int query = 0, query_bytes = Rows * pieces * 128;
     static constexpr int key_bytes = mma_tile * pieces * 128, value_bytes = Dim * 128;
     static constexpr int keys = query + query_bytes, values = keys + 2 * key_bytes;
     static constexpr int tables = values + 2 * value_bytes;
-    static constexpr int bytes = tables + mma_warps * key_table_bytes + 128;
+    static constexpr int bytes = tables + mma_warps * key_table_bytes;
 };
+
+/// Rows of a block on devices of little shared memory.
+template <int Dim>
+inline constexpr int fewer_mma_rows = kvq::detail::smaller(128, prefill_rows<Dim>);
+/// Does a program need a kernel for them and one for others?
+template <int Dim>
+inline constexpr bool two_mma_sizes = targets().both() && fewer_mma_rows<Dim> < prefill_rows<Dim> &&
+                                      (mma_shape<Dim, prefill_rows<Dim>>::bytes > small_shared_memory);
 
 /// All cells of a warp: of the next tile's keys or values.
 template <tensor Role, class Format, int TileRows, int TileColumns>
 using warp_cells = cell_batch<Role, Format, TileRows, TileColumns, mma_warps,
                               tile_cells<TileRows, TileColumns, mma_warps>::each>;
 
-template <int Dim, bool Softcap, class Args>
+template <int Dim, int Rows, bool Softcap, class Args>
 struct mma_rows {
-    using shape = mma_shape<Dim>;
+    using shape = mma_shape<Dim, Rows>;
     static constexpr int strips = shape::strips, tile = mma_tile;
     const Args& a;
     const prefill_block& block;
@@ -66,12 +74,12 @@ struct mma_rows {
         return base + static_cast<std::uint32_t>(shape::values + i * shape::value_bytes);
     }
     /// Four 8 x 8 matrices of 16 rows from `row` on and columns 16 step to 16 step + 15, as B (two columns of 8 rows) or A wants them.
-    template <int Rows, bool A>
+    template <int TileRows, bool A>
     __device__ __forceinline__ uint4 matrices(std::uint32_t from, int row, int step) const {
         // octet_offset(row + own row, 2 step + own octet): tiles start on 128 bytes, so a step flips bits of the lane's own offset.
         const auto u = [](int x) { return static_cast<std::uint32_t>(x); };
         return load_matrices(from + ((A ? query_offset : offset) ^ u(step % 4 * 32)) +
-                             u(row * 128 + step / 4 * (Rows * 128)));
+                             u(row * 128 + step / 4 * (TileRows * 128)));
     }
     __device__ __forceinline__ void scores(float (&s)[strips][tile / 2]) const {
 #pragma unroll
@@ -83,8 +91,7 @@ struct mma_rows {
             uint4 q[strips];
 #pragma unroll
             for (int m = 0; m < strips; ++m)
-                q[m] = matrices<prefill_rows<Dim>, true>(base + shape::query,
-                                                         warp * shape::warp_rows + m * 16, step);
+                q[m] = matrices<Rows, true>(base + shape::query, warp * shape::warp_rows + m * 16, step);
 #pragma unroll
             for (int n = 0; n < tile / 16; ++n) {
                 const uint4 k = matrices<tile, false>(keys(buffer), n * 16, step);
@@ -212,17 +219,18 @@ private:
     }
 };
 
-template <int Dim, bool Softcap, class Args>
+template <int Dim, int Rows, bool Softcap, class Args>
 __global__ void __launch_bounds__(mma_threads, 1) prefill_mma_kernel(const __grid_constant__ Args a) {
-    using shape = mma_shape<Dim>;
-    extern __shared__ std::byte shared[];
-    const std::uint32_t base = (shared_address(shared) + 127u) & ~127u;
-    const prefill_block block(a, prefill_rows<Dim>, static_cast<int>(blockIdx.x),
-                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+    if constexpr (of_other_devices<(Rows < prefill_rows<Dim>)>(two_mma_sizes<Dim>)) return;
+    using shape = mma_shape<Dim, Rows>;
+    extern __shared__ __align__(128) std::byte shared[];
+    const std::uint32_t base = shared_address(shared);
+    const prefill_block block(a, Rows, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                              static_cast<int>(blockIdx.z));
     if (block.empty()) return;
-    load_query_rows<Dim, prefill_rows<Dim>>(a, block, 0, prefill_rows<Dim>, base + shape::query,
-                                            static_cast<int>(threadIdx.x), mma_threads);
-    mma_rows<Dim, Softcap, Args> rows(a, block, base, static_cast<int>(threadIdx.x));
+    load_query_rows<Dim, Rows>(a, block, 0, Rows, base + shape::query, static_cast<int>(threadIdx.x),
+                               mma_threads);
+    mma_rows<Dim, Rows, Softcap, Args> rows(a, block, base, static_cast<int>(threadIdx.x));
     __syncthreads();
     each_part(a, [&](const auto& part) { rows.pages(part); });
     rows.new_tokens();

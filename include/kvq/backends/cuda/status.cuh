@@ -53,6 +53,16 @@ inline bool has_early_launch() noexcept {
            major >= 9;
 }
 
+/// Of a thread block on the current device, in bytes; 0 if there is none.
+inline int device_shared_memory() noexcept {
+    int device = 0, most = 0;
+    cudaError_t code = cudaGetDevice(&device);
+    if (code == cudaSuccess)
+        code = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (code != cudaSuccess) (void)cudaGetLastError();
+    return most;
+}
+
 /// May the blocks of a launch take their places while the stream's previous kernel runs out? Then the kernel itself waits
 /// (wait_for_predecessor) before it touches what that one may write.
 enum class overlap { no, yes };
