@@ -11,7 +11,7 @@ namespace {
 using json = nlohmann::ordered_json;
 
 // JSON has no numbers that are not finite.
-double number(const json& x) { return x.is_null() ? std::nan("") : x.get<double>(); }
+double number_or_nan(const json& x) { return x.is_null() ? std::nan("") : x.get<double>(); }
 
 }  // namespace
 
@@ -45,8 +45,8 @@ evaluation_record::evaluation_record(std::string path, json conditions)
         }
         check_conditions(path_, of["conditions"], conditions_, "--record takes another file");
         all_[{of.at("window"), of.at("scheme")}] = {
-            {of.at("tokens"), number(of.at("negative_log_likelihood")), number(of.at("kl_divergence")),
-             of.at("same_top")},
+            {of.at("tokens"), number_or_nan(of.at("negative_log_likelihood")),
+             number_or_nan(of.at("kl_divergence")), of.at("same_top")},
             of.at("bytes_held"),
             of.at("tokens_held"),
             of.at("seconds"),

@@ -15,7 +15,7 @@
 // Structs with a member `size` may grow in later versions. KVQ_INIT(object) sets all members to zero and `size` to sizeof(object).
 // Zero is the default of every member. Other structs stay as they are.
 // Threads: functions that take a const handle may run together on it, others not; different sequences are independent.
-// kvq_sequence_create and kvq_cache_* but kvq_cache_add_format may run together on one cache.
+// kvq_sequence_create and kvq_cache_* but kvq_cache_add_format and kvq_cache_commit_to may run together on one cache.
 // Lifetimes: a cache that is freed lives on until its last sequence, ring, store or receiver is freed. Other pointers that an option or
 // a request holds are read during the call only, unless a comment says that they are kept.
 #ifndef KVQ_KVQ_H

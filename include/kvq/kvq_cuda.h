@@ -18,7 +18,7 @@
 // Nothing waits for the stream, except where a pool grows and in the functions that say so. What follows a begin takes lengths and page numbers
 // from device memory: the calls of a step can be captured in a CUDA graph and replayed after later begins (kvq_cuda_cache_graph_id).
 // Errors of kernels arrive later, as with every launch, as KVQ_ERROR_CUDA.
-// Threads: calls on one cache and its sequences wait for each other. A begin and its layers are one thread's business, on one stream at a time.
+// Threads: calls on one cache and its sequences wait for each other. One thread makes a begin and the calls of its layers, on one stream.
 #ifndef KVQ_KVQ_CUDA_H
 #define KVQ_KVQ_CUDA_H
 
@@ -199,7 +199,7 @@ KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequ
                                             size_t byte_budget, void* stream);
 
 // ---- to the CPU and back ---------------------------------------------------------------------------------------------
-// Both caches have the same shape, window type, page_tokens, sinks, recent and rollback, and the CPU's lists the formats. Bytes of pages stay as
+// Both caches have the same shape, window type, page_tokens, sinks, recent and rollback, and the CPU cache lists the formats. Bytes of pages stay as
 // they are. Both functions wait for the stream.
 
 /// A sequence of a CPU cache with the same tokens.

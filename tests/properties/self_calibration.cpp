@@ -151,6 +151,10 @@ TEST_CASE("self calibration: several sequences count together; what fails change
         std::runtime_error);
     CHECK(test::contains(
         test::message_of([&] { own.apply(both, [](const auto&) { return kvq::format{}; }); }), "format"));
+    kvq::sequence* twice[] = {&a, &a};
+    kvq::sequence* missing[] = {&a, nullptr};
+    CHECK(test::contains(test::message_of([&] { own.apply(twice, low3_of); }), "again"));
+    CHECK(test::contains(test::message_of([&] { own.apply(missing, low3_of); }), "null"));
     CHECK_FALSE(own.done());
     CHECK(cache.bytes_in_use() == bytes);
     CHECK(cache.table(kvq::tensor::key).listed() == 1);
@@ -168,6 +172,32 @@ TEST_CASE("self calibration: several sequences count together; what fails change
                 x->pages(0).at(e).first_token + options.page_tokens + options.recent <= x->tokens())
                 CHECK(x->pages(0).at(e).keys->format == 2);
 
+    // Many short sequences hold enough tokens and no statistics.
+    std::vector<kvq::sequence> shorts;
+    std::vector<kvq::sequence*> listed;
+    for (int i = 0; i < 10; ++i) {
+        shorts.push_back(cache.new_sequence());
+        test::append(shorts.back(), shape.layers, s, 0, 15);
+    }
+    for (kvq::sequence& x : shorts) listed.push_back(&x);
+    kvq::self_calibration none(cache, 64);
+    CHECK_FALSE(none.apply(listed, low3_of));
+
+    // Pages that the format makes smaller are requantized to it, whatever they were.
+    kvq::cache_options wide = options;
+    wide.keys = {test::made<kvq::scalar>(kvq::int8{})};
+    kvq::cache eight(shape, wide);
+    kvq::sequence eights = eight.new_sequence();
+    test::append(eights, shape.layers, s, 0, 300);
+    kvq::self_calibration narrower(eight, 64);
+    REQUIRE(narrower.apply(eights, low3_of));
+    const int committed = (options.sinks > 0 ? 1 : 0) + eight.geometry().committed(300);
+    for (int e = options.sinks > 0 ? 1 : 0; e < committed; ++e)
+        CHECK(eights.pages(1).at(e).keys->format == eight.table(kvq::tensor::key).index_of(1));
+
+    kvq::calibration sums_of_some(shape);
+    CHECK(test::contains(test::message_of([&] { kvq::add_keys(sums_of_some, cache, a, 0, 90, 11); }), "100"));
+    CHECK(test::contains(test::message_of([&] { kvq::add_keys(sums_of_some, cache, a, 0, -1, 5); }), "-1"));
     CHECK(test::contains(test::message_of([&] { kvq::self_calibration few(cache, 63); }), "64"));
     CHECK(test::contains(test::message_of([&] { cache.commit_to(kvq::tensor::key, 7); }), "7"));
     CHECK(test::contains(test::message_of([&] { cache.commit_to(kvq::tensor::key, 0, 2, 1); }), "2"));

@@ -2,6 +2,8 @@
 //
 // As std::pmr::vector, but elements are constructed as they are, not "with the allocator": what needs memory is given it where it is
 // made. Elements therefore move as bytes where they can, and a file takes less time to compile.
+// Contract: the resource outlives the vector and is not null. Memory goes along with a move, not with a copy or an assignment, as with
+// std::pmr::vector; a vector of vectors gives its inner vectors no resource.
 #pragma once
 
 #include <cstddef>

@@ -9,12 +9,12 @@
 //
 // apply() waits until the sequences hold so many tokens. It then reads their keys (x^ of their pages), makes the format, adds it to the
 // cache, and makes it the format of keys of every page that is quantized from then on, in these sequences and in new ones. Pages of the
-// given sequences that are still 16 bit are quantized to it at once; quantized pages keep their format.
+// given sequences that the format makes smaller are requantized to it: 16-bit pages always, others where they had more bits.
 // So there are two ways to begin. With fp16 as the first format of keys every page is quantized once, by the plan, and the first tokens
-// take 16 bit until the plan is there. With std4 they take 4 bits at once, without a plan.
-// Contract: the result depends only on the tokens of the given sequences, in their order, and on the queries in the order of the calls.
-// A page has the bytes that a cache with these statistics from the beginning gives it. A saved sequence names the format by its
-// contents: to restore it, list a format that was made from the same statistics (statistics().save()).
+// take 16 bit until the plan is there. With std4 they take 4 bits at once, without a plan, and mix4 leaves them as they are.
+// Contract: the result depends only on the tokens of the given sequences, in their order, and on the queries in the order of the calls;
+// a page that was 16 bit has the bytes that a cache with these statistics from the beginning gives it. A saved sequence names the format
+// by its contents: to restore it, list a format that was made from the same statistics (statistics().save()).
 // Thread safety: apply() is a call on the cache like add_format(). What statistics are: quant/calibration.hpp.
 #pragma once
 
@@ -32,7 +32,9 @@ namespace kvq::inline KVQ_TAGGED {
 /// themselves where they are 16 bit. Raises kvq::error for tokens that it does not hold. O(n * kv_heads * head_dim)
 inline void add_keys(calibration& to, const cache& of, const sequence& s, int layer, int first, int n) {
     const cache_shape& shape = of.shape();
-    detail::expect(n >= 0, "cannot add the keys of ", n, " tokens");
+    const int held = s.tokens(layer);
+    detail::expect(first >= 0 && n >= 0 && n <= held && first <= held - n, "cannot add the keys of ", n,
+                   " tokens from ", first, " on of layer ", layer, ": it holds ", held);
     std::vector<float> keys(static_cast<std::size_t>(n) * static_cast<std::size_t>(shape.kv_heads) *
                             static_cast<std::size_t>(shape.head_dim));
     const token_view<float> rows(keys.data(), n, shape.kv_heads, shape.head_dim);
@@ -52,14 +54,14 @@ public:
 
     /// The listed number of the format (cache_options::keys), or -1 until apply() has made it.
     [[nodiscard]] int format_number() const noexcept { return number_; }
-    [[nodiscard]] bool done() const noexcept { return number_ >= 0; }
+    [[nodiscard]] bool done() const noexcept { return done_; }
     /// Queries only, until apply() has read the keys.
     [[nodiscard]] const calibration& statistics() const noexcept { return statistics_; }
 
     /// Adds queries of one layer, [n][q_heads][head_dim], rotated as for attention. Does nothing once the format is made.
     /// O(n * q_heads * head_dim), times head_dim for products
     void add_queries(int layer, const query_view& q) {
-        if (done()) return;
+        if (number_ >= 0) return;
         detail::expect(q.data != nullptr || q.tokens == 0, "q has no data for ", q.tokens, " tokens");
         const auto add = [&]<class T>(T) {
             const auto size = static_cast<std::ptrdiff_t>(sizeof(T));
@@ -78,25 +80,32 @@ public:
     }
 
     /// make(const calibration&) -> format: the format of keys. Returns true once it is in use; the first call that finds enough tokens
-    /// in every layer of the given sequences makes it. Other sequences of the cache that exist by then keep their formats for new
-    /// pages. Raises kvq::error for a format that cannot hold keys of the cache, std::bad_alloc, and what `make` raises: no page has
-    /// changed then. kvq::out_of_memory: as for cache::requantize(); the format is in use.
+    /// in every layer of the given sequences makes it (calibration::add_keys leaves out last groups of less than 16 tokens; at least 64 must
+    /// remain). Other sequences of the cache that exist by then keep their formats for new pages. Raises kvq::error for sequences that cache::requantize() refuses and
+    /// for a format that cannot hold keys of the cache, std::bad_alloc, and what `make` raises: no page has changed then, and the next call
+    /// goes on. kvq::out_of_memory: as for cache::requantize(), which the next call goes on with.
     template <class Make>
     bool apply(std::span<sequence* const> sequences, Make&& make, executor_view executor, workspace& space) {
-        if (done()) return true;
-        if (!has_tokens(sequences)) return false;
-        calibration all = statistics_;
-        for (int layer = 0; layer < cache_->shape().layers; ++layer) add_keys(sequences, layer, all);
-        const int number = cache_->add_format(tensor::key, std::forward<Make>(make)(std::as_const(all)));
-        cache_->commit_to(tensor::key, number);
-        statistics_ = std::move(all);
-        number_ = number;
+        if (done_) return true;
+        // A request for nothing, which refuses what the real one would refuse.
+        static_cast<void>(cache_->plan_requantize(std::span<const sequence* const>(sequences), {}));
+        if (number_ < 0) {
+            if (!has_tokens(sequences)) return false;
+            calibration all = statistics_;
+            for (int layer = 0; layer < cache_->shape().layers; ++layer) {
+                add_keys(sequences, layer, all);
+                if (all.keys(layer, 0) < calibration::group) return false;
+            }
+            number_ = cache_->add_format(tensor::key, std::forward<Make>(make)(std::as_const(all)));
+            statistics_ = std::move(all);
+        }
+        cache_->commit_to(tensor::key, number_);
         requantize_request request;
-        request.key = number;
+        request.key = number_;
         request.only_smaller = true;
         request.new_pages = true;
         cache_->requantize(sequences, request, {}, executor, space);
-        return true;
+        return done_ = true;
     }
     template <class Make>
     bool apply(std::span<sequence* const> sequences, Make&& make) {
@@ -132,6 +141,7 @@ private:
     int tokens_;
     calibration statistics_;
     int number_ = -1;
+    bool done_ = false;
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

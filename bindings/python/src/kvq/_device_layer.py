@@ -20,15 +20,18 @@ _OK = _abi.OK
 class _Rows:
     """A tensor [rows][heads][tokens][dim] as rows x tokens for the library."""
 
-    def __init__(self, dtype: int) -> None:
-        self.c = _cuda_abi.plain_tensor(dtype=dtype)
+    def __init__(self, name: str, dtype: torch.dtype, device: torch.device, number: int) -> None:
+        self.name, self.dtype, self.device = name, dtype, device
+        self.c = _cuda_abi.plain_tensor(dtype=number)
         self.pointer = ctypes.addressof(self.c)
 
     def set(self, x: torch.Tensor) -> torch.Tensor:
         """x must live until the call: what it was copied to, where its tokens do not follow each other in memory."""
+        if x.dtype is not self.dtype or x.device != self.device:
+            raise ArgumentError(f"kvq: {self.name} is {x.dtype} on {x.device}, the cache {self.dtype} on {self.device}")
         batch, heads, n, dim = x.shape
         of_row, head, token, channel = x.stride()
-        if channel != 1 or (n > 1 and batch > 1 and of_row != n * token):
+        if channel != 1 or 0 in (of_row, head, token) or (n > 1 and batch > 1 and of_row != n * token):
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
             of_row, head, token, channel = x.stride()
         c = self.c
@@ -57,7 +60,7 @@ class DevicePages:
         self._rows: Optional[Any] = None
         self._begun = False
         number = _abi.FP16 if k.dtype == torch.float16 else _abi.BF16
-        self._k, self._v, self._q, self._out = (_Rows(number) for _ in range(4))
+        self._k, self._v, self._q, self._out = (_Rows(name, k.dtype, k.device, number) for name in ("k", "v", "q", "out"))
         self._options: Dict[Tuple, Any] = {}
         f = self.pages._f
         self._begin, self._prefill = f.raw_kvq_cuda_cache_begin_step, f.raw_kvq_cuda_cache_prefill

@@ -139,8 +139,11 @@ def tensor(x: Tensor, name: str, dtype: Optional[torch.dtype] = None) -> _abi.kv
     strides = x.stride()
     if dim > 1 and strides[2] != 1:
         raise ArgumentError(f"kvq: {name} has strides {list(strides)}; its channels must be contiguous, so copy it")
+    token_stride, head_stride = strides[0] if tokens > 1 else heads * dim, strides[1] if heads > 1 else dim
+    if dim > 0 and token_stride == 0 and head_stride == 0 and tokens * heads > 0:
+        raise ArgumentError(f"kvq: {name} has strides {list(strides)}: tokens or heads share memory, so copy it")
     return _abi.kvq_tensor(data=x.data_ptr(), dtype=_NUMBERS[x.dtype], tokens=tokens, heads=heads, dim=dim,
-                           token_stride=strides[0] if tokens > 1 else heads * dim, head_stride=strides[1] if heads > 1 else dim)
+                           token_stride=token_stride, head_stride=head_stride)
 
 
 class Cache(Handle):

@@ -49,9 +49,10 @@ class _Padding:
         """
         if mask is None and real is None:
             return None, None
-        asked = (mask, real, batch, past, n)
+        written = None if mask is None or mask.is_inference() else mask._version  # in place, since the last call
+        asked = (mask, real, batch, past, n, written)
         if self._asked is None or any(a is not b for a, b in zip(asked[:2], self._asked)) or asked[2:] != self._asked[2:]:
-            self._answer = self._read(*asked)
+            self._answer = self._read(*asked[:5])
             self._asked = asked
         return self._answer
 
@@ -210,11 +211,10 @@ class Layer(CacheLayerMixin):
         n, change = self.get_seq_length(), int(tokens_to_remove)
         keep = change if change > 0 else max(n + change, 0)
         if keep < n:
-            self.tokens = keep
-            if self.real is not None:
-                self.real = self.real[:, :keep]
-            for i, s in enumerate(self.sequences):
-                s.trim(keep if self.real is None else int(self.real[i].sum()))
+            real = None if self.real is None else self.real[:, :keep]
+            for i, s in enumerate(self.sequences):  # a cache on a GPU may refuse the first
+                s.trim(keep if real is None else int(real[i].sum()))
+            self.tokens, self.real = keep, real
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:

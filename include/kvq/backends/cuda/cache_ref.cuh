@@ -227,12 +227,12 @@ constexpr target_kinds targets() noexcept {
 #endif
 }
 
-/// Is code for this device never asked for kernels of this kind? (Code for 8.0 and 8.6 runs on later devices of either.)
+/// Does no device that runs this code take kernels of this kind? Code for one device alone (sm_90a) can tell; other code may run on later
+/// devices of either kind.
 template <bool Small>
 __device__ constexpr bool of_other_devices([[maybe_unused]] bool has_two_sizes) {
-#ifdef __CUDA_ARCH__
-    return has_two_sizes && (Small ? __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-                                   : __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    return has_two_sizes && Small;
 #else
     return false;
 #endif
