@@ -28,7 +28,7 @@ kvq::cache_options options_with(test::generator& random, const kvq::format& keys
     options.page_tokens = random.pick(std::vector<int>{32, 64});
     return options;
 }
-kvq::cache_shape random_shape(test::generator& random) {
+kvq::cache_shape small_shape(test::generator& random) {
     return {random.between(1, 3), random.between(1, 2), 8 * random.between(2, 8), 32};
 }
 
@@ -54,7 +54,7 @@ TEST_CASE("self calibration: behind 16-bit keys, every page is the one of a cach
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 12; ++round) {
-        const kvq::cache_shape shape = random_shape(random);
+        const kvq::cache_shape shape = small_shape(random);
         const kvq::cache_options options = options_with(random, fp16());
         const int total = 400, tokens = random.between(64, 200),
                   q_heads = shape.kv_heads * random.between(1, 3);
@@ -98,7 +98,7 @@ TEST_CASE("self calibration: pages that are quantized keep their bytes, later on
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 6; ++round) {
-        const kvq::cache_shape shape = random_shape(random);
+        const kvq::cache_shape shape = small_shape(random);
         // low3 without statistics has pages of the same size, so that nothing shrinks.
         const kvq::cache_options options = options_with(random, test::made<kvq::scalar>(kvq::low3::keys{}));
         const int before = random.between(100, 200), total = 400;
