@@ -469,9 +469,9 @@ fn constants() {
         KVQ_STORED,
         KVQ_STORE_DUPLICATE,
         KVQ_STORE_TOO_LARGE,
+        KVQ_ABI_VERSION,
         KVQ_NONE,
-        KVQ_ALL_LAYERS,
-        KVQ_ABI_VERSION
+        KVQ_ALL_LAYERS
     );
     let expected: Vec<_> = ABI.lines().filter(|l| l.starts_with("constant ")).collect();
     assert_eq!(lines, expected);
