@@ -214,6 +214,7 @@ TEST_CASE("commit_to: sequences that are made later take the format, in these la
         CHECK(cache.target_format(kvq::tensor::key, layer) == (layer == 1 ? 2 : 0));
         CHECK(cache.target_format(kvq::tensor::value, layer) == 0);
     }
+    CHECK(test::contains(test::message_of([&] { cache.commit_to(kvq::tensor::key, 0, 1, 9); }), "1 to 9"));
     cache.commit_to(kvq::tensor::value, 1);
     for (int layer = 0; layer < 3; ++layer) CHECK(cache.target_format(kvq::tensor::value, layer) == 2);
 }

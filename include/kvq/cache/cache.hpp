@@ -80,8 +80,10 @@ public:
     /// kvq::error for a number that is not listed, or std::bad_alloc; nothing has changed then.
     void commit_to(tensor role, int listed, int first_layer = 0, int last_layer = requantize_request::all) {
         expect_listed(role, listed);
-        detail::expect(first_layer >= 0 && first_layer <= last_layer, "layers ", first_layer, " to ",
-                       last_layer, " are not a range of layers");
+        detail::expect(first_layer >= 0 && first_layer <= last_layer &&
+                           (last_layer <= shape_.layers || last_layer == requantize_request::all),
+                       "layers ", first_layer, " to ", last_layer, " are not a range of the ", shape_.layers,
+                       " layers of the cache");
         options_.layers.resize(static_cast<std::size_t>(shape_.layers));
         for (int i = first_layer; i < detail::smaller(last_layer, shape_.layers); ++i) {
             layer_format& f = options_.layers[static_cast<std::size_t>(i)];
