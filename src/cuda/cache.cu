@@ -1,5 +1,6 @@
 // Caches on a device, their sequences and steps: the functions of kvq_cuda.h.
 #include <kvq/backends/cuda/offload.cuh>
+#include <set>
 #include <string_view>
 
 #include "objects.cuh"
@@ -28,7 +29,8 @@ bool holds_values(const std::string& name) { return name == "fp16" || name == "b
 
 /// Raises a failure that says what was compiled, unless an entry has all of these formats.
 void expect_compiled(const kvq_cuda_cache_options& o, const cuda::cache_options& c) {
-    std::string names, other;
+    std::string names;
+    std::set<int> head_dims;
     bool geometry = false;
     for (const cuda::device_format& f : compiled_formats()) {
         const bool fits = f.head_dim == o.head_dim && f.value_dim == o.head_dim &&
@@ -40,9 +42,10 @@ void expect_compiled(const kvq_cuda_cache_options& o, const cuda::cache_options&
         for (const std::string& name : c.formats) all = all && f.find(name) >= 0;
         if (all) return;
         if (fits) names += (names.empty() ? "" : ", ") + own;
-        if (f.type == c.type && other.find(std::to_string(f.head_dim)) == std::string::npos)
-            other += (other.empty() ? "" : ", ") + std::to_string(f.head_dim);
+        if (f.type == c.type) head_dims.insert(f.head_dim);
     }
+    std::string other;
+    for (const int d : head_dims) other += (other.empty() ? "" : ", ") + std::to_string(d);
     expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads of ", other,
            " channels and pages of 64 tokens, none for ", o.head_dim, " and ", c.page_tokens,
            "; build it with KVQ_CUDA_HEAD_DIMS=", o.head_dim);
@@ -50,6 +53,18 @@ void expect_compiled(const kvq_cuda_cache_options& o, const cuda::cache_options&
     for (const std::string& name : c.formats) wanted += (wanted.empty() ? "" : "+") + name;
     fail(KVQ_ERROR_ARGUMENT, "this library has kernels for ", names, ", none for ", wanted,
          "; build it with KVQ_CUDA_FORMATS=", wanted);
+}
+
+/// Kernels for much shared memory alone do not start on a device that has little.
+void expect_kernels() {
+    if constexpr (!cuda::detail::targets().small) {
+        constexpr int least = 160 * 1024;
+        const int has = cuda::detail::device_shared_memory();
+        expect(has == 0 || has >= least, KVQ_ERROR_UNSUPPORTED,
+               "this library has kernels for devices whose blocks may have ", least,
+               " bytes of shared memory, this one's have ", has,
+               "; build it with 86 among CMAKE_CUDA_ARCHITECTURES");
+    }
 }
 
 void expect_dtype(const kvq_tensor* x, const device_state& of, const char* name) {
@@ -89,6 +104,22 @@ std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int3
     return ids;
 }
 
+/// A handle that is made before the sequence that it holds, so that nothing fails once there is one.
+class new_handle {
+public:
+    explicit new_handle(const shared_device& of) : made_(make<kvq_cuda_sequence>(of, cuda::sequence_id{})) {}
+    new_handle(const new_handle&) = delete;
+    new_handle& operator=(const new_handle&) = delete;
+    ~new_handle() {
+        if (made_ != nullptr) (void)free_handle(made_, "sequence");
+    }
+    kvq_cuda_sequence* operator->() const noexcept { return made_; }
+    kvq_cuda_sequence* release() noexcept { return std::exchange(made_, nullptr); }
+
+private:
+    kvq_cuda_sequence* made_;
+};
+
 /// What attention refuses, before a call has appended anything.
 template <class Q, class Out>
 void expect_queries(const device_state& of, const Q& q, const Out& out) {
@@ -123,6 +154,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
                "an allocator needs both functions, allocate and deallocate");
     }
     check(cudaGetDevice(&device), "asking for the current device");
+    expect_kernels();
     cuda::cache_options c;
     c.formats = names_of(o.formats);
     const std::string window = o.window != nullptr ? o.window : "fp16";
@@ -254,12 +286,12 @@ kvq_status kvq_cuda_sequence_create(kvq_cuda_cache* cache, kvq_cuda_sequence** o
     return guard([&] {
         const shared_device& of = get(cache, "cache").state;
         place(out, "out");
-        kvq::cuda::sequence_id id;
+        new_handle made(of);
         {
             const device_call call(*of);
-            id = of->cache.new_sequence();
+            made->id = of->cache.new_sequence();
         }
-        *out = make<kvq_cuda_sequence>(of, id);
+        *out = made.release();
     });
 }
 
@@ -269,12 +301,12 @@ kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, void* strea
     return guard([&] {
         const kvq_cuda_sequence& from = get(sequence, "sequence");
         place(out, "out");
-        kvq::cuda::sequence_id id;
+        new_handle made(from.of);
         {
             const device_call call(*from.of);
-            check(from.of->cache.fork(from.id, id, stream_of(stream)));
+            check(from.of->cache.fork(from.id, made->id, stream_of(stream)));
         }
-        *out = make<kvq_cuda_sequence>(from.of, id);
+        *out = made.release();
     });
 }
 
@@ -493,12 +525,12 @@ kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* f
         const shared_device& of = get(cache, "cache").state;
         const kvq_sequence& host = get(from, "from");
         place(out, "out");
-        kvq::cuda::sequence_id id;
+        new_handle made(of);
         {
             const device_call call(*of);
-            check(kvq::cuda::onload(host.sequence, of->cache, id, stream_of(stream)));
+            check(kvq::cuda::onload(host.sequence, of->cache, made->id, stream_of(stream)));
         }
-        *out = make<kvq_cuda_sequence>(of, id);
+        *out = made.release();
     });
 }
 }
