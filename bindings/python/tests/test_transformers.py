@@ -213,6 +213,29 @@ class StandIn(unittest.TestCase):
         with self.assertRaisesRegex(kvq.ArgumentError, "cached tokens cannot be hidden"):
             self.model(self.ids[:, :1], ours, self.attention, torch.cat([other, other[:, :1] + 1], dim=1))
 
+    def test_masks_are_read_once(self):
+        """In a forward pass, for all layers, also behind crops and forks; and again in the next one, whose mask may be the same tensor."""
+        reads = []
+        plain = self.module._Padding._read
+        self.module._Padding._read = staticmethod(lambda *of: reads.append(0) or plain(*of))
+        self.addCleanup(setattr, self.module._Padding, "_read", staticmethod(plain))
+        with torch.inference_mode():
+            ours, mask = self.exact(), torch.ones(3, 121, dtype=torch.long, device=self.device)
+            mask[0, :50] = 0
+
+            def step(ids):
+                del reads[:]
+                self.model(ids, ours, self.attention, mask[:, :120] if ids.shape[1] > 1 else mask, self.mask)
+                self.assertEqual(len(reads), 1)
+
+            step(self.ids)
+            step(self.ids[:, :1])
+            for shorter in (lambda: ours.crop(-1), lambda: (ours.crop(-1), ours.reorder_cache(torch.tensor([0, 2, 1])))):
+                shorter()
+                mask[1, 120] = 0  # in place: row 1 gets no token now
+                step(self.ids[:, :1])
+                self.assertEqual([len(s) for s in ours.layers[1].sequences], [71, 120, 121])
+
     def test_sliding_window(self):
         self.model.window = 40
         ours, theirs = self.exact(), Everything()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import types
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, List, Optional, Sequence as List_, Tuple, Union
@@ -202,6 +203,10 @@ class Cache(Handle):
     def stream(self) -> int:
         """torch's current stream of the device, as an address."""
         return _raw_stream(self.device.index) if _KIND == "cuda" else 0
+
+    def stream_of(self) -> Callable[[], int]:
+        """stream, for calls of every layer."""
+        return functools.partial(_raw_stream, self.device.index) if _KIND == "cuda" else self.stream
 
     def _with_memory(self, function: Callable, *arguments: Any) -> None:
         """Calls it; where there is no memory once more, after torch has given back what it does not use."""
