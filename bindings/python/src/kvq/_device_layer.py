@@ -94,13 +94,22 @@ class DevicePages:
                 s.trim(n)
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
-               how: Tuple[Optional[float], Optional[float], Optional[int]]) -> torch.Tensor:
+               how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor] = None) -> torch.Tensor:
         """As Layer.attend. new: [batch][n] on the CPU, False for padding; None: there is none. how: scale, softcap, window"""
         options = self._options.get(how)
         if options is None:
             held = attend_options(*how)
             options = self._options[how] = (held, ctypes.addressof(held))
         batch, q_heads, n, dim = q.shape
+        if s_aux is not None:
+            if s_aux.numel() != q_heads:
+                raise ArgumentError(f"kvq: {s_aux.numel()} learned sinks for {q_heads} query heads")
+            sinks = s_aux.detach().to(q.device, torch.float32).flatten().contiguous()
+            sums = torch.empty(batch * n, q_heads, dtype=torch.float32, device=q.device)
+            options[0].sink_logits, options[0].lse = sinks.data_ptr(), sums.data_ptr()
+            self._sinks = (sinks, sums)  # a graph reads them again
+        elif options[0].sink_logits:
+            options[0].sink_logits = options[0].lse = None
         if n <= self.pages.step_tokens:
             absent = [] if new is None else (~new).nonzero().tolist()
             if not absent or n == 1:

@@ -271,7 +271,8 @@ class Cache(Handle):
         q, out   [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads. out=None: new memory
         lse      None, or float32 [rows x new tokens][q_heads], gets the natural logarithm of each softmax sum
         options  scale, softcap, window: of Mods. window_sinks: with a window, also the sinks of the cache.
-                 ancestors: int64 [rows][new tokens], which drafted tokens a query sees (bit 0: the first one)
+                 ancestors: int64 [rows][new tokens], which drafted tokens a query sees (bit 0: the first one).
+                 sink_logits: float32 [q_heads], learned sinks: one more score in each softmax sum; but in a prompt with lse only
 
         Returns out.
         """
@@ -368,14 +369,16 @@ def _rows(rows: Iterable[Optional[Sequence]]) -> Tuple[Any, int]:
 
 def attend_options(scale: Optional[float] = None, softcap: Optional[float] = None, window: Optional[int] = None,
                    window_sinks: bool = False, ancestors: Optional[torch.Tensor] = None,
-                   lse: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
+                   lse: Optional[torch.Tensor] = None, sink_logits: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
     """How to attend, as the library takes it."""
     for name, value in (("scale", scale), ("softcap", softcap), ("window", window)):
         if value is not None and not value > 0:
             raise ArgumentError(f"kvq: {name} is {value}, which must be positive, or None")
-    for name, x, dtype in (("ancestors", ancestors, torch.int64), ("lse", lse, torch.float32)):
+    for name, x, dtype in (("ancestors", ancestors, torch.int64), ("lse", lse, torch.float32),
+                           ("sink_logits", sink_logits, torch.float32)):
         if x is not None and (x.dtype != dtype or not x.is_contiguous() or x.device.type != _KIND):
             raise ArgumentError(f"kvq: {name} is {x.dtype} on {x.device}, not contiguous {dtype} on a GPU")
     return _cuda_abi.kvq_cuda_attend_options(
         scale=scale or 0.0, softcap=softcap or 0.0, window=window or 0, window_sinks=int(window_sinks),
-        ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr())
+        ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr(),
+        sink_logits=None if sink_logits is None else sink_logits.data_ptr())

@@ -161,10 +161,8 @@ class Layer(CacheLayerMixin):
         new, real = self._padding.read(self, mask, self.real, batch, self.tokens, n)
         if self._device is None:
             out = self._on_cpu(k, v, q, new, how, s_aux)
-        elif s_aux is not None:
-            raise UnsupportedError("kvq: caches on a GPU know no learned sinks")
         else:
-            out = self._device.attend(k, v, q, new, how)
+            out = self._device.attend(k, v, q, new, how, s_aux)
         self.tokens += n
         self.real = real
         return out
