@@ -915,6 +915,15 @@ void bad_input() {
     CHECK(n == 1, "%d tokens after a refusal", n);
     OK(kvq_cuda_cache_free(made));  // lives on until its sequences are freed
     for (kvq_cuda_sequence* x : two) OK(kvq_cuda_sequence_free(x));
+
+    // A device whose blocks have little shared memory, and a library that was compiled for others.
+#ifndef __CUDACC__
+    emulated::device_shared_memory = 99 * 1024;
+    o = device_options();
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_UNSUPPORTED,
+            "build it with 86 among CMAKE_CUDA_ARCHITECTURES");
+    emulated::device_shared_memory = emulated::most_shared_memory;
+#endif
 }
 
 }  // namespace
