@@ -36,7 +36,7 @@ typedef struct kvq_cuda_sequence kvq_cuda_sequence;
 // ---- formats ---------------------------------------------------------------------------------------------------------
 // Kernels are compiled for pairs of formats and head sizes, both window types, pages of 64 tokens: int8, kivi-4-g64, kivi-2-g64 and std4 with
 // heads of 64 and 128 channels. fp16 and bf16 are there for all of them: nothing is quantized. The CMake options KVQ_CUDA_FORMATS and
-// KVQ_CUDA_HEAD_DIMS choose others.
+// KVQ_CUDA_HEAD_DIMS choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well.
 
 /// Formats that may be in one cache, and its geometry.
 typedef struct kvq_cuda_format_entry {
@@ -44,7 +44,7 @@ typedef struct kvq_cuda_format_entry {
     const char* formats;            // names, separated by commas; lives as long as the program
     int32_t head_dim, page_tokens;  // of keys and of values
     kvq_dtype window;               // KVQ_FP16 or KVQ_BF16
-    int32_t reserved;
+    int32_t alibi;                  // 1: for caches with kvq_cuda_cache_options.alibi
 } kvq_cuda_format_entry;
 
 KVQ_API kvq_status kvq_cuda_format_count(int32_t* count);
@@ -83,6 +83,9 @@ typedef struct kvq_cuda_cache_options {
     int32_t fixed;           // 1: pools do not grow; 0: they do, in a begin, which then waits for the stream
     const kvq_statistics* statistics;     // NULL, or for all keys whose format takes them
     const kvq_cuda_allocator* allocator;  // NULL: cudaMalloc. Functions and `user` are kept
+    int32_t
+        alibi;  // 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens
+    int32_t reserved;  // 0
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not compiled for this head_dim.
@@ -157,6 +160,7 @@ typedef struct kvq_cuda_attend_options {
     float* lse;  // NULL, or gets the natural log of each row's softmax sum, [q.tokens][q_heads]
     /// [q_heads]: learned sinks, one more score without a value in each softmax sum. NULL: none. All but prompts need lse, too.
     const float* sink_logits;
+    const float* alibi_slopes;  // [q_heads]: score - slope * distance, of caches with `alibi`; else NULL
 } kvq_cuda_attend_options;
 
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over

@@ -25,14 +25,21 @@ inline std::vector<std::string> names_of(const char* list) {
 
 inline bool holds_values(const std::string& name) { return name == "fp16" || name == "bf16"; }
 
-/// The entry with the fewest formats that has all of these. Raises a failure that says what was compiled.
+inline bool is_alibi(const cuda::device_format& f) {
+    return f.functions->score_type == &cuda::detail::type_mark<cuda::alibi>;
+}
+
+/// The entry with the fewest formats that has all of these, with or without ALiBi. Raises a failure that says what was compiled.
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, int head_dim,
-                                                int page_tokens, float_type type) {
+                                                int page_tokens, float_type type, bool alibi) {
     std::string names;
     std::set<int> head_dims;
     bool geometry = false;
     const cuda::device_format* found = nullptr;
+    bool any = false;
     for (const cuda::device_format& f : compiled_formats()) {
+        if (is_alibi(f) != alibi) continue;
+        any = true;
         const bool fits = f.head_dim == head_dim && f.value_dim == head_dim && f.page_tokens == page_tokens &&
                           f.type == type;
         geometry = geometry || fits;
@@ -45,15 +52,18 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
         if (f.type == type) head_dims.insert(f.head_dim);
     }
     if (found != nullptr) return *found;
+    std::string wanted;
+    for (const std::string& name : wanted_names) wanted += (wanted.empty() ? "" : "+") + name;
+    const std::string option = alibi ? "KVQ_CUDA_ALIBI" : "KVQ_CUDA_FORMATS";
+    expect(any, KVQ_ERROR_ARGUMENT, "this library has no kernels with ALiBi; build it with ", option, "=",
+           wanted);
     std::string other;
     for (const int d : head_dims) other += (other.empty() ? "" : ", ") + std::to_string(d);
     expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads of ", other,
            " channels and pages of 64 tokens, none for ", head_dim, " and ", page_tokens,
            "; build it with KVQ_CUDA_HEAD_DIMS=", head_dim);
-    std::string wanted;
-    for (const std::string& name : wanted_names) wanted += (wanted.empty() ? "" : "+") + name;
     fail(KVQ_ERROR_ARGUMENT, "this library has kernels for ", names, ", none for ", wanted,
-         "; build it with KVQ_CUDA_FORMATS=", wanted);
+         "; build it with ", option, "=", wanted);
 }
 
 /// Kernels for much shared memory alone do not start on a device that has little.

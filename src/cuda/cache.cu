@@ -50,6 +50,14 @@ void expect_queries(const device_state& of, const Q& q, const Out& out) {
            " channels");
 }
 
+template <class T>
+void attend_layer(device_state& of, int layer, const token_view<const T>& q, const token_view<T>& out,
+                  const cuda::attention_options& a, const kvq_cuda_attend_options& o, cudaStream_t stream) {
+    check(of.alibi ? of.cache.attend(layer, q, out, a, stream, cuda::alibi{o.alibi_slopes})
+                   : of.cache.attend(layer, q, out, a, stream));
+    if (o.sink_logits != nullptr) add_learned_sinks(out, o.sink_logits, o.lse, stream);
+}
+
 }  // namespace
 
 device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream) {
@@ -61,6 +69,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     }
     check(cudaGetDevice(&device), "asking for the current device");
     expect_kernels();
+    alibi = o.alibi != 0;
     cuda::cache_options c;
     c.formats = names_of(o.formats);
     const std::string window = o.window != nullptr ? o.window : "fp16";
@@ -81,7 +90,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
         expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
                c.formats[0], ", not of ", window);
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
-        c.formats = {find_compiled({}, o.head_dim, c.page_tokens, c.type).kinds[0].name};
+        c.formats = {find_compiled({}, o.head_dim, c.page_tokens, c.type, alibi).kinds[0].name};
         c.sinks = c.rollback = c.pool_tokens = 0;
         c.recent = c.max_tokens;
         if (o.pool_tokens > 0 && c.max_tokens > 0)
@@ -91,7 +100,6 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
         for (const std::string& name : c.formats)
             expect(!holds_values(name), KVQ_ERROR_ARGUMENT, name,
                    " is the format of the window; a list of formats for pages cannot name it");
-        (void)find_compiled(c.formats, o.head_dim, c.page_tokens, c.type);
     }
     if (o.allocator != nullptr)
         c.memory = {[](std::size_t bytes, void* user) {
@@ -103,8 +111,9 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
                         from.deallocate(from.user, p, bytes);
                     },
                     &memory};
+    const cuda::device_format& kernels = find_compiled(c.formats, o.head_dim, c.page_tokens, c.type, alibi);
     check(cache.open({.layers = o.layers, .kv_heads = o.kv_heads, .head_dim = o.head_dim}, c,
-                     compiled_formats(), stream));
+                     std::span(&kernels, 1), stream));
     if (o.statistics != nullptr)
         for (const std::string& name : cache.options().formats)
             check(cache.calibrate(name, get(o.statistics, "statistics").sums, stream));
@@ -135,9 +144,9 @@ kvq_status kvq_cuda_format_list(int32_t index, kvq_cuda_format_entry* entry) {
             return all;
         }();
         const kvq::cuda::device_format& f = compiled_formats()[static_cast<std::size_t>(index)];
-        write_struct(entry, kvq_cuda_format_entry{0, names[static_cast<std::size_t>(index)].c_str(),
-                                                  f.head_dim, f.page_tokens,
-                                                  f.type == kvq::float_type::fp16 ? KVQ_FP16 : KVQ_BF16, 0});
+        write_struct(entry, kvq_cuda_format_entry{
+                                0, names[static_cast<std::size_t>(index)].c_str(), f.head_dim, f.page_tokens,
+                                f.type == kvq::float_type::fp16 ? KVQ_FP16 : KVQ_BF16, is_alibi(f) ? 1 : 0});
     });
 }
 
@@ -308,7 +317,7 @@ kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq
         expect_dtype(q, of.cache.options().type, "q");
         expect_dtype(out, of.cache.options().type, "out");
         const device_call call(of);
-        expect_sinks(o);
+        expect_modifiers(o, of.alibi);
         const int rows = of.step.rows;
         expect(q->tokens % rows == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ", rows,
                " rows of the step");
@@ -316,8 +325,7 @@ kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq
         a.query_tokens = q->tokens / rows;
         with_type(of.cache.options().type, [&]<class T>(T) {
             const auto to = view_of<T>(out, "out");
-            check(of.cache.attend(layer, view_of<const T>(q, "q"), to, a, stream_of(stream)));
-            if (o.sink_logits != nullptr) add_learned_sinks(to, o.sink_logits, o.lse, stream_of(stream));
+            attend_layer(of, layer, view_of<const T>(q, "q"), to, a, o, stream_of(stream));
         });
     });
 }
@@ -339,19 +347,20 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
             const auto to = view_of<T>(out, "out");
             expect_queries(of, queries, to);
             if (of.step.prompt) {
+                expect(!of.alibi && o.alibi_slopes == nullptr, KVQ_ERROR_UNSUPPORTED,
+                       "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");
                 expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
                 return check(
                     of.cache.prefill(layer, queries, keys, values, to, prefill_of(o), stream_of(stream)));
             }
-            expect_sinks(o);
+            expect_modifiers(o, of.alibi);
             expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens,
                    " tokens and k ", keys.tokens);
             kvq::cuda::attention_options a = attention_of(o);
             a.query_tokens = of.step.new_tokens;
             a.early = true;  // what it fetches early is older than the launches of append
             check(of.cache.append(layer, keys, values, stream_of(stream)));
-            check(of.cache.attend(layer, queries, to, a, stream_of(stream)));
-            if (o.sink_logits != nullptr) add_learned_sinks(to, o.sink_logits, o.lse, stream_of(stream));
+            attend_layer(of, layer, queries, to, a, o, stream_of(stream));
         });
     });
 }

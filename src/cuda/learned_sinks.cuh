@@ -37,10 +37,14 @@ void add_learned_sinks(const token_view<T>& out, const float* sinks, float* lse,
                                sink_threads, 0, stream, out, sinks, lse));
 }
 
-/// What attention by append() and attend() needs for them.
-inline void expect_sinks(const kvq_cuda_attend_options& o) {
+/// What attention by append() and attend() needs for them, and for ALiBi.
+inline void expect_modifiers(const kvq_cuda_attend_options& o, bool alibi) {
     expect(o.sink_logits == nullptr || o.lse != nullptr, KVQ_ERROR_HANDLE,
            "options.sink_logits needs options.lse, which is NULL");
+    expect(alibi || o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
+           "options.alibi_slopes needs a cache with kernels for them: kvq_cuda_cache_options.alibi");
+    expect(!alibi || o.alibi_slopes != nullptr, KVQ_ERROR_HANDLE,
+           "the cache has kernels with ALiBi, but options.alibi_slopes is NULL");
 }
 
 }  // namespace kvq::c

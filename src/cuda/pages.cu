@@ -126,7 +126,7 @@ kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t 
         expect_kernels();
         *out = make<kvq_cuda_kernels>(
             find_compiled(names_of(formats), head_dim, page_tokens == 0 ? 64 : page_tokens,
-                          type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16));
+                          type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16, false));
     });
 }
 
@@ -259,7 +259,7 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         const kvq_cuda_attend_options o = read_optional(options, "options");
         expect_dtype(q, of.type, "q");
         expect_dtype(out, of.type, "out");
-        expect_sinks(o);
+        expect_modifiers(o, false);
         const auto l = view_of_layer(of, given);
         expect(q->tokens % l.sequences == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ",
                l.sequences, " sequences");
@@ -287,7 +287,8 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         for (const auto& [x, name] : {std::pair{k, "k"}, {v, "v"}, {q, "q"}, {out, "out"}})
             expect_dtype(x, of.type, name);
         expect_data(starts, "starts");
-        expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
+        expect(o.ancestors == nullptr && o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
+               "a prompt has no tree of drafted tokens and no ALiBi");
         const auto l = view_of_layer(of, given);
         const auto p = prefill_of(o);
         with_type(of.type, [&]<class T>(T) {

@@ -31,7 +31,8 @@ const builtin_format* builtin_formats(std::size_t* count) {
 const device_formats& kvq::c::compiled_formats() {
     using of = named<64>;
     static const device_formats all = {
-        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>()};
+        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
+        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16, of::int8>()};
     return all;
 }
 
@@ -409,6 +410,63 @@ void variants() {
     OK(kvq_cuda_cache_get_info(c.gpu, &info));
     CHECK(info.quantized == 0 && info.sinks == 0 && info.unused > 0, "%zu bytes are quantized",
           info.quantized);
+}
+
+/// ALiBi, with learned sinks beside it: prompts are steps of several tokens.
+void alibi() {
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.formats = "kivi-4-g64";
+    o.alibi = 1;
+    kvq_cuda_cache* none = nullptr;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &none), KVQ_ERROR_ARGUMENT,
+            "kernels for int8, none for kivi-4-g64; build it with KVQ_CUDA_ALIBI=kivi-4-g64");
+    o.formats = "int8";
+    o.step_tokens = 40;
+    h.keys = "int8";
+    both c(o, h);
+    c.add();
+    c.add();
+    const std::vector<float> slopes{0.5f, 0.25f, 0.02f, 0.0f}, logits{1.0f, -1.0f, 0.0f, 2.0f};
+    const test::device_buffer<float> device_slopes(slopes), device_logits(logits),
+        lse(static_cast<std::size_t>(room * q_heads));
+    kvq_cuda_attend_options a;
+    KVQ_INIT(a);
+    a.alibi_slopes = device_slopes.get();
+    kvq_mods mods;
+    KVQ_INIT(mods);
+    mods.alibi_slopes = slopes.data();
+    mods.alibi_heads = q_heads;
+    kvq_attend_options b;
+    KVQ_INIT(b);
+    b.mods = &mods;
+    for (int i = 0; i < 3; ++i) c.step(40, -1, &a, &b);
+    for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
+    a.sink_logits = device_logits.get();
+    a.lse = lse.get();
+    mods.sink_logits = logits.data();
+    mods.sink_heads = q_heads;
+    for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
+    for (const int row : {0, 1}) c.same_bytes(row, "ALiBi");
+
+    const kvq_tensor k = c.x.keys(2), v = c.x.values(2), q = c.x.queries(2), out = c.x.outputs(2);
+    OK(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 1, c.stream));
+    a.lse = nullptr;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, &a, c.stream), KVQ_ERROR_HANDLE,
+            "sink_logits needs options.lse");
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, nullptr, c.stream), KVQ_ERROR_HANDLE,
+            "alibi_slopes is NULL");
+    OK(kvq_cuda_cache_begin_prompt(c.gpu, c.rows[0], 2, c.stream));
+    a.sink_logits = nullptr;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, &a, c.stream), KVQ_ERROR_UNSUPPORTED,
+            "take steps of up to step_tokens");
+    both plain;
+    plain.add();
+    OK(kvq_cuda_cache_begin_step(plain.gpu, plain.rows.data(), 1, 1, plain.stream));
+    const kvq_tensor k1 = plain.x.keys(1), v1 = plain.x.values(1), q1 = plain.x.queries(1),
+                     out1 = plain.x.outputs(1);
+    REFUSED(kvq_cuda_cache_prefill(plain.gpu, 0, &k1, &v1, &q1, &out1, &a, plain.stream), KVQ_ERROR_ARGUMENT,
+            "needs a cache with kernels for them");
 }
 
 /// A step that was captured is replayed while contexts grow.
@@ -895,12 +953,14 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 1, "%d entries", n);
+    CHECK(n == 2, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
-              e.window == KVQ_FP16,
+              e.window == KVQ_FP16 && e.alibi == 0,
           "entry %s", e.formats);
-    REFUSED(kvq_cuda_format_list(1, &e), KVQ_ERROR_ARGUMENT, "not among 1");
+    OK(kvq_cuda_format_list(1, &e));
+    CHECK(std::strcmp(e.formats, "int8") == 0 && e.alibi == 1, "entry %s", e.formats);
+    REFUSED(kvq_cuda_format_list(2, &e), KVQ_ERROR_ARGUMENT, "not among 2");
 
     // Pools that may not grow: a step that finds no page changes nothing.
     o = device_options();
@@ -916,7 +976,7 @@ void bad_input() {
     OK(kvq_cuda_cache_free(made));  // lives on until its sequences are freed
     for (kvq_cuda_sequence* x : two) OK(kvq_cuda_sequence_free(x));
 
-    // A device whose blocks have little shared memory, and a library that was compiled for others.
+        // A device whose blocks have little shared memory, and a library that was compiled for others.
 #ifndef __CUDACC__
     emulated::device_shared_memory = 99 * 1024;
     o = device_options();
@@ -931,6 +991,7 @@ void bad_input() {
 int main() {
     scenario();
     variants();
+    alibi();
     graphs();
     pages_of_the_caller();
     bad_input();

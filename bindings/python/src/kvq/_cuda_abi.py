@@ -15,7 +15,7 @@ deallocate_function = CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)
 
 class kvq_cuda_format_entry(_Struct):
     _fields_ = [("size", c_size_t), ("formats", c_char_p), ("head_dim", c_int32), ("page_tokens", c_int32), ("window", c_int32),
-                ("reserved", c_int32)]
+                ("alibi", c_int32)]
 
 
 class kvq_cuda_allocator(_Struct):
@@ -27,7 +27,7 @@ class kvq_cuda_cache_options(_Struct):
                 ("formats", c_char_p), ("window", c_char_p), ("sinks", c_int32), ("recent", c_int32), ("rollback", c_int32),
                 ("max_batch", c_int32), ("max_tokens", c_int32), ("step_tokens", c_int32), ("draft_tokens", c_int32),
                 ("pool_tokens", c_int32), ("pool_sequences", c_int32), ("fixed", c_int32), ("statistics", handle),
-                ("allocator", POINTER(kvq_cuda_allocator))]
+                ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("reserved", c_int32)]
 
 
 class kvq_cuda_cache_info(_Struct):
@@ -40,7 +40,7 @@ class kvq_cuda_cache_info(_Struct):
 
 class kvq_cuda_attend_options(_Struct):
     _fields_ = [("size", c_size_t), ("scale", c_float), ("softcap", c_float), ("window", c_int32), ("window_sinks", c_int32),
-                ("ancestors", c_void_p), ("lse", c_void_p), ("sink_logits", c_void_p)]
+                ("ancestors", c_void_p), ("lse", c_void_p), ("sink_logits", c_void_p), ("alibi_slopes", c_void_p)]
 
 
 class kvq_cuda_requantize_request(_Struct):
