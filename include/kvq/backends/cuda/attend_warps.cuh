@@ -73,7 +73,7 @@ struct unit_ring {
 /// Feeds a warp's ring with the units of its chunks, across items. Page numbers are fetched a chunk ahead.
 template <class Memory, class Format, class T>
 struct unit_feed : unit_ring<Memory, Format, T> {
-    static constexpr bool reads_sinks = false;
+    static constexpr bool reads_sinks = false, reads_cuts = false;
     using base = unit_ring<Memory, Format, T>;
     using base::a, base::page, base::first, base::head, base::second;
     using typename base::keys;
@@ -105,6 +105,7 @@ struct unit_feed : unit_ring<Memory, Format, T> {
         this->template copy_unit<Role>(ring, slot, lane);
         if constexpr (Role == tensor::value) advance();
     }
+    __device__ __forceinline__ static int hidden() { return 0; }
 
 private:
     __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk, int member) {
@@ -205,6 +206,8 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         return at;
     };
     span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
+    // Chunks before it are looked at again (page_cuts.cuh).
+    if constexpr (Feed::reads_cuts) seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
     if constexpr (takes_trees<Rows4>)
         if (a.ancestors != nullptr)
             seen_by_all.end = smaller(seen_by_all.end, a.draft_begin(a.work.tokens[item->sequence]));
@@ -246,6 +249,18 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     // the former into pieces. Windows have few chunks: for them less code counts more.
     const auto handle = [&](auto kind) {
         constexpr bool rare = decltype(kind)::value;
+        shown_tokens shown{0, memory::tokens, 0};
+        if constexpr (rare && Feed::reads_cuts) {
+            if (masked && first < feed.cut_end()) [[unlikely]] {
+                shown = feed.shown(first, id);
+                if constexpr (!keys::joined && !Feed::reads_sinks) {
+                    const span all = seen_tokens<Format, T>(a, *item, rows, shown.shift).common;
+                    present = present && shown.begin < shown.end;
+                    masked = shown.end - shown.begin < memory::tokens || first < all.begin ||
+                             first + memory::tokens > all.end;
+                }
+            }
+        }
         float scores[keys::tiles][Rows4][4];
         chunk_factors<values, Rows4> factors;
         if (!rare || present) {
@@ -260,15 +275,17 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                     }
                 }
                 if constexpr (has_score<Score>)
-                    modify_scores<keys, Rows4>(scores, a, score, *item, first, id);
+                    modify_scores<keys, Rows4>(scores, a, score, *item, first, feed.hidden(), shown.shift,
+                                               id);
                 if (masked) {
-                    const seen_tokens<Format, T> seen(a, *item, rows);
+                    const seen_tokens<Format, T> seen(a, *item, rows, shown.shift);
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = seen.first_row + lane_row<Rows4>(n, id.t);
                         const span of_row = seen.of(a, row);
-                        const int begin = larger(sees_sinks() ? first : of_row.begin, first + held_begin),
-                                  end = smaller(of_row.end, first + held_end);
+                        const int begin = larger(sees_sinks() ? first : of_row.begin,
+                                                 first + larger(held_begin, shown.begin)),
+                                  end = smaller(of_row.end, first + smaller(held_end, shown.end));
 #pragma unroll
                         for (int tile = 0; tile < keys::tiles; ++tile)
 #pragma unroll
@@ -289,9 +306,16 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         const std::uint32_t value_at = wait_unit();
         if (!rare || present) {
             if (rare && masked) {  // what tokens outside hold may be anything, even NaN
-                const span any = seen_tokens<Format, T>(a, *item, rows).any;
-                const int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
-                          to = smaller(any.end - first, held_end);
+                const span any = seen_tokens<Format, T>(a, *item, rows, shown.shift).any;
+                int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
+                    to = smaller(any.end - first, held_end);
+                if constexpr (Feed::reads_cuts && keys::joined) {
+                    // `shown` is that of the lane's page. Quantized pages are whole, and hold finite numbers.
+                    if (!values::full && first < feed.cut_end()) from = held_begin, to = held_end;
+                } else if constexpr (Feed::reads_cuts) {
+                    from = larger(from, shown.begin);
+                    to = smaller(to, shown.end);
+                }
                 if constexpr (values::full)
                     values::clear_columns(value_at, id, from, to);
                 else if constexpr (values::clears_parameters)

@@ -80,7 +80,7 @@ struct mma_rows {
     }
     __device__ __forceinline__ void weigh(float (&s)[mma_tile / 2], const tile_note& note) {
         float factor[2];
-        mask_scores<Softcap>(a, note, position, lane % 4, s);
+        mask_scores<Softcap>(a, block, note, position, lane % 4, s);
         softmax_step(s, rows, factor, Softcap ? 1.0f : a.scale);
 #pragma unroll
         for (int i = 0; i < Dim / 2; ++i) o[i] *= factor[i / 2 % 2];

@@ -217,7 +217,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         products_commit();
     };
     const auto weigh = [&](const tile_note& note) {
-        mask_scores<Softcap>(a, note, position, t, s);
+        mask_scores<Softcap>(a, block, note, position, t, s);
         softmax_step(s, rows, factor, scale);
     };
     const auto pack = [&] {
