@@ -18,12 +18,10 @@ namespace {
 
 constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 
-#if PART != 1
 #ifdef __CUDACC__
-int long_run = 4000, graph_steps = 400;
+[[maybe_unused]] int long_run = 4000, graph_steps = 400;
 #else
-int long_run = PART == 0 ? 350 : 200, graph_steps = 100;
-#endif
+[[maybe_unused]] int long_run = PART == 0 ? 350 : 200, graph_steps = 100;
 #endif
 #if PART == 0
 constexpr int page = 32;

@@ -273,6 +273,10 @@ struct part_feed : unit_ring<Memory, Format, T> {
     /// Where the sequence's pages with hidden tokens end, counted from the format's first token.
     __device__ __forceinline__ int cut_end() const { return cut().place - a.cache.first_token; }
     __device__ __forceinline__ int hidden() const { return cut().hidden; }
+    /// Of 16-bit pages: sinks, or pages behind cut_end().
+    __device__ __forceinline__ int shift_of_full(int token) const {
+        return token + a.cache.first_token < part.cuts.first_token ? hidden() : 0;
+    }
     /// What the chunk at `token`, before cut_end(), shows. Of a chunk of two pages: what the page shows of which the lane has scores.
     __device__ __forceinline__ shown_tokens shown(int token, const lane_id& id) const {
         if constexpr (reads_sinks) return {0, Memory::tokens, hidden()};

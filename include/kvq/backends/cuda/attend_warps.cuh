@@ -306,11 +306,13 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         const std::uint32_t value_at = wait_unit();
         if (!rare || present) {
             if (rare && masked) {  // what tokens outside hold may be anything, even NaN
-                const span any = seen_tokens<Format, T>(a, *item, rows, shown.shift).any;
+                int shift = shown.shift;
+                if constexpr (Feed::reads_cuts && keys::joined) shift = feed.shift_of_full(first);
+                const span any = seen_tokens<Format, T>(a, *item, rows, shift).any;
                 int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
                     to = smaller(any.end - first, held_end);
                 if constexpr (Feed::reads_cuts && keys::joined) {
-                    // `shown` is that of the lane's page. Quantized pages are whole, and hold finite numbers.
+                    // `shown` is that of the lane's page. Quantized pages are full, and hold finite numbers.
                     if (!values::full && first < feed.cut_end()) from = held_begin, to = held_end;
                 } else if constexpr (Feed::reads_cuts) {
                     from = larger(from, shown.begin);
