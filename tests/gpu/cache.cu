@@ -1155,13 +1155,31 @@ void check_alibi() {
     const token_view<float16> out(c.out.get(), 1, q_heads, dim);
     const cuda::status without = c.gpu.attend(0, q, out, {}, c.stream);
     CHECK(!without && std::strstr(without.message, "another score modifier"), "%s", without.message);
-    ok(c.gpu.attend(0, q, out, {}, c.stream, cuda::alibi{on_device.get()}));
-    CUDA_OK(cudaStreamSynchronize(c.stream));
-    const auto y = c.out.download();
     double worst = 0.0;
-    for (std::size_t h = 0; h < q_heads; ++h)
-        worst = std::max(worst, error_of(host, 0, static_cast<int>(h), 230, &x[h * dim], &y[h * dim], 1 << 30,
-                                         0, static_cast<double>(slopes[h])));
+    const auto attend = [&](int window) {
+        const cuda::sequence_id batch[] = {id};
+        ok(c.gpu.begin_step(batch, 0, c.stream));
+        ok(c.gpu.attend(0, q, out, {.window = window}, c.stream, cuda::alibi{on_device.get()}));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const auto y = c.out.download();
+        for (std::size_t h = 0; h < q_heads; ++h)
+            worst = std::max(worst, error_of(host, 0, static_cast<int>(h), host.tokens(), &x[h * dim],
+                                             &y[h * dim], 1 << 30, 0, static_cast<double>(slopes[h]), window));
+    };
+    attend(0);
+    // Positions are those of the tokens that are shown.
+    for (const int n : {150, 110, 91}) {
+        ok(c.gpu.trim(id, n));
+        host.trim(n);
+        attend(0);
+        ok(c.gpu.begin_prompt(id, 99, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, 99), c.rows(c.v, layer, 99), c.stream));
+        c.appended(host, keys, values, 0, 99);
+        attend(0);
+        attend(113);
+        attend(186);
+    }
     CHECK(worst <= 2e-3, "ALiBi: error %.3g", worst);
     std::printf("  %-28s error %.2e\n", "ALiBi", worst);
 }
@@ -1228,6 +1246,28 @@ void check_statistics() {
         d.attend(1, 24);
         worst = std::max(worst, d.error(r, 1, 24, x));
         ok(d.keep(r));
+    }
+    // A slot that is cut back to the same prompt again and again.
+    for (int i = 0; i < 6; ++i) {
+        const int n = 130 - i / 3 * 40;
+        ok(c.gpu.trim(p.id, n));
+        p.host.trim(n);
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, 180, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, 180), c.rows(c.v, layer, 180), c.stream));
+        c.appended(p.host, keys, values, 0, 180);
+        const std::vector<float16> x = random_queries(r, c);
+        for (const int window : {0, 200}) {
+            ok(c.gpu.attend(1, token_view<const float16>(c.q.get(), 1, q_heads, dim),
+                            token_view<float16>(c.out.get(), 1, q_heads, dim), {.window = window}, c.stream));
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+            const auto y = c.out.download();
+            for (std::size_t head = 0; head < q_heads; ++head)
+                worst = std::max(worst, error_of(p.host, 1, static_cast<int>(head), p.host.tokens(),
+                                                 &x[head * dim], &y[head * dim], 1 << 30, 0, 0.0, window));
+        }
+        compare(c, p, "statistics", i + 1);
     }
     CHECK(worst <= 2e-3, "statistics: error %.3g", worst);
     CHECK(c.gpu.usage().bytes == counted_memory::bytes, "usage");
