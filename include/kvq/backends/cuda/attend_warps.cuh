@@ -245,20 +245,24 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     };
     // Is the chunk one of sinks, which rows see whatever their window?
     const auto sees_sinks = [&] { return Feed::reads_sinks && a.window_sinks && first < 0; };
+    // What the chunk shows, unless it shows all. Looked up wherever it is needed: registers are few.
+    const auto shown_here = [&] {
+        if constexpr (Feed::reads_cuts)
+            if (first < feed.cut_end()) [[unlikely]]
+                return feed.shown(first, id);
+        return shown_tokens{0, memory::tokens, 0};
+    };
     // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
     // the former into pieces. Windows have few chunks: for them less code counts more.
     const auto handle = [&](auto kind) {
         constexpr bool rare = decltype(kind)::value;
-        shown_tokens shown{0, memory::tokens, 0};
-        if constexpr (rare && Feed::reads_cuts) {
-            if (masked && first < feed.cut_end()) [[unlikely]] {
-                shown = feed.shown(first, id);
-                if constexpr (!keys::joined && !Feed::reads_sinks) {
-                    const span all = seen_tokens<Format, T>(a, *item, rows, shown.shift).common;
-                    present = present && shown.begin < shown.end;
-                    masked = shown.end - shown.begin < memory::tokens || first < all.begin ||
-                             first + memory::tokens > all.end;
-                }
+        if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {
+            if (rare && masked && first < feed.cut_end()) [[unlikely]] {
+                const shown_tokens shown = shown_here();
+                const span all = seen_tokens<Format, T>(a, *item, rows, shown.shift).common;
+                present = present && shown.begin < shown.end;
+                masked = shown.end - shown.begin < memory::tokens || first < all.begin ||
+                         first + memory::tokens > all.end;
             }
         }
         float scores[keys::tiles][Rows4][4];
@@ -275,9 +279,10 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                     }
                 }
                 if constexpr (has_score<Score>)
-                    modify_scores<keys, Rows4>(scores, a, score, *item, first, feed.hidden(), shown.shift,
-                                               id);
+                    modify_scores<keys, Rows4>(scores, a, score, *item, first, feed.hidden(),
+                                               shown_here().shift, id);
                 if (masked) {
+                    const shown_tokens shown = shown_here();
                     const seen_tokens<Format, T> seen(a, *item, rows, shown.shift);
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
@@ -306,6 +311,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         const std::uint32_t value_at = wait_unit();
         if (!rare || present) {
             if (rare && masked) {  // what tokens outside hold may be anything, even NaN
+                const shown_tokens shown = shown_here();
                 int shift = shown.shift;
                 if constexpr (Feed::reads_cuts && keys::joined) shift = feed.shift_of_full(first);
                 const span any = seen_tokens<Format, T>(a, *item, rows, shift).any;
