@@ -231,7 +231,8 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
             // A quantized page that an erase has closed has no room on the CPU; nothing reads that any more.
             CHECK(x.first_token == y.first_token && x.tokens == y.tokens && x.skip == y.skip &&
                       (x.room == y.room || i < a.committed),
-                  "%s, step %d: span %d has tokens %d to %d behind %d hidden ones, the CPU's %d to %d behind %d",
+                  "%s, step %d: span %d has tokens %d to %d behind %d hidden ones, the CPU's %d to %d behind "
+                  "%d",
                   name, step, i, x.first_token, x.end(), x.skip, y.first_token, y.end(), y.skip);
             for (const tensor role : {tensor::key, tensor::value}) {
                 const auto at = static_cast<std::size_t>(role);
@@ -459,8 +460,8 @@ struct history {
                     error_of(rows[b]->host, layer, head, std::max(0, seen), &x[at], &y[at], 1 << 30, 0, 0.0,
                              options.window, options.window_sinks ? c.o.sinks : 0);
                 worst = std::max(worst, error);
-                CHECK(error <= 2e-3, "%s, step %d: error %.3g of row %zu, %d of %d tokens, window %d", name, step,
-                      error, b, seen, rows[b]->host.tokens(), options.window);
+                CHECK(error <= 2e-3, "%s, step %d: error %.3g of row %zu, %d of %d tokens, window %d", name,
+                      step, error, b, seen, rows[b]->host.tokens(), options.window);
             }
     }
 
@@ -758,7 +759,8 @@ struct history {
         for (const std::size_t n : u.quantized) used += n;
         CHECK(used == 0, "%s: %zu bytes are in use by no sequence", name, used);
         std::printf(
-            "  %-28s %d steps, %d deep trims (%d times pages were cut), %d drafts kept, %d pages requantized, "
+            "  %-28s %d steps, %d deep trims (%d times pages were cut), %d drafts kept, %d pages "
+            "requantized, "
             "%d moves, %d splices, error %.2e\n",
             name, steps, deep, cut, kept, requantized, moved, spliced, worst);
     }
@@ -1113,9 +1115,10 @@ void check_refusals() {
     both_caches f(few);
     const auto x = f.gpu.new_sequence();
     CHECK(f.gpu.begin_prompt(x, 200, f.stream) && f.gpu.trim(x, 70), "a trim into a quantized page");
-    refused(f.gpu.begin_prompt(x, 230, f.stream),
-            "holds 70 tokens and 1 pages that trims have cut, and cannot take 230 tokens more: max_tokens is 300 "
-            "and cut_pages 0");
+    refused(
+        f.gpu.begin_prompt(x, 230, f.stream),
+        "holds 70 tokens and 1 pages that trims have cut, and cannot take 230 tokens more: max_tokens is 300 "
+        "and cut_pages 0");
     CHECK(f.gpu.begin_prompt(x, 224, f.stream) && f.gpu.tokens(x) == 294, "begin");
     refused(f.gpu.begin_prompt(x, 1, f.stream), "cut_pages 0");
 
@@ -1163,8 +1166,9 @@ void check_alibi() {
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto y = c.out.download();
         for (std::size_t h = 0; h < q_heads; ++h)
-            worst = std::max(worst, error_of(host, 0, static_cast<int>(h), host.tokens(), &x[h * dim],
-                                             &y[h * dim], 1 << 30, 0, static_cast<double>(slopes[h]), window));
+            worst =
+                std::max(worst, error_of(host, 0, static_cast<int>(h), host.tokens(), &x[h * dim],
+                                         &y[h * dim], 1 << 30, 0, static_cast<double>(slopes[h]), window));
     };
     attend(0);
     // Positions are those of the tokens that are shown.

@@ -359,9 +359,9 @@ auto with_even_parts(F&& f, const First& first, const Rest&... rest) {
     using even = even_keys<typename First::format_type>;
     if constexpr (even::known)
         if (first.cache.key_plans == nullptr)
-            return go(cache_part<typename even::format_type>{
-                even::cache(first.cache), first.range, first.first_page, first.end_page, first.capacity,
-                first.cuts});
+            return go(cache_part<typename even::format_type>{even::cache(first.cache), first.range,
+                                                             first.first_page, first.end_page, first.capacity,
+                                                             first.cuts});
     return go(first);
 }
 

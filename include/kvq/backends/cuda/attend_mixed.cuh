@@ -228,8 +228,8 @@ struct part_job {
 
 /// A call, for few chunks: inline it would make loops longer.
 template <int = 0>
-__device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence,
-                                                     const sequence_cut& cut, int place, int count) {
+__device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence, const sequence_cut& cut,
+                                              int place, int count) {
     return cuts.at(sequence, cut, place, count);
 }
 

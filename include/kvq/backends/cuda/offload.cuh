@@ -299,12 +299,12 @@ struct cache_access {
         }
         const int pages = first.size() - sinks;
         if (s.committed() > 0)
-            s.hidden = rules.first_place(s.committed()) -
-                       (s.quantized.back().position + s.quantized.back().shown());
+            s.hidden =
+                rules.first_place(s.committed()) - (s.quantized.back().position + s.quantized.back().shown());
         s.first_copy = kvq::detail::larger(s.first_copy, pages - rules.ring);
         if (pages > gpu.columns_)
-            return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d", tokens,
-                             pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
+            return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
+                             tokens, pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
 
         // Memory, then numbers, then bytes.
         std::vector<int> wanted(gpu.quantized_.size(), 0);

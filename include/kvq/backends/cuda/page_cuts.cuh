@@ -35,10 +35,12 @@ struct sequence_cut {
 
 /// Of all sequences of a launch, in device memory.
 struct page_cuts {
-    const int* end = nullptr;  ///< [sequences]: pages from here on show all of their tokens. Null: so do all pages
+    const int* end =
+        nullptr;  ///< [sequences]: pages from here on show all of their tokens. Null: so do all pages
     const int* hidden = nullptr;  ///< [sequences]: tokens that are not shown
-    const int* shown = nullptr;   ///< [sequences][columns][2], before `end`: the position of the page's first shown token; the number of
-                                  ///< this token in the page, plus 65536 times that of the first one behind the shown ones
+    const int* shown =
+        nullptr;  ///< [sequences][columns][2], before `end`: the position of the page's first shown token; the number of
+        ///< this token in the page, plus 65536 times that of the first one behind the shown ones
     int columns = 0, page_tokens = 1;
     int first_token = 0;  ///< place of the first page
 
@@ -49,11 +51,12 @@ struct page_cuts {
         return {first_token + pages * page_tokens, __ldcg(hidden + sequence)};
     }
     /// `count` tokens of one page, from this place on. Sinks lie before the first page.
-    __device__ __forceinline__ detail::shown_tokens at(int sequence, const detail::sequence_cut& cut, int place,
-                                                       int count) const {
+    __device__ __forceinline__ detail::shown_tokens at(int sequence, const detail::sequence_cut& cut,
+                                                       int place, int count) const {
         if (place >= cut.place) return {0, count, 0};
         if (place < first_token) return {0, count, cut.hidden};
-        const int page = (place - first_token) / page_tokens, in_page = place - first_token - page * page_tokens;
+        const int page = (place - first_token) / page_tokens,
+                  in_page = place - first_token - page * page_tokens;
         const int* const entry = shown + 2 * (static_cast<std::ptrdiff_t>(sequence) * columns + page);
         const int position = __ldg(entry), range = __ldg(entry + 1);
         const int begin = range & 0xffff, stop = static_cast<int>(static_cast<unsigned>(range) >> 16);

@@ -30,9 +30,9 @@ inline constexpr int prefill_rows = 128;
 struct prefill_block {
     int sequence, kv_head;
     int start, new_tokens;  // of the sequence
-    int history;            // tokens before the new ones, hidden ones too: positions below are places (page_cuts.cuh)
-    int cut_place;          // pages before it may hide tokens
-    int first_row, rows;    // of the block; rows: of the sequence
+    int history;    // tokens before the new ones, hidden ones too: positions below are places (page_cuts.cuh)
+    int cut_place;  // pages before it may hide tokens
+    int first_row, rows;  // of the block; rows: of the sequence
     int first_query, last_query;
 
     template <class Args>
@@ -133,8 +133,7 @@ __device__ __forceinline__ token_range tokens_of(const cache_part<Format>& part,
     if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
     from *= page;
     if (!sinks && window > 0) {
-        const int unseen =
-            part.cuts.first_seen(b, block.seen_from(window)) - part.cache.first_token - from;
+        const int unseen = part.cuts.first_seen(b, block.seen_from(window)) - part.cache.first_token - from;
         if (unseen > 0) from += unseen / tile * tile;
     }
     return {from, end};

@@ -17,7 +17,7 @@ struct tile_note {
     int position;  // of its first token
     int count;     // tokens that exist
     int pieces;    // bit i: tokens 16 i to 16 i + 15 are held
-    int cut;       // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4: prefill_args::hides_tokens
+    int cut;  // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4: prefill_args::hides_tokens
 
     __device__ __forceinline__ void store(std::uint32_t at) const {
         store_shared_16(at, {__int_as_float(position), __int_as_float(count), __int_as_float(pieces),
