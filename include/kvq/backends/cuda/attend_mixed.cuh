@@ -30,6 +30,13 @@ struct own_sinks {
 template <class Format>
 struct own_sinks<Format, false> {};
 
+/// A call, for what is rare: a launch fetches all of its instructions.
+template <int = 0>
+__device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence, const sequence_cut& cut,
+                                              int place, int count) {
+    return cuts.at(sequence, cut, place, count);
+}
+
 /// A part as kernels see it. `a` has what is common to all parts as well.
 template <class Format, class T>
 struct part_args {
@@ -48,8 +55,9 @@ struct part_args {
         int first, count, sinks;
         int first_page, end_page;
     };
+    /// hidden: tokens of the sequence, if there is a sliding window.
     template <int Tokens>
-    __device__ __forceinline__ chunk_range chunks(int b, int length) const {
+    __device__ __forceinline__ chunk_range chunks(int b, int length, int hidden) const {
         constexpr int page = Format::page_tokens;
         const int behind_sinks = length - a.work.first_token;
         int end = smaller(behind_sinks, a.work.capacity), from = 0,
@@ -64,16 +72,11 @@ struct part_args {
         if (first_page != nullptr) from = larger(from, __ldcg(first_page + b));
         if (end_page != nullptr) until = smaller(until, __ldcg(end_page + b));
         end = smaller(end, until * page);
-        int begin = 0;
-        if (a.work.window > 0) {
-            const int ft = a.cache.first_token;
-            begin = larger(0, cuts.first_seen(b, a.work.begin(length) + ft) - ft);
-        }
-        const int first = larger(begin, from * page) / Tokens;
+        const int begin = a.row_begin(length, 0, hidden);  // of the first token that some row may see
+        const int first = larger(larger(begin, 0), from * page) / Tokens;
         int of_sinks = 0;
         if constexpr (reads_sinks<Format>)
-            if (sink_tokens > 0 &&
-                (a.work.window == 0 || a.window_sinks || a.row_begin(length, 0, cuts.of(b).hidden) < 0))
+            if (sink_tokens > 0 && (a.window_sinks || begin < 0))
                 of_sinks = kvq::detail::ceil_div(larger(smaller(sink_tokens, length), 0), Tokens);
         const int count = larger(0, kvq::detail::ceil_div(larger(end, 0), Tokens) - first);
         return {first, of_sinks + count, of_sinks, from, until};
@@ -89,6 +92,16 @@ struct part_args {
 template <class T, class... Formats>
 struct mixed_args {
     object_list<part_args<Formats, T>...> parts;
+
+    /// Tokens of a sequence that are not shown; 0 where no part has a sliding window. (To search for the window's first page here would make the
+    /// kernel a sixth longer; so it reads at most this many tokens more, and skips them.)
+    __device__ __forceinline__ int hidden_in_window(int b) const {
+        bool window = false;
+        static_for<static_cast<int>(sizeof...(Formats))>(
+            [&](auto i) { window = window || get<decltype(i)::value>(parts).a.work.window > 0; });
+        const int* const hidden = get<0>(parts).cuts.hidden;
+        return window && hidden != nullptr ? __ldcg(hidden + b) : 0;
+    }
 };
 
 /// Shared memory of a thread block that handles all formats: what each of them wants of a warp, in the same place.
@@ -185,11 +198,12 @@ __device__ __forceinline__ int count_units(const mixed_args<T, Formats...>& m, i
     using memory = mixed_memory<Rows4, Small, Formats...>;
     const int* const tokens = get<0>(m.parts).a.work.tokens;
     const int length = hint ? __ldcg(tokens + b) : tokens[b];
+    const int hidden = m.hidden_in_window(b);
     int count = 0;
     static_for<static_cast<int>(sizeof...(Formats))>([&](auto i) {
         const auto& part = get<decltype(i)::value>(m.parts);
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-        const auto chunks = part.template chunks<memory::template of<format>::step_tokens>(b, length);
+        const auto chunks = part.template chunks<memory::template of<format>::step_tokens>(b, length, hidden);
         if (chunks.count > 0)
             count += memory::template start_of<format>(chunks.sinks) +
                      chunks.count * memory::template units<format>;
@@ -225,13 +239,6 @@ struct part_job {
     const sequence_cut* cut;  // likewise
     warp_memory at;
 };
-
-/// A call, for few chunks: inline it would make loops longer.
-template <int = 0>
-__device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence, const sequence_cut& cut,
-                                              int place, int count) {
-    return cuts.at(sequence, cut, place, count);
-}
 
 /// Feeds a warp's ring with the units of such chunks. Page numbers are fetched a chunk ahead.
 template <class Memory, class Format, class T>
@@ -424,7 +431,8 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
         const auto& part = get<I>(m.parts);
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
         auto& chunks = get<I>(ranges);
-        chunks = part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length);
+        chunks =
+            part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length, cut.hidden);
         part_begin[I] = before + memory::template start_of<format>(chunks.sinks);
         if (chunks.count > 0) before = part_begin[I] + chunks.count * memory::template units<format>;
         if (I + 1 < parts) last_format = before;

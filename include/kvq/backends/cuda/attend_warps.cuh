@@ -259,10 +259,10 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {
             if (rare && masked && first < feed.cut_end()) [[unlikely]] {
                 const shown_tokens shown = shown_here();
-                const span all = seen_tokens<Format, T>(a, *item, rows, shown.shift).common;
-                present = present && shown.begin < shown.end;
-                masked = shown.end - shown.begin < memory::tokens || first < all.begin ||
-                         first + memory::tokens > all.end;
+                const seen_tokens<Format, T> seen(a, *item, rows, shown.shift);
+                present = present && shown.begin < shown.end && first + memory::tokens > seen.any.begin;
+                masked = shown.end - shown.begin < memory::tokens || first < seen.common.begin ||
+                         first + memory::tokens > seen.common.end;
             }
         }
         float scores[keys::tiles][Rows4][4];
