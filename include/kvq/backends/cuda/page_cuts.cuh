@@ -40,7 +40,7 @@ struct page_cuts {
     const int* hidden = nullptr;  ///< [sequences]: tokens that are not shown
     const int* shown =
         nullptr;  ///< [sequences][columns][2], before `end`: the position of the page's first shown token; the number of
-        ///< this token in the page, plus 65536 times that of the first one behind the shown ones
+    ///< this token in the page, plus 65536 times that of the first one behind the shown ones
     int columns = 0, page_tokens = 1;
     int first_token = 0;  ///< place of the first page
 
