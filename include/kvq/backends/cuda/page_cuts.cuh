@@ -35,12 +35,12 @@ struct sequence_cut {
 
 /// Of all sequences of a launch, in device memory.
 struct page_cuts {
-    const int* end =
-        nullptr;  ///< [sequences]: pages from here on show all of their tokens. Null: so do all pages
+    /// [sequences]: pages from here on show all of their tokens. Null: so do all pages
+    const int* end = nullptr;
     const int* hidden = nullptr;  ///< [sequences]: tokens that are not shown
-    const int* shown =
-        nullptr;  ///< [sequences][columns][2], before `end`: the position of the page's first shown token; the number of
-    ///< this token in the page, plus 65536 times that of the first one behind the shown ones
+    /// [sequences][columns][2], before `end`: the position of the page's first shown token; the number of this token in the page, plus 65536
+    /// times that of the first one behind the shown ones
+    const int* shown = nullptr;
     int columns = 0, page_tokens = 1;
     int first_token = 0;  ///< place of the first page
 
