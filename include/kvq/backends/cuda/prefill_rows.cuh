@@ -18,7 +18,7 @@ struct tile_note {
     int position;  // of its first token
     int count;     // tokens that exist
     int pieces;    // bit i: tokens 16 i to 16 i + 15 are held
-    int cut;       // some row does not see all of it; 2: the tile is sinks, which every row sees
+    int cut;  // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4: prefill_args::hides_tokens
 
     __device__ __forceinline__ void store(std::uint32_t at) const {
         store_shared_16(at, {__int_as_float(position), __int_as_float(count), __int_as_float(pieces),
@@ -62,14 +62,41 @@ struct row_pair {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 };
 
+/// Hides what the thread's rows do not see of a tile whose pages hide tokens. All of its tokens are older than the rows.
+template <int N, class Args>
+__device__ __forceinline__ void mask_pieces(const Args& a, const prefill_block& block, const tile_note& note,
+                                            const int (&position)[2], int t, float (&s)[N]) {
+    const auto own = a.piece(block, note.position, static_cast<int>(threadIdx.x) % 32, 2 * N);
+    const bool all = a.window == 0 || (note.cut & 2) != 0;
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+        const int shift = __shfl_sync(0xffffffffu, own.shift, i / 2);
+        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, i / 2) *
+                               (static_cast<unsigned>(note.pieces) >> (i / 2) & 1u);
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int column = 8 * i + 2 * t + k;
+                if ((shown >> (column % 16) & 1u) == 0 || column >= note.count ||
+                    !(all || note.position + column + shift > position[r] - a.window))
+                    s[4 * i + 2 * r + k] = -INFINITY;
+            }
+    }
+}
+
 /// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see.
 template <bool Softcap, int N, class Args>
-__device__ __forceinline__ void mask_scores(const Args& a, const tile_note& note, const int (&position)[2],
-                                            int t, float (&s)[N]) {
+__device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& block, const tile_note& note,
+                                            const int (&position)[2], int t, float (&s)[N]) {
     if constexpr (Softcap)
 #pragma unroll
         for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
     if (note.cut == 0) return;
+    if ((note.cut & 4) != 0) {
+        mask_pieces(a, block, note, position, t, s);
+        return;
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int end = kvq::detail::smaller(note.count, position[r] + 1 - note.position);
