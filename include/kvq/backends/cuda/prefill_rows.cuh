@@ -62,30 +62,7 @@ struct row_pair {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Hides what the thread's rows do not see of a tile whose pages hide tokens. All of its tokens are older than the rows.
-template <int N, class Args>
-__device__ __forceinline__ void mask_pieces(const Args& a, const prefill_block& block, const tile_note& note,
-                                            const int (&position)[2], int t, float (&s)[N]) {
-    const auto own = a.piece(block, note.position, static_cast<int>(threadIdx.x) % 32, 2 * N);
-    const bool all = a.window == 0 || (note.cut & 2) != 0;
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i) {
-        const int shift = __shfl_sync(0xffffffffu, own.shift, i / 2);
-        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, i / 2) *
-                               (static_cast<unsigned>(note.pieces) >> (i / 2) & 1u);
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const int column = 8 * i + 2 * t + k;
-                if ((shown >> (column % 16) & 1u) == 0 || column >= note.count ||
-                    !(all || note.position + column + shift > position[r] - a.window))
-                    s[4 * i + 2 * r + k] = -INFINITY;
-            }
-    }
-}
-
-/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see.
+/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see. All lanes of a warp.
 template <bool Softcap, int N, class Args>
 __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& block, const tile_note& note,
                                             const int (&position)[2], int t, float (&s)[N]) {
@@ -93,22 +70,29 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
 #pragma unroll
         for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
     if (note.cut == 0) return;
-    if ((note.cut & 4) != 0) {
-        mask_pieces(a, block, note, position, t, s);
-        return;
-    }
+    // A lane has what 16 tokens show: bit i for token i.
+    const auto bits_below = [](int n) {
+        return (1u << kvq::detail::larger(kvq::detail::smaller(n, 16), 0)) - 1u;
+    };
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    typename Args::shown_piece own;
+    if ((note.cut & 4) != 0) own = a.piece(block, note.position, lane, 2 * N);
+    own.tokens = (note.pieces >> lane & 1) == 0 ? 0u : own.tokens & bits_below(note.count - 16 * lane);
+    const bool all = a.window == 0 || (note.cut & 2) != 0;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int end = kvq::detail::smaller(note.count, position[r] + 1 - note.position);
-        const int begin = a.window == 0 || note.cut == 2 ? 0 : position[r] - a.window + 1 - note.position;
+    for (int piece = 0; piece < N / 8; ++piece) {
+        const int at = note.position + 16 * piece + __shfl_sync(0xffffffffu, own.shift, piece);
+        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, piece);
 #pragma unroll
-        for (int i = 0; i < N / 4; ++i)
+        for (int r = 0; r < 2; ++r) {
+            const int end = position[r] + 1 - at;
+            const unsigned seen =
+                (shown & bits_below(end) & ~(all ? 0u : bits_below(end - a.window))) >> 2 * t;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const int column = 8 * i + 2 * t + k;
-                if (column < begin || column >= end || (note.pieces >> (i / 2) & 1) == 0)
-                    s[4 * i + 2 * r + k] = -INFINITY;
-            }
+            for (int k = 0; k < 4; ++k)
+                if ((seen & 1u << (k / 2 * 8 + k % 2)) == 0)
+                    s[8 * piece + k / 2 * 4 + 2 * r + k % 2] = -INFINITY;
+        }
     }
 }
 
