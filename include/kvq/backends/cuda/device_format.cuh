@@ -260,9 +260,8 @@ struct device_table {
                                     out.as<T>(), starts, new_tokens, options, stream);
         else
             return bad_value(
-                "prefill does not know these formats (keys of several widths, or sizes that are no multiples "
-                "of "
-                "32): append, then attend");
+                "prefill has no kernels for these formats (keys of several widths, or sizes that are no "
+                "multiples of 32): append, then attend");
     }
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);
