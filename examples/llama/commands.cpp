@@ -162,6 +162,7 @@ nlohmann::ordered_json conditions_of(const options& chosen, const cache_settings
                             std::to_string(KVQ_VERSION_PATCH)},
             {"model", file_name(chosen.model_path)},
             {"model_bytes", unknown ? 0 : size},
+            {"device", chosen.device},
             {"rope_theta", chosen.rope_theta},
             {"text", fingerprint_of(judged)},
             {"statistics", fingerprint_of(statistics)},

@@ -60,6 +60,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
     double work = 0.0, done = 0.0;
     for (const std::size_t w : part) {
         for (const scheme_choice& scheme : schemes) {
+            window::check(scheme, static_cast<int>(windows[w].size()), settings.chunk);
             const double of = window::work(llama, static_cast<int>(windows[w].size()), settings.chunk, scheme,
                                            &scheme == &schemes.front());
             work += of;
