@@ -212,7 +212,9 @@ void add_live_options(CLI::App& command, options& chosen) {
             "--tiers", [&](const std::string& text) { chosen.live.tiers = parse_tiers(text); },
             "older tokens in fewer bits, like 64:int8,128:kivi-4,192:kivi-2")
         ->type_name("AGE:SCHEME,...");
-    command.add_option("--budget", chosen.live.budget, "bytes that pages may take; the tiers give way")
+    command
+        .add_option("--budget", chosen.live.budget,
+                    "most bytes of the pages; older pages step down to keep it")
         ->type_name("BYTES");
     command
         .add_option_function<std::string>(

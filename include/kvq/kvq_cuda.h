@@ -126,8 +126,8 @@ KVQ_API kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, voi
 KVQ_API kvq_status kvq_cuda_sequence_tokens(const kvq_cuda_sequence* sequence, int32_t* tokens);
 /// Bytes of its pages in all layers, shared ones included.
 KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* bytes);
-/// Removes every token from position `tokens` on. Exact within `rollback` tokens; a deeper trim may not end inside a quantized page: the
-/// message then says where to trim to.
+/// Removes every token from position `tokens` on. Exact within `rollback` tokens. After a deeper trim the quantized page that it ends in keeps
+/// its bytes and hides the tokens behind, and new tokens begin a page. A sequence has room for 64 such pages beyond max_tokens.
 KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
 
 // ---- steps -----------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequ
 /// A sequence of a CPU cache with the same tokens.
 KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, kvq_cache* to, void* stream,
                                              kvq_sequence** out);
-/// And back. All layers hold the same tokens, in pages that no trim has cut.
+/// And back. All layers hold the same tokens, and keys are where they were appended; trims may have cut pages.
 KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
                                             kvq_cuda_sequence** out);
 

@@ -333,6 +333,14 @@ void scenario() {
     c.step(1);
     c.same_bytes(1, "onload");
 
+    // A trim into a quantized page, which shows fewer tokens then.
+    OK(kvq_cuda_sequence_trim(c.rows[0], 90));
+    OK(kvq_sequence_trim(c.host[0], 90));
+    c.step(1);
+    c.prompt(0, 75);
+    c.step(1);
+    c.same_bytes(0, "deep trim");
+
     // Other formats.
     kvq_cuda_requantize_request to;
     KVQ_INIT(to);

@@ -1,9 +1,11 @@
 // A cache that owns its pages (kvq/backends/cuda/cache.cuh) against a CPU cache that does the same: random histories of steps, prompts,
 // trims, forks, drafted trees, requantizing and offload with the same bytes afterwards, attention against double arithmetic, graphs that
 // are replayed while contexts grow, bytes of memory, refusals.
+#include <kvq/attention/masks.hpp>
 #include <kvq/attention/token_tree.hpp>
 #include <kvq/backends/cuda.cuh>
 #include <kvq/backends/cuda/offload.cuh>
+#include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/format/make_format.hpp>
@@ -16,12 +18,12 @@ namespace {
 
 constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 
-#if PART == 0
 #ifdef __CUDACC__
-int long_run = 4000, graph_steps = 400;
+[[maybe_unused]] int long_run = 4000, graph_steps = 400;
 #else
-int long_run = 350, graph_steps = 100;
+[[maybe_unused]] int long_run = PART == 0 ? 350 : 200, graph_steps = 100;
 #endif
+#if PART == 0
 constexpr int page = 32;
 using kivi4 = cuda::kivi_format<4, 32, dim, page>;
 using wide = cuda::format<int8, int8, dim, page>;
@@ -35,6 +37,22 @@ struct host_formats {
     format_list keys = {make_format<kivi4::keys, scalar>(), make_format<int8, scalar>()};
     format_list values = {make_format<kivi4::values, scalar>(), make_format<int8, scalar>()};
     std::vector<std::string> names = {"kivi-4-g32", "int8"};
+};
+#elif PART == 2
+// Two pages are a chunk.
+constexpr int page = 16;
+using affine4 = affine<4, per_token<32>>;
+
+const cuda::device_format& compiled() {
+    static const cuda::device_format f =
+        cuda::make_device_format<float16, cuda::format<affine4, affine4, dim, page>,
+                                 cuda::format<int8, int8, dim, page>>();
+    return f;
+}
+struct host_formats {
+    format_list keys = {make_format<affine4, scalar>(), make_format<int8, scalar>()};
+    format_list values = {make_format<affine4, scalar>(), make_format<int8, scalar>()};
+    std::vector<std::string> names = {"affine-4-g32", "int8"};
 };
 #else
 constexpr int page = 64;
@@ -93,7 +111,7 @@ struct counted_memory {
 struct both_options {
     int sinks = 4, recent = 40, rollback = 16, max_batch = 4, max_tokens = 1200, step_tokens = 3,
         draft_tokens = 24;
-    int pool_tokens = 0, pool_sequences = 0;
+    int pool_tokens = 0, pool_sequences = 0, cut_pages = 64;
     bool growing = true;
 };
 
@@ -133,6 +151,7 @@ struct both_caches {
         g.pool_tokens = o.pool_tokens;
         g.pool_sequences = o.pool_sequences;
         g.growing = o.growing;
+        g.cut_pages = o.cut_pages;
         g.memory = counted_memory::allocator();
         const cuda::status s = gpu.open(cpu.shape(), g, std::span(&format, 1), stream);
         CHECK(s, "%s", s.message);
@@ -209,9 +228,12 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
         if (!same) continue;
         for (int i = 0; i < a.size(); ++i) {
             const page_span &x = a[i], &y = b[i];
-            CHECK(x.first_token == y.first_token && x.tokens == y.tokens && x.room == y.room,
-                  "%s, step %d: span %d has tokens %d to %d, the CPU's %d to %d", name, step, i,
-                  x.first_token, x.end(), y.first_token, y.end());
+            // A quantized page that an erase has closed has no room on the CPU; nothing reads that any more.
+            CHECK(x.first_token == y.first_token && x.tokens == y.tokens && x.skip == y.skip &&
+                      (x.room == y.room || i < a.committed),
+                  "%s, step %d: span %d has tokens %d to %d behind %d hidden ones, the CPU's %d to %d behind "
+                  "%d",
+                  name, step, i, x.first_token, x.end(), x.skip, y.first_token, y.end(), y.skip);
             for (const tensor role : {tensor::key, tensor::value}) {
                 const auto at = static_cast<std::size_t>(role);
                 const kvq::page &m = *x.pages[at], &n = *y.pages[at];
@@ -234,10 +256,14 @@ void compare(both_caches& c, const pair& p, const char* name, int step) {
 }
 
 /// Relative error of a row of the output against double arithmetic on what the CPU dequantizes. Of tokens from draft_begin on, the row sees
-/// those whose bits are set.
+/// those whose bits are set; of others, sinks that it keeps and the last `window` ones.
 double error_of(const kvq::sequence& s, int layer, int head, int seen, const float16* q, const float16* out,
-                int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0) {
-    const auto hidden = [&](int t) { return t >= draft_begin && (visible >> (t - draft_begin) & 1) == 0; };
+                int draft_begin = 1 << 30, std::uint64_t visible = 0, double slope = 0.0, int window = 0,
+                int kept_sinks = 0) {
+    const auto hidden = [&](int t) {
+        return (t >= draft_begin && (visible >> (t - draft_begin) & 1) == 0) ||
+               (window > 0 && t < seen - window && t >= kept_sinks);
+    };
     std::vector<float> x[2];
     const int tokens = s.tokens();
     for (const tensor role : {tensor::key, tensor::value}) {
@@ -380,14 +406,14 @@ std::vector<float16> random_queries(test::rng& r, both_caches& c) {
     return x;
 }
 
-#if PART == 0
+#if PART != 1
 /// What both caches are asked to do, at random.
 struct history {
     both_caches c;
     test::rng r;
     const char* name;
     std::vector<pair> pairs;
-    int step = 0, refused = 0, deep = 0, moved = 0, requantized = 0, kept = 0;
+    int step = 0, deep = 0, cut = 0, spliced = 0, moved = 0, requantized = 0, kept = 0;
     double worst = 0.0;
 
     history(const both_options& o, unsigned seed, const char* n) : c(o), r(seed), name(n) { add(); }
@@ -408,6 +434,10 @@ struct history {
         cuda::attention_options options;
         options.query_tokens = queries;
         options.early = any(0, 1) == 0;
+        if (any(0, 2) == 0) {
+            options.window = any(1, 400);
+            options.window_sinks = any(0, 1) == 0;
+        }
         ok(c.gpu.attend(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
                         token_view<float16>(c.out.get(), n, q_heads, dim), options, c.stream));
         CUDA_OK(cudaStreamSynchronize(c.stream));
@@ -426,10 +456,12 @@ struct history {
                     continue;
                 }
                 const int seen = rows[b]->host.tokens() - queries + i + 1;
-                const double error = error_of(rows[b]->host, layer, head, std::max(0, seen), &x[at], &y[at]);
+                const double error =
+                    error_of(rows[b]->host, layer, head, std::max(0, seen), &x[at], &y[at], 1 << 30, 0, 0.0,
+                             options.window, options.window_sinks ? c.o.sinks : 0);
                 worst = std::max(worst, error);
-                CHECK(error <= 2e-3, "%s, step %d: error %.3g of row %zu at %d tokens", name, step, error, b,
-                      rows[b]->host.tokens());
+                CHECK(error <= 2e-3, "%s, step %d: error %.3g of row %zu, %d of %d tokens, window %d", name,
+                      step, error, b, seen, rows[b]->host.tokens(), options.window);
             }
     }
 
@@ -457,7 +489,8 @@ struct history {
                 ok(c.gpu.append(layer, c.rows(c.k, layer, tokens), c.rows(c.v, layer, tokens), c.stream));
             for (std::size_t b = 0; b < rows.size(); ++b)
                 if (rows[b]) c.appended(rows[b]->host, keys, values, static_cast<int>(b) * n, n);
-            if (i == 1 && any(0, 3) == 0) attend(rows, n);
+            // Queries of older tokens, too.
+            if (i == 1 && any(0, 1) == 0) attend(rows, any(0, 2) == 0 ? any(n, 6) : n);
             CUDA_OK(cudaStreamSynchronize(c.stream));
         }
     }
@@ -465,11 +498,12 @@ struct history {
         pair& p = one();
         const int n = any(1, any(0, 1) == 0 ? 20 : 200);
         if (!fits(p, n)) return;
+        const int window = any(0, 2) == 0 ? any(1, 400) : 0;
         std::vector<float16> keys, values;
         c.write(r, keys, values);
         ok(c.gpu.begin_prompt(p.id, n, c.stream));
         if (any(0, 1) == 0) {
-            prefill(p, n, keys, values);
+            prefill(p, n, keys, values, window);
             return;
         }
         for (int layer = 0; layer < layers; ++layer)
@@ -478,7 +512,10 @@ struct history {
         if (any(0, 3) == 0) attend({&p}, std::min(n, 5));
     }
     /// A prompt with its queries, against the CPU's prefill, whose outputs are floats.
-    void prefill(pair& p, int n, const std::vector<float16>& keys, const std::vector<float16>& values) {
+    void prefill(pair& p, int n, const std::vector<float16>& keys, const std::vector<float16>& values,
+                 int window) {
+        // Sinks among the new tokens are those of no page.
+        const bool keeps_sinks = window > 0 && p.host.tokens() >= c.o.sinks && any(0, 1) == 0;
         std::vector<float16> x(static_cast<std::size_t>(n) * q_heads * dim);
         for (float16& y : x) y = float16(test::normal(r));
         c.q.upload(x);
@@ -486,15 +523,19 @@ struct history {
             c.out.poison();
             ok(c.gpu.prefill(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
                              c.rows(c.k, layer, n), c.rows(c.v, layer, n),
-                             token_view<float16>(c.out.get(), n, q_heads, dim), {}, c.stream));
+                             token_view<float16>(c.out.get(), n, q_heads, dim),
+                             {.window = window, .window_sinks = keeps_sinks}, c.stream));
             CUDA_OK(cudaStreamSynchronize(c.stream));
             const auto got = c.out.download();
             std::vector<float> want(x.size());
             const std::size_t at = static_cast<std::size_t>(layer * c.room) * heads * dim;
+            workspace space;
             p.host.prefill(layer, token_view<const float16>(&keys[at], n, heads, dim),
                            token_view<const float16>(&values[at], n, heads, dim),
                            token_view<const float16>(x.data(), n, q_heads, dim),
-                           token_view<float>(want.data(), n, q_heads, dim));
+                           token_view<float>(want.data(), n, q_heads, dim),
+                           sink_window{window > 0 ? window : 1 << 24, keeps_sinks ? c.o.sinks : 0},
+                           serial_executor{}, space);
             for (std::size_t row = 0; row < static_cast<std::size_t>(n) * q_heads; ++row) {
                 double error = 0.0, size = 0.0;
                 for (std::size_t d = row * dim; d < (row + 1) * dim; ++d) {
@@ -516,21 +557,45 @@ struct history {
         int n = std::max(0, tokens - any(0, c.o.rollback));
         const int kind = any(0, 5);
         if (kind == 0) n = any(0, tokens);
-        if (kind == 1 && tokens > c.o.sinks) n = c.o.sinks + any(0, (tokens - c.o.sinks) / page) * page;
-        const cuda::status s = c.gpu.trim(p.id, n);
-        if (s) {
-            p.host.trim(n);
-            deep += kind <= 1;
+        if (kind == 1) n = any(tokens * 3 / 4, tokens);
+        if (kind == 2 && tokens > c.o.sinks) n = c.o.sinks + any(0, (tokens - c.o.sinks) / page) * page;
+        ok(c.gpu.trim(p.id, n));
+        p.host.trim(n);
+        deep += kind <= 2;
+        cut += hides_tokens(p.host);
+        if (any(0, 7) == 0) compare(c, p, name, step);
+    }
+    bool hides_tokens(const kvq::sequence& s) const {
+        const auto& track = kvq::detail::sequence_access::tracks(s)[0];
+        for (int i = c.o.sinks > 0 ? 1 : 0; i < track.committed; ++i)
+            if (track[i].tokens < page) return true;
+        return false;
+    }
+    /// The first tokens of one sequence, then tokens of another: on the CPU, and back. Pages then hide first tokens, too.
+    void splice() {
+        if (pairs.size() < 2) return;
+        pair& a = pairs[static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 2))];
+        const pair& b = pairs.back();
+        const int most = std::min(a.host.tokens(), b.host.tokens());
+        if (most <= c.o.sinks) return;
+        const int n = any(c.o.sinks, most);
+        kvq::sequence made = a.host.fork();
+        made.trim(n);
+        made.splice(b.host, n, any(n, b.host.tokens()));
+        cuda::sequence_id id;
+        if (const cuda::status s = cuda::onload(made, c.gpu, id, c.stream); !s) {
+            CHECK(std::strstr(s.message, "an erase has closed") != nullptr, "%s, step %d: %s", name, step,
+                  s.message);
             return;
         }
-        // The CPU, too, has lost the 16-bit values of the page, and would keep its codes.
-        const auto& track = kvq::detail::sequence_access::tracks(p.host)[0];
-        bool cuts = false;
-        for (int i = c.o.sinks > 0 ? 1 : 0; i < track.committed; ++i)
-            cuts = cuts || (track[i].first_token < n && n < track[i].end() && !track[i].copies[0]);
-        CHECK(cuts, "%s, step %d: a trim from %d to %d is refused: %s", name, step, tokens, n, s.message);
-        CHECK(std::strstr(s.message, "cut the quantized page") != nullptr, "%s", s.message);
-        ++refused;
+        ok(c.gpu.free(a.id));
+        a = {id, std::move(made)};
+        compare(c, a, name, step);
+        // Pages of its own on both sides.
+        kvq::sequence away = c.cpu.new_sequence();
+        ok(cuda::offload(c.gpu, a.id, away, c.stream));
+        a.host = std::move(away);
+        ++spliced;
     }
     void draft() {
         std::vector<pair*> rows;
@@ -564,13 +629,9 @@ struct history {
         const int what = any(0, 7);
         if (what == 0) {  // all of it is gone, and more
             for (std::size_t b = 0; b < rows.size(); ++b) {
-                const int left = std::max(0, d.accepted[b] - any(0, c.o.rollback));
-                if (const cuda::status s = c.gpu.trim(rows[b]->id, left); s)
-                    rows[b]->host.trim(left);
-                else {
-                    ok(c.gpu.trim(rows[b]->id, d.accepted[b]));
-                    rows[b]->host.trim(d.accepted[b]);
-                }
+                const int left = std::max(0, d.accepted[b] - any(0, 2 * c.o.rollback));
+                ok(c.gpu.trim(rows[b]->id, left));
+                rows[b]->host.trim(left);
             }
             return;
         }
@@ -608,7 +669,8 @@ struct history {
         workspace space;
         if (any(0, 3) == 0) {
             const int age = any(0, 200);
-            const cuda::tier tiers[] = {{age, "int8"}, {age + any(0, 300), "kivi-4-g32"}};
+            const std::string narrow = host_formats().names[0];
+            const cuda::tier tiers[] = {{age, "int8"}, {age + any(0, 300), narrow}};
             ok(c.gpu.step_down(ids, tiers, c.stream));
             const step_down_policy policy{
                 .tiers = {{.age = tiers[0].age, .format = {1, 1}}, {.age = tiers[1].age, .format = {0, 0}}}};
@@ -617,7 +679,8 @@ struct history {
         }
         const int format = any(0, 1), first = any(0, 1) * any(0, 300);
         cuda::requantize_request g;
-        g.format = format == 0 ? "kivi-4-g32" : "int8";
+        const std::string to = host_formats().names[static_cast<std::size_t>(format)];
+        g.format = to;
         g.first_token = first;
         if (any(0, 1) == 0) g.last_token = first + any(0, 300);
         g.new_pages = any(0, 2) == 0;
@@ -666,8 +729,10 @@ struct history {
                 trim();
             else if (what < 80)
                 requantize();
-            else if (what < 86)
+            else if (what < 84)
                 offload();
+            else if (what < 86)
+                splice();
             else if (what < 91 && pairs.size() < 6) {
                 pair& p = one();
                 cuda::sequence_id copy;
@@ -694,13 +759,16 @@ struct history {
         for (const std::size_t n : u.quantized) used += n;
         CHECK(used == 0, "%s: %zu bytes are in use by no sequence", name, used);
         std::printf(
-            "  %-28s %d steps, %d deep trims and %d refused, %d drafts kept, %d pages requantized, %d moves, "
-            "error "
-            "%.2e\n",
-            name, steps, deep, refused, kept, requantized, moved, worst);
+            "  %-28s %d steps, %d deep trims (%d times pages were cut), %d drafts kept, %d pages "
+            "requantized, "
+            "%d moves, %d splices, error %.2e\n",
+            name, steps, deep, cut, kept, requantized, moved, spliced, worst);
     }
 };
 
+#endif
+
+#if PART == 0
 /// A captured step, replayed while contexts grow. Pools are allocated up front.
 void check_graph() {
     both_options o;
@@ -1018,17 +1086,41 @@ void check_refusals() {
     kvq::sequence to = narrow.new_sequence(), there = lacks.new_sequence();
     refused(cuda::offload(c.gpu, a, to, c.stream), "sinks, recent, rollback and page_tokens");
     refused(cuda::offload(c.gpu, a, there, c.stream), "does not list kivi-4-g32");
-    // A sequence that a trim has cut stays on the CPU.
-    kvq::sequence cut = c.cpu.new_sequence();
+    // What an erase has moved stays on the CPU.
+    kvq::cache rotates(c.cpu.shape(), {.keys = host_formats().keys,
+                                       .values = host_formats().values,
+                                       .sinks = o.sinks,
+                                       .recent = o.recent,
+                                       .page_tokens = page,
+                                       .rollback = o.rollback,
+                                       .rotary = {rotary_embedding{.dims = dim}}});
+    kvq::sequence erased = rotates.new_sequence();
     std::vector<float16> keys, values;
     test::rng r(1);
     c.write(r, keys, values);
-    c.appended(cut, keys, values, 0, 200);
-    cut.trim(50);
-    c.appended(cut, keys, values, 0, 100);
+    c.appended(erased, keys, values, 0, 200);
+    erased.erase(50, 60);
     cuda::sequence_id made;
-    refused(cuda::onload(cut, c.gpu, made, c.stream), "cut by a trim");
+    refused(cuda::onload(erased, c.gpu, made, c.stream), "moved by erase");
+    erased.trim(0);
+    c.appended(erased, keys, values, 0, 200);
+    erased.erase(1, 60);
+    refused(cuda::onload(erased, c.gpu, made, c.stream), "are sinks that were");
     CHECK(made == cuda::sequence_id{}, "a refused onload has made a sequence");
+
+    // Pages that trims have cut take places of the table.
+    both_options few;
+    few.max_tokens = 300;
+    few.cut_pages = 0;
+    both_caches f(few);
+    const auto x = f.gpu.new_sequence();
+    CHECK(f.gpu.begin_prompt(x, 200, f.stream) && f.gpu.trim(x, 70), "a trim into a quantized page");
+    refused(
+        f.gpu.begin_prompt(x, 230, f.stream),
+        "holds 70 tokens and 1 pages that trims have cut, and cannot take 230 tokens more: max_tokens is 300 "
+        "and cut_pages 0");
+    CHECK(f.gpu.begin_prompt(x, 224, f.stream) && f.gpu.tokens(x) == 294, "begin");
+    refused(f.gpu.begin_prompt(x, 1, f.stream), "cut_pages 0");
 
     // No memory: everything as before.
     both_options growing;
@@ -1041,7 +1133,7 @@ void check_refusals() {
     CHECK(g.gpu.begin_prompt(s, 100, g.stream), "begin");
 }
 
-#else
+#elif PART == 1
 
 /// A cache whose attention has ALiBi.
 void check_alibi() {
@@ -1066,13 +1158,32 @@ void check_alibi() {
     const token_view<float16> out(c.out.get(), 1, q_heads, dim);
     const cuda::status without = c.gpu.attend(0, q, out, {}, c.stream);
     CHECK(!without && std::strstr(without.message, "another score modifier"), "%s", without.message);
-    ok(c.gpu.attend(0, q, out, {}, c.stream, cuda::alibi{on_device.get()}));
-    CUDA_OK(cudaStreamSynchronize(c.stream));
-    const auto y = c.out.download();
     double worst = 0.0;
-    for (std::size_t h = 0; h < q_heads; ++h)
-        worst = std::max(worst, error_of(host, 0, static_cast<int>(h), 230, &x[h * dim], &y[h * dim], 1 << 30,
-                                         0, static_cast<double>(slopes[h])));
+    const auto attend = [&](int window) {
+        const cuda::sequence_id batch[] = {id};
+        ok(c.gpu.begin_step(batch, 0, c.stream));
+        ok(c.gpu.attend(0, q, out, {.window = window}, c.stream, cuda::alibi{on_device.get()}));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const auto y = c.out.download();
+        for (std::size_t h = 0; h < q_heads; ++h)
+            worst =
+                std::max(worst, error_of(host, 0, static_cast<int>(h), host.tokens(), &x[h * dim],
+                                         &y[h * dim], 1 << 30, 0, static_cast<double>(slopes[h]), window));
+    };
+    attend(0);
+    // Positions are those of the tokens that are shown.
+    for (const int n : {150, 110, 91}) {
+        ok(c.gpu.trim(id, n));
+        host.trim(n);
+        attend(0);
+        ok(c.gpu.begin_prompt(id, 99, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, 99), c.rows(c.v, layer, 99), c.stream));
+        c.appended(host, keys, values, 0, 99);
+        attend(0);
+        attend(113);
+        attend(186);
+    }
     CHECK(worst <= 2e-3, "ALiBi: error %.3g", worst);
     std::printf("  %-28s error %.2e\n", "ALiBi", worst);
 }
@@ -1140,6 +1251,28 @@ void check_statistics() {
         worst = std::max(worst, d.error(r, 1, 24, x));
         ok(d.keep(r));
     }
+    // A slot that is cut back to the same prompt again and again.
+    for (int i = 0; i < 6; ++i) {
+        const int n = 130 - i / 3 * 40;
+        ok(c.gpu.trim(p.id, n));
+        p.host.trim(n);
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(p.id, 180, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, 180), c.rows(c.v, layer, 180), c.stream));
+        c.appended(p.host, keys, values, 0, 180);
+        const std::vector<float16> x = random_queries(r, c);
+        for (const int window : {0, 200}) {
+            ok(c.gpu.attend(1, token_view<const float16>(c.q.get(), 1, q_heads, dim),
+                            token_view<float16>(c.out.get(), 1, q_heads, dim), {.window = window}, c.stream));
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+            const auto y = c.out.download();
+            for (std::size_t head = 0; head < q_heads; ++head)
+                worst = std::max(worst, error_of(p.host, 1, static_cast<int>(head), p.host.tokens(),
+                                                 &x[head * dim], &y[head * dim], 1 << 30, 0, 0.0, window));
+        }
+        compare(c, p, "statistics", i + 1);
+    }
     CHECK(worst <= 2e-3, "statistics: error %.3g", worst);
     CHECK(c.gpu.usage().bytes == counted_memory::bytes, "usage");
     compare(c, p, "statistics", 0);
@@ -1163,6 +1296,11 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         .run(long_run / 2);
     history({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
             "37 sinks, rollback 100")
+        .run(long_run / 2);
+#elif PART == 2
+    if (argc > 1) long_run = std::atoi(argv[1]);
+    history({.draft_tokens = 16}, 4, "pages of 16").run(long_run);
+    history({.sinks = 16, .recent = 20, .rollback = 3, .draft_tokens = 16}, 5, "pages of 16, 16 sinks")
         .run(long_run / 2);
 #else
     check_statistics();

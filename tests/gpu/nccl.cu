@@ -405,14 +405,19 @@ void same_pages(const held_cache& a, cuda::sequence_id ia, const held_cache& b, 
                 const char* name) {
     using access = cuda::detail::transfer_access;
     const auto &x = access::pages_of(a.cache, ia), &y = access::pages_of(b.cache, ib);
-    RANK_CHECK(x.tokens == y.tokens && x.committed() == y.committed() && x.target == y.target &&
-                   x.first_copy == y.first_copy,
+    RANK_CHECK(x.tokens == y.tokens && x.hidden == y.hidden && x.cut_end == y.cut_end &&
+                   x.committed() == y.committed() && x.target == y.target && x.first_copy == y.first_copy,
                "%s: %d tokens, %d quantized pages, copies from %d; expected %d, %d, %d", name, x.tokens,
                x.committed(), x.first_copy, y.tokens, y.committed(), y.first_copy);
     int different = 0;
     for (std::size_t i = 0; i < x.quantized.size() && i < y.quantized.size(); ++i) {
         RANK_CHECK(x.quantized[i].format == y.quantized[i].format, "%s: page %zu has format %d, not %d", name,
                    i, x.quantized[i].format, y.quantized[i].format);
+        RANK_CHECK(x.quantized[i].position == y.quantized[i].position &&
+                       x.quantized[i].begin == y.quantized[i].begin &&
+                       x.quantized[i].end == y.quantized[i].end,
+                   "%s: page %zu shows tokens from %d on, not from %d on", name, i, x.quantized[i].position,
+                   y.quantized[i].position);
         if (x.quantized[i].format != y.quantized[i].format) continue;
         for (int layer = 0; layer < layers; ++layer)
             for (const tensor role : {tensor::key, tensor::value}) {
@@ -435,6 +440,7 @@ struct transfer_case {
     const char* asked;  // format
     int n;
     bool mixed = false;  // the sender has pages of two formats
+    bool cut = false;    // a trim has ended in one of them
 };
 
 /// Rank 0 sends to rank `to`; both go on with the same tokens as a cache that was never moved.
@@ -448,7 +454,9 @@ void check_transfer(int ranks, int to, const transfer_case& t) {
             if (t.mixed)
                 OK(c.cache.requantize(std::span(&id, 1),
                                       {.format = "int8", .first_token = 64, .last_token = 200}, stream));
-            c.prompt(id, x[0], {{t.n / 2, t.n}}, {0, heads});
+            const int left = t.cut ? t.n / 2 - 100 : t.n / 2;
+            OK(c.cache.trim(id, left));
+            c.prompt(id, x[0], {{left, t.n}}, {0, heads});
             return id;
         };
         if (rank == 0) {
@@ -782,6 +790,8 @@ void check_all(int ranks) {
     check_transfer(ranks, 1, {"int8 asked for", usual, usual, "int8", 500, true});
     check_transfer(ranks, 1, {"16 bit to 4 bit on the way", long_window, usual, "", 800});
     check_transfer(ranks, 1, {"16 bit as it is", long_window, long_window, "", 800});
+    check_transfer(ranks, 1, {"behind a trim, as it is", usual, usual, "", 700, false, true});
+    check_transfer(ranks, 1, {"behind a trim, int8 asked for", usual, usual, "int8", 500, true, true});
     check_transfer(ranks, 1, {"sinks only", usual, usual, "", 3});
     check_refusals();
     for (unsigned seed = 1; seed <= 4; ++seed) check_damage(seed);

@@ -196,6 +196,6 @@ class DevicePages:
 
 
 def _trim(sequence: Sequence, n: int) -> None:
-    """Where it may: a trim beyond `rollback` is refused inside a quantized page."""
+    """Takes the tokens of a failed step back. An error of its own would hide the one that is reported."""
     with contextlib.suppress(Error):
         sequence.trim(n)

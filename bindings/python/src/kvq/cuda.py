@@ -357,8 +357,8 @@ class Sequence(Handle):
         return Sequence(self.cache, made.value)
 
     def trim(self, tokens: int) -> None:
-        """Removes every token from position `tokens` on. Within `rollback` tokens it is exact; a deeper one may not end inside a quantized
-        page: the error says where it may."""
+        """Removes every token from position `tokens` on. Within `rollback` tokens it is exact. After a deeper one the quantized page
+        that it ends in keeps its bytes and hides the tokens behind; new tokens begin a page."""
         self.cache._f.kvq_cuda_sequence_trim(self, tokens)
 
     def offload(self, to: _HostCache) -> _HostSequence:

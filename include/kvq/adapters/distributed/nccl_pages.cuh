@@ -24,6 +24,10 @@ struct slice_conversion {
     int target, first, count;
     std::size_t key_at, value_at;  // of the target's pages in the slice
 };
+/// What a page shows: its tokens [begin, end).
+struct wire_cut {
+    std::int32_t page, begin, end;
+};
 struct transfer_plan {
     static constexpr std::size_t message_limit = std::size_t{144} << 20;
     struct slice {
@@ -31,7 +35,8 @@ struct transfer_plan {
         std::size_t bytes;
         int first_conversion, end_conversion;
     };
-    std::vector<std::int8_t> formats;  // of quantized pages, as the sender numbers them
+    /// Of quantized pages, as the sender numbers them; then a wire_cut for each page that hides tokens.
+    std::vector<std::int8_t> formats;
     std::vector<slice> list;
     std::vector<slice_conversion> conversions;
 
@@ -189,11 +194,11 @@ struct transfer_access {
         }
         const sequence_pages& s = c.entry_of(id).pages;
         const page_rules rules{r.sinks, r.recent, r.rollback, r.page_tokens, r.ring};
-        const int n = s.tokens, pages = rules.pages(n),
+        const int n = s.places(), pages = rules.pages(n),
                   committed = kvq::detail::larger(s.committed(), rules.due(n));
         // 16-bit values that the receiver would have kept for its rollback, where the sender has them.
         int first_copy = kvq::detail::larger(s.first_copy, pages - r.ring);
-        while (first_copy < committed && rules.first_token(first_copy + 1) + r.recent <= n - r.rollback)
+        while (first_copy < committed && rules.first_place(first_copy + 1) + r.recent <= n - r.rollback)
             ++first_copy;
         first_copy = kvq::detail::smaller(first_copy, committed);
 
@@ -210,10 +215,18 @@ struct transfer_access {
             entries.push_back({p.format, p.number, wire, wire != p.format});
             plan.formats.push_back(static_cast<std::int8_t>(wire));
         }
+        offer.cut_pages = s.cut_pages(rules);
+        for (int i = 0; i < s.cut_end; ++i) {
+            if (!s.hides_tokens(i, rules)) continue;
+            const held_page& p = s.quantized[static_cast<std::size_t>(i)];
+            const wire_cut cut{i, p.begin, p.end};
+            const auto* const bytes = reinterpret_cast<const std::int8_t*>(&cut);
+            plan.formats.insert(plan.formats.end(), bytes, bytes + sizeof cut);
+        }
         for (int i = first_copy; i < pages; ++i) entries.push_back({window_kind, in_window(i), window_kind});
         for (const int number : s.sinks) entries.push_back({sink_kind, number, sink_kind});
 
-        offer.tokens = n;
+        offer.tokens = s.tokens;
         offer.committed = committed;
         offer.first_copy = first_copy;
         offer.target = asked >= 0 ? asked : s.target;
@@ -238,20 +251,39 @@ struct transfer_access {
                                  plan_memory& memory, sequence_id& made, cudaStream_t stream) {
         if (offer.formats_checksum != host_checksum(plan.formats.data(), plan.formats.size()))
             return bad_value("the formats of %zu pages came damaged", plan.formats.size());
-        if (offer.tokens > c.options_.max_tokens)
-            return bad_value("a sequence of %d tokens, but max_tokens is %d", offer.tokens,
-                             c.options_.max_tokens);
         const page_rules& rules = c.rules_;
-        const int pages = rules.pages(offer.tokens), sinks = rules.sink_pages(offer.tokens);
+        const auto committed = static_cast<std::size_t>(offer.committed);
+        sequence_pages s;
+        s.tokens = offer.tokens;
+        s.first_copy = offer.first_copy;
+        s.quantized.assign(committed, held_page{-1, -1, 0, 0, rules.page_tokens});
+        for (int i = 0; i < offer.cut_pages; ++i) {
+            wire_cut cut;
+            std::memcpy(&cut, &plan.formats[committed + static_cast<std::size_t>(i) * sizeof cut],
+                        sizeof cut);
+            if (cut.page < s.cut_end || cut.page >= offer.committed || cut.begin < 0 ||
+                cut.begin >= cut.end || cut.end > rules.page_tokens)
+                return bad_value("page %d of %d shows its tokens %d to %d", cut.page, offer.committed,
+                                 cut.begin, cut.end);
+            held_page& p = s.quantized[static_cast<std::size_t>(cut.page)];
+            p.begin = cut.begin;
+            p.end = cut.end;
+            s.hidden += rules.page_tokens - p.shown();
+            s.cut_end = cut.page + 1;
+        }
+        for (std::size_t i = 0; i < committed; ++i)
+            s.quantized[i].position =
+                i == 0 ? rules.sinks : s.quantized[i - 1].position + s.quantized[i - 1].shown();
+        const int pages = rules.pages(s.places()), sinks = rules.sink_pages(offer.tokens);
+        if (offer.tokens > c.options_.max_tokens || pages > c.columns_)
+            return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
+                             offer.tokens, pages, c.options_.max_tokens, c.options_.cut_pages);
         if (pages - offer.first_copy > rules.ring || offer.first_copy > offer.committed)
             return bad_value("%d pages from page %d on do not fit a window of %d pages", pages,
                              offer.first_copy, rules.ring);
         std::vector<int> local(page_kinds, -1);
         local[window_kind] = window_kind;
         local[sink_kind] = sink_kind;
-        sequence_pages s;
-        s.tokens = offer.tokens;
-        s.first_copy = offer.first_copy;
         const auto map = [&](int wire) -> status {
             if (wire < 0 || wire >= most_formats)
                 return bad_value("a page has format %d of the sender", wire);
@@ -265,10 +297,10 @@ struct transfer_access {
         if (status r = map(offer.target); !r) return r;
         s.target = local[static_cast<std::size_t>(offer.target)];
         std::vector<int> wanted(c.quantized_.size(), 0);
-        for (const std::int8_t wire : plan.formats) {
-            if (status r = map(wire); !r) return r;
-            const int f = local[static_cast<std::size_t>(wire)];
-            s.quantized.push_back({f, -1});
+        for (std::size_t i = 0; i < committed; ++i) {
+            if (status r = map(plan.formats[i]); !r) return r;
+            const int f = local[static_cast<std::size_t>(plan.formats[i])];
+            s.quantized[i].format = f;
             ++wanted[static_cast<std::size_t>(f)];
         }
         const bool grows = c.options_.growing;

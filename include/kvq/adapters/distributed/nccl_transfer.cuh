@@ -179,7 +179,8 @@ private:
         if (status s = pipe_.receive_words(offer_, "for the offer of a sequence"); !s) return s;
         if (offer_.refusal[0] != '\0')
             return detail::bad_value("rank %d cannot send the sequence: %.140s", pipe_.peer, offer_.refusal);
-        plan_.formats.resize(static_cast<std::size_t>(offer_.committed));
+        plan_.formats.resize(static_cast<std::size_t>(offer_.committed) +
+                             static_cast<std::size_t>(offer_.cut_pages) * sizeof(detail::wire_cut));
         if (status s = pipe_.receive_list(plan_.formats, "for the formats of pages"); !s) return s;
         detail::transfer_answer answer;
         const status possible =

@@ -1,7 +1,7 @@
 // Messages of nccl_transfer.cuh, their checksums, and two buffers that take turns.
 //
 //   request    receiver to sender: shape, window, format          offer   sender to receiver: tokens, formats, bytes, or a refusal
-//   formats    a byte per quantized page                           answer  receiver to sender: nothing, or a refusal
+//   formats    a byte per quantized page, and 12 for each that hides tokens      answer  receiver to sender: nothing, or a refusal
 //   slice      header of 64 bytes, then for each kind of page all keys and all values; kinds are the sender's formats, the window,
 //              sinks. Pages in their order: quantized ones, window, sinks, cut into slices of as many pages
 //   checksum   sum over 32-bit words w_i of w_i * ((i + 1) * 0x9e3779b97f4a7c15 | 1), modulo 2^64: a single damaged word always changes it
@@ -93,9 +93,10 @@ struct transfer_request {
     std::uint64_t checksum = 0;
 };
 struct transfer_offer {
-    static constexpr std::uint64_t right_magic = 0x31666f66'6e61726bULL;
+    static constexpr std::uint64_t right_magic = 0x32666f66'6e61726bULL;
     std::uint64_t magic = right_magic;
     std::int32_t tokens = 0, committed = 0, first_copy = 0, target = 0;
+    std::int32_t cut_pages = 0, unused = 0;  ///< pages that hide tokens
     char names[most_formats][64] = {};
     std::uint64_t fingerprints[most_formats] = {};
     std::uint64_t bytes = 0, bytes_as_is = 0, formats_checksum = 0;

@@ -349,8 +349,9 @@ auto with_even_parts(F&& f, const First& first, const Rest&... rest) {
     using even = even_keys<typename First::format_type>;
     if constexpr (even::known)
         if (first.cache.key_plans == nullptr)
-            return go(cache_part<typename even::format_type>{
-                even::cache(first.cache), first.range, first.first_page, first.end_page, first.capacity});
+            return go(cache_part<typename even::format_type>{even::cache(first.cache), first.range,
+                                                             first.first_page, first.end_page, first.capacity,
+                                                             first.cuts});
     return go(first);
 }
 
@@ -406,6 +407,7 @@ part_args<Format, T> make_part(const cache_part<Format>& part, int recent, const
                            recent,
                            part.first_page,
                            part.end_page,
+                           part.cuts,
                            0,
                            {}};
     if (part.range == page_range::window) p.a.work.capacity = most_tokens;  // the table is a ring

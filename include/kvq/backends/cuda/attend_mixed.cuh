@@ -30,6 +30,13 @@ struct own_sinks {
 template <class Format>
 struct own_sinks<Format, false> {};
 
+/// A call, for what is rare: a launch fetches all of its instructions.
+template <int = 0>
+__device__ __noinline__ shown_tokens shown_at(const page_cuts& cuts, int sequence, const sequence_cut& cut,
+                                              int place, int count) {
+    return cuts.at(sequence, cut, place, count);
+}
+
 /// A part as kernels see it. `a` has what is common to all parts as well.
 template <class Format, class T>
 struct part_args {
@@ -38,6 +45,7 @@ struct part_args {
     page_range range;
     int recent;
     const int *first_page, *end_page;
+    page_cuts cuts;
     int sink_tokens;  // that the part reads besides
     own_sinks<Format> sinks;
 
@@ -47,8 +55,9 @@ struct part_args {
         int first, count, sinks;
         int first_page, end_page;
     };
+    /// hidden: tokens of the sequence, if there is a sliding window.
     template <int Tokens>
-    __device__ __forceinline__ chunk_range chunks(int b, int length) const {
+    __device__ __forceinline__ chunk_range chunks(int b, int length, int hidden) const {
         constexpr int page = Format::page_tokens;
         const int behind_sinks = length - a.work.first_token;
         int end = smaller(behind_sinks, a.work.capacity), from = 0,
@@ -63,10 +72,11 @@ struct part_args {
         if (first_page != nullptr) from = larger(from, __ldcg(first_page + b));
         if (end_page != nullptr) until = smaller(until, __ldcg(end_page + b));
         end = smaller(end, until * page);
-        const int first = larger(a.work.begin(length), from * page) / Tokens;
+        const int begin = a.row_begin(length, 0, hidden);  // of the first token that some row may see
+        const int first = larger(larger(begin, 0), from * page) / Tokens;
         int of_sinks = 0;
         if constexpr (reads_sinks<Format>)
-            if (sink_tokens > 0 && (a.work.window == 0 || a.window_sinks || a.row_begin(length, 0) < 0))
+            if (sink_tokens > 0 && (a.window_sinks || begin < 0))
                 of_sinks = kvq::detail::ceil_div(larger(smaller(sink_tokens, length), 0), Tokens);
         const int count = larger(0, kvq::detail::ceil_div(larger(end, 0), Tokens) - first);
         return {first, of_sinks + count, of_sinks, from, until};
@@ -82,6 +92,16 @@ struct part_args {
 template <class T, class... Formats>
 struct mixed_args {
     object_list<part_args<Formats, T>...> parts;
+
+    /// Tokens of a sequence that are not shown; 0 where no part has a sliding window. (To search for the window's first page here would make the
+    /// kernel a sixth longer; so it reads at most this many tokens more, and skips them.)
+    __device__ __forceinline__ int hidden_in_window(int b) const {
+        bool window = false;
+        static_for<static_cast<int>(sizeof...(Formats))>(
+            [&](auto i) { window = window || get<decltype(i)::value>(parts).a.work.window > 0; });
+        const int* const hidden = get<0>(parts).cuts.hidden;
+        return window && hidden != nullptr ? __ldcg(hidden + b) : 0;
+    }
 };
 
 /// Shared memory of a thread block that handles all formats: what each of them wants of a warp, in the same place.
@@ -178,11 +198,12 @@ __device__ __forceinline__ int count_units(const mixed_args<T, Formats...>& m, i
     using memory = mixed_memory<Rows4, Small, Formats...>;
     const int* const tokens = get<0>(m.parts).a.work.tokens;
     const int length = hint ? __ldcg(tokens + b) : tokens[b];
+    const int hidden = m.hidden_in_window(b);
     int count = 0;
     static_for<static_cast<int>(sizeof...(Formats))>([&](auto i) {
         const auto& part = get<decltype(i)::value>(m.parts);
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-        const auto chunks = part.template chunks<memory::template of<format>::step_tokens>(b, length);
+        const auto chunks = part.template chunks<memory::template of<format>::step_tokens>(b, length, hidden);
         if (chunks.count > 0)
             count += memory::template start_of<format>(chunks.sinks) +
                      chunks.count * memory::template units<format>;
@@ -214,7 +235,8 @@ struct mixed_work {
 struct part_job {
     int first, index, to, sinks;
     int first_page, end_page;
-    const item_part* item;  // in shared memory
+    const item_part* item;    // in shared memory
+    const sequence_cut* cut;  // likewise
     warp_memory at;
 };
 
@@ -224,7 +246,7 @@ struct part_feed : unit_ring<Memory, Format, T> {
     using base = unit_ring<Memory, Format, T>;
     using base::a, base::page, base::first, base::head, base::second;
     using typename base::keys;
-    static constexpr bool reads_sinks = detail::reads_sinks<Format>;
+    static constexpr bool reads_sinks = detail::reads_sinks<Format>, reads_cuts = true;
     static constexpr int stride = 1;
     const part_args<Format, T>& part;
     const part_job& job;
@@ -255,8 +277,26 @@ struct part_feed : unit_ring<Memory, Format, T> {
     __device__ __forceinline__ bool is_of_sinks(int number) const {
         return reads_sinks && number < job.sinks;
     }
+    /// Where the sequence's pages with hidden tokens end, counted from the format's first token.
+    __device__ __forceinline__ int cut_end() const { return cut().place - a.cache.first_token; }
+    __device__ __forceinline__ int hidden() const { return cut().hidden; }
+    /// Of 16-bit pages: sinks, or pages behind cut_end().
+    __device__ __forceinline__ int shift_of_full(int token) const {
+        return token + a.cache.first_token < part.cuts.first_token ? hidden() : 0;
+    }
+    /// What the chunk at `token`, before cut_end(), shows. Of a chunk of two pages: what the page shows of which the lane has scores.
+    __device__ __forceinline__ shown_tokens shown(int token, const lane_id& id) const {
+        if constexpr (reads_sinks) return {0, Memory::tokens, hidden()};
+        constexpr int count = smaller(Memory::tokens, Format::page_tokens);
+        const int half = keys::joined && 4 * id.g >= count ? count : 0;
+        shown_tokens s = shown_at(part.cuts, sequence, cut(), token + half + a.cache.first_token, count);
+        s.begin += half;
+        s.end += half;
+        return s;
+    }
 
 private:
+    __device__ __forceinline__ const sequence_cut& cut() const { return *job.cut; }
     template <tensor Role>
     __device__ __forceinline__ void copy_full(std::uint32_t ring, int slot) {
         const bool there = page >= 0 || second >= 0;
@@ -373,13 +413,15 @@ struct warp_piece {
     }
 };
 
-/// Calls f(part, its number, chunks of the part, first one of the warp, one behind the last) for the parts of which a warp has chunks.
+/// Calls f(part, its number, chunks of the part, first one of the warp, one behind the last, cut of the sequence) for the parts of which a
+/// warp has chunks.
 template <int Rows4, bool Small, class T, class... Formats, class F>
 __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, const item_part& item,
                                             const warp_team& team, F&& f) {
     using memory = mixed_memory<Rows4, Small, Formats...>;
     constexpr int parts = static_cast<int>(sizeof...(Formats));
     const int length = get<0>(m.parts).a.work.tokens[item.sequence];
+    const sequence_cut cut = get<0>(m.parts).cuts.of(item.sequence);
     object_list<typename part_args<Formats, T>::chunk_range...> ranges;
     int part_begin[parts];  // where the first chunk begins
     int before = 0;         // units of parts before
@@ -389,7 +431,8 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
         const auto& part = get<I>(m.parts);
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
         auto& chunks = get<I>(ranges);
-        chunks = part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length);
+        chunks =
+            part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length, cut.hidden);
         part_begin[I] = before + memory::template start_of<format>(chunks.sinks);
         if (chunks.count > 0) before = part_begin[I] + chunks.count * memory::template units<format>;
         if (I + 1 < parts) last_format = before;
@@ -403,7 +446,7 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
         const auto& chunks = get<I>(ranges);
         const int from = ceil_div(larger(piece.begin - part_begin[I], 0), units),
                   to = smaller(ceil_div(larger(piece.end - part_begin[I], 0), units), chunks.count);
-        if (from < to) f(part, i, chunks, from, to);
+        if (from < to) f(part, i, chunks, from, to, cut);
     });
 }
 
@@ -489,8 +532,10 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
         rows.clear();
         const std::uint32_t ring = shared_address(own_memory);
         visit_parts<Rows4, Small>(
-            m, item, own, [&](const auto& part, auto i, const auto& chunks, int from, int to) {
+            m, item, own,
+            [&](const auto& part, auto i, const auto& chunks, int from, int to, const sequence_cut& cut) {
                 using format = typename std::remove_cvref_t<decltype(part)>::format_type;
+                if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
                 const part_job job{
                     chunks.first,
                     from,
@@ -499,6 +544,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
                     chunks.first_page,
                     chunks.end_page,
                     &notes->reader.item,
+                    &notes->cut,
                     {ring, ring + memory::ring_bytes, ring + memory::ring_bytes + memory::weight_bytes,
                      shared_address(memory::template query<decltype(i)::value, format>(shared, own))}};
                 attend_part<format, T, Rows4, Small>(part, job, score, rows);

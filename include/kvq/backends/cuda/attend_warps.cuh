@@ -73,7 +73,7 @@ struct unit_ring {
 /// Feeds a warp's ring with the units of its chunks, across items. Page numbers are fetched a chunk ahead.
 template <class Memory, class Format, class T>
 struct unit_feed : unit_ring<Memory, Format, T> {
-    static constexpr bool reads_sinks = false;
+    static constexpr bool reads_sinks = false, reads_cuts = false;
     using base = unit_ring<Memory, Format, T>;
     using base::a, base::page, base::first, base::head, base::second;
     using typename base::keys;
@@ -105,6 +105,7 @@ struct unit_feed : unit_ring<Memory, Format, T> {
         this->template copy_unit<Role>(ring, slot, lane);
         if constexpr (Role == tensor::value) advance();
     }
+    __device__ __forceinline__ static int hidden() { return 0; }
 
 private:
     __device__ __forceinline__ void take(const item_walk<Memory::step_tokens>& walk, int member) {
@@ -205,6 +206,8 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         return at;
     };
     span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
+    // Chunks before it are looked at again (page_cuts.cuh).
+    if constexpr (Feed::reads_cuts) seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
     if constexpr (takes_trees<Rows4>)
         if (a.ancestors != nullptr)
             seen_by_all.end = smaller(seen_by_all.end, a.draft_begin(a.work.tokens[item->sequence]));
@@ -242,10 +245,26 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     };
     // Is the chunk one of sinks, which rows see whatever their window?
     const auto sees_sinks = [&] { return Feed::reads_sinks && a.window_sinks && first < 0; };
+    // What the chunk shows, unless it shows all. Looked up wherever it is needed: registers are few.
+    const auto shown_here = [&] {
+        if constexpr (Feed::reads_cuts)
+            if (first < feed.cut_end()) [[unlikely]]
+                return feed.shown(first, id);
+        return shown_tokens{0, memory::tokens, 0};
+    };
     // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
     // the former into pieces. Windows have few chunks: for them less code counts more.
     const auto handle = [&](auto kind) {
         constexpr bool rare = decltype(kind)::value;
+        if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {
+            if (rare && masked && first < feed.cut_end()) [[unlikely]] {
+                const shown_tokens shown = shown_here();
+                const seen_tokens<Format, T> seen(a, *item, rows, shown.shift);
+                present = present && shown.begin < shown.end && first + memory::tokens > seen.any.begin;
+                masked = shown.end - shown.begin < memory::tokens || first < seen.common.begin ||
+                         first + memory::tokens > seen.common.end;
+            }
+        }
         float scores[keys::tiles][Rows4][4];
         chunk_factors<values, Rows4> factors;
         if (!rare || present) {
@@ -260,15 +279,18 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                     }
                 }
                 if constexpr (has_score<Score>)
-                    modify_scores<keys, Rows4>(scores, a, score, *item, first, id);
+                    modify_scores<keys, Rows4>(scores, a, score, *item, first, feed.hidden(),
+                                               shown_here().shift, id);
                 if (masked) {
-                    const seen_tokens<Format, T> seen(a, *item, rows);
+                    const shown_tokens shown = shown_here();
+                    const seen_tokens<Format, T> seen(a, *item, rows, shown.shift);
 #pragma unroll
                     for (int n = 0; n < Rows4; ++n) {
                         const int row = seen.first_row + lane_row<Rows4>(n, id.t);
                         const span of_row = seen.of(a, row);
-                        const int begin = larger(sees_sinks() ? first : of_row.begin, first + held_begin),
-                                  end = smaller(of_row.end, first + held_end);
+                        const int begin = larger(sees_sinks() ? first : of_row.begin,
+                                                 first + larger(held_begin, shown.begin)),
+                                  end = smaller(of_row.end, first + smaller(held_end, shown.end));
 #pragma unroll
                         for (int tile = 0; tile < keys::tiles; ++tile)
 #pragma unroll
@@ -289,9 +311,19 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         const std::uint32_t value_at = wait_unit();
         if (!rare || present) {
             if (rare && masked) {  // what tokens outside hold may be anything, even NaN
-                const span any = seen_tokens<Format, T>(a, *item, rows).any;
-                const int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
-                          to = smaller(any.end - first, held_end);
+                const shown_tokens shown = shown_here();
+                int shift = shown.shift;
+                if constexpr (Feed::reads_cuts && keys::joined) shift = feed.shift_of_full(first);
+                const span any = seen_tokens<Format, T>(a, *item, rows, shift).any;
+                int from = larger(sees_sinks() ? 0 : any.begin - first, held_begin),
+                    to = smaller(any.end - first, held_end);
+                if constexpr (Feed::reads_cuts && keys::joined) {
+                    // `shown` is that of the lane's page. Quantized pages are full, and hold finite numbers.
+                    if (!values::full && first < feed.cut_end()) from = held_begin, to = held_end;
+                } else if constexpr (Feed::reads_cuts) {
+                    from = larger(from, shown.begin);
+                    to = smaller(to, shown.end);
+                }
                 if constexpr (values::full)
                     values::clear_columns(value_at, id, from, to);
                 else if constexpr (values::clears_parameters)

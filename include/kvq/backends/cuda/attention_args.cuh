@@ -73,9 +73,9 @@ struct attention_args {
     __device__ __forceinline__ int row_head(int kv_head, int row) const {
         return kv_head * group + row - row_query(row) * group;
     }
-    /// Keys of this row end before this position of the format (position 0 is first_token).
-    __device__ __forceinline__ int row_end(int length, int row) const {
-        const int position = length - work.query_tokens + row_query(row);
+    /// Keys of this row end before this position of the format (position 0 is first_token). shift: of their page (page_cuts.cuh).
+    __device__ __forceinline__ int row_end(int length, int row, int shift = 0) const {
+        const int position = length - work.query_tokens + row_query(row) - shift;
         return smaller(position + 1 - cache.first_token, work.capacity);
     }
     /// Where the draft begins.
@@ -83,9 +83,9 @@ struct attention_args {
         return length - drafted - cache.first_token;
     }
     /// And begin here; before position 0 are the sinks that attend_mixed.cuh reads together with the window.
-    __device__ __forceinline__ int row_begin(int length, int row) const {
+    __device__ __forceinline__ int row_begin(int length, int row, int shift = 0) const {
         if (work.window == 0) return -most_tokens;
-        return length - work.query_tokens + row_query(row) - work.window + 1 - cache.first_token;
+        return length - work.query_tokens + row_query(row) - work.window + 1 - cache.first_token - shift;
     }
 };
 
@@ -93,22 +93,22 @@ struct attention_args {
 struct span {
     int begin, end;
 };
-/// What the query rows of an item see.
+/// What the query rows of an item see, of pages with this shift.
 template <class Format, class T>
 struct seen_tokens {
-    int length, first_row;
+    int length, first_row, shift;
     span common, any;  // what every row sees, what some row sees
 
     __device__ __forceinline__ seen_tokens(const attention_args<Format, T>& a, const item_part& item,
-                                           int rows)
-        : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows) {
+                                           int rows, int of_page = 0)
+        : length(a.work.tokens[item.sequence]), first_row(item.row_block * rows), shift(of_page) {
         const int last_row = kvq::detail::smaller(first_row + rows, a.rows) - 1;
-        common = {a.row_begin(length, last_row), a.row_end(length, first_row)};
-        any = {a.row_begin(length, first_row), a.row_end(length, last_row)};
+        common = {a.row_begin(length, last_row, shift), a.row_end(length, first_row, shift)};
+        any = {a.row_begin(length, first_row, shift), a.row_end(length, last_row, shift)};
     }
     /// Of one row; nothing where there is no such row.
     __device__ __forceinline__ span of(const attention_args<Format, T>& a, int row) const {
-        return {a.row_begin(length, row), row < a.rows ? a.row_end(length, row) : 0};
+        return {a.row_begin(length, row, shift), row < a.rows ? a.row_end(length, row, shift) : 0};
     }
 };
 

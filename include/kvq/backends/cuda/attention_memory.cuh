@@ -12,6 +12,7 @@
 #include "half_values.cuh"
 #include "merge.cuh"
 #include "mixed_keys.cuh"
+#include "page_cuts.cuh"
 #include "query_rows.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
@@ -51,6 +52,7 @@ struct warp_notes {
     share_plan plan;
     share_span span;  // of the current item, where it has several parts; those of a team's first warp count
     warp_team team;
+    sequence_cut cut;  // of the current item
 };
 
 /// Of a thread block, in bytes: what compute capability 9.0 and 10.0 have.

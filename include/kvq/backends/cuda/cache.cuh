@@ -10,7 +10,7 @@
 // begin_*() does what the host must do: lengths, page numbers, memory; it sends the words that changed in a small launch. What follows
 // takes its numbers from device memory. So the appends and attends of a step can be captured in a graph and replayed after every
 // begin_step() while contexts grow, as long as graph_id() stays the same.
-// Pages are those of a CPU cache with the same options that did the same, byte for byte (sequence_pages.hpp).
+// Pages are those of a CPU cache with the same options that did the same, byte for byte, and show the same tokens (sequence_pages.hpp).
 // Contract: refused calls change nothing. One thread; one stream at a time. Nothing waits, except where a pool grows.
 #pragma once
 

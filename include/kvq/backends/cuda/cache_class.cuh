@@ -1,6 +1,6 @@
 // The class of a cache that owns its pages; what it promises: cache.cuh. Its members are in cache_open, cache_step and cache_pages.cuh.
 //
-// Device words: lengths, committed pages, extents of formats, tables, lists of pages to quantize. The host has a copy of all but the lists,
+// Device words: lengths (in places), committed pages, extents of formats, tables, what pages show, lists of pages to quantize. The host has a copy of all but the lists,
 // and sends words that change. Row b of a table is that of the step's sequence b; it stays while the same sequence stands there.
 #pragma once
 
@@ -115,8 +115,8 @@ public:
     /// batch's number of rows and new tokens, on the formats that its pages are committed to, and on where pools lie.
     std::uint64_t graph_id() const noexcept;
 
-    /// Removes tokens from position n on. Exact within `rollback` tokens. A deeper trim may end where a quantized page ends, but not inside
-    /// it: that is refused with the position to trim to instead. Takes effect with the next begin.
+    /// Removes tokens from position n on. Exact within `rollback` tokens. After a deeper trim a quantized page that it ends in keeps its bytes
+    /// and shows fewer tokens, and new tokens begin a page: tokens that stay have the values that they had. Takes effect with the next begin.
     status trim(sequence_id id, int n);
     /// A second sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
@@ -178,11 +178,15 @@ private:
     int committed_at(int b) const noexcept { return options_.max_batch + b; }
     int first_at(int f, int b) const noexcept { return (2 + 2 * f) * options_.max_batch + b; }
     int end_at(int f, int b) const noexcept { return (3 + 2 * f) * options_.max_batch + b; }
+    int cut_end_at(int b) const noexcept { return (2 + 2 * kinds()) * options_.max_batch + b; }
+    int hidden_at(int b) const noexcept { return (3 + 2 * kinds()) * options_.max_batch + b; }
     int table_at(int f, bool commit, int b) const noexcept {
-        return (2 + 2 * kinds()) * options_.max_batch +
+        return (4 + 2 * kinds()) * options_.max_batch +
                ((2 * f + (commit ? 1 : 0)) * options_.max_batch + b) * columns_;
     }
-    int window_at(int b) const noexcept { return table_at(kinds(), false, 0) + b * rules_.ring; }
+    /// Two words a page (page_cuts::shown).
+    int shown_at(int b) const noexcept { return table_at(kinds(), false, 0) + 2 * b * columns_; }
+    int window_at(int b) const noexcept { return shown_at(options_.max_batch) + b * rules_.ring; }
     int sinks_at(int b) const noexcept { return window_at(options_.max_batch) + b * sink_columns_; }
     int list_at(bool to) const noexcept { return sinks_at(options_.max_batch) + (to ? columns_ : 0); }
     int counts_at(int b) const noexcept { return list_at(false) + 2 * columns_ + b; }

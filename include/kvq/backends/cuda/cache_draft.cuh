@@ -47,7 +47,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
     for (const sequence_id id : batch) {
         if (id == sequence_id{}) continue;
         const detail::sequence_pages& s = entry_of(id).pages;
-        const int after = s.tokens + drafted + new_tokens;
+        const int after = s.places() + drafted + new_tokens;
         window += s.missing_columns(after, rules_);
         sinks += kvq::detail::larger(0, rules_.sink_pages(after) - static_cast<int>(s.sinks.size()));
     }
@@ -78,7 +78,7 @@ inline status cache::keep(std::span<const sequence_id> batch, std::span<const st
         const auto count = static_cast<int>(paths[b].size());
         most = kvq::detail::larger(most, count);
         quantized[static_cast<std::size_t>(s.target)] +=
-            s.committed_at(s.tokens + count, rules_) - s.committed();
+            s.committed_at(s.places() + count, rules_) - s.committed();
     }
     for (std::size_t f = 0; f < quantized.size(); ++f)
         if (status s = quantized_[f].ensure(quantized[f], options_.growing, stream); !s) return s;

@@ -23,6 +23,10 @@ inline status cache::check_options(const cache_shape& shape, const cache_options
         return detail::bad_value(
             "draft_tokens is %d, but must be 0 to 64, to page_tokens (%d) and to recent (%d)", o.draft_tokens,
             o.page_tokens, o.recent);
+    if (o.cut_pages < 0 || o.cut_pages > detail::most_tokens)
+        return detail::bad_value("cut_pages is %d", o.cut_pages);
+    if (o.page_tokens > 65535)
+        return detail::bad_value("page_tokens is %d, but must be at most 65535", o.page_tokens);
     if (o.max_batch < 1) return detail::bad_value("max_batch is %d", o.max_batch);
     if (o.max_tokens < 1 || o.max_tokens > detail::most_tokens)
         return detail::bad_value("max_tokens is %d, but must be 1 to %d", o.max_tokens, detail::most_tokens);
@@ -80,9 +84,10 @@ inline status cache::open(const cache_shape& shape, const cache_options& options
                                                  options.page_tokens, 0),
                                   window_columns(options.recent, options.page_tokens, options.step_tokens))};
     columns_ = kvq::detail::larger(1, rules_.pages(options.max_tokens));
+    columns_ += kvq::detail::smaller(options.cut_pages, detail::most_tokens / options.page_tokens - columns_);
     sink_columns_ = kvq::detail::larger(1, rules_.sink_pages(options.sinks));
     const long long words =
-        static_cast<long long>(options.max_batch) * (3 + 2 * kinds() + 2LL * kinds() * columns_ +
+        static_cast<long long>(options.max_batch) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns_ +
                                                      rules_.ring + sink_columns_ + options.draft_tokens) +
         2LL * columns_ + shape.layers + prompt_words;
     if (words > 1 << 30)
@@ -202,6 +207,8 @@ inline detail::layer_view cache::view(int layer) const noexcept {
     v.sink_table = words + sinks_at(0);
     v.tokens = words + tokens_at(0);
     v.committed = words + committed_at(0);
+    v.cuts = {words + cut_end_at(0), words + hidden_at(0), words + shown_at(0), columns_,
+              options_.page_tokens,  options_.sinks};
     v.sequences = step_.rows;
     v.columns = columns_;
     v.ring = rules_.ring;

@@ -22,6 +22,7 @@ struct cache_options {
     int rollback = 16;       ///< a trim by up to this many tokens is exact
     int max_batch = 1;       ///< sequences of one step
     int max_tokens = 4096;   ///< of one sequence
+    int cut_pages = 64;      ///< a sequence of max_tokens may have so many pages more, which trims have cut
     int draft_tokens = 0;    ///< of one sequence at most: up to 64, to page_tokens and to recent
     int step_tokens = 1;     ///< new tokens that a step gives to every sequence, at most; 0: prompts only
     int pool_tokens = 0;     ///< quantized pages for so many tokens are allocated up front, and

@@ -46,15 +46,7 @@ inline status cache::trim(sequence_id id, int n) {
     if (n > s.tokens)
         return detail::bad_value("cannot trim to %d: tokens %d to %d are a draft, keep() a part of it", n,
                                  s.tokens, s.tokens + s.drafted);
-    const int committed = s.committed_after_trim(n, rules_);
-    if (committed < 0) {
-        const int page = -1 - committed;
-        return detail::bad_value(
-            "a trim to %d tokens would cut the quantized page of tokens %d to %d: trim to %d and "
-            "append the others again",
-            n, rules_.first_token(page), rules_.first_token(page + 1), rules_.first_token(page));
-    }
-    s.trim(n, committed, rules_, page_pools{*this});
+    s.trim(n, rules_, page_pools{*this});
     e.version = ++versions_;
     step_.begun = false;
     return {};
@@ -155,7 +147,8 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids,
             if (found == jobs.end() || before(p, found->from)) continue;
             pool.numbers.share(found->to);
             quantized_[static_cast<std::size_t>(p.format)].numbers.release(p.number);
-            p = {format, found->to};
+            p.format = format;
+            p.number = found->to;
             e.version = ++versions_;
         }
     }
@@ -172,8 +165,8 @@ inline status cache::requantize_range(std::span<const sequence_id> ids, const re
         const int last = last_tokens.empty() ? request.last_token : last_tokens[i];
         for (int page = 0; page < s.committed(); ++page) {
             const detail::held_page p = s.quantized[static_cast<std::size_t>(page)];
-            if (p.format != format && rules_.first_token(page) >= request.first_token &&
-                rules_.first_token(page + 1) <= last && (!request.only_smaller || shrinks(p.format, format)))
+            if (p.format != format && p.position >= request.first_token && p.position + p.shown() <= last &&
+                (!request.only_smaller || shrinks(p.format, format)))
                 pages.push_back(p);
         }
     }

@@ -35,6 +35,12 @@ inline status cache::check_growth(sequence_id id, int new_tokens) const {
     if (new_tokens > options_.max_tokens - held)
         return detail::bad_value("sequence %d holds %d tokens and cannot take %d more: max_tokens is %d",
                                  id.index, held, new_tokens, options_.max_tokens);
+    const detail::sequence_pages& s = entry_of(id).pages;
+    if (new_tokens > options_.sinks + columns_ * options_.page_tokens - s.places() - s.drafted)
+        return detail::bad_value(
+            "sequence %d holds %d tokens and %d pages that trims have cut, and cannot take %d tokens more: "
+            "max_tokens is %d and cut_pages %d",
+            id.index, held, s.cut_pages(rules_), new_tokens, options_.max_tokens, options_.cut_pages);
     return {};
 }
 
@@ -44,7 +50,7 @@ inline status cache::ensure_pages(std::span<const sequence_id> batch, int new_to
     for (const sequence_id id : batch) {
         if (id == sequence_id{}) continue;
         const detail::sequence_pages& s = entry_of(id).pages;
-        const int after = s.tokens + new_tokens;
+        const int after = s.places() + new_tokens;
         quantized[static_cast<std::size_t>(s.target)] += s.committed_at(after, rules_) - s.committed();
         window += s.missing_columns(after, rules_);
         sinks += rules_.sink_pages(after) - static_cast<int>(s.sinks.size());
@@ -65,6 +71,8 @@ inline void cache::empty_row(int b, detail::word_writer& to) {
         put(to, first_at(f, b), 0);
         put(to, end_at(f, b), 0);
     }
+    put(to, cut_end_at(b), 0);
+    put(to, hidden_at(b), 0);
 }
 
 /// The sequence grows; what its row does not say yet is sent. Pages are there (ensure_pages).
@@ -73,7 +81,7 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, bool draft, d
     detail::sequence_pages& s = e.pages;
     row& r = rows_[static_cast<std::size_t>(b)];
     const bool known = r.id == id && r.version == e.version;
-    const int before = s.committed(), after = s.tokens + s.drafted + new_tokens;
+    const int before = s.committed(), after = s.places() + s.drafted + new_tokens;
     const auto at = [](int i) { return static_cast<std::size_t>(i); };
     if (draft)
         s.draft(new_tokens, rules_, page_pools{*this});
@@ -96,6 +104,16 @@ inline void cache::grow_row(int b, sequence_id id, int new_tokens, bool draft, d
             put(to, first_at(f, b), first);
             put(to, end_at(f, b), last);
         }
+    if (!known) {
+        for (int i = 0; i < s.cut_end; ++i) {
+            const detail::held_page& p = s.quantized[at(i)];
+            put(to, shown_at(b) + 2 * i, p.position);
+            put(to, shown_at(b) + 2 * i + 1,
+                static_cast<int>(static_cast<unsigned>(p.begin) | static_cast<unsigned>(p.end) << 16));
+        }
+        put(to, cut_end_at(b), s.cut_end);
+        put(to, hidden_at(b), s.hidden);
+    }
     for (int i = 0; i < rules_.ring; ++i) put(to, window_at(b) + i, s.window[at(i)]);
     for (std::size_t i = 0; i < s.sinks.size(); ++i) put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]);
     put(to, tokens_at(b), after);
@@ -151,7 +169,7 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, stream); !s) return s;
     // The scratch comes before the sequence changes.
     const detail::sequence_pages& s = entry_of(id).pages;
-    const int after = s.tokens + new_tokens, first_new = rules_.pages(s.tokens),
+    const int before = s.places(), after = before + new_tokens, first_new = rules_.pages(before),
               kept = kvq::detail::larger(first_new, rules_.pages(after) - rules_.ring);
     const std::size_t page_bytes = window_.memory().key_page_bytes + window_.memory().value_page_bytes,
                       scratch = static_cast<std::size_t>(kept - first_new) * page_bytes,
@@ -172,13 +190,13 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
                                      window_.memory().value_page_bytes, kept - first_new};
     next.staging = staged.layer(0);
     // Where tokens go.
-    const auto clamp = [&](int position) {
-        return kvq::detail::smaller(kvq::detail::larger(position - s.tokens, 0), new_tokens);
+    const auto clamp = [&](int place) {
+        return kvq::detail::smaller(kvq::detail::larger(place - before, 0), new_tokens);
     };
     next.ranges = {clamp(rules_.sinks),
-                   clamp(kvq::detail::larger(rules_.sinks, rules_.first_token(first_new))),
-                   clamp(rules_.first_token(kept)), new_tokens, first_new};
-    const int before = s.tokens, committed = s.committed();
+                   clamp(kvq::detail::larger(rules_.sinks, rules_.first_place(first_new))),
+                   clamp(rules_.first_place(kept)), new_tokens, first_new};
+    const int committed = s.committed();
     detail::word_writer to(words_.as<int>(), stream);
     grow_row(0, id, new_tokens, false, to);
     // What is quantized from where.

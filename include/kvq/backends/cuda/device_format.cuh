@@ -43,7 +43,8 @@ struct layer_view {
     part quantized[most_formats];
     layer_memory window, sinks;
     const int *window_table, *sink_table;
-    const int *tokens, *committed;  // [sequences]
+    const int *tokens, *committed;  // [sequences], tokens: with hidden ones
+    page_cuts cuts;
     int sequences, columns, ring, sink_columns, kv_heads, first_token, recent;
     unsigned* not_finite;  // of the layer; those of other layers follow
 };
@@ -178,15 +179,17 @@ struct device_table {
     template <class Format>
     static cache_part<Format> part(const layer_view& l, int number) noexcept {
         const layer_view::part& p = l.quantized[number];
-        return {quantized<Format>(l, number, p.table), page_range::all, p.first_page, p.end_page, -1};
+        return {quantized<Format>(l, number, p.table), page_range::all, p.first_page, p.end_page, -1, l.cuts};
     }
     template <int... I>
     static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {
         cache_part<window_format> recent = in_window(window(l));
         recent.first_page = l.committed;
+        recent.cuts = l.cuts;
+        sink_part<sinks_format> first_tokens = sink_tokens(sinks(l), l.first_token);
+        first_tokens.cuts = l.cuts;
         // Pages are in the window from `committed` on; the length says too much while a draft waits, so its own rule has the whole ring.
-        return make_mixed((l.ring - 1) * page_tokens + 1, part<Formats>(l, I)..., recent,
-                          sink_tokens(sinks(l), l.first_token));
+        return make_mixed((l.ring - 1) * page_tokens + 1, part<Formats>(l, I)..., recent, first_tokens);
     }
     using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Formats))>;
     using mix_type = decltype(mix(std::declval<const layer_view&>(), numbers{}));
@@ -267,9 +270,8 @@ struct device_table {
                                     out.as<T>(), starts, new_tokens, options, stream);
         else
             return bad_value(
-                "prefill does not know these formats (keys of several widths, or sizes that are no multiples "
-                "of "
-                "32): append, then attend");
+                "prefill has no kernels for these formats (keys of several widths, or sizes that are no "
+                "multiples of 32): append, then attend");
     }
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);

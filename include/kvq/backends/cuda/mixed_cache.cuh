@@ -12,13 +12,15 @@
 // `first_page` and `end_page` cut a part further, per sequence: formats that follow each other (step down) cost nothing for the
 // pages of the others. Negative entries of a table are skipped, as everywhere. Counts come from `tokens`, which kernels read on the
 // device: a captured graph stays valid while sequences grow, and no table changes when a page is committed.
-// Contract: every token is named by one part at most; parts have the same tokens, sequences, kv heads and head sizes.
+// Quantized pages may hide tokens (page_cuts.cuh); `tokens` then counts hidden ones, and positions follow those that are shown.
+// Contract: every token is named by one part at most; parts have the same tokens, sequences, kv heads, head sizes and cuts.
 #pragma once
 
 #include <tuple>
 #include <utility>
 
 #include "cache_ref.cuh"
+#include "page_cuts.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 
@@ -36,6 +38,7 @@ struct cache_part {
         nullptr;  // [sequences], device memory: pages before it are not of this format. Null: 0
     const int* end_page = nullptr;  // [sequences]: nor are pages from here on. Null: as many as there are
     int capacity = -1;  // it holds so many tokens of a sequence at most; negative: as many as its table names
+    page_cuts cuts = {};  // pages that hide tokens: the same for all parts
 };
 
 /// Columns that the ring of a recent window needs, where launches store new_tokens tokens per sequence and commit the pages that are

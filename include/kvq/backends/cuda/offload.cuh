@@ -5,7 +5,8 @@
 //   s = cuda::onload(on_host, gpu, id, stream);       a new sequence of gpu
 //
 // Both caches have the same shape, window type, sinks, recent, rollback and page_tokens, and formats of the same names. Quantized pages and
-// full 16-bit pages are the same bytes on both sides; pages that are not full differ in how many tokens they have room for.
+// full 16-bit pages are the same bytes on both sides; pages that are not full differ in how many tokens they have room for. Quantized pages
+// show the same tokens on both sides; keys that have moved (erase, shift, splice of a cache with rotary options) stay on the CPU.
 // Contract: both calls wait for the stream. A status that is not success has changed nothing. Memory that the CPU's pool does not have
 // raises kvq::out_of_memory or std::bad_alloc, as in all calls on that cache. O(bytes).
 #pragma once
@@ -124,7 +125,7 @@ struct cache_access {
         std::vector<conversion> conversions;
         std::vector<std::vector<page_span>> layers(static_cast<std::size_t>(cpu.shape().layers));
         status result;
-        const int pages = rules.pages(s.tokens);
+        const int pages = rules.pages(s.places());
         const bool sinks = rules.sinks > 0 && s.tokens > 0;
         for (int layer = 0; layer < cpu.shape().layers && result; ++layer) {
             auto& spans = layers[static_cast<std::size_t>(layer)];
@@ -167,20 +168,23 @@ struct cache_access {
                 spans.push_back(std::move(span));
             }
             for (int i = 0; i < pages; ++i) {
-                const int first = rules.first_token(i),
-                          tokens = kvq::detail::smaller(g.page_tokens, s.tokens - first);
+                const bool quantized = i < s.committed();
+                const held_page held = quantized ? s.quantized[static_cast<std::size_t>(i)] : held_page{};
+                const int first = quantized ? held.position : rules.first_place(i) - s.hidden,
+                          tokens = quantized ? held.shown()
+                                             : kvq::detail::smaller(g.page_tokens, s.tokens - first);
                 page_span span;
                 span.first_token = first;
                 span.tokens = tokens;
+                span.skip = held.begin;
                 span.room = g.page_tokens;
                 const auto number = [&] { return s.window[static_cast<std::size_t>(i % rules.ring)]; };
                 for (const tensor role : {tensor::key, tensor::value}) {
                     const auto at = static_cast<std::size_t>(role);
-                    if (i >= s.committed()) {
+                    if (!quantized) {
                         span.pages[at] = window_page(role, number(), first, tokens);
                         continue;
                     }
-                    const held_page held = s.quantized[static_cast<std::size_t>(i)];
                     const device_pages& pool = gpu.quantized_[static_cast<std::size_t>(held.format)];
                     span.pages[at] = cpu.pool().allocate(pool.memory().page_bytes(role),
                                                          formats[at][held.format], g.page_tokens);
@@ -205,6 +209,7 @@ struct cache_access {
             track.tokens = s.tokens;
             track.committed = s.committed() + before;
             track.first_copy = s.first_copy + before;
+            for (const held_page& p : s.quantized) track.rearranged = track.rearranged || p.begin > 0;
             for (int role = 0; role < 2; ++role) track.targets[role] = formats[role][s.target];
         }
         return result;
@@ -253,36 +258,53 @@ struct cache_access {
                     layer);
             for (int i = 0; i < track.size(); ++i) {
                 const page_span& span = track[i];
-                if (span.sinks != (sinks != 0 && i == 0) || span.skip != 0 || span.shift != 0)
+                const bool of_sinks = sinks != 0 && i == 0;
+                if (span.sinks != of_sinks || span.shift != 0 ||
+                    (of_sinks && span.tokens != kvq::detail::smaller(tokens, rules.sinks)))
                     return bad_value(
-                        "tokens %d to %d were moved or cut by erase, shift or splice; the device has whole "
-                        "pages "
-                        "in their place only",
+                        "tokens %d to %d were moved by erase, shift or splice, or are sinks that were; the "
+                        "device has sinks and keys in their place only",
                         span.first_token, span.end());
             }
             for (int i = 0; i + sinks < track.size(); ++i) {
                 const page_span& span = track[i + sinks];
-                if (span.first_token != rules.first_token(i) || (i < committed && !span.full()))
-                    return bad_value(
-                        "a page of tokens %d to %d was cut by a trim; the device has whole pages only",
-                        span.first_token, span.end());
-                if (i >= committed) continue;
+                if (i >= committed) {
+                    const bool last = i + sinks + 1 == track.size();
+                    if (span.skip != 0 || (last ? span.room : span.tokens) != rules.page_tokens)
+                        return bad_value(
+                            "tokens %d to %d are in a 16-bit page that an erase has closed; the device has "
+                            "none in its window",
+                            span.first_token, span.end());
+                    continue;
+                }
                 const int format = gpu_format(cpu, gpu, span.pages[0]->format, span.pages[1]->format);
                 if (format < 0) return no_format(cpu, span.pages[0]->format, span.pages[1]->format);
-                if (layer == 0)
-                    s.quantized.push_back({format, -1});
-                else if (s.quantized[static_cast<std::size_t>(i)].format != format)
+                const held_page held{format, -1, span.first_token, span.skip, span.skip + span.tokens};
+                if (layer == 0) s.quantized.push_back(held);
+                const held_page& same = s.quantized[static_cast<std::size_t>(i)];
+                if (same.format != format || same.position != held.position || same.begin != held.begin ||
+                    same.end != held.end)
                     return bad_value(
                         "layer %zu has other tokens or formats than layer 0; the device has one table for "
                         "all",
                         layer);
+                if (held.shown() < rules.page_tokens) s.cut_end = i + 1;
             }
-            int copies = kvq::detail::larger(0, committed);  // from here on
-            while (copies > 0 && track[copies - 1 + sinks].copies[0] && track[copies - 1 + sinks].copies[1])
+            // From here on. A page that an erase has closed never returns to the window here.
+            int copies = kvq::detail::larger(0, committed);
+            while (copies > s.cut_end && track[copies - 1 + sinks].copies[0] &&
+                   track[copies - 1 + sinks].copies[1])
                 --copies;
             s.first_copy = layer == 0 ? copies : kvq::detail::larger(s.first_copy, copies);
         }
-        s.first_copy = kvq::detail::larger(s.first_copy, rules.pages(tokens) - rules.ring);
+        const int pages = first.size() - sinks;
+        if (s.committed() > 0)
+            s.hidden =
+                rules.first_place(s.committed()) - (s.quantized.back().position + s.quantized.back().shown());
+        s.first_copy = kvq::detail::larger(s.first_copy, pages - rules.ring);
+        if (pages > gpu.columns_)
+            return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
+                             tokens, pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
 
         // Memory, then numbers, then bytes.
         std::vector<int> wanted(gpu.quantized_.size(), 0);
@@ -290,7 +312,6 @@ struct cache_access {
         const bool may_grow = gpu.options_.growing;
         for (std::size_t f = 0; f < wanted.size(); ++f)
             if (status r = gpu.quantized_[f].ensure(wanted[f], may_grow, stream); !r) return r;
-        const int pages = rules.pages(tokens);
         if (status r = gpu.window_.ensure(pages - s.first_copy, may_grow, stream); !r) return r;
         if (status r = gpu.sinks_.ensure(rules.sink_pages(tokens), may_grow, stream); !r) return r;
         const sequence_id id = gpu.new_sequence();
@@ -360,7 +381,8 @@ inline status offload(const cache& from, sequence_id id, sequence& to, cudaStrea
     return detail::cache_access::offload(from, id, to, stream);
 }
 
-/// Makes a sequence of the device's cache from one of the CPU's. All layers must hold the same tokens, in pages that no trim has cut.
+/// Makes a sequence of the device's cache from one of the CPU's. All layers must hold the same tokens, and keys must be where they were
+/// appended. A page that two parts of the sequence share (after an erase) becomes two.
 inline status onload(const sequence& from, cache& to, sequence_id& made, cudaStream_t stream) {
     return detail::cache_access::onload(from, to, made, stream);
 }

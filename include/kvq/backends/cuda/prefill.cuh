@@ -95,6 +95,7 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
         return detail::bad_value("scale %g, softcap %g, window %d", static_cast<double>(options.scale),
                                  static_cast<double>(options.softcap), options.window);
     if (cache.sequences == 0 || most_new_tokens == 0) return {};
+    const page_cuts& cache_cuts = detail::get<0>(history.parts).cuts;
     const int group = q.heads / cache.kv_heads;
     if (most_new_tokens > detail::most_tokens / group || cache.sequences > 65535 || cache.kv_heads > 65535)
         return detail::bad_value("%d new tokens of %d sequences with %d query heads", most_new_tokens,
@@ -114,7 +115,8 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                            options.window,
                                            options.window_sinks,
                                            options.sink_logits,
-                                           options.lse};
+                                           options.lse,
+                                           cache_cuts};
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
     args.scale = options.softcap > 0.0f ? scale : scale * detail::log2e;
     const auto grid = [&](int rows) {

@@ -32,8 +32,9 @@ inline constexpr int prefill_rows = Dim <= 128 ? 256 : 128;
 struct prefill_block {
     int sequence, kv_head;
     int start, new_tokens;  // of the sequence
-    int history;            // tokens before the new ones
-    int first_row, rows;    // of the block; rows: of the sequence
+    int history;    // tokens before the new ones, hidden ones too: positions below are places (page_cuts.cuh)
+    int cut_place;  // pages before it may hide tokens
+    int first_row, rows;  // of the block; rows: of the sequence
     int first_query, last_query;
 
     template <class Args>
@@ -43,6 +44,7 @@ struct prefill_block {
           start(__ldg(a.starts + b)),
           new_tokens(__ldg(a.starts + b + 1) - start),
           history(__ldg(a.tokens + b)),
+          cut_place(a.cuts.of(b).place),
           rows(new_tokens * a.group) {
         // The last blocks see the most: they start first.
         const int blocks = kvq::detail::ceil_div(rows, block_rows);
@@ -74,8 +76,26 @@ struct prefill_args {
     bool keep_sinks;
     const float* sink_logits;
     float* lse;
+    page_cuts cuts;
 
-    /// tile_note::cut of a tile.
+    /// What tokens 16 lane to 16 lane + 15 of a tile of pages show: bit i, does token i? Whole where no page hides a token.
+    struct shown_piece {
+        int shift = 0;
+        unsigned tokens = 0xffffu;
+    };
+    __device__ __forceinline__ shown_piece piece(const prefill_block& block, int position, int lane,
+                                                 int tile) const {
+        if (lane >= tile / 16) return {};
+        const shown_tokens s = cuts.at(block.sequence, cuts.of(block.sequence), position + 16 * lane, 16);
+        return {s.shift, ((1u << s.end) - 1u) & ~((1u << s.begin) - 1u)};
+    }
+    /// Does a tile hide tokens, or is it to be masked with the shifts of its pages? All lanes of a warp.
+    __device__ __forceinline__ bool hides_tokens(const prefill_block& block, int position, int tile) const {
+        if (position >= block.cut_place) return false;
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        return __any_sync(0xffffffffu, window > 0 || piece(block, position, lane, tile).tokens != 0xffffu);
+    }
+    /// tile_note::cut of a tile. All lanes of a warp.
     __device__ __forceinline__ int cut(const prefill_block& block, int position, int count, int pieces,
                                        bool sinks, int tile) const {
         const int all = (1 << tile / 16) - 1;
@@ -83,7 +103,8 @@ struct prefill_args {
             count < tile || (pieces & all) != all ||
             position + tile - 1 > block.history + block.first_query ||
             (window > 0 && !sinks && position < block.history + block.last_query - window + 1);
-        return partly ? (sinks ? 2 : 1) : 0;
+        const bool hides = hides_tokens(block, position, tile);
+        return partly || hides ? (sinks ? 2 : 1) | (hides ? 4 : 0) : 0;
     }
 };
 
@@ -114,7 +135,7 @@ __device__ __forceinline__ token_range tokens_of(const cache_part<Format>& part,
     if (part.end_page != nullptr) end = kvq::detail::smaller(end, __ldg(part.end_page + b) * page);
     from *= page;
     if (!sinks && window > 0) {
-        const int unseen = block.seen_from(window) - part.cache.first_token - from;
+        const int unseen = part.cuts.first_seen(b, block.seen_from(window)) - part.cache.first_token - from;
         if (unseen > 0) from += unseen / tile * tile;
     }
     return {from, end};

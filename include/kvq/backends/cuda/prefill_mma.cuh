@@ -111,7 +111,7 @@ struct mma_rows {
             for (int r = 0; r < 2; ++r)
                 position[r] = block.history + (block.first_row + own_row + 16 * m + 8 * r) / a.group;
             float factor[2];
-            mask_scores<Softcap>(a, note, position, lane % 4, s[m]);
+            mask_scores<Softcap>(a, block, note, position, lane % 4, s[m]);
             softmax_step(s[m], rows[m], factor, Softcap ? 1.0f : a.scale);
             if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f))
 #pragma unroll

@@ -18,7 +18,7 @@ struct tile_note {
     int position;  // of its first token
     int count;     // tokens that exist
     int pieces;    // bit i: tokens 16 i to 16 i + 15 are held
-    int cut;       // some row does not see all of it; 2: the tile is sinks, which every row sees
+    int cut;  // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4: prefill_args::hides_tokens
 
     __device__ __forceinline__ void store(std::uint32_t at) const {
         store_shared_16(at, {__int_as_float(position), __int_as_float(count), __int_as_float(pieces),
@@ -62,26 +62,37 @@ struct row_pair {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see.
+/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not see. All lanes of a warp.
 template <bool Softcap, int N, class Args>
-__device__ __forceinline__ void mask_scores(const Args& a, const tile_note& note, const int (&position)[2],
-                                            int t, float (&s)[N]) {
+__device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& block, const tile_note& note,
+                                            const int (&position)[2], int t, float (&s)[N]) {
     if constexpr (Softcap)
 #pragma unroll
         for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
     if (note.cut == 0) return;
+    // A lane has what 16 tokens show: bit i for token i.
+    const auto bits_below = [](int n) {
+        return (1u << kvq::detail::larger(kvq::detail::smaller(n, 16), 0)) - 1u;
+    };
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    typename Args::shown_piece own;
+    if ((note.cut & 4) != 0) own = a.piece(block, note.position, lane, 2 * N);
+    own.tokens = (note.pieces >> lane & 1) == 0 ? 0u : own.tokens & bits_below(note.count - 16 * lane);
+    const bool all = a.window == 0 || (note.cut & 2) != 0;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int end = kvq::detail::smaller(note.count, position[r] + 1 - note.position);
-        const int begin = a.window == 0 || note.cut == 2 ? 0 : position[r] - a.window + 1 - note.position;
+    for (int piece = 0; piece < N / 8; ++piece) {
+        const int at = note.position + 16 * piece + __shfl_sync(0xffffffffu, own.shift, piece);
+        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, piece);
 #pragma unroll
-        for (int i = 0; i < N / 4; ++i)
+        for (int r = 0; r < 2; ++r) {
+            const int end = position[r] + 1 - at;
+            const unsigned seen =
+                (shown & bits_below(end) & ~(all ? 0u : bits_below(end - a.window))) >> 2 * t;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const int column = 8 * i + 2 * t + k;
-                if (column < begin || column >= end || (note.pieces >> (i / 2) & 1) == 0)
-                    s[4 * i + 2 * r + k] = -INFINITY;
-            }
+            for (int k = 0; k < 4; ++k)
+                if ((seen & 1u << (k / 2 * 8 + k % 2)) == 0)
+                    s[8 * piece + k / 2 * 4 + 2 * r + k % 2] = -INFINITY;
+        }
     }
 }
 

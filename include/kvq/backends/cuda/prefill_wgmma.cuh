@@ -146,10 +146,9 @@ struct tile_producer {
             if (key && leads) {
                 const int position = part.cache.first_token + first,
                           pieces = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
-                if (lane == 0)
-                    tile_note{position, count, pieces,
-                              a.cut(block, position, count, pieces, sinks, wgmma_tile)}
-                        .store(s.note);
+                const tile_note note{position, count, pieces,
+                                     a.cut(block, position, count, pieces, sinks, wgmma_tile)};
+                if (lane == 0) note.store(s.note);
             }
             dequantize(part.cache, first, count - place.rank * half_tile, page, s);
             share(s);
@@ -163,9 +162,11 @@ struct tile_producer {
             const int count = kvq::detail::smaller(wgmma_tile, block.new_tokens - first),
                       position = block.history + first;
             const wgmma_stage s = next_stage();
-            if (key && warp == 0 && lane == 0)
-                tile_note{position, count, -1, a.cut(block, position, count, -1, false, wgmma_tile)}.store(
-                    s.note);
+            if (key && warp == 0) {
+                const tile_note note{position, count, -1,
+                                     a.cut(block, position, count, -1, false, wgmma_tile)};
+                if (lane == 0) note.store(s.note);
+            }
             copy_new_tile<Role, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
                           key ? wgmma_tile : Dim>(key ? a.k : a.v, block.kv_head,
                                                   block.start + first + place.rank * half_tile,
@@ -317,7 +318,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         products_commit();
     };
     const auto weigh = [&](const tile_note& note) {
-        mask_scores<Softcap>(a, note, position, t, s);
+        mask_scores<Softcap>(a, block, note, position, t, s);
         softmax_step(s, rows, factor, scale);
     };
     const auto pack = [&] {
