@@ -11,12 +11,8 @@ namespace llama {
 namespace {
 
 window_total total_of(const window_result& of, double bytes_per_token) {
-    return {of.sums(),
-            static_cast<double>(of.bytes_held),
-            static_cast<double>(of.tokens_held),
-            of.seconds,
-            static_cast<double>(of.tokens_read),
-            bytes_per_token};
+    return {of.sums(),  static_cast<double>(of.bytes_held),  static_cast<double>(of.tokens_held),
+            of.seconds, static_cast<double>(of.tokens_read), bytes_per_token};
 }
 
 }  // namespace
@@ -110,7 +106,8 @@ std::vector<scheme_result> results_of(const model_shape& shape, std::span<const 
         const scheme_total& total = totals[scheme];
         const scheme_choice& choice = schemes[scheme];
         const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
-        const double bytes = total.bytes_per_token != 0.0 ? total.bytes_per_token : choice.bytes_per_token(shape);
+        const double bytes =
+            total.bytes_per_token != 0.0 ? total.bytes_per_token : choice.bytes_per_token(shape);
         const double baseline_bytes = results.empty() ? bytes : results.front().bytes_per_token;
         std::vector<block_sums> blocks;
         for (std::size_t w = 0; w < total.windows.size(); ++w) {
