@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_size_t, c_ssize_t, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_uint32, c_uint64, c_void_p
 from typing import Any, Dict, List
 
 from ._abi import _Struct, handle, kvq_tensor
@@ -109,9 +109,9 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_kernels_free": [handle],
     "kvq_cuda_kernels_page_bytes": [handle, c_char_p, i32, i32, size_out, size_out],
     "kvq_cuda_kernels_workspace_bytes": [handle, i32, i32, i32, size_out],
-    "kvq_cuda_pages_store": [handle, _pages, _tensor, _tensor, c_void_p, c_void_p],
-    "kvq_cuda_pages_requantize": [handle, i32, _pages, c_void_p, _pages, c_void_p, i32, c_void_p, c_void_p],
-    "kvq_cuda_pages_dequantize": [handle, i32, _part, i32, i32, c_void_p, _tensor, _tensor, c_void_p, c_void_p],
+    "kvq_cuda_pages_store": [handle, _pages, _tensor, _tensor, POINTER(c_int64), c_void_p],
+    "kvq_cuda_pages_requantize": [handle, i32, _pages, i32_out, _pages, i32_out, i32, POINTER(c_uint32), c_void_p],
+    "kvq_cuda_pages_dequantize": [handle, i32, _part, i32, i32, i32_out, _tensor, _tensor, i32_out, c_void_p],
     "kvq_cuda_pages_attend": [handle, _layer, _tensor, _tensor, _attend, c_void_p, c_size_t, c_void_p],
-    "kvq_cuda_pages_prefill": [handle, _layer, _tensor, _tensor, _tensor, _tensor, c_void_p, i32, _attend, c_void_p],
+    "kvq_cuda_pages_prefill": [handle, _layer, _tensor, _tensor, _tensor, _tensor, i32_out, i32, _attend, c_void_p],
 }
