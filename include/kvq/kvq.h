@@ -15,9 +15,9 @@
 // Structs with a member `size` may grow in later versions. KVQ_INIT(object) sets all members to zero and `size` to sizeof(object).
 // Zero is the default of every member. Other structs stay as they are.
 // Threads: functions that take a const handle may run together on it, others not; different sequences are independent.
-// kvq_sequence_create and kvq_cache_* but kvq_cache_add_format and kvq_cache_commit_to may run together on one cache.
-// Lifetimes: a cache that is freed lives on until its last sequence, ring, store or receiver is freed. Other pointers that an option or
-// a request holds are read during the call only, unless a comment says that they are kept.
+// kvq_sequence_create and kvq_cache_*, except kvq_cache_add_format and kvq_cache_commit_to, may run together on one cache.
+// Lifetimes: a freed cache stays in memory until its last sequence, ring, store or receiver is freed. Other pointers in an option or
+// a request are read during the call only, unless a comment says that they are kept.
 #ifndef KVQ_KVQ_H
 #define KVQ_KVQ_H
 
@@ -46,7 +46,7 @@ enum {
     KVQ_ERROR_ARGUMENT = 1,  // a value out of range, or a shape that does not fit
     KVQ_ERROR_HANDLE =
         2,  // a null pointer, a handle that was freed or is of another kind, a handle of another cache
-    KVQ_ERROR_STRUCT = 3,  // the size of a struct is none that this library knows
+    KVQ_ERROR_STRUCT = 3,  // the size of a struct is unknown to this library
     KVQ_ERROR_MEMORY = 4,  // an allocator returned NULL, or the byte budget of the cache would be exceeded
     KVQ_ERROR_DATA =
         5,  // a file or a message is damaged, does not fit the cache, or cannot be read or written

@@ -91,7 +91,7 @@ typedef struct kvq_cuda_cache_options {
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not compiled for this head_dim.
 KVQ_API kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream,
                                          kvq_cuda_cache** out);
-/// A cache that is freed lives on until its last sequence is freed. What was launched must have ended when both are.
+/// A freed cache stays in memory until its last sequence is freed. All launches must have ended before the later of the two calls.
 KVQ_API kvq_status kvq_cuda_cache_free(kvq_cuda_cache* cache);
 
 /// The options in force, and bytes of device memory.

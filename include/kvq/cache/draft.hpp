@@ -4,8 +4,8 @@
 //
 //   keep(path):  remove the draft from every layer, then append rows path[0], path[1], ... of it, as sequence::append does
 //
-// Contract: after keep() a sequence has the pages, bytes and tables that appending the accepted tokens alone would have given, since no
-// page of the accepted text knows of the draft, and a row of a 16-bit page is read back exactly. keep() takes all memory before
+// Contract: after keep() a sequence has the pages, bytes and tables that appending the accepted tokens alone would have given: a draft
+// changes no page of the accepted text, and a row of a 16-bit page is read back exactly. keep() takes all memory before
 // anything changes (strong exception guarantee). One writer per sequence.
 #pragma once
 

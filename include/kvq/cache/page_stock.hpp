@@ -44,7 +44,7 @@ public:
         commits_ = larger(commits_, commits);
         ++layers_;
     }
-    /// Takes the memory. Raises out_of_memory or std::bad_alloc; whoever calls it drops the stock then.
+    /// Takes the memory. Raises out_of_memory or std::bad_alloc; the caller then drops the stock.
     void fill(page_pool& pool) {
         filled.reserve(2 * commits_);
         quantized.reserve(2 * commits_);

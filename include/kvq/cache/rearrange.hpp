@@ -5,7 +5,7 @@
 //   splice(other, first, last)  the tokens of this sequence, then [first, last) of the other one, moved by n - first
 //
 // All three build the new spans of every layer from runs of old spans, then exchange them, so that a failure changes nothing. A
-// span remembers by how much its keys moved since they were rotated (page_span::shift); attention rotates the query instead
+// span stores by how much its keys moved since they were rotated (page_span::shift); attention rotates the query instead
 // (attention/rotary.hpp).
 //   quantized page that is cut     shared by the spans on both sides of the cut; codes stay
 //   16-bit page that is cut        the tokens behind the cut are copied to a page of their own, which is exact

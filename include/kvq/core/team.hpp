@@ -7,9 +7,9 @@
 //   team.check();                                                once per step, on one thread: raises what an operation raised
 //
 // The first thread that enters runs the operation, the others run tasks of it, and all of them return when it has ended and all have
-// entered. Contract: allocates nothing and takes no lock; nth may differ from operation to operation; a thread that comes late finds
-// no task. Threads wait as detail::task_list says. Errors do not leave enter(), which C callbacks could not bear: the team keeps the first
-// one and leaves out further operations until check().
+// entered. Contract: allocates nothing and takes no lock; nth may differ from operation to operation; a thread that enters late gets
+// no task. Threads wait as detail::task_list says. enter() raises nothing, because a C callback cannot pass an exception on: the team keeps
+// the first error and skips further operations until check().
 #pragma once
 
 #include <atomic>

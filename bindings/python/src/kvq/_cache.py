@@ -90,7 +90,7 @@ class Cache(Handle):
     statistics     for all keys whose format takes them
     preallocate    byte_budget is allocated at once, in one piece
 
-    Takes no memory for pages yet, unless `preallocate`. A closed cache lives on until its last sequence is closed.
+    Takes no memory for pages yet, unless `preallocate`. The memory of a closed cache stays until its last sequence is closed.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, keys: Names = "std4", values: Optional[Names] = None,

@@ -213,7 +213,7 @@ class Cache(Handle):
         return functools.partial(_raw_stream, self.device.index) if _KIND == "cuda" else self.stream
 
     def _with_memory(self, function: Callable, *arguments: Any) -> None:
-        """Calls it; where there is no memory once more, after torch has given back what it does not use."""
+        """Calls it. If memory runs out, asks torch to free its unused memory and calls it again."""
         try:
             function(*arguments)
         except OutOfMemoryError:

@@ -112,7 +112,7 @@ impl CacheOptions {
 }
 
 handle!(
-    /// Keys and values of any number of sequences, in pages of quantized blocks. What a cache holds lives on until its last sequence is
+    /// Keys and values of any number of sequences, in pages of quantized blocks. The memory of a cache stays until its last sequence is
     /// dropped.
     Cache,
     kvq_cache,

@@ -178,7 +178,7 @@ impl Text {
     }
 }
 
-/// The text of a handle that lives on.
+/// The text of a handle that is not freed.
 pub(crate) fn text_of(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
