@@ -51,8 +51,11 @@ void write_values(const Scheme& scheme, const kvq::block_shape& block, float* va
         scheme.encode(block, {}, values, to);
 }
 
+std::string wanted;  // beginning of the names of rows
+
 template <class F>
 void measure(const std::string& row, double seconds, F&& f) {
+    if (!row.starts_with(wanted)) return;
     using clock = std::chrono::steady_clock;
     std::vector<double> times;
     f();
@@ -200,5 +203,6 @@ void measure_formats(double seconds) {
 #endif
 
 int main(int argc, char** argv) {
+    if (argc > 2) wanted = argv[2];
     measure_formats<FORMAT>(argc > 1 ? std::atof(argv[1]) : 0.1);  // seconds of a row
 }
