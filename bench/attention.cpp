@@ -21,6 +21,11 @@
 
 #if defined(KVQ_BENCH_GGML)
 #include "ggml_attention.hpp"
+#if defined(KVQ_BENCH_IK_LLAMA)
+#define PEER "ik_llama"
+#else
+#define PEER "ggml"
+#endif
 #endif
 
 namespace {
@@ -306,17 +311,17 @@ int main(int argc, char** argv) {
 #if defined(KVQ_BENCH_GGML)
     constexpr auto head_major = bench::ggml_path::head_major, token_major = bench::ggml_path::token_major,
                    no_flash = bench::ggml_path::no_flash;
-    list.emplace_back("ggml f16", &prepare_ggml<GGML_TYPE_F16, head_major>);
-    list.emplace_back("ggml f16, token-major", &prepare_ggml<GGML_TYPE_F16, token_major>);
-    list.emplace_back("ggml f16, no flash", &prepare_ggml<GGML_TYPE_F16, no_flash>);
-    list.emplace_back("ggml bf16", &prepare_ggml<GGML_TYPE_BF16, head_major>);
-    list.emplace_back("ggml bf16, token-major", &prepare_ggml<GGML_TYPE_BF16, token_major>);
-    list.emplace_back("ggml bf16, no flash", &prepare_ggml<GGML_TYPE_BF16, no_flash>);
+    list.emplace_back(PEER " f16", &prepare_ggml<GGML_TYPE_F16, head_major>);
+    list.emplace_back(PEER " f16, token-major", &prepare_ggml<GGML_TYPE_F16, token_major>);
+    list.emplace_back(PEER " f16, no flash", &prepare_ggml<GGML_TYPE_F16, no_flash>);
+    list.emplace_back(PEER " bf16", &prepare_ggml<GGML_TYPE_BF16, head_major>);
+    list.emplace_back(PEER " bf16, token-major", &prepare_ggml<GGML_TYPE_BF16, token_major>);
+    list.emplace_back(PEER " bf16, no flash", &prepare_ggml<GGML_TYPE_BF16, no_flash>);
     if (s.head_dim % ggml_blck_size(GGML_TYPE_Q4_0) == 0) {  // both have blocks of 32 channels
-        list.emplace_back("ggml q8_0", &prepare_ggml<GGML_TYPE_Q8_0, head_major>);
-        list.emplace_back("ggml q8_0, token-major", &prepare_ggml<GGML_TYPE_Q8_0, token_major>);
-        list.emplace_back("ggml q4_0", &prepare_ggml<GGML_TYPE_Q4_0, head_major>);
-        list.emplace_back("ggml q4_0, token-major", &prepare_ggml<GGML_TYPE_Q4_0, token_major>);
+        list.emplace_back(PEER " q8_0", &prepare_ggml<GGML_TYPE_Q8_0, head_major>);
+        list.emplace_back(PEER " q8_0, token-major", &prepare_ggml<GGML_TYPE_Q8_0, token_major>);
+        list.emplace_back(PEER " q4_0", &prepare_ggml<GGML_TYPE_Q4_0, head_major>);
+        list.emplace_back(PEER " q4_0, token-major", &prepare_ggml<GGML_TYPE_Q4_0, token_major>);
     }
 #endif
 

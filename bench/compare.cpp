@@ -4,6 +4,8 @@
 //
 //   decode     attention of one token, 32/8 heads of 128 channels, pages of 128
 //   prefill    attention of 512 query tokens over 4096 tokens
+//   prompt     what an engine calls for 512 new tokens behind 4096, quantizing included: prefill, or append and attend where there is no
+//              prefill; and the trim that takes them away again
 //   quantize   one block of 128 tokens, from 16-bit values; dequantize: to 16-bit values; blocks that stay in L2
 #include <kvq/backends/simd.hpp>
 #include <kvq/kvq.hpp>
@@ -51,8 +53,11 @@ void write_values(const Scheme& scheme, const kvq::block_shape& block, float* va
         scheme.encode(block, {}, values, to);
 }
 
+std::string wanted;  // beginning of the names of rows
+
 template <class F>
 void measure(const std::string& row, double seconds, F&& f) {
+    if (!row.starts_with(wanted)) return;
     using clock = std::chrono::steady_clock;
     std::vector<double> times;
     f();
@@ -101,7 +106,23 @@ void attention_rows(const std::string& name, Cache& cache, double seconds) {
             sequence.append(0, kvq::token_view<const kvq::float16>(k.data(), step, heads, dim),
                             kvq::token_view<const kvq::float16>(v.data(), step, heads, dim));
         measure("decode " + std::to_string(tokens / 1024) + "k " + name, seconds, [&] { attend(1); });
-        if (tokens == 4096) measure("prefill 512 x 4k " + name, 3 * seconds, [&] { attend(512); });
+        if (tokens != 4096) continue;
+        measure("prefill 512 x 4k " + name, 3 * seconds, [&] { attend(512); });
+        measure("prompt 512 x 4k " + name, 3 * seconds, [&] {
+            const kvq::token_view<const kvq::float16> keys(k.data(), 512, heads, dim),
+                values(v.data(), 512, heads, dim), queries(q.data(), 512, q_heads, dim);
+            const kvq::token_view<float> outputs(out.data(), 512, q_heads, dim);
+            const kvq::serial_executor one;
+            if constexpr (requires {
+                              sequence.prefill(0, keys, values, queries, outputs, kvq::causal{}, one, space);
+                          }) {
+                sequence.prefill(0, keys, values, queries, outputs, kvq::causal{}, one, space);
+            } else {
+                sequence.append(0, keys, values);
+                sequence.attend(0, queries, outputs, kvq::causal{}, one, space);
+            }
+            sequence.trim(4096);
+        });
     }
 }
 
@@ -200,5 +221,6 @@ void measure_formats(double seconds) {
 #endif
 
 int main(int argc, char** argv) {
+    if (argc > 2) wanted = argv[2];
     measure_formats<FORMAT>(argc > 1 ? std::atof(argv[1]) : 0.1);  // seconds of a row
 }

@@ -1,10 +1,14 @@
 // Attention of ggml's CPU backend, for rows beside this library's own: flash attention (ggml_flash_attn_ext) on caches whose rows lie
-// head after head or token after token, and two matrix products with a softmax between them.
+// head after head or token after token, and two matrix products with a softmax between them. With KVQ_BENCH_IK_LLAMA: of the ggml in
+// ik_llama.cpp, which has no thread pools and wants masks in blocks of 16 rows.
 #pragma once
 
+#include <ggml-alloc.h>
 #include <ggml-backend.h>
-#include <ggml-cpu.h>
 #include <ggml.h>
+#if !defined(KVQ_BENCH_IK_LLAMA)
+#include <ggml-cpu.h>
+#endif
 
 #include <cmath>
 #include <cstddef>
@@ -34,14 +38,20 @@ public:
           context_(ggml_init({32 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true})) {
         if (!backend_ || !context_) throw std::runtime_error("ggml does not start");
         ggml_backend_cpu_set_n_threads(backend_.get(), threads);
+#if !defined(KVQ_BENCH_IK_LLAMA)
         ggml_threadpool_params params = ggml_threadpool_params_default(threads);
         pool_.reset(ggml_threadpool_new(&params));
         ggml_backend_cpu_set_threadpool(backend_.get(), pool_.get());
+#endif
 
         ggml_context* const c = context_.get();
         const auto by_head = [&](ggml_tensor* t) { return ggml_permute(c, t, 0, 2, 1, 3); };
         q_ = ggml_new_tensor_3d(c, GGML_TYPE_F32, head_dim, q_heads, q_tokens);
+#if defined(KVQ_BENCH_IK_LLAMA)
+        mask_ = ggml_new_tensor_2d(c, GGML_TYPE_F16, tokens, GGML_PAD(q_tokens, GGML_KQ_MASK_PAD));
+#else
         if (q_tokens > 1) mask_ = ggml_new_tensor_2d(c, GGML_TYPE_F16, tokens, q_tokens);
+#endif
         const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
         if (path == ggml_path::head_major) {
             k_ = ggml_new_tensor_3d(c, type, head_dim, tokens, kv_heads);
@@ -72,7 +82,7 @@ public:
         store(v, v_);
         if (!mask_) return;
         std::vector<ggml_fp16_t> seen(static_cast<std::size_t>(ggml_nelements(mask_)));
-        const std::int64_t tokens = mask_->ne[0], queries = mask_->ne[1];
+        const std::int64_t tokens = mask_->ne[0], queries = q_->ne[2];
         for (std::int64_t i = 0; i < queries; ++i)
             for (std::int64_t t = 0; t < tokens; ++t)
                 seen[static_cast<std::size_t>(i * tokens + t)] =
@@ -122,9 +132,16 @@ private:
         std::vector<float> turned(x.size());
         for_each_value(t, [&](std::size_t from, std::size_t to) { turned[to] = x[from]; });
         std::vector<std::byte> coded(ggml_nbytes(t));
+#if defined(KVQ_BENCH_IK_LLAMA)
+        ggml_quantize_chunk(t->type, turned.data(), coded.data(), 0, ggml_nrows(t), t->ne[0], nullptr,
+                            nullptr);
+        const auto to_float = ggml_internal_get_type_traits(t->type).to_float;
+#else
         ggml_quantize_chunk(t->type, turned.data(), coded.data(), 0, ggml_nrows(t), t->ne[0], nullptr);
+        const auto to_float = ggml_get_type_traits(t->type)->to_float;
+#endif
         ggml_backend_tensor_set(t, coded.data(), 0, coded.size());
-        ggml_get_type_traits(t->type)->to_float(coded.data(), turned.data(), ggml_nelements(t));
+        to_float(coded.data(), turned.data(), ggml_nelements(t));
         for_each_value(t, [&](std::size_t from, std::size_t to) { x[from] = turned[to]; });
     }
 
@@ -132,7 +149,9 @@ private:
     std::size_t kv_heads_, head_dim_, tokens_;
     std::unique_ptr<ggml_backend, freed_by<ggml_backend_free>> backend_;
     std::unique_ptr<ggml_context, freed_by<ggml_free>> context_;
+#if !defined(KVQ_BENCH_IK_LLAMA)
     std::unique_ptr<ggml_threadpool, freed_by<ggml_threadpool_free>> pool_;
+#endif
     std::unique_ptr<ggml_backend_buffer, freed_by<ggml_backend_buffer_free>> memory_;
     ggml_tensor *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mask_ = nullptr, *out_ = nullptr;
     ggml_cgraph* graph_ = nullptr;
