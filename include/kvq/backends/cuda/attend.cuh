@@ -426,10 +426,11 @@ status attend_parts(int recent, const token_view<const T>& q, const token_view<T
     static_assert(
         (warps_can<Kept> && ...),
         "kvq::cuda::attend: a mix takes formats of attend_warps.cuh only; others have one launch each");
-    const mixed_args<T, Kept...> m = [&]<int... I>(std::integer_sequence<int, I...>) {
+    mixed_args<T, Kept...> m = [&]<int... I>(std::integer_sequence<int, I...>) {
         return mixed_args<T, Kept...>{{{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
     }
     (std::make_integer_sequence<int, sizeof...(All)>{});
+    if (options.window > 0) m.hidden = get<0>(m.parts).cuts.hidden;
     const auto& first = get<0>(m.parts).a;
     return with_mixed_launch<T, Score, Kept...>(
         kernel_rows(first.rows, first.ancestors != nullptr), [&](auto launch) {
