@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// One round of the rows of scripts/compare: microseconds of each, the fifth percentile of many calls. The same file compiles against
-// this tree and against older ones, where a cache was a template.
+// One round of the rows of scripts/compare for the format FORMAT: microseconds of each, the fifth percentile of many calls. The same
+// file compiles against this tree and against older ones, where a cache was a template.
 //
 //   decode     attention of one token, 32/8 heads of 128 channels, pages of 128
 //   prefill    attention of 512 query tokens over 4096 tokens
@@ -24,6 +24,7 @@
 #include <cstdlib>
 #include <random>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace {
@@ -148,37 +149,56 @@ void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role,
 }
 
 template <class Keys, class Values>
-void rows(const std::string& name, const std::string& only, double seconds, const Keys& keys = {},
-          const Values& values = {}) {
-    if (!only.empty() && only != name) return;
+void rows(const std::string& name, double seconds, const Keys& keys = {}, const Values& values = {}) {
     with_cache(keys, values, [&](auto& cache) { attention_rows(name, cache, seconds); });
     block_rows(name, keys, kvq::tensor::key, seconds);
     block_rows(name, values, kvq::tensor::value, seconds);
 }
 
 template <class Preset>
-void plan_rows(const std::string& name, const std::string& only, double seconds) {
+void plan_rows(const std::string& name, double seconds) {
     kvq::calibration statistics(shape);
     const auto k = normals(1024 * heads * dim, 1, true);
     statistics.add_keys(0, kvq::token_view<const kvq::float16>(k.data(), 1024, heads, dim));
     using keys = typename Preset::keys;
-    rows(name, only, seconds, keys(std::make_shared<const kvq::width_plan>(keys::make_plan(statistics))),
+    rows(name, seconds, keys(std::make_shared<const kvq::width_plan>(keys::make_plan(statistics))),
          typename Preset::values{});
+}
+
+/// The name of a format as a template argument.
+template <std::size_t N>
+struct format_name {
+    char text[N]{};
+    constexpr format_name(const char (&s)[N]) {
+        for (std::size_t i = 0; i < N; ++i) text[i] = s[i];
+    }
+    constexpr bool names(std::string_view name) const { return name == std::string_view(text, N - 1); }
+};
+/// A template, so that only what is named is compiled.
+template <format_name Only>
+void measure_formats(double seconds) {
+    using sixteen = kvq::full<kvq::float16>;
+    if constexpr (Only.names("fp16")) rows<sixteen, sixteen>("fp16", seconds);
+    if constexpr (Only.names("int8")) rows<kvq::int8, kvq::int8>("int8", seconds);
+    if constexpr (Only.names("affine-4-g64")) {
+        using affine = kvq::affine<4, kvq::per_token<64>>;
+        rows<affine, affine>("affine-4-g64", seconds);
+    }
+    if constexpr (Only.names("kivi-4-g128"))
+        rows<kvq::kivi<4, 128>::keys, kvq::kivi<4, 128>::values>("kivi-4-g128", seconds);
+    if constexpr (Only.names("kivi-2-g128"))
+        rows<kvq::kivi<2, 128>::keys, kvq::kivi<2, 128>::values>("kivi-2-g128", seconds);
+    if constexpr (Only.names("std4")) rows<kvq::std4::keys, kvq::std4::values>("std4", seconds);
+    if constexpr (Only.names("mix4-plan")) plan_rows<kvq::mix4>("mix4-plan", seconds);
+    if constexpr (Only.names("low2-plan")) plan_rows<kvq::low2>("low2-plan", seconds);
 }
 
 }  // namespace
 
+#if !defined(FORMAT)  // as bench/CMakeLists.txt builds it
+#define FORMAT "fp16"
+#endif
+
 int main(int argc, char** argv) {
-    const double seconds = argc > 1 ? std::atof(argv[1]) : 0.1;  // of a row
-    const std::string only = argc > 2 ? argv[2] : "";            // one format; all
-    using sixteen = kvq::full<kvq::float16>;
-    rows<sixteen, sixteen>("fp16", only, seconds);
-    rows<kvq::int8, kvq::int8>("int8", only, seconds);
-    rows<kvq::affine<4, kvq::per_token<64>>, kvq::affine<4, kvq::per_token<64>>>("affine-4-g64", only,
-                                                                                 seconds);
-    rows<kvq::kivi<4, 128>::keys, kvq::kivi<4, 128>::values>("kivi-4-g128", only, seconds);
-    rows<kvq::kivi<2, 128>::keys, kvq::kivi<2, 128>::values>("kivi-2-g128", only, seconds);
-    rows<kvq::std4::keys, kvq::std4::values>("std4", only, seconds);
-    plan_rows<kvq::mix4>("mix4-plan", only, seconds);
-    plan_rows<kvq::low2>("low2-plan", only, seconds);
+    measure_formats<FORMAT>(argc > 1 ? std::atof(argv[1]) : 0.1);  // seconds of a row
 }

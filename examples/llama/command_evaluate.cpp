@@ -28,6 +28,10 @@ void run_evaluate(const options& chosen) {
     std::vector<int> tokens = read_input(chosen, chosen.input_path, shape);
     std::vector<scheme_result> results;
     if (is_on_device(chosen)) {
+        if (!chosen.record_path.empty()) {
+            throw std::invalid_argument(
+                "--record keeps what --device cpu or cuda-products measures, not cuda");
+        }
         tokens = part_of(chosen, std::move(tokens));
         results = evaluate_on_device(weights, tokens, schemes, settings, device_settings_of(chosen));
     } else {

@@ -93,7 +93,7 @@ void add_generate(CLI::App& app, options& chosen) {
         .add_option("--top-p", chosen.generation.sampler.top_p, "share of the likeliest tokens to draw from")
         ->check(CLI::Range(0.0, 1.0))
         ->capture_default_str();
-    generate.add_option("--seed", chosen.generation.sampler.seed, "of the random numbers")
+    generate.add_option("--seed", chosen.generation.sampler.seed, "seed of the random numbers")
         ->capture_default_str();
     generate.add_option("--samples", chosen.samples, "texts to generate, one seed after the other")
         ->check(CLI::PositiveNumber)

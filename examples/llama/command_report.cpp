@@ -164,6 +164,7 @@ void run_report(const options& chosen) {
     bool needs_statistics = !state.has_eight_bits();
     for (std::size_t w = 0; w < windows.size(); ++w) {
         for (const scheme_choice& scheme : schemes) {
+            window::check(scheme, static_cast<int>(windows[w].size()), settings.chunk);
             const double of = window::work(model, static_cast<int>(windows[w].size()), settings.chunk, scheme,
                                            &scheme == &schemes.front());
             work += of;

@@ -162,6 +162,7 @@ nlohmann::ordered_json conditions_of(const options& chosen, const cache_settings
                             std::to_string(KVQ_VERSION_PATCH)},
             {"model", file_name(chosen.model_path)},
             {"model_bytes", unknown ? 0 : size},
+            {"device", chosen.device},
             {"rope_theta", chosen.rope_theta},
             {"text", fingerprint_of(judged)},
             {"statistics", fingerprint_of(statistics)},
@@ -211,7 +212,9 @@ void add_live_options(CLI::App& command, options& chosen) {
             "--tiers", [&](const std::string& text) { chosen.live.tiers = parse_tiers(text); },
             "older tokens in fewer bits, like 64:int8,128:kivi-4,192:kivi-2")
         ->type_name("AGE:SCHEME,...");
-    command.add_option("--budget", chosen.live.budget, "bytes that pages may take; the tiers give way")
+    command
+        .add_option("--budget", chosen.live.budget,
+                    "most bytes of the pages; older pages step down to keep it")
         ->type_name("BYTES");
     command
         .add_option_function<std::string>(

@@ -10,9 +10,9 @@
 namespace llama {
 namespace {
 
-window_total total_of(const window_result& of) {
-    return {of.sums(), static_cast<double>(of.bytes_held), static_cast<double>(of.tokens_held), of.seconds,
-            static_cast<double>(of.tokens_read)};
+window_total total_of(const window_result& of, double bytes_per_token) {
+    return {of.sums(),  static_cast<double>(of.bytes_held),  static_cast<double>(of.tokens_held),
+            of.seconds, static_cast<double>(of.tokens_read), bytes_per_token};
 }
 
 }  // namespace
@@ -41,6 +41,7 @@ void scheme_total::add(const window_total& of) {
     tokens_held += of.tokens_held;
     seconds += of.seconds;
     tokens_read += of.tokens_read;
+    bytes_per_token = of.bytes_per_token;
     windows.push_back(of.sums);
 }
 
@@ -55,6 +56,7 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
     double work = 0.0, done = 0.0;
     for (const std::size_t w : part) {
         for (const scheme_choice& scheme : schemes) {
+            window::check(scheme, static_cast<int>(windows[w].size()), settings.chunk);
             const double of = window::work(llama, static_cast<int>(windows[w].size()), settings.chunk, scheme,
                                            &scheme == &schemes.front());
             work += of;
@@ -71,10 +73,12 @@ std::vector<scheme_result> evaluate(const model& llama, std::span<const int> tok
             continue;
         }
         window judged(llama, windows[w], schemes.front(), settings.chunk, 0, space, progress);
-        record.add(w, schemes.front().label, total_of(judged.baseline()));
+        record.add(w, schemes.front().label,
+                   total_of(judged.baseline(), schemes.front().bytes_per_token(llama.shape())));
         for (const scheme_choice& scheme : schemes.subspan(1)) {
             if (!is_known(scheme)) {
-                record.add(w, scheme.label, total_of(judged.judge(scheme)));
+                record.add(w, scheme.label,
+                           total_of(judged.judge(scheme), scheme.bytes_per_token(llama.shape())));
             }
         }
     }
@@ -102,7 +106,8 @@ std::vector<scheme_result> results_of(const model_shape& shape, std::span<const 
         const scheme_total& total = totals[scheme];
         const scheme_choice& choice = schemes[scheme];
         const double perplexity = std::exp(total.sums.negative_log_likelihood / total.sums.tokens);
-        const double bytes = choice.bytes_per_token(shape);
+        const double bytes =
+            total.bytes_per_token != 0.0 ? total.bytes_per_token : choice.bytes_per_token(shape);
         const double baseline_bytes = results.empty() ? bytes : results.front().bytes_per_token;
         std::vector<block_sums> blocks;
         for (std::size_t w = 0; w < total.windows.size(); ++w) {

@@ -50,7 +50,8 @@ evaluation_record::evaluation_record(std::string path, json conditions)
             of.at("bytes_held"),
             of.at("tokens_held"),
             of.at("seconds"),
-            of.at("tokens_read")};
+            of.at("tokens_read"),
+            of.contains("bytes_per_token") ? number_or_nan(of["bytes_per_token"]) : 0.0};
     }
     file_.open(path_, std::ios::app);
     if (!ends_line) {
@@ -81,6 +82,7 @@ void evaluation_record::add(std::size_t window, const std::string& scheme, const
                     {"tokens_held", of.tokens_held},
                     {"seconds", of.seconds},
                     {"tokens_read", of.tokens_read},
+                    {"bytes_per_token", of.bytes_per_token},
                     {"conditions", conditions_}};
     file_ << line.dump() + '\n';
     if (!file_.flush()) {

@@ -19,6 +19,8 @@ namespace llama {
 struct window_total {
     divergence_sums sums;
     double bytes_held = 0.0, tokens_held = 0.0, seconds = 0.0, tokens_read = 0.0;
+    // Of a quantized token. Statistics may change it, and a record that is complete needs none; 0: not recorded.
+    double bytes_per_token = 0.0;
 };
 
 class evaluation_record {

@@ -107,13 +107,17 @@ window::window(const model& llama, std::span<const int> text, const scheme_choic
     read_probes(*cache, baseline_);
 }
 
-window_result window::judge(const scheme_choice& scheme) {
-    if (scheme.own_statistics > chunk_ && static_cast<int>(text_.size()) > chunk_) {
+void window::check(const scheme_choice& scheme, int tokens, int chunk) {
+    if (scheme.own_statistics > chunk && tokens > chunk) {
         throw std::invalid_argument(scheme.label + " has 16-bit keys for " +
                                     std::to_string(scheme.own_statistics) +
-                                    " tokens, more than the chunk of " + std::to_string(chunk_) +
+                                    " tokens, more than the chunk of " + std::to_string(chunk) +
                                     " that is exact for every scheme: that would flatter it; see +selfN");
     }
+}
+
+window_result window::judge(const scheme_choice& scheme) {
+    check(scheme, static_cast<int>(text_.size()), chunk_);
     const auto cache = scheme.make_cache(llama_.shape());
     const int known = shares_first_chunk_ && scheme.has_fp16_window() ? chunk_ : 0;
     window_result result;

@@ -49,6 +49,9 @@ public:
     const window_result& baseline() const { return baseline_; }
     window_result judge(const scheme_choice& scheme);
 
+    // Throws std::invalid_argument where a scheme has 16-bit keys for more tokens than the chunk that is exact for every scheme.
+    static void check(const scheme_choice& scheme, int tokens, int chunk);
+
     // What a window costs, in multiplications: the baseline, and each further scheme.
     static double work(const model& llama, int tokens, int chunk, const scheme_choice& scheme,
                        bool is_baseline);

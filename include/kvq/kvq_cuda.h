@@ -36,7 +36,7 @@ typedef struct kvq_cuda_sequence kvq_cuda_sequence;
 // ---- formats ---------------------------------------------------------------------------------------------------------
 // Kernels are compiled for pairs of formats and head sizes, both window types, pages of 64 tokens: int8, kivi-4-g64, kivi-2-g64 and std4 with
 // heads of 64 and 128 channels. fp16 and bf16 are there for all of them: nothing is quantized. The CMake options KVQ_CUDA_FORMATS and
-// KVQ_CUDA_HEAD_DIMS choose others.
+// KVQ_CUDA_HEAD_DIMS choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well.
 
 /// Formats that may be in one cache, and its geometry.
 typedef struct kvq_cuda_format_entry {
@@ -44,7 +44,7 @@ typedef struct kvq_cuda_format_entry {
     const char* formats;            // names, separated by commas; lives as long as the program
     int32_t head_dim, page_tokens;  // of keys and of values
     kvq_dtype window;               // KVQ_FP16 or KVQ_BF16
-    int32_t reserved;
+    int32_t alibi;                  // 1: for caches with kvq_cuda_cache_options.alibi
 } kvq_cuda_format_entry;
 
 KVQ_API kvq_status kvq_cuda_format_count(int32_t* count);
@@ -69,19 +69,23 @@ typedef struct kvq_cuda_cache_options {
     /// Names, separated by commas. Pages are quantized to the first one; kvq_cuda_cache_requantize and _step_down take all. "fp16" or "bf16"
     /// alone: all tokens stay in the window.
     const char* formats;
-    const char* window;      // fp16 or bf16: the type of the window, and of k, v, q and out; NULL: fp16
-    int32_t sinks;           // first tokens, always in the window type; 0: 4; KVQ_NONE
-    int32_t recent;          // at least so many newest tokens are in the window type; 0: 64; KVQ_NONE
-    int32_t rollback;        // a trim by up to so many tokens is exact; 0: 16; KVQ_NONE
-    int32_t max_batch;       // sequences of one step; 0: 1
-    int32_t max_tokens;      // of one sequence; 0: 32768
-    int32_t step_tokens;     // new tokens of a step for every sequence, at most page_tokens and recent; 0: 1
-    int32_t draft_tokens;    // drafted tokens of a sequence, at most; up to 64, to page_tokens and to recent
+    const char* window;   // fp16 or bf16: the type of the window, and of k, v, q and out; NULL: fp16
+    int32_t sinks;        // first tokens, always in the window type; 0: 4; KVQ_NONE
+    int32_t recent;       // at least so many newest tokens are in the window type; 0: 64; KVQ_NONE
+    int32_t rollback;     // a trim by up to so many tokens is exact; 0: 16; KVQ_NONE
+    int32_t max_batch;    // sequences of one step; 0: 1
+    int32_t max_tokens;   // of one sequence; 0: 32768
+    int32_t step_tokens;  // new tokens of a step for every sequence, at most page_tokens and recent; 0: 1
+    int32_t
+        draft_tokens;  // the most drafted tokens of a sequence, 0 to the smallest of 64, page_tokens and recent; 0: no drafts
     int32_t pool_tokens;     // quantized pages for so many tokens are allocated at once,
     int32_t pool_sequences;  // and 16-bit pages for so many sequences
     int32_t fixed;           // 1: pools do not grow; 0: they do, in a begin, which then waits for the stream
     const kvq_statistics* statistics;     // NULL, or for all keys whose format takes them
     const kvq_cuda_allocator* allocator;  // NULL: cudaMalloc. Functions and `user` are kept
+    int32_t
+        alibi;  // 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens
+    int32_t reserved;  // 0
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not compiled for this head_dim.
@@ -154,6 +158,9 @@ typedef struct kvq_cuda_attend_options {
     /// a chain.
     const uint64_t* ancestors;
     float* lse;  // NULL, or gets the natural log of each row's softmax sum, [q.tokens][q_heads]
+    /// [q_heads]: learned sinks, one more score without a value in each softmax sum. NULL: none. All but prompts need lse, too.
+    const float* sink_logits;
+    const float* alibi_slopes;  // [q_heads]: score - slope * distance, of caches with `alibi`; else NULL
 } kvq_cuda_attend_options;
 
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that their sequences hold and over
@@ -208,6 +215,92 @@ KVQ_API kvq_status kvq_cuda_sequence_offload(const kvq_cuda_sequence* sequence, 
 /// And back. All layers hold the same tokens, and keys are where they were appended; trims may have cut pages.
 KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* from, void* stream,
                                             kvq_cuda_sequence** out);
+
+// ---- pages in device memory of the caller ----------------------------------------------------------------------------
+// For engines that have pools and tables of their own. Nothing is kept between calls, nothing is allocated, and calls run on the current
+// device. Every pointer to tables, lengths and lists is to device memory, of the caller, and must live until the stream has passed the call.
+// Pages have the bytes of kvq_format_quantize; their memory is zero before its first use. Formats are those without statistics.
+
+/// Kernels of an entry of kvq_cuda_format_list.
+typedef struct kvq_cuda_kernels kvq_cuda_kernels;
+/// Those for pages of these formats, separated by commas. page_tokens: 0: 64. window: fp16 or bf16, NULL: fp16.
+KVQ_API kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t page_tokens,
+                                         const char* window, kvq_cuda_kernels** out);
+KVQ_API kvq_status kvq_cuda_kernels_free(kvq_cuda_kernels* kernels);
+
+/// Pages of one format: page p begins at keys + p * key_stride and at values + p * value_stride.
+typedef struct kvq_cuda_pages {
+    const char* format;               // by name; fp16 or bf16: values of the window's type
+    void *keys, *values;              // multiples of 16
+    size_t key_stride, value_stride;  // multiples of 16; 0: kvq_cuda_kernels_page_bytes
+    int32_t page_tokens;              // 0: that of the kernels; or 16, for sinks in the window's type
+    int32_t reserved;
+} kvq_cuda_pages;
+
+/// Bytes from a page of keys, and of values, to the next: the blocks of all kv heads, up to a multiple of 16.
+KVQ_API kvq_status kvq_cuda_kernels_page_bytes(const kvq_cuda_kernels* kernels, const char* format,
+                                               int32_t page_tokens, int32_t kv_heads, size_t* keys,
+                                               size_t* values);
+/// Of kvq_cuda_pages_attend, for any number of sequences. May be 0.
+KVQ_API kvq_status kvq_cuda_kernels_workspace_bytes(const kvq_cuda_kernels* kernels, int32_t q_heads,
+                                                    int32_t kv_heads, int32_t query_tokens, size_t* bytes);
+
+/// Token i of k and v to slot slots[i] = page * page_tokens + token, in pages of the window's type. A negative one is not stored.
+KVQ_API kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_pages* to,
+                                        const kvq_tensor* k, const kvq_tensor* v, const int64_t* slots,
+                                        void* stream);
+/// Quantizes page from_pages[i] of one format to page to_pages[i] of another. Negative numbers are skipped. not_finite: NULL, or NaN and
+/// infinities are added to it.
+KVQ_API kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv_heads,
+                                             const kvq_cuda_pages* from, const int32_t* from_pages,
+                                             const kvq_cuda_pages* to, const int32_t* to_pages, int32_t count,
+                                             uint32_t* not_finite, void* stream);
+
+/// Which tokens of a batch of sequences pages of one format hold.
+typedef struct kvq_cuda_part {
+    kvq_cuda_pages pages;
+    const int32_t*
+        table;  // [sequences][columns]: the page in each column; negative: it is not in this format
+    const int32_t *first_page, *end_page;  // [sequences]: columns [first, end). NULL: 0, and layer.committed
+} kvq_cuda_part;
+
+/// Writes token t of sequence s to row starts[s] + t of k and v, in the window's type. tokens: [sequences], from the first column on.
+KVQ_API kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv_heads,
+                                             const kvq_cuda_part* from, int32_t sequences, int32_t columns,
+                                             const int32_t* tokens, const kvq_tensor* k, const kvq_tensor* v,
+                                             const int32_t* starts, void* stream);
+
+/// A layer of a batch. Of each sequence: the first sink_tokens tokens in pages of 16 tokens, then `committed` quantized pages, then pages of
+/// the window's type, of which page i stands in column i % window_columns.
+typedef struct kvq_cuda_layer {
+    size_t size;
+    int32_t sequences, kv_heads;
+    const int32_t* tokens;     // [sequences], sinks included
+    const int32_t* committed;  // [sequences]
+    const kvq_cuda_part* parts;
+    int32_t part_count;  // formats that there are pages of; at most those that the kernels were found for
+    int32_t columns;     // of their tables, at least 1
+    kvq_cuda_pages window;
+    const int32_t* window_table;  // [sequences][window_columns]
+    int32_t window_columns;       // at least 1
+    int32_t sink_tokens;          // 0: none
+    kvq_cuda_pages sinks;
+    const int32_t* sink_table;  // [sequences][sink_tokens / 16, rounded up]
+} kvq_cuda_layer;
+
+/// Attention of the last q.tokens / sequences tokens of every sequence. workspace: a multiple of 16, zero before its first use; calls leave
+/// it ready for the next one, on one stream at a time.
+KVQ_API kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
+                                         const kvq_tensor* q, const kvq_tensor* out,
+                                         const kvq_cuda_attend_options* options, void* workspace,
+                                         size_t workspace_bytes, void* stream);
+/// Attention of new tokens over sequences as they are before them, and over each other, causal. Rows starts[s] to starts[s + 1] - 1 are those
+/// of sequence s; starts: [sequences + 1]. most_new_tokens: of one sequence. Nothing is stored.
+KVQ_API kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
+                                          const kvq_tensor* k, const kvq_tensor* v, const kvq_tensor* q,
+                                          const kvq_tensor* out, const int32_t* starts,
+                                          int32_t most_new_tokens, const kvq_cuda_attend_options* options,
+                                          void* stream);
 
 #ifdef __cplusplus
 }

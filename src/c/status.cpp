@@ -33,13 +33,13 @@ kvq_status report(kvq_status of_errors) noexcept {
     } catch (const out_of_memory& e) {
         return keep(KVQ_ERROR_MEMORY, e.what());
     } catch (const std::bad_alloc&) {
-        return keep(KVQ_ERROR_MEMORY, "kvq: there is no memory");
+        return keep(KVQ_ERROR_MEMORY, "kvq: out of memory");
     } catch (const std::length_error&) {
         return keep(KVQ_ERROR_MEMORY, "kvq: a table would be longer than memory");
     } catch (const std::exception& e) {
         return keep(KVQ_ERROR_INTERNAL, e.what());
     } catch (...) {
-        return keep(KVQ_ERROR_INTERNAL, "kvq: an exception of a type that kvq does not know");
+        return keep(KVQ_ERROR_INTERNAL, "kvq: an exception of an unknown type");
     }
 }
 

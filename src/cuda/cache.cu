@@ -1,79 +1,13 @@
 // Caches on a device, their sequences and steps: the functions of kvq_cuda.h.
 #include <kvq/backends/cuda/offload.cuh>
-#include <string_view>
 
+#include "arguments.cuh"
+#include "learned_sinks.cuh"
 #include "objects.cuh"
 
 namespace kvq::c {
 
 namespace {
-
-std::vector<std::string> names_of(const char* list) {
-    const std::string_view all = list;
-    std::vector<std::string> names;
-    for (std::size_t at = 0; at <= all.size();) {
-        const std::size_t end = std::min(all.find(',', at), all.size());
-        std::string_view name = all.substr(at, end - at);
-        while (!name.empty() && name.front() == ' ') name.remove_prefix(1);
-        while (!name.empty() && name.back() == ' ') name.remove_suffix(1);
-        expect(!name.empty(), KVQ_ERROR_ARGUMENT, "options.formats \"", std::string(all),
-               "\" lists an empty name");
-        names.emplace_back(name);
-        at = end + 1;
-    }
-    return names;
-}
-
-bool holds_values(const std::string& name) { return name == "fp16" || name == "bf16"; }
-
-/// Raises a failure that says what was compiled, unless an entry has all of these formats.
-void expect_compiled(const kvq_cuda_cache_options& o, const cuda::cache_options& c) {
-    std::string names, other;
-    bool geometry = false;
-    for (const cuda::device_format& f : compiled_formats()) {
-        const bool fits = f.head_dim == o.head_dim && f.value_dim == o.head_dim &&
-                          f.page_tokens == c.page_tokens && f.type == c.type;
-        geometry = geometry || fits;
-        bool all = fits;
-        std::string own;
-        for (const cuda::device_format::kind& k : f.kinds) own += (own.empty() ? "" : "+") + k.name;
-        for (const std::string& name : c.formats) all = all && f.find(name) >= 0;
-        if (all) return;
-        if (fits) names += (names.empty() ? "" : ", ") + own;
-        if (f.type == c.type && other.find(std::to_string(f.head_dim)) == std::string::npos)
-            other += (other.empty() ? "" : ", ") + std::to_string(f.head_dim);
-    }
-    expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads of ", other,
-           " channels and pages of 64 tokens, none for ", o.head_dim, " and ", c.page_tokens,
-           "; build it with KVQ_CUDA_HEAD_DIMS=", o.head_dim);
-    std::string wanted;
-    for (const std::string& name : c.formats) wanted += (wanted.empty() ? "" : "+") + name;
-    fail(KVQ_ERROR_ARGUMENT, "this library has kernels for ", names, ", none for ", wanted,
-         "; build it with KVQ_CUDA_FORMATS=", wanted);
-}
-
-void expect_dtype(const kvq_tensor* x, const device_state& of, const char* name) {
-    expect(x != nullptr, KVQ_ERROR_HANDLE, name, " is NULL");
-    const kvq_dtype wanted = of.cache.options().type == float_type::fp16 ? KVQ_FP16 : KVQ_BF16;
-    expect(x->dtype == wanted, KVQ_ERROR_ARGUMENT, name, " has dtype ", x->dtype,
-           ", but the window of the cache is ", wanted == KVQ_FP16 ? "fp16" : "bf16");
-    expect(x->data != nullptr || x->tokens == 0, KVQ_ERROR_HANDLE, name, ".data is NULL");
-}
-
-/// Calls use(token_view<T>...) for tensors of the cache's type.
-template <class Use>
-void with_type(const device_state& of, Use&& use) {
-    if (of.cache.options().type == float_type::fp16)
-        use(float16{});
-    else
-        use(bfloat16{});
-}
-template <class T>
-token_view<T> view_of(const kvq_tensor* x, const char* name) {
-    return with_tensor(x, name, [&](const auto& v) -> token_view<T> {
-        return {reinterpret_cast<T*>(v.data), v.tokens, v.heads, v.dim, v.token_stride, v.head_stride};
-    });
-}
 
 /// Rows of a batch; NULL is a row that is not there.
 std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int32_t count,
@@ -89,6 +23,22 @@ std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int3
     return ids;
 }
 
+/// A handle that is made before the sequence that it holds, so that nothing fails once there is one.
+class new_handle {
+public:
+    explicit new_handle(const shared_device& of) : made_(make<kvq_cuda_sequence>(of, cuda::sequence_id{})) {}
+    new_handle(const new_handle&) = delete;
+    new_handle& operator=(const new_handle&) = delete;
+    ~new_handle() {
+        if (made_ != nullptr) (void)free_handle(made_, "sequence");
+    }
+    kvq_cuda_sequence* operator->() const noexcept { return made_; }
+    kvq_cuda_sequence* release() noexcept { return std::exchange(made_, nullptr); }
+
+private:
+    kvq_cuda_sequence* made_;
+};
+
 /// What attention refuses, before a call has appended anything.
 template <class Q, class Out>
 void expect_queries(const device_state& of, const Q& q, const Out& out) {
@@ -100,17 +50,12 @@ void expect_queries(const device_state& of, const Q& q, const Out& out) {
            " channels");
 }
 
-cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
-    expect(o.scale >= 0.0f && o.softcap >= 0.0f && o.window >= 0, KVQ_ERROR_ARGUMENT, "scale is ", o.scale,
-           ", softcap ", o.softcap, ", window ", o.window, "; none may be negative");
-    cuda::attention_options a;
-    a.scale = o.scale;
-    a.softcap = o.softcap;
-    a.window = o.window;
-    a.window_sinks = o.window_sinks != 0;
-    a.ancestors = o.ancestors;
-    a.lse = o.lse;
-    return a;
+template <class T>
+void attend_layer(device_state& of, int layer, const token_view<const T>& q, const token_view<T>& out,
+                  const cuda::attention_options& a, const kvq_cuda_attend_options& o, cudaStream_t stream) {
+    check(of.alibi ? of.cache.attend(layer, q, out, a, stream, cuda::alibi{o.alibi_slopes})
+                   : of.cache.attend(layer, q, out, a, stream));
+    if (o.sink_logits != nullptr) add_learned_sinks(out, o.sink_logits, o.lse, stream);
 }
 
 }  // namespace
@@ -123,6 +68,8 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
                "an allocator needs both functions, allocate and deallocate");
     }
     check(cudaGetDevice(&device), "asking for the current device");
+    expect_kernels();
+    alibi = o.alibi != 0;
     cuda::cache_options c;
     c.formats = names_of(o.formats);
     const std::string window = o.window != nullptr ? o.window : "fp16";
@@ -143,15 +90,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
         expect(c.formats[0] == window, KVQ_ERROR_ARGUMENT, "a cache of ", c.formats[0], " needs a window of ",
                c.formats[0], ", not of ", window);
         // Nothing leaves the window: the kernels of any entry will do, those with the fewest formats.
-        c.formats.clear();
-        expect_compiled(o, c);
-        std::size_t fewest = cuda::detail::most_formats + 1;
-        for (const cuda::device_format& f : compiled_formats())
-            if (f.head_dim == o.head_dim && f.page_tokens == c.page_tokens && f.type == c.type &&
-                f.kinds.size() < fewest) {
-                fewest = f.kinds.size();
-                c.formats = {f.kinds[0].name};
-            }
+        c.formats = {find_compiled({}, o.head_dim, c.page_tokens, c.type, alibi).kinds[0].name};
         c.sinks = c.rollback = c.pool_tokens = 0;
         c.recent = c.max_tokens;
         if (o.pool_tokens > 0 && c.max_tokens > 0)
@@ -161,7 +100,6 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
         for (const std::string& name : c.formats)
             expect(!holds_values(name), KVQ_ERROR_ARGUMENT, name,
                    " is the format of the window; a list of formats for pages cannot name it");
-        expect_compiled(o, c);
     }
     if (o.allocator != nullptr)
         c.memory = {[](std::size_t bytes, void* user) {
@@ -173,8 +111,9 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
                         from.deallocate(from.user, p, bytes);
                     },
                     &memory};
+    const cuda::device_format& kernels = find_compiled(c.formats, o.head_dim, c.page_tokens, c.type, alibi);
     check(cache.open({.layers = o.layers, .kv_heads = o.kv_heads, .head_dim = o.head_dim}, c,
-                     compiled_formats(), stream));
+                     std::span(&kernels, 1), stream));
     if (o.statistics != nullptr)
         for (const std::string& name : cache.options().formats)
             check(cache.calibrate(name, get(o.statistics, "statistics").sums, stream));
@@ -205,9 +144,9 @@ kvq_status kvq_cuda_format_list(int32_t index, kvq_cuda_format_entry* entry) {
             return all;
         }();
         const kvq::cuda::device_format& f = compiled_formats()[static_cast<std::size_t>(index)];
-        write_struct(entry, kvq_cuda_format_entry{0, names[static_cast<std::size_t>(index)].c_str(),
-                                                  f.head_dim, f.page_tokens,
-                                                  f.type == kvq::float_type::fp16 ? KVQ_FP16 : KVQ_BF16, 0});
+        write_struct(entry, kvq_cuda_format_entry{
+                                0, names[static_cast<std::size_t>(index)].c_str(), f.head_dim, f.page_tokens,
+                                f.type == kvq::float_type::fp16 ? KVQ_FP16 : KVQ_BF16, is_alibi(f) ? 1 : 0});
     });
 }
 
@@ -254,12 +193,12 @@ kvq_status kvq_cuda_sequence_create(kvq_cuda_cache* cache, kvq_cuda_sequence** o
     return guard([&] {
         const shared_device& of = get(cache, "cache").state;
         place(out, "out");
-        kvq::cuda::sequence_id id;
+        new_handle made(of);
         {
             const device_call call(*of);
-            id = of->cache.new_sequence();
+            made->id = of->cache.new_sequence();
         }
-        *out = make<kvq_cuda_sequence>(of, id);
+        *out = made.release();
     });
 }
 
@@ -269,12 +208,12 @@ kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, void* strea
     return guard([&] {
         const kvq_cuda_sequence& from = get(sequence, "sequence");
         place(out, "out");
-        kvq::cuda::sequence_id id;
+        new_handle made(from.of);
         {
             const device_call call(*from.of);
-            check(from.of->cache.fork(from.id, id, stream_of(stream)));
+            check(from.of->cache.fork(from.id, made->id, stream_of(stream)));
         }
-        *out = make<kvq_cuda_sequence>(from.of, id);
+        *out = made.release();
     });
 }
 
@@ -359,10 +298,10 @@ kvq_status kvq_cuda_cache_append(kvq_cuda_cache* cache, int32_t layer, const kvq
                                  const kvq_tensor* v, void* stream) {
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
-        expect_dtype(k, of, "k");
-        expect_dtype(v, of, "v");
+        expect_dtype(k, of.cache.options().type, "k");
+        expect_dtype(v, of.cache.options().type, "v");
         const device_call call(of);
-        with_type(of, [&]<class T>(T) {
+        with_type(of.cache.options().type, [&]<class T>(T) {
             check(of.cache.append(layer, view_of<const T>(k, "k"), view_of<const T>(v, "v"),
                                   stream_of(stream)));
         });
@@ -375,17 +314,18 @@ kvq_status kvq_cuda_cache_attend(kvq_cuda_cache* cache, int32_t layer, const kvq
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        expect_dtype(q, of, "q");
-        expect_dtype(out, of, "out");
+        expect_dtype(q, of.cache.options().type, "q");
+        expect_dtype(out, of.cache.options().type, "out");
         const device_call call(of);
+        expect_modifiers(o, of.alibi);
         const int rows = of.step.rows;
         expect(q->tokens % rows == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ", rows,
                " rows of the step");
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = q->tokens / rows;
-        with_type(of, [&]<class T>(T) {
-            check(of.cache.attend(layer, view_of<const T>(q, "q"), view_of<T>(out, "out"), a,
-                                  stream_of(stream)));
+        with_type(of.cache.options().type, [&]<class T>(T) {
+            const auto to = view_of<T>(out, "out");
+            attend_layer(of, layer, view_of<const T>(q, "q"), to, a, o, stream_of(stream));
         });
     });
 }
@@ -396,33 +336,31 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
     return guard([&] {
         device_state& of = *get(cache, "cache").state;
         const kvq_cuda_attend_options o = read_optional(options, "options");
-        expect_dtype(k, of, "k");
-        expect_dtype(v, of, "v");
-        expect_dtype(q, of, "q");
-        expect_dtype(out, of, "out");
+        expect_dtype(k, of.cache.options().type, "k");
+        expect_dtype(v, of.cache.options().type, "v");
+        expect_dtype(q, of.cache.options().type, "q");
+        expect_dtype(out, of.cache.options().type, "out");
         const device_call call(of);
-        with_type(of, [&]<class T>(T) {
+        with_type(of.cache.options().type, [&]<class T>(T) {
             const auto keys = view_of<const T>(k, "k"), values = view_of<const T>(v, "v"),
                        queries = view_of<const T>(q, "q");
             const auto to = view_of<T>(out, "out");
             expect_queries(of, queries, to);
             if (of.step.prompt) {
+                expect(!of.alibi && o.alibi_slopes == nullptr, KVQ_ERROR_UNSUPPORTED,
+                       "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");
                 expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
-                kvq::cuda::prefill_options p;
-                p.scale = o.scale;
-                p.softcap = o.softcap;
-                p.window = o.window;
-                p.window_sinks = o.window_sinks != 0;
-                p.lse = o.lse;
-                return check(of.cache.prefill(layer, queries, keys, values, to, p, stream_of(stream)));
+                return check(
+                    of.cache.prefill(layer, queries, keys, values, to, prefill_of(o), stream_of(stream)));
             }
+            expect_modifiers(o, of.alibi);
             expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens,
                    " tokens and k ", keys.tokens);
             kvq::cuda::attention_options a = attention_of(o);
             a.query_tokens = of.step.new_tokens;
             a.early = true;  // what it fetches early is older than the launches of append
             check(of.cache.append(layer, keys, values, stream_of(stream)));
-            check(of.cache.attend(layer, queries, to, a, stream_of(stream)));
+            attend_layer(of, layer, queries, to, a, o, stream_of(stream));
         });
     });
 }
@@ -493,12 +431,12 @@ kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_sequence* f
         const shared_device& of = get(cache, "cache").state;
         const kvq_sequence& host = get(from, "from");
         place(out, "out");
-        kvq::cuda::sequence_id id;
+        new_handle made(of);
         {
             const device_call call(*of);
-            check(kvq::cuda::onload(host.sequence, of->cache, id, stream_of(stream)));
+            check(kvq::cuda::onload(host.sequence, of->cache, made->id, stream_of(stream)));
         }
-        *out = make<kvq_cuda_sequence>(of, id);
+        *out = made.release();
     });
 }
 }

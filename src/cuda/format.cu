@@ -1,5 +1,6 @@
 // One entry of the formats of kvq::library on the device. The build writes a file for each of them that includes this one: KVQ_TYPE is float16 or
-// bfloat16, KVQ_HEAD_DIM a number, KVQ_FORMATS members of `of`, such as of::int8, of::std4, KVQ_ENTRY the name of the function.
+// bfloat16, KVQ_HEAD_DIM a number, KVQ_FORMATS members of `of`, such as of::int8, of::std4, KVQ_ENTRY the name of the function,
+// KVQ_SCORE a score modifier or not defined.
 #include "format.cuh"
 
 namespace kvq::c {
@@ -8,6 +9,11 @@ namespace {
 using of = named<KVQ_HEAD_DIM>;
 }
 
-void KVQ_ENTRY(device_formats& list) { list.push_back(cuda::make_device_format<KVQ_TYPE, KVQ_FORMATS>()); }
+#ifndef KVQ_SCORE
+#define KVQ_SCORE cuda::unmodified
+#endif
+void KVQ_ENTRY(device_formats& list) {
+    list.push_back(cuda::make_scored_format<KVQ_SCORE, KVQ_TYPE, KVQ_FORMATS>());
+}
 
 }  // namespace kvq::c

@@ -64,6 +64,7 @@ struct device_state {
 
     kvq_cuda_allocator memory{};
     int device = 0;
+    bool alibi = false;  // kernels with it
     std::mutex mutex;
     begun step;
     device_setter last;

@@ -9,6 +9,7 @@
 #include "../../src/c/sequence.cpp"
 #include "../../src/c/status.cpp"
 #include "../../src/cuda/cache.cu"
+#include "../../src/cuda/pages.cu"
 #include "support.cuh"
 
 namespace kvq::inline v0_2 {
@@ -30,7 +31,8 @@ const builtin_format* builtin_formats(std::size_t* count) {
 const device_formats& kvq::c::compiled_formats() {
     using of = named<64>;
     static const device_formats all = {
-        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>()};
+        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
+        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16, of::int8>()};
     return all;
 }
 
@@ -418,6 +420,63 @@ void variants() {
           info.quantized);
 }
 
+/// ALiBi, with learned sinks beside it: prompts are steps of several tokens.
+void alibi() {
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.formats = "kivi-4-g64";
+    o.alibi = 1;
+    kvq_cuda_cache* none = nullptr;
+    REFUSED(kvq_cuda_cache_create(&o, nullptr, &none), KVQ_ERROR_ARGUMENT,
+            "kernels for int8, none for kivi-4-g64; build it with KVQ_CUDA_ALIBI=kivi-4-g64");
+    o.formats = "int8";
+    o.step_tokens = 40;
+    h.keys = "int8";
+    both c(o, h);
+    c.add();
+    c.add();
+    const std::vector<float> slopes{0.5f, 0.25f, 0.02f, 0.0f}, logits{1.0f, -1.0f, 0.0f, 2.0f};
+    const test::device_buffer<float> device_slopes(slopes), device_logits(logits),
+        lse(static_cast<std::size_t>(room * q_heads));
+    kvq_cuda_attend_options a;
+    KVQ_INIT(a);
+    a.alibi_slopes = device_slopes.get();
+    kvq_mods mods;
+    KVQ_INIT(mods);
+    mods.alibi_slopes = slopes.data();
+    mods.alibi_heads = q_heads;
+    kvq_attend_options b;
+    KVQ_INIT(b);
+    b.mods = &mods;
+    for (int i = 0; i < 3; ++i) c.step(40, -1, &a, &b);
+    for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
+    a.sink_logits = device_logits.get();
+    a.lse = lse.get();
+    mods.sink_logits = logits.data();
+    mods.sink_heads = q_heads;
+    for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
+    for (const int row : {0, 1}) c.same_bytes(row, "ALiBi");
+
+    const kvq_tensor k = c.x.keys(2), v = c.x.values(2), q = c.x.queries(2), out = c.x.outputs(2);
+    OK(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 1, c.stream));
+    a.lse = nullptr;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, &a, c.stream), KVQ_ERROR_HANDLE,
+            "sink_logits needs options.lse");
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, nullptr, c.stream), KVQ_ERROR_HANDLE,
+            "alibi_slopes is NULL");
+    OK(kvq_cuda_cache_begin_prompt(c.gpu, c.rows[0], 2, c.stream));
+    a.sink_logits = nullptr;
+    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, &a, c.stream), KVQ_ERROR_UNSUPPORTED,
+            "take steps of up to step_tokens");
+    both plain;
+    plain.add();
+    OK(kvq_cuda_cache_begin_step(plain.gpu, plain.rows.data(), 1, 1, plain.stream));
+    const kvq_tensor k1 = plain.x.keys(1), v1 = plain.x.values(1), q1 = plain.x.queries(1),
+                     out1 = plain.x.outputs(1);
+    REFUSED(kvq_cuda_cache_prefill(plain.gpu, 0, &k1, &v1, &q1, &out1, &a, plain.stream), KVQ_ERROR_ARGUMENT,
+            "needs a cache with kernels for them");
+}
+
 /// A step that was captured is replayed while contexts grow.
 void graphs() {
     kvq_cuda_cache_options o = device_options();
@@ -453,6 +512,297 @@ void graphs() {
     c.same_bytes(0, "graphs");
     CUDA_OK(cudaGraphExecDestroy(exec));
     CUDA_OK(cudaGraphDestroy(graph));
+}
+
+/// Relative error of the norm.
+double error_of(const std::vector<kvq::float16>& got, int first_row, const std::vector<float>& want) {
+    double error = 0.0, size = 0.0;
+    for (std::size_t i = 0; i < want.size(); ++i) {
+        const double a = static_cast<double>(want[i]),
+                     b = static_cast<double>(
+                         static_cast<float>(got[static_cast<std::size_t>(first_row) * q_heads * dim + i]));
+        if (!(b == b)) return INFINITY;
+        error += (a - b) * (a - b);
+        size += a * a;
+    }
+    return std::sqrt(error / size);
+}
+
+/// Device memory with the contents of a list.
+template <class T>
+struct uploaded : test::device_buffer<T> {
+    explicit uploaded(const std::vector<T>& x) : test::device_buffer<T>(x.size()) { this->upload(x); }
+};
+
+/// Pages in memory of the caller, without a cache: bytes and outputs of the CPU's sequences; bad input.
+void pages_of_the_caller() {
+    test::rng r{5};
+    cudaStream_t const stream = nullptr;
+    constexpr int sequences = 2, lengths[] = {180, 120}, committed[] = {2, 1}, page = 64, sinks = 4,
+                  columns = 4, ring = 3, all = lengths[0] + lengths[1], added[] = {5, 3}, many = 8;
+    kvq_cuda_kernels* kernels = nullptr;
+    OK(kvq_cuda_kernels_find("kivi-4-g64,int8", dim, 0, nullptr, &kernels));
+    kvq_cache_options h = host_options();
+    h.layers = 1;
+    kvq_cache* cpu = nullptr;
+    OK(kvq_cache_create(&h, &cpu));
+
+    const auto random = [&](int tokens, int heads) {
+        std::vector<kvq::float16> x(static_cast<std::size_t>(tokens * heads * dim));
+        for (kvq::float16& y : x) y = kvq::float16(test::normal(r));
+        return x;
+    };
+    const std::vector<kvq::float16> k = random(all, kv_heads), v = random(all, kv_heads),
+                                    q = random(sequences, q_heads), k2 = random(many, kv_heads),
+                                    v2 = random(many, kv_heads), q2 = random(many, q_heads);
+    const uploaded<kvq::float16> dk(k), dv(v), dq(q), dk2(k2), dv2(v2), dq2(q2);
+    const auto rows = [](const std::vector<kvq::float16>& x, int first, int n, int heads) {
+        return tensor_of(x.data() + first * heads * dim, n, heads);
+    };
+    kvq_sequence* host[sequences];
+    for (int s = 0, first = 0; s < sequences; first += lengths[s++]) {
+        const kvq_tensor hk = rows(k, first, lengths[s], kv_heads), hv = rows(v, first, lengths[s], kv_heads);
+        OK(kvq_sequence_create(cpu, &host[s]));
+        OK(kvq_sequence_append(host[s], 0, &hk, &hv));
+    }
+
+    // Pools: page p of sequence s is page 4 s + p of the window; sinks are page s; quantized pages are 0, 1 and 2.
+    const auto bytes_of = [&](const char* format, int tokens) {
+        std::size_t keys = 0, values = 0;
+        OK(kvq_cuda_kernels_page_bytes(kernels, format, tokens, kv_heads, &keys, &values));
+        return std::pair(keys, values);
+    };
+    struct pool {
+        uploaded<std::byte> keys, values;
+        kvq_cuda_pages c;
+        pool(const char* format, std::pair<std::size_t, std::size_t> bytes, int count, int tokens)
+            : keys(std::vector<std::byte>(bytes.first * static_cast<std::size_t>(count))),
+              values(std::vector<std::byte>(bytes.second * static_cast<std::size_t>(count))),
+              c{format, keys.get(), values.get(), 0, 0, tokens, 0} {}
+    };
+    pool window("fp16", bytes_of("fp16", 0), 8, 0), sink_pages("fp16", bytes_of("fp16", 16), 2, 16),
+        kivi("kivi-4-g64", bytes_of("kivi-4-g64", 0), 3, 0), int8("int8", bytes_of("int8", 0), 1, 0);
+    std::vector<std::int64_t> to_window, to_sinks;
+    for (int s = 0; s < sequences; ++s)
+        for (int t = 0; t < lengths[s]; ++t) {
+            to_sinks.push_back(t < sinks ? s * 16 + t : -1);
+            to_window.push_back(t < sinks ? -1 : s * 4 * page + t - sinks);
+        }
+    const uploaded<std::int64_t> window_slots(to_window), sink_slots(to_sinks);
+    const kvq_tensor ck = tensor_of(dk.get(), all, kv_heads), cv = tensor_of(dv.get(), all, kv_heads);
+    OK(kvq_cuda_pages_store(kernels, &window.c, &ck, &cv, window_slots.get(), stream));
+    OK(kvq_cuda_pages_store(kernels, &sink_pages.c, &ck, &cv, sink_slots.get(), stream));
+    const uploaded<std::int32_t> from({0, 1, 4, -1}), to({0, 1, 2, 0});
+    const uploaded<std::uint32_t> not_finite({0});
+    OK(kvq_cuda_pages_requantize(kernels, kv_heads, &window.c, from.get(), &kivi.c, to.get(), 4,
+                                 not_finite.get(), stream));
+    CUDA_OK(cudaStreamSynchronize(stream));
+    CHECK(not_finite.download()[0] == 0, "NaN");
+    // The bytes of the CPU's pages.
+    const auto key_bytes = kivi.keys.download(), value_bytes = kivi.values.download();
+    for (int s = 0, number = 0; s < sequences; ++s) {
+        kvq_page p[8];
+        int count = 0;
+        OK(kvq_sequence_get_pages(host[s], 0, p, 8, &count));
+        for (int i = 0, found = 0; i < count; ++i) {
+            if (p[i].key_format == 0) continue;
+            const auto [keys, values] = bytes_of("kivi-4-g64", 0);
+            CHECK(std::memcmp(p[i].keys, key_bytes.data() + static_cast<std::size_t>(number) * keys, keys) ==
+                          0 &&
+                      std::memcmp(p[i].values, value_bytes.data() + static_cast<std::size_t>(number) * values,
+                                  values) == 0,
+                  "bytes of page %d of sequence %d", found, s);
+            ++number;
+            CHECK(++found <= committed[s], "sequence %d has more pages", s);
+        }
+    }
+
+    // Tables.
+    const uploaded<std::int32_t> tokens({lengths[0], lengths[1]}), behind({committed[0], committed[1]}),
+        table({0, 1, -1, -1, 2, -1, -1, -1}), window_table({-1, -1, 2, -1, 5, -1}), sink_table({0, 1}),
+        without_first({-1, 1, -1, -1, 2, -1, -1, -1}), first_alone({0, -1, -1, -1, -1, -1, -1, -1});
+    kvq_cuda_part parts[] = {{kivi.c, table.get(), nullptr, nullptr},
+                             {int8.c, first_alone.get(), nullptr, nullptr}};
+    kvq_cuda_layer layer;
+    KVQ_INIT(layer);
+    layer.sequences = sequences;
+    layer.kv_heads = kv_heads;
+    layer.tokens = tokens.get();
+    layer.committed = behind.get();
+    layer.parts = parts;
+    layer.part_count = 1;
+    layer.columns = columns;
+    layer.window = window.c;
+    layer.window_table = window_table.get();
+    layer.window_columns = ring;
+    layer.sink_tokens = sinks;
+    layer.sinks = sink_pages.c;
+    layer.sink_table = sink_table.get();
+
+    // Values, rounded once.
+    {
+        const uploaded<std::int32_t> quantized({committed[0] * page, committed[1] * page}),
+            starts({0, committed[0] * page});
+        test::device_buffer<kvq::float16> yk(static_cast<std::size_t>(3 * page * kv_heads * dim)),
+            yv(yk.size());
+        yk.poison();
+        yv.poison();
+        const kvq_tensor tk = tensor_of(yk.get(), 3 * page, kv_heads),
+                         tv = tensor_of(yv.get(), 3 * page, kv_heads);
+        OK(kvq_cuda_pages_dequantize(kernels, kv_heads, &parts[0], sequences, columns, quantized.get(), &tk,
+                                     &tv, starts.get(), stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        const std::vector<kvq::float16> got[] = {yk.download(), yv.download()};
+        for (int s = 0, first = 0; s < sequences; first += committed[s++] * page)
+            for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
+                std::vector<kvq::float16> want(
+                    static_cast<std::size_t>(committed[s] * page * kv_heads * dim));
+                const kvq_tensor to_host = tensor_of(want.data(), committed[s] * page, kv_heads);
+                OK(kvq_sequence_dequantize(host[s], 0, role, sinks, &to_host));
+                CHECK(std::memcmp(want.data(), got[role].data() + first * kv_heads * dim,
+                                  want.size() * sizeof(want[0])) == 0,
+                      "dequantized values of sequence %d, role %d", s, role);
+            }
+    }
+
+    // Attention.
+    std::size_t bytes = 0;
+    OK(kvq_cuda_kernels_workspace_bytes(kernels, q_heads, kv_heads, 1, &bytes));
+    uploaded<std::byte> workspace{std::vector<std::byte>(bytes + 16)};
+    test::device_buffer<kvq::float16> out(static_cast<std::size_t>(many * q_heads * dim));
+    test::device_buffer<float> lse(static_cast<std::size_t>(many * q_heads));
+    const float logits[q_heads] = {1.5f, -2.0f, 4.0f, 0.25f};
+    const uploaded<float> device_logits(std::vector<float>(logits, logits + q_heads));
+    kvq_cuda_attend_options options;
+    KVQ_INIT(options);
+    options.lse = lse.get();
+    kvq_mods mods;
+    KVQ_INIT(mods);
+    kvq_attend_options host_call;
+    KVQ_INIT(host_call);
+    host_call.mods = &mods;
+    const auto expect_attention = [&](const char* when) {
+        const kvq_tensor tq = tensor_of(dq.get(), sequences, q_heads),
+                         to_device = tensor_of(out.get(), sequences, q_heads);
+        out.poison();
+        OK(kvq_cuda_pages_attend(kernels, &layer, &tq, &to_device, &options, workspace.get(), bytes, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        const auto got = out.download();
+        const auto sums = lse.download();
+        for (int s = 0; s < sequences; ++s) {
+            std::vector<float> want(q_heads * dim), want_sums(q_heads);
+            const kvq_tensor hq = rows(q, s, 1, q_heads), ho = tensor_of(want.data(), 1, q_heads, KVQ_FP32);
+            host_call.lse = want_sums.data();
+            OK(kvq_sequence_attend(host[s], 0, &hq, &ho, &host_call));
+            const double e = error_of(got, s, want);
+            CHECK(e <= 2e-3, "%s, sequence %d: error %.3g", when, s, e);
+            for (int i = 0; i < q_heads; ++i)
+                CHECK(std::fabs(sums[static_cast<std::size_t>(s * q_heads + i)] -
+                                want_sums[static_cast<std::size_t>(i)]) < 2e-3f,
+                      "%s, sequence %d, head %d: log-sums %g and %g", when, s, i,
+                      static_cast<double>(sums[static_cast<std::size_t>(s * q_heads + i)]),
+                      static_cast<double>(want_sums[static_cast<std::size_t>(i)]));
+        }
+    };
+    const auto expect_prefill = [&](const char* when) {
+        const uploaded<std::int32_t> starts({0, added[0], many});
+        const kvq_tensor tk = tensor_of(dk2.get(), many, kv_heads), tv = tensor_of(dv2.get(), many, kv_heads),
+                         tq = tensor_of(dq2.get(), many, q_heads),
+                         to_device = tensor_of(out.get(), many, q_heads);
+        out.poison();
+        OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq, &to_device, starts.get(), added[0],
+                                  &options, stream));
+        CUDA_OK(cudaStreamSynchronize(stream));
+        const auto got = out.download();
+        host_call.lse = nullptr;
+        for (int s = 0, first = 0; s < sequences; first += added[s++]) {
+            kvq_sequence* fork = nullptr;
+            OK(kvq_sequence_fork(host[s], &fork));
+            std::vector<float> want(static_cast<std::size_t>(added[s] * q_heads * dim));
+            const kvq_tensor hk = rows(k2, first, added[s], kv_heads),
+                             hv = rows(v2, first, added[s], kv_heads),
+                             hq = rows(q2, first, added[s], q_heads),
+                             ho = tensor_of(want.data(), added[s], q_heads, KVQ_FP32);
+            OK(kvq_sequence_prefill(fork, 0, &hk, &hv, &hq, &ho, &host_call));
+            const double e = error_of(got, first, want);
+            CHECK(e <= 3e-3, "%s, prefill of sequence %d: error %.3g", when, s, e);
+            OK(kvq_sequence_free(fork));
+        }
+    };
+    expect_attention("pages");
+    expect_prefill("pages");
+    options.sink_logits = device_logits.get();
+    mods.sink_logits = logits;
+    mods.sink_heads = q_heads;
+    expect_attention("learned sinks");
+    expect_prefill("learned sinks");
+    options.sink_logits = nullptr;
+    mods.sink_logits = nullptr;
+    mods.sink_heads = 0;
+
+    // A page in another format.
+    const uploaded<std::int32_t> first({0});
+    OK(kvq_cuda_pages_requantize(kernels, kv_heads, &kivi.c, first.get(), &int8.c, first.get(), 1, nullptr,
+                                 stream));
+    kvq_requantize_request request;
+    KVQ_INIT(request);
+    request.keys = request.values = "int8";
+    request.last_token = sinks + page;
+    OK(kvq_cache_requantize(cpu, host, 1, &request, nullptr));
+    parts[0].table = without_first.get();
+    layer.part_count = 2;
+    expect_attention("two formats");
+    expect_prefill("two formats");
+
+    // Bad input.
+    const kvq_tensor tq = tensor_of(dq.get(), sequences, q_heads),
+                     to_device = tensor_of(out.get(), sequences, q_heads);
+    const auto attend = [&](const kvq_cuda_layer& l) {
+        return kvq_cuda_pages_attend(kernels, &l, &tq, &to_device, &options, workspace.get(), bytes, stream);
+    };
+    kvq_cuda_kernels* none = nullptr;
+    REFUSED(kvq_cuda_kernels_find("std4", dim, 0, nullptr, &none), KVQ_ERROR_ARGUMENT,
+            "build it with KVQ_CUDA_FORMATS=std4");
+    REFUSED(kvq_cuda_kernels_find("int8", 80, 0, nullptr, &none), KVQ_ERROR_ARGUMENT, "none for 80");
+    REFUSED(kvq_cuda_kernels_find(nullptr, dim, 0, nullptr, &none), KVQ_ERROR_HANDLE, "formats is NULL");
+    REFUSED(kvq_cuda_kernels_find("int8", dim, 0, "fp32", &none), KVQ_ERROR_ARGUMENT,
+            "neither fp16 nor bf16");
+    std::size_t n = 0;
+    REFUSED(kvq_cuda_kernels_page_bytes(kernels, "std4", 0, 2, &n, &n), KVQ_ERROR_ARGUMENT, "format is std4");
+    REFUSED(kvq_cuda_kernels_page_bytes(kernels, "int8", 16, 2, &n, &n), KVQ_ERROR_ARGUMENT,
+            "pages of 16 tokens");
+    REFUSED(kvq_cuda_kernels_workspace_bytes(kernels, 3, 2, 1, &n), KVQ_ERROR_ARGUMENT, "3 query heads on 2");
+    kvq_cuda_layer bad = layer;
+    bad.tokens = nullptr;
+    REFUSED(attend(bad), KVQ_ERROR_HANDLE, "layer.tokens is NULL");
+    bad = layer;
+    bad.window.keys = nullptr;
+    REFUSED(attend(bad), KVQ_ERROR_HANDLE, "layer.window has no pages");
+    bad = layer;
+    bad.window.key_stride = 24;
+    REFUSED(attend(bad), KVQ_ERROR_ARGUMENT, "16 bytes");
+    bad = layer;
+    bad.sequences = 0;
+    REFUSED(attend(bad), KVQ_ERROR_ARGUMENT, "a layer of 0 sequences");
+    bad = layer;
+    bad.size = 4;
+    REFUSED(attend(bad), KVQ_ERROR_STRUCT, "the size of layer is 4");
+    const kvq_cuda_part twice[] = {parts[1], parts[1]};
+    bad = layer;
+    bad.parts = twice;
+    REFUSED(attend(bad), KVQ_ERROR_ARGUMENT, "two parts of a layer have the format int8");
+    options.sink_logits = device_logits.get();
+    options.lse = nullptr;
+    REFUSED(attend(layer), KVQ_ERROR_HANDLE, "sink_logits needs options.lse");
+    REFUSED(kvq_cuda_pages_store(kernels, &kivi.c, &ck, &cv, window_slots.get(), stream), KVQ_ERROR_ARGUMENT,
+            "kvq_cuda_pages_requantize quantizes");
+    REFUSED(kvq_cuda_pages_requantize(kernels, kv_heads, &kivi.c, first.get(), &window.c, first.get(), 1,
+                                      nullptr, stream),
+            KVQ_ERROR_ARGUMENT, "kvq_cuda_pages_dequantize");
+    for (kvq_sequence* s : host) OK(kvq_sequence_free(s));
+    OK(kvq_cache_free(cpu));
+    OK(kvq_cuda_kernels_free(kernels));
+    REFUSED(kvq_cuda_kernels_free(kernels), KVQ_ERROR_HANDLE, "was freed");
 }
 
 /// What callers get wrong.
@@ -611,12 +961,14 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 1, "%d entries", n);
+    CHECK(n == 2, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
-              e.window == KVQ_FP16,
+              e.window == KVQ_FP16 && e.alibi == 0,
           "entry %s", e.formats);
-    REFUSED(kvq_cuda_format_list(1, &e), KVQ_ERROR_ARGUMENT, "not among 1");
+    OK(kvq_cuda_format_list(1, &e));
+    CHECK(std::strcmp(e.formats, "int8") == 0 && e.alibi == 1, "entry %s", e.formats);
+    REFUSED(kvq_cuda_format_list(2, &e), KVQ_ERROR_ARGUMENT, "not among 2");
 
     // Pools that may not grow: a step that finds no page changes nothing.
     o = device_options();
@@ -631,6 +983,15 @@ void bad_input() {
     CHECK(n == 1, "%d tokens after a refusal", n);
     OK(kvq_cuda_cache_free(made));  // lives on until its sequences are freed
     for (kvq_cuda_sequence* x : two) OK(kvq_cuda_sequence_free(x));
+
+        // A device whose blocks have little shared memory, and a library that was compiled for others.
+#ifndef __CUDACC__
+    emulated::device_shared_memory = 99 * 1024;
+    o = device_options();
+    REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_UNSUPPORTED,
+            "build it with 86 among CMAKE_CUDA_ARCHITECTURES");
+    emulated::device_shared_memory = emulated::most_shared_memory;
+#endif
 }
 
 }  // namespace
@@ -638,7 +999,9 @@ void bad_input() {
 int main() {
     scenario();
     variants();
+    alibi();
     graphs();
+    pages_of_the_caller();
     bad_input();
     return test::report("c_cuda");
 }

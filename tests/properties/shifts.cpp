@@ -898,7 +898,7 @@ TEST_CASE("bad input is named in one sentence, and changes nothing") {
     refused([&] { s.splice(other.new_sequence(), 0, 0); },
             "a sequence of another cache cannot be spliced: it has 2 layers of 2 x 8, this one 2 of 1 x 8");
     refused([&] { s.splice(unmovable, 0, 3); }, "a sequence of another cache cannot be spliced");
-    refused([&] { unmovable.erase(3, 5); }, "keys cannot move by -2 positions: the cache was not told");
+    refused([&] { unmovable.erase(3, 5); }, "keys cannot move by -2 positions: set cache_options::rotary");
     refused([&] { unmovable.shift(3, 5, 1); }, "keys cannot move by 1 positions");
     refused([&] { unmovable.splice(unmovable, 3, 5); }, "keys cannot move by 18 positions");
     auto uneven = cache.new_sequence();

@@ -231,6 +231,17 @@ class StandInOnGpu(OnGpu, of_cpu.StandIn):
         self.assertLess(errors[1], 0.3 * last.abs().max().item())
         self.assertLess(used[1], 0.7 * used[0])
 
+    def test_failed_calls_change_nothing(self):
+        ours, theirs = self.exact(), of_cpu.Everything()
+        self.both(self.ids, ours, theirs)
+        layer = ours.layers[0]
+        for n in (1, 5):
+            k, q = normal(3, KV, n, D), normal(3, 3, n, D)  # 3 query heads on 2
+            with self.assertRaises(kvq.ArgumentError):
+                layer.attend(k, k, q, None, (None, None, None), None)
+            self.assertEqual([len(s) for s in layer.sequences], [120] * 3)
+        self.both(self.ids[:, :1], ours, theirs)
+
     def test_refused(self):
         key = torch.zeros(1, KV, 1, D, device=DEVICE)
         with self.assertRaisesRegex(kvq.UnsupportedError, "the keys are torch.float32"):
@@ -271,12 +282,19 @@ class Real(OnGpu):
                 model.set_attn_implementation("sdpa")
                 expected = model.generate(ids[of], **options)
                 model.set_attn_implementation("kvq")
-                cache = kvq.transformers.Cache("fp16", max_tokens=1024)
-                found = model.generate(ids[of], past_key_values=cache, **options)
-                if beams:
-                    self.assertLess((found.sequences_scores - expected.sequences_scores).abs().max().item(), 0.02)
-                else:
-                    self.assertTrue(torch.equal(found, expected))
+                for graphs in (False, True):
+                    cache = kvq.transformers.Cache("fp16", max_tokens=1024)
+                    if graphs:
+                        kvq.transformers.decode_in_graphs(model)
+                    found = model.generate(ids[of], past_key_values=cache, **options)
+                    if beams:
+                        self.assertLess((found.sequences_scores - expected.sequences_scores).abs().max().item(), 0.02)
+                    else:
+                        self.assertTrue(torch.equal(found, expected))
+                    if graphs:
+                        del model.forward
+                        if name != "drafts":
+                            self.assertIsNotNone(cache._graph._graph)
         used = []
         for keys in ("fp16", "std4"):
             cache = kvq.transformers.Cache(keys, max_tokens=1024)
@@ -320,6 +338,28 @@ class Real(OnGpu):
                 self.assertEqual(caches[0].get_seq_length(), 340)
         with self.assertRaisesRegex(kvq.ArgumentError, "not .3..1."):
             step(token[:2])
+        # A model that fails between two layers: the first step, one that is captured, and one behind it.
+        cache = kvq.transformers.Cache("std4", max_tokens=1024)
+        with torch.no_grad():
+            token = self.model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            want = self.model(token, past_key_values=cache).logits
+            cache.crop(-1)
+        step = kvq.transformers.DecodeGraph(self.model, cache)
+
+        def fail(*_):
+            raise RuntimeError("a layer fails")
+
+        for _ in range(3):
+            hook = self.model.model.layers[1].register_forward_pre_hook(fail)
+            step._number = None  # captured again
+            with self.assertRaisesRegex(RuntimeError, "a layer fails"):
+                step(token)
+            hook.remove()
+            for layer in cache.layers:
+                self.assertEqual((layer.tokens, [len(s) for s in layer.sequences]), (200, [200] * 3))
+            logits = step(token)
+            self.assertLess(((logits - want).float().abs().max() / want.float().abs().max()).item(), 0.01)
+            cache.crop(-1)
         with self.assertRaisesRegex(kvq.ArgumentError, "holds a prompt"):
             kvq.transformers.DecodeGraph(self.model, kvq.transformers.Cache("fp16"))(token)
 

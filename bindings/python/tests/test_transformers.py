@@ -79,7 +79,7 @@ class Everything:
         return k, v
 
 
-def eager(module, q, k, v, mask, scaling, dropout=0.0, sliding_window=None, **_):
+def eager(module, q, k, v, mask, scaling, dropout=0.0, sliding_window=None, s_aux=None, **_):
     k, v = (x.repeat_interleave(Q // KV, dim=1) for x in (k, v))
     n, m = k.shape[2], q.shape[2]
     i, j = torch.arange(n - m, n, device=q.device)[:, None], torch.arange(n, device=q.device)[None, :]
@@ -88,14 +88,16 @@ def eager(module, q, k, v, mask, scaling, dropout=0.0, sliding_window=None, **_)
         seen &= j > i - sliding_window
     seen = seen[None, None] & (torch.ones(1, n, dtype=torch.bool, device=q.device) if mask is None else mask.bool())[:, None, None, :]
     scores = (q.double() @ k.double().transpose(2, 3) * scaling).masked_fill(~seen, -1e30)
-    return (scores.softmax(-1) @ v.double()).to(q.dtype).transpose(1, 2), None
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.double()[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return (scores.softmax(-1)[..., :n] @ v.double()).to(q.dtype).transpose(1, 2), None
 
 
 class Model:
     """Attention layers in the way of modeling_llama.py, with random weights."""
 
     is_causal = True
-    window = None
+    window = sinks = None
 
     def __init__(self, device="cpu", dtype=None):
         def matrix(*shape):
@@ -121,7 +123,7 @@ class Model:
             q, k, v = ((h @ w).view(*h.shape[:2], -1, D).transpose(1, 2) for w in (wq, wk, wv))
             q, k, v = (x.to(self.dtype) for x in (self.rotated(q, positions), self.rotated(k, positions), v))
             k, v = cache.update(k, v, layer, {"cache_position": None})
-            out, _ = attention(self, q, k, v, given, scaling=0.3, dropout=0.0, sliding_window=self.window)
+            out, _ = attention(self, q, k, v, given, scaling=0.3, dropout=0.0, sliding_window=self.window, s_aux=self.sinks)
             x = x + out.reshape(*ids.shape, -1).to(x.dtype).contiguous() @ wo
         return x @ self.words.T
 
@@ -212,6 +214,39 @@ class StandIn(unittest.TestCase):
         other[2, 0] = 0
         with self.assertRaisesRegex(kvq.ArgumentError, "cached tokens cannot be hidden"):
             self.model(self.ids[:, :1], ours, self.attention, torch.cat([other, other[:, :1] + 1], dim=1))
+
+    def test_masks_are_read_once(self):
+        """In a forward pass, for all layers, also behind crops and forks; and again in the next one, whose mask may be the same tensor."""
+        reads = []
+        plain = self.module._Padding._read
+        self.module._Padding._read = staticmethod(lambda *of: reads.append(0) or plain(*of))
+        self.addCleanup(setattr, self.module._Padding, "_read", staticmethod(plain))
+        with torch.inference_mode():
+            ours, mask = self.exact(), torch.ones(3, 121, dtype=torch.long, device=self.device)
+            mask[0, :50] = 0
+
+            def step(ids):
+                del reads[:]
+                self.model(ids, ours, self.attention, mask[:, :120] if ids.shape[1] > 1 else mask, self.mask)
+                self.assertEqual(len(reads), 1)
+
+            step(self.ids)
+            step(self.ids[:, :1])
+            for shorter in (lambda: ours.crop(-1), lambda: (ours.crop(-1), ours.reorder_cache(torch.tensor([0, 2, 1])))):
+                shorter()
+                mask[1, 120] = 0  # in place: row 1 gets no token now
+                step(self.ids[:, :1])
+                self.assertEqual([len(s) for s in ours.layers[1].sequences], [71, 120, 121])
+
+    def test_learned_sinks(self):
+        self.model.sinks = torch.tensor([1.0, -2.0, 3.0, 0.5]).to(self.device)
+        ours, theirs = self.exact(), Everything()
+        mask = torch.ones(3, 121, dtype=torch.long, device=self.device)
+        mask[0, :50] = 0
+        self.both(self.ids, ours, theirs, mask[:, :120])
+        self.both(self.ids[:, :1], ours, theirs, mask)
+        self.model.sinks = None
+        self.both(self.ids[:, :1], ours, theirs, torch.cat([mask, mask[:, -1:]], dim=1))
 
     def test_sliding_window(self):
         self.model.window = 40

@@ -259,13 +259,11 @@ private:
     row_flags load_queries(int head, int first, int n, const scratch& s) const {
         float scale = mods.scale(plan.dim);
         if (!mods.changes_scores()) scale *= log2e;
-        for (int i = 0; i < n; ++i)
-            q.load((first + i) / plan.group, q_head(head, first + i), s.query + i * plan.dim, scale);
+        const auto load = values.window().functions().backend->load_query;
         row_flags bad;
         for (int i = 0; i < n; ++i) {
-            float zero = 0.0f;
-            for (int d = 0; d < plan.dim; ++d) zero += 0.0f * s.query[i * plan.dim + d];
-            bad[static_cast<std::size_t>(i)] = zero != 0.0f;
+            const void* const row = q.at((first + i) / plan.group, q_head(head, first + i));
+            bad[static_cast<std::size_t>(i)] = !load(q.type, row, plan.dim, scale, s.query + i * plan.dim);
         }
         transform_queries(head, n, s.query, s.turned);
         return bad;
@@ -530,14 +528,14 @@ private:
         const int dim = plan.value_dim;
         const std::size_t rotations = values.transforming();
         for (int i = 0; i < n; ++i) {
-            if (factor[i] != 1.0f) {
-                for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= factor[i];
-                for (std::size_t r = 0; r < rotations; ++r) {
-                    float* const turned =
-                        s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
-                                        static_cast<std::size_t>(dim);
-                    for (int d = 0; d < dim; ++d) turned[d] *= factor[i];
-                }
+            const float by = factor[i];  // a copy, which no output can be: else compilers multiply one by one
+            if (by == 1.0f) continue;
+            for (int d = 0; d < dim; ++d) s.part[i * dim + d] *= by;
+            for (std::size_t r = 0; r < rotations; ++r) {
+                float* const turned =
+                    s.rotated + (r * static_cast<std::size_t>(n) + static_cast<std::size_t>(i)) *
+                                    static_cast<std::size_t>(dim);
+                for (int d = 0; d < dim; ++d) turned[d] *= by;
             }
         }
     }

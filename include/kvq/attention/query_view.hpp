@@ -1,7 +1,7 @@
 // The rows that a step reads (keys, values, queries) and writes (outputs), in the float type of the engine: float, float16
 // or bfloat16. Any token_view converts to these views. The type is known only at run time, so that kernels are compiled once.
 //
-//   query = float(q) * scale     out = T(output), rounded once
+//   query = float(q)     out = T(output), rounded once
 //
 // Contract: one call per row of channels, nothing is allocated. Views do not own their memory.
 #pragma once
@@ -77,23 +77,12 @@ public:
     /// T: float, float16 or bfloat16, const or not.
     template <class T>
     requires float_format<std::remove_const_t<T>> query_view(const token_view<T>& v)
-    noexcept
-        : row_view(v), load_([](const void* from, float* to, int n, float scale) {
-              for (int i = 0; i < n; ++i) to[i] = static_cast<float>(static_cast<const T*>(from)[i]) * scale;
-          }) {}
+    noexcept : row_view(v) {}
 
     /// Arguments as for token_view(shape...): a pointer, numbers of tokens, heads and channels, and two strides if they are not dense.
     template <class T, class... Shape>
     requires(sizeof...(Shape) >= 3) query_view(T* rows, Shape... shape)
     noexcept : query_view(token_view<T>(rows, shape...)) {}
-
-    /// Reads the channels of one token and head to `to`, times scale.
-    void load(int token, int head, float* to, float scale) const noexcept {
-        load_(at(token, head), to, dim, scale);
-    }
-
-private:
-    void (*load_)(const void* from, float* to, int n, float scale);
 };
 
 /// Outputs, [tokens][q_heads][value_dim], written.

@@ -145,13 +145,13 @@ void rearrange(sequence& s, float* scratch, Build&& build) {
     tracks.swap(fresh);
 }
 
-/// Raises kvq::error if keys would move by `by` positions in a cache that does not know how they are rotated.
+/// Raises kvq::error if keys would move by `by` positions in a cache without cache_options::rotary.
 inline void expect_rotary(const kvq::cache& of, std::int64_t by) {
     constexpr std::int64_t farthest = std::int64_t{1} << 40;
     expect(by >= -farthest && by <= farthest, "keys cannot move by ", by, " positions, the limit is ",
            farthest);
     expect(by == 0 || of.rotations().known(), "keys cannot move by ", by,
-           " positions: the cache was not told how they are rotated (cache_options::rotary)");
+           " positions: set cache_options::rotary to say how they are rotated");
 }
 
 }  // namespace detail

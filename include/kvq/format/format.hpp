@@ -33,6 +33,8 @@ struct backend_functions {
     /// Turns scores [0, n) of `rows` rows, `stride` apart, into weights (kernels/softmax.hpp).
     void (*softmax)(float* scores, std::ptrdiff_t stride, int rows, int n, float* max, float* sum,
                     float* factor);
+    /// Reads n values of a query and multiplies them by `scale`. Returns whether all results are finite.
+    bool (*load_query)(float_type type, const void* from, int n, float scale, float* to);
     /// Called before and after the products of `rows` rows on architectures with a tile state; else null. `state`: tile_state_bytes.
     void (*open_tiles)(int rows, void* state);
     void (*close_tiles)(void* state);

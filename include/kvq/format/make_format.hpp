@@ -49,12 +49,32 @@ struct backend_table {
         for (; i < rows; ++i)
             kernels::softmax_tile<lanes, 1>(scores + i * stride, stride, n, max + i, sum + i, factor + i);
     }
+    static bool load_query(float_type type, const void* from, int n, float scale, float* to) {
+        visit_float_type(type, [&]<class T>(T) {
+            Backend::template load_floats<T>(static_cast<const std::byte*>(from), n, to);
+        });
+        // 0 * x is NaN for an x that is not finite.
+        auto zeros = lanes::splat_float(0.0f);
+        int c = 0;
+        for (; c + lanes::width <= n; c += lanes::width) {
+            const auto x = lanes::multiply(lanes::load_floats(to + c), lanes::splat_float(scale));
+            lanes::store_floats(to + c, x);
+            zeros = lanes::multiply_add(x, lanes::splat_float(0.0f), zeros);
+        }
+        float zero = lanes::sum(zeros);
+        for (; c < n; ++c) {
+            to[c] *= scale;
+            zero += 0.0f * to[c];
+        }
+        return zero == 0.0f;
+    }
     static void open_tiles(int rows, void* state) { ::new (state) session(rows); }
     static void close_tiles(void* state) { static_cast<session*>(state)->~session(); }
 
     static constexpr backend_functions functions{Backend::name(),
                                                  query_rows<Backend>,
                                                  &softmax,
+                                                 &load_query,
                                                  has_session ? &open_tiles : nullptr,
                                                  has_session ? &close_tiles : nullptr,
                                                  &fp16_format<Backend>};

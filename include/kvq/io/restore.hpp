@@ -100,7 +100,7 @@ private:
             for (const page_span& s : layer.spans)
                 expect(s.shift == 0 || cache_.rotations().known(),
                        "the saved sequence has keys that moved by ", s.shift,
-                       " positions: the cache was not told how they are rotated (cache_options::rotary)");
+                       " positions: set cache_options::rotary to say how they are rotated");
     }
 
     void find_formats(tensor role) {

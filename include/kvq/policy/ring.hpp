@@ -49,10 +49,10 @@ public:
         : sequence_(std::move(s)), options_(options) {
         detail::expect(options.window >= 1, "a window has at least 1 token, got ", options.window);
         detail::expect(options.slack >= 0, "slack must not be negative, got ", options.slack);
-        detail::expect(options.sinks == sink_positions::in_text ||
-                           detail::sequence_access::cache(sequence_).rotations().known(),
-                       "the sinks of a ring cannot move: the cache was not told how keys are rotated "
-                       "(cache_options::rotary)");
+        detail::expect(
+            options.sinks == sink_positions::in_text ||
+                detail::sequence_access::cache(sequence_).rotations().known(),
+            "the sinks of a ring cannot move: set cache_options::rotary to say how keys are rotated");
         const page_geometry g = geometry();
         for (int layer = 1; layer < layers(); ++layer)
             detail::expect(sequence_.tokens(layer) == sequence_.tokens(0), "layer ", layer, " holds ",

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_size_t, c_ssize_t, c_uint32, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int32, c_int64, c_size_t, c_ssize_t, c_uint32, c_uint64, c_void_p
 from typing import Any, Dict, List
 
 from ._abi import _Struct, handle, kvq_tensor
@@ -15,7 +15,7 @@ deallocate_function = CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)
 
 class kvq_cuda_format_entry(_Struct):
     _fields_ = [("size", c_size_t), ("formats", c_char_p), ("head_dim", c_int32), ("page_tokens", c_int32), ("window", c_int32),
-                ("reserved", c_int32)]
+                ("alibi", c_int32)]
 
 
 class kvq_cuda_allocator(_Struct):
@@ -27,7 +27,7 @@ class kvq_cuda_cache_options(_Struct):
                 ("formats", c_char_p), ("window", c_char_p), ("sinks", c_int32), ("recent", c_int32), ("rollback", c_int32),
                 ("max_batch", c_int32), ("max_tokens", c_int32), ("step_tokens", c_int32), ("draft_tokens", c_int32),
                 ("pool_tokens", c_int32), ("pool_sequences", c_int32), ("fixed", c_int32), ("statistics", handle),
-                ("allocator", POINTER(kvq_cuda_allocator))]
+                ("allocator", POINTER(kvq_cuda_allocator)), ("alibi", c_int32), ("reserved", c_int32)]
 
 
 class kvq_cuda_cache_info(_Struct):
@@ -40,7 +40,7 @@ class kvq_cuda_cache_info(_Struct):
 
 class kvq_cuda_attend_options(_Struct):
     _fields_ = [("size", c_size_t), ("scale", c_float), ("softcap", c_float), ("window", c_int32), ("window_sinks", c_int32),
-                ("ancestors", c_void_p), ("lse", c_void_p)]
+                ("ancestors", c_void_p), ("lse", c_void_p), ("sink_logits", c_void_p), ("alibi_slopes", c_void_p)]
 
 
 class kvq_cuda_requantize_request(_Struct):
@@ -50,6 +50,22 @@ class kvq_cuda_requantize_request(_Struct):
 
 class kvq_cuda_tier(_Struct):
     _fields_ = [("age", c_int32), ("format", c_char_p)]
+
+
+class kvq_cuda_pages(_Struct):
+    _fields_ = [("format", c_char_p), ("keys", c_void_p), ("values", c_void_p), ("key_stride", c_size_t), ("value_stride", c_size_t),
+                ("page_tokens", c_int32), ("reserved", c_int32)]
+
+
+class kvq_cuda_part(_Struct):
+    _fields_ = [("pages", kvq_cuda_pages), ("table", c_void_p), ("first_page", c_void_p), ("end_page", c_void_p)]
+
+
+class kvq_cuda_layer(_Struct):
+    _fields_ = [("size", c_size_t), ("sequences", c_int32), ("kv_heads", c_int32), ("tokens", c_void_p), ("committed", c_void_p),
+                ("parts", POINTER(kvq_cuda_part)), ("part_count", c_int32), ("columns", c_int32), ("window", kvq_cuda_pages),
+                ("window_table", c_void_p), ("window_columns", c_int32), ("sink_tokens", c_int32), ("sinks", kvq_cuda_pages),
+                ("sink_table", c_void_p)]
 
 
 class plain_tensor(ctypes.Structure):
@@ -62,6 +78,7 @@ class plain_tensor(ctypes.Structure):
 i32, i32_out, size_out, out = c_int32, POINTER(c_int32), POINTER(c_size_t), POINTER(c_void_p)
 _handles, _tensor = POINTER(c_void_p), POINTER(kvq_tensor)
 _attend = POINTER(kvq_cuda_attend_options)
+_pages, _part, _layer = POINTER(kvq_cuda_pages), POINTER(kvq_cuda_part), POINTER(kvq_cuda_layer)
 
 FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_format_count": [i32_out],
@@ -88,4 +105,13 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_cache_step_down": [handle, _handles, i32, POINTER(kvq_cuda_tier), i32, c_size_t, c_void_p],
     "kvq_cuda_sequence_offload": [handle, handle, c_void_p, out],
     "kvq_cuda_sequence_onload": [handle, handle, c_void_p, out],
+    "kvq_cuda_kernels_find": [c_char_p, i32, i32, c_char_p, out],
+    "kvq_cuda_kernels_free": [handle],
+    "kvq_cuda_kernels_page_bytes": [handle, c_char_p, i32, i32, size_out, size_out],
+    "kvq_cuda_kernels_workspace_bytes": [handle, i32, i32, i32, size_out],
+    "kvq_cuda_pages_store": [handle, _pages, _tensor, _tensor, POINTER(c_int64), c_void_p],
+    "kvq_cuda_pages_requantize": [handle, i32, _pages, i32_out, _pages, i32_out, i32, POINTER(c_uint32), c_void_p],
+    "kvq_cuda_pages_dequantize": [handle, i32, _part, i32, i32, i32_out, _tensor, _tensor, i32_out, c_void_p],
+    "kvq_cuda_pages_attend": [handle, _layer, _tensor, _tensor, _attend, c_void_p, c_size_t, c_void_p],
+    "kvq_cuda_pages_prefill": [handle, _layer, _tensor, _tensor, _tensor, _tensor, i32_out, i32, _attend, c_void_p],
 }

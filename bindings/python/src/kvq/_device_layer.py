@@ -4,13 +4,14 @@ A decode step is two calls of the library with structs that are made once: it ta
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any, Dict, List, Optional, Sequence as Sequence_, Tuple
 
 import torch
 
 from . import _abi, _cuda_abi
-from ._errors import ArgumentError, UnsupportedError
+from ._errors import BY_STATUS, ArgumentError, Error, InternalError, UnsupportedError
 from ._library import library
 from .cuda import Cache, Sequence, attend_options
 
@@ -24,16 +25,25 @@ class _Rows:
         self.name, self.dtype, self.device = name, dtype, device
         self.c = _cuda_abi.plain_tensor(dtype=number)
         self.pointer = ctypes.addressof(self.c)
+        self.shape: Any = None  # of the last one that was not copied: the next one has its strides, as a rule
+        self.strides: Any = None
 
     def set(self, x: torch.Tensor) -> torch.Tensor:
         """x must live until the call: what it was copied to, where its tokens do not follow each other in memory."""
+        shape, strides = x.shape, x.stride()
+        if strides == self.strides and shape == self.shape and x.dtype is self.dtype and x.device == self.device:
+            self.c.data = x.data_ptr()
+            return x
         if x.dtype is not self.dtype or x.device != self.device:
             raise ArgumentError(f"kvq: {self.name} is {x.dtype} on {x.device}, the cache {self.dtype} on {self.device}")
-        batch, heads, n, dim = x.shape
-        of_row, head, token, channel = x.stride()
+        self.strides = None
+        batch, heads, n, dim = shape
+        of_row, head, token, channel = strides
         if channel != 1 or 0 in (of_row, head, token) or (n > 1 and batch > 1 and of_row != n * token):
             x = x.transpose(1, 2).contiguous().transpose(1, 2)
             of_row, head, token, channel = x.stride()
+        else:
+            self.shape, self.strides = shape, strides
         c = self.c
         c.data, c.tokens, c.heads, c.dim = x.data_ptr(), batch * n, heads, dim
         c.token_stride, c.head_stride = token if n > 1 else of_row, head
@@ -59,6 +69,7 @@ class DevicePages:
         self.sequences: List[Sequence] = [self.pages.new_sequence() for _ in range(batch)]
         self._rows: Optional[Any] = None
         self._begun = False
+        self._address, self._stream = self.pages.address, self.pages.stream_of()
         number = _abi.FP16 if k.dtype == torch.float16 else _abi.BF16
         self._k, self._v, self._q, self._out = (_Rows(name, k.dtype, k.device, number) for name in ("k", "v", "q", "out"))
         self._options: Dict[Tuple, Any] = {}
@@ -72,19 +83,33 @@ class DevicePages:
             raise ArgumentError(f"kvq: {len(sequences)} sequences, but the cache was made for {self.pages.max_batch}: pass "
                                 f"max_batch={len(sequences)}")
 
-    def _raise(self, status: int) -> None:
-        from ._errors import BY_STATUS, InternalError
+    def _error(self, status: int) -> Exception:
+        return BY_STATUS.get(status, InternalError)(library.kvq_last_error().decode("utf-8", "replace"))
 
-        raise BY_STATUS.get(status, InternalError)(library.kvq_last_error().decode("utf-8", "replace"))
+    def trim(self, lengths: List[int]) -> None:
+        """Every row to a number of tokens that it had before. What has begun, has not."""
+        self._begun = False
+        for s, n in zip(self.sequences, lengths):
+            if len(s) > n:
+                s.trim(n)
 
     def attend(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
-               how: Tuple[Optional[float], Optional[float], Optional[int]]) -> torch.Tensor:
+               how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor] = None) -> torch.Tensor:
         """As Layer.attend. new: [batch][n] on the CPU, False for padding; None: there is none. how: scale, softcap, window"""
         options = self._options.get(how)
         if options is None:
             held = attend_options(*how)
             options = self._options[how] = (held, ctypes.addressof(held))
         batch, q_heads, n, dim = q.shape
+        if s_aux is not None:
+            if s_aux.numel() != q_heads:
+                raise ArgumentError(f"kvq: {s_aux.numel()} learned sinks for {q_heads} query heads")
+            sinks = s_aux.detach().to(q.device, torch.float32).flatten().contiguous()
+            sums = torch.empty(batch * n, q_heads, dtype=torch.float32, device=q.device)
+            options[0].sink_logits, options[0].lse = sinks.data_ptr(), sums.data_ptr()
+            self._sinks = (sinks, sums)  # a graph reads them again
+        elif options[0].sink_logits:
+            options[0].sink_logits = options[0].lse = None
         if n <= self.pages.step_tokens:
             absent = [] if new is None else (~new).nonzero().tolist()
             if not absent or n == 1:
@@ -97,13 +122,14 @@ class DevicePages:
         rows = self._rows
         if rows is None or absent:
             addresses = [None if i in absent else s.address for i, s in enumerate(self.sequences)]
-            rows = (ctypes.c_void_p * batch)(*addresses)
+            self._held = (ctypes.c_void_p * batch)(*addresses)
+            rows = ctypes.addressof(self._held)
             self._rows = None if absent else rows
-        status = self._begin(pages.address, ctypes.addressof(rows), batch, n, pages.stream())
+        status = self._begin(self._address, rows, batch, n, self._stream())
         if status == _abi.ERROR_MEMORY:
             pages.begin_step([None if i in absent else s for i, s in enumerate(self.sequences)], n)
         elif status != _OK:
-            self._raise(status)
+            raise self._error(status)
         self._begun = True
 
     def stepped(self) -> None:
@@ -112,24 +138,33 @@ class DevicePages:
 
     def _step(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, options: int, absent: List[int]) -> torch.Tensor:
         batch, q_heads, n, dim = q.shape
+        out = torch.empty((batch, n, q_heads, dim), dtype=q.dtype, device=q.device)
+        held = self._k.set(k), self._v.set(v), self._q.set(q), self._out.set(out.transpose(1, 2))
         if not self._begun:
             self.begin(n, absent)
         self._begun = False
-        out = torch.empty(batch, n, q_heads, dim, dtype=q.dtype, device=q.device)
-        held = self._k.set(k), self._v.set(v), self._q.set(q), self._out.set(out.transpose(1, 2))
-        pages = self.pages
-        status = self._prefill(pages.address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
-                               pages.stream())
+        status = self._prefill(self._address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
+                               self._stream())
         del held
         if status != _OK:
-            self._raise(status)
+            error = self._error(status)
+            self.trim([len(s) - (0 if i in absent else n) for i, s in enumerate(self.sequences)])
+            raise error
         return out
 
     def _prompts(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], options: int) -> torch.Tensor:
         batch, q_heads, n, dim = q.shape
-        pages = self.pages
         make = torch.empty if new is None else torch.zeros
         out = make(batch, n, q_heads, dim, dtype=q.dtype, device=q.device)
+        with contextlib.ExitStack() as undo:
+            self._prompt_rows(k, v, q, new, options, out, undo)
+            undo.pop_all()
+        return out
+
+    def _prompt_rows(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor], options: int,
+                     out: torch.Tensor, undo: contextlib.ExitStack) -> None:
+        _, q_heads, n, dim = q.shape
+        pages = self.pages
         for row, s in enumerate(self.sequences):
             first, count, chosen = 0, n, None
             if new is not None:
@@ -146,14 +181,21 @@ class DevicePages:
 
             to = out[row : row + 1, first : first + count] if chosen is None else torch.empty(1, count, q_heads, dim, dtype=q.dtype,
                                                                                              device=q.device)
-            pages.begin_prompt(s, count)
             held = [of.set(x) for of, x in ((self._k, tokens(k)), (self._v, tokens(v)), (self._q, tokens(q)),
                                             (self._out, to.transpose(1, 2)))]
-            status = self._prefill(pages.address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
-                                   pages.stream())
+            before = len(s)
+            pages.begin_prompt(s, count)
+            undo.callback(_trim, s, before)
+            status = self._prefill(self._address, 0, self._k.pointer, self._v.pointer, self._q.pointer, self._out.pointer, options,
+                                   self._stream())
             del held
             if status != _OK:
-                self._raise(status)
+                raise self._error(status)
             if chosen is not None:
                 out[row, chosen] = to[0]
-        return out
+
+
+def _trim(sequence: Sequence, n: int) -> None:
+    """Takes the tokens of a failed step back. An error of its own would hide the one that is reported."""
+    with contextlib.suppress(Error):
+        sequence.trim(n)

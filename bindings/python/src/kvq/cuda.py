@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import types
 from dataclasses import dataclass
 from typing import Any, Callable, Iterable, List, Optional, Sequence as List_, Tuple, Union
@@ -76,6 +77,8 @@ class FormatEntry:
     head_dim: int
     page_tokens: int
     window: str
+    alibi: bool
+    """For caches with alibi=True."""
 
 
 def formats() -> List[FormatEntry]:
@@ -85,7 +88,7 @@ def formats() -> List[FormatEntry]:
         c = _cuda_abi.kvq_cuda_format_entry()
         f.kvq_cuda_format_list(i, ctypes.byref(c))
         all_of.append(FormatEntry(tuple(c.formats.decode().split(",")), c.head_dim, c.page_tokens,
-                                  "fp16" if c.window == _abi.FP16 else "bf16"))
+                                  "fp16" if c.window == _abi.FP16 else "bf16", bool(c.alibi)))
     return all_of
 
 
@@ -166,6 +169,7 @@ class Cache(Handle):
     pool_sequences  and 16-bit pages for so many sequences
     growing         pools that are full grow, in a begin, which then waits for the stream
     statistics      for keys whose format takes them
+    alibi           attention takes alibi_slopes, always; prompts are steps of up to step_tokens tokens
 
     Memory is cudaMalloc's; where there is none, torch gives back what it holds but does not use.
     """
@@ -174,7 +178,8 @@ class Cache(Handle):
                  dtype: torch.dtype = torch.float16, device: Any = None, page_tokens: Optional[int] = None,
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None, max_batch: int = 1,
                  max_tokens: int = 32768, step_tokens: int = 1, draft_tokens: int = 0, pool_tokens: int = 0,
-                 pool_sequences: int = 0, growing: bool = True, statistics: Optional[Statistics] = None) -> None:
+                 pool_sequences: int = 0, growing: bool = True, statistics: Optional[Statistics] = None,
+                 alibi: bool = False) -> None:
         if dtype not in _NAMES:
             raise ArgumentError(f"kvq: a cache on a GPU is of torch.float16 or torch.bfloat16, not {dtype}")
         for name, value in (("max_batch", max_batch), ("max_tokens", max_tokens), ("step_tokens", step_tokens)):
@@ -192,7 +197,7 @@ class Cache(Handle):
             layers=layers, kv_heads=kv_heads, head_dim=head_dim, formats=text(_names(formats)), window=text(_NAMES[dtype]),
             page_tokens=page_tokens or 0, sinks=count(sinks), recent=count(recent), rollback=count(rollback), max_batch=max_batch,
             max_tokens=max_tokens, step_tokens=step_tokens, draft_tokens=draft_tokens, pool_tokens=pool_tokens,
-            pool_sequences=pool_sequences, fixed=int(not growing))
+            pool_sequences=pool_sequences, fixed=int(not growing), alibi=int(alibi))
         o.statistics = optional_handle(statistics, Statistics, "statistics")
         with on_device:
             made = ctypes.c_void_p()
@@ -202,6 +207,10 @@ class Cache(Handle):
     def stream(self) -> int:
         """torch's current stream of the device, as an address."""
         return _raw_stream(self.device.index) if _KIND == "cuda" else 0
+
+    def stream_of(self) -> Callable[[], int]:
+        """stream, for calls of every layer."""
+        return functools.partial(_raw_stream, self.device.index) if _KIND == "cuda" else self.stream
 
     def _with_memory(self, function: Callable, *arguments: Any) -> None:
         """Calls it; where there is no memory once more, after torch has given back what it does not use."""
@@ -266,7 +275,9 @@ class Cache(Handle):
         q, out   [rows x new tokens][q_heads][head_dim]; q_heads is a multiple of kv_heads. out=None: new memory
         lse      None, or float32 [rows x new tokens][q_heads], gets the natural logarithm of each softmax sum
         options  scale, softcap, window: of Mods. window_sinks: with a window, also the sinks of the cache.
-                 ancestors: int64 [rows][new tokens], which drafted tokens a query sees (bit 0: the first one)
+                 ancestors: int64 [rows][new tokens], which drafted tokens a query sees (bit 0: the first one).
+                 sink_logits: float32 [q_heads], learned sinks: one more score in each softmax sum; but in a prompt with lse only.
+                 alibi_slopes: float32 [q_heads]: score - slope * distance, of a cache with alibi=True
 
         Returns out.
         """
@@ -363,14 +374,18 @@ def _rows(rows: Iterable[Optional[Sequence]]) -> Tuple[Any, int]:
 
 def attend_options(scale: Optional[float] = None, softcap: Optional[float] = None, window: Optional[int] = None,
                    window_sinks: bool = False, ancestors: Optional[torch.Tensor] = None,
-                   lse: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
+                   lse: Optional[torch.Tensor] = None, sink_logits: Optional[torch.Tensor] = None,
+                   alibi_slopes: Optional[torch.Tensor] = None) -> _cuda_abi.kvq_cuda_attend_options:
     """How to attend, as the library takes it."""
     for name, value in (("scale", scale), ("softcap", softcap), ("window", window)):
         if value is not None and not value > 0:
             raise ArgumentError(f"kvq: {name} is {value}, which must be positive, or None")
-    for name, x, dtype in (("ancestors", ancestors, torch.int64), ("lse", lse, torch.float32)):
+    for name, x, dtype in (("ancestors", ancestors, torch.int64), ("lse", lse, torch.float32),
+                           ("sink_logits", sink_logits, torch.float32), ("alibi_slopes", alibi_slopes, torch.float32)):
         if x is not None and (x.dtype != dtype or not x.is_contiguous() or x.device.type != _KIND):
             raise ArgumentError(f"kvq: {name} is {x.dtype} on {x.device}, not contiguous {dtype} on a GPU")
     return _cuda_abi.kvq_cuda_attend_options(
         scale=scale or 0.0, softcap=softcap or 0.0, window=window or 0, window_sinks=int(window_sinks),
-        ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr())
+        ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr(),
+        sink_logits=None if sink_logits is None else sink_logits.data_ptr(),
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.data_ptr())

@@ -15,7 +15,9 @@ row of a batch is a sequence of its own length. Nothing waits for the device, bu
 """
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+import contextlib
+import functools
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,38 +25,52 @@ from transformers.cache_utils import Cache as _Cache, CacheLayerMixin
 
 from ._attention import Mods, Threads
 from ._cache import Cache as _Pages
-from ._errors import ArgumentError, UnsupportedError
+from ._errors import ArgumentError, Error, UnsupportedError
 from ._sequence import Sequence
 
-__all__ = ["Cache", "DecodeGraph", "attention", "padding_mask"]
+__all__ = ["Cache", "DecodeGraph", "attention", "decode_in_graphs", "padding_mask"]
 
 _DEVICE = "cuda"  # of tensors for caches on a GPU
 
 
 class _Padding:
-    """What masks say, found once for all layers of a forward pass.
+    """What masks say, found once for all layers of a forward pass, and which tokens of the cache are padding, held once for all layers.
 
     real: [batch][tokens] on the CPU, False for padding; None: there is none
     """
 
     def __init__(self) -> None:
-        self._asked: Any = None
-        self._answer: Any = None
+        self._readers: set = set()  # ids of the layers that have read in this forward pass
+        self._answers: List[Tuple[Tuple, Tuple]] = []
+        self._changed: Optional[Tuple] = None
 
-    def read(self, mask: Optional[torch.Tensor], real: Optional[torch.Tensor], batch: int, past: int,
+    def read(self, layer: Any, mask: Optional[torch.Tensor], real: Optional[torch.Tensor], batch: int, past: int,
              n: int) -> Tuple[Optional[torch.Tensor], Optional[torch.Tensor]]:
         """Of n new tokens behind `past`: which of them are real (None: all), and `real` with them.
 
-        mask: [batch][all tokens so far], 0 for padding; None: there is none
+        mask: [batch][all tokens so far], 0 for padding; None: there is none. A layer that reads again begins the next forward pass, whose
+        mask may be the same tensor with other contents
         """
         if mask is None and real is None:
             return None, None
-        written = None if mask is None or mask.is_inference() else mask._version  # in place, since the last call
-        asked = (mask, real, batch, past, n, written)
-        if self._asked is None or any(a is not b for a, b in zip(asked[:2], self._asked)) or asked[2:] != self._asked[2:]:
-            self._answer = self._read(*asked[:5])
-            self._asked = asked
-        return self._answer
+        if id(layer) in self._readers:
+            self._readers.clear()
+            self._answers.clear()
+        self._readers.add(id(layer))
+        for asked, answer in self._answers:
+            if asked[0] is mask and asked[1] is real and asked[2:] == (batch, past, n):
+                return answer
+        answer = self._read(mask, real, batch, past, n)
+        self._answers.append(((mask, real, batch, past, n), answer))
+        return answer
+
+    def change(self, real: Optional[torch.Tensor], how: Any, make: Any) -> Optional[torch.Tensor]:
+        """make(real), one result for layers that change the same `real` in the same way."""
+        if real is None:
+            return None
+        if self._changed is None or self._changed[0] is not real or self._changed[1] != how:
+            self._changed = (real, how, make(real))
+        return self._changed[2]
 
     @staticmethod
     def _read(mask: Optional[torch.Tensor], real: Optional[torch.Tensor], batch: int, past: int,
@@ -142,22 +158,25 @@ class Layer(CacheLayerMixin):
         """
         batch, _, n, _ = q.shape
         self._waits = False
-        new, real = self._padding.read(mask, self.real, batch, self.tokens, n)
+        new, real = self._padding.read(self, mask, self.real, batch, self.tokens, n)
         if self._device is None:
             out = self._on_cpu(k, v, q, new, how, s_aux)
-        elif s_aux is not None:
-            raise UnsupportedError("kvq: caches on a GPU know no learned sinks")
         else:
-            out = self._device.attend(k, v, q, new, how)
+            out = self._device.attend(k, v, q, new, how, s_aux)
         self.tokens += n
         self.real = real
         return out
 
     def stepped(self) -> None:
         """A graph has given every row a token."""
-        _, self.real = self._padding.read(None, self.real, len(self.sequences), self.tokens, 1)
+        _, self.real = self._padding.read(self, None, self.real, len(self.sequences), self.tokens, 1)
         self.tokens += 1
         self._device.stepped()
+
+    def restore(self, tokens: int, real: Optional[torch.Tensor]) -> None:
+        """Back to what a step has found: the first `tokens` tokens, padding included."""
+        self.tokens, self.real, self._waits = tokens, real, False
+        self._device.trim([tokens] * len(self.sequences) if real is None else real.sum(1).tolist())
 
     def _on_cpu(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, new: Optional[torch.Tensor],
                 how: Tuple[Optional[float], Optional[float], Optional[int]], s_aux: Optional[torch.Tensor]) -> torch.Tensor:
@@ -211,7 +230,7 @@ class Layer(CacheLayerMixin):
         n, change = self.get_seq_length(), int(tokens_to_remove)
         keep = change if change > 0 else max(n + change, 0)
         if keep < n:
-            real = None if self.real is None else self.real[:, :keep]
+            real = self._padding.change(self.real, keep, lambda r: r[:, :keep])
             for i, s in enumerate(self.sequences):  # a cache on a GPU may refuse the first
                 s.trim(keep if real is None else int(real[i].sum()))
             self.tokens, self.real = keep, real
@@ -224,8 +243,7 @@ class Layer(CacheLayerMixin):
                 self._host = forks
             else:
                 self._device.replace(forks)
-            if self.real is not None:
-                self.real = self.real[chosen]
+            self.real = self._padding.change(self.real, chosen, lambda r: r[chosen])
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -250,7 +268,8 @@ class Cache(_Cache):
     """
 
     def __init__(self, keys: Any = "std4", values: Any = None, *, threads: Optional[Threads] = None, **options: Any) -> None:
-        padding = _Padding()
+        self._padding = padding = _Padding()
+        self._graph: Optional[DecodeGraph] = None  # of decode_in_graphs
         super().__init__(layer_class_to_replicate=lambda: Layer(keys, values, threads, padding, **options))
 
     def bytes(self) -> int:
@@ -271,10 +290,10 @@ class DecodeGraph:
 
     The first step runs as it is, the second one is captured; so is one after the batch, formats or the place of pools have changed. pool_tokens
     and pool_sequences of the cache (of every layer) keep pools where they are. A model whose forward pass waits for the GPU, or depends on
-    lengths but by positions, cannot be captured.
+    lengths but by positions, cannot be captured. An error leaves the cache as it was before the call.
     """
 
-    def __init__(self, model: torch.nn.Module, cache: Cache) -> None:
+    def __init__(self, model: Callable, cache: Cache) -> None:
         self._model, self._cache = model, cache
         self._graph: Any = None
         self._number: Any = None  # what the graph was captured for
@@ -300,6 +319,19 @@ class DecodeGraph:
             self._batch, self._ran, self._number, self._lengths = batch, False, None, []
             with torch.inference_mode(False):
                 self._ids, self._positions = (torch.empty(batch, 1, dtype=torch.long, device=ids.device) for _ in range(2))
+        before = [(layer.tokens, layer.real) for layer in layers]
+        try:
+            self._step(ids, layers, batch)
+        except BaseException:
+            # Also where the model itself has failed between two layers.
+            self._lengths, self._number = [], None
+            for layer, held in zip(layers, before):
+                with contextlib.suppress(Error):  # of the device, which the first one names
+                    layer.restore(*held)
+            raise
+        return self._logits
+
+    def _step(self, ids: torch.Tensor, layers: List[Any], batch: int) -> None:
         lengths = [layers[0].tokens] * batch if layers[0].real is None else layers[0].real.sum(1).tolist()
         if lengths != self._lengths:
             self._positions.copy_(torch.tensor(lengths).unsqueeze(1))
@@ -321,7 +353,48 @@ class DecodeGraph:
             for layer in layers:
                 layer.stepped()
         self._lengths = [n + 1 for n in lengths]
-        return self._logits
+
+
+def decode_in_graphs(model: torch.nn.Module) -> None:
+    """From now on decode steps of the model are those of DecodeGraph, also in model.generate(), where past_key_values is a Cache on a GPU:
+    one token of every row, none of it padding, with gradients disabled. Others run as before. `del model.forward` takes it back.
+
+    Positions are the numbers of tokens before, padding not counted; position_ids are not read. Logits are overwritten by the next step.
+    """
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    plain = model.forward
+
+    @functools.wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if args or not isinstance(cache, Cache) or not _fits_graph(cache, kwargs):
+            return plain(*args, **kwargs)
+        if cache._graph is None:
+            cache._graph = DecodeGraph(plain, cache)
+        graph = cache._graph
+        graph._cache = cache
+        try:
+            return CausalLMOutputWithPast(logits=graph(kwargs["input_ids"]), past_key_values=cache)
+        finally:
+            graph._cache = None  # the cache has the graph: no circle keeps its memory
+
+    model.forward = forward
+
+
+def _fits_graph(cache: Cache, kwargs: Dict[str, Any]) -> bool:
+    layers: List[Any] = cache.layers
+    ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+    if ids is None or not layers or any(layer._device is None for layer in layers) or torch.is_grad_enabled():
+        return False
+    if kwargs.get("return_dict") is False or any(kwargs.get(name) for name in ("output_attentions", "output_hidden_states")):
+        return False
+    if any(kwargs.get(name) is not None for name in ("inputs_embeds", "labels")):
+        return False
+    batch, first = len(layers[0].sequences), layers[0]
+    if tuple(ids.shape) != (batch, 1):
+        return False
+    return _Padding._read(mask, first.real, batch, first.tokens, 1)[0] is None
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -92,6 +92,9 @@ struct device_functions {
     /// from: a format of this entry, or -1 for 16-bit pages in window_pages.
     status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
                          const int* from_pages, const int* to_pages, int count, cudaStream_t);
+    /// Tokens of format `part` to rows starts[sequence] + token; no sinks, no plans.
+    status (*dequantize)(const layer_view&, int part, const untyped_view& keys, const untyped_view& values,
+                         const int* starts, cudaStream_t);
     status (*attend)(const layer_view&, const untyped_view& q, const untyped_view& out,
                      const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t,
                      const void* score);
@@ -246,6 +249,13 @@ struct device_table {
             });
         });
     }
+    static status dequantize(const layer_view& l, int part, const untyped_view& keys,
+                             const untyped_view& values, const int* starts, cudaStream_t stream) {
+        return with_format(part, [&]<class Format>(std::type_identity<Format>) {
+            return dequantize_tokens(quantized<Format>(l, part, l.quantized[part].table), keys.as<T>(),
+                                     values.as<T>(), starts, stream);
+        });
+    }
     static status attend(const layer_view& l, const untyped_view& q, const untyped_view& out,
                          const attention_options& options, void* workspace, std::size_t bytes,
                          cudaStream_t stream, const void* score) {
@@ -260,9 +270,8 @@ struct device_table {
                                     out.as<T>(), starts, new_tokens, options, stream);
         else
             return bad_value(
-                "prefill does not know these formats (keys of several widths, or sizes that are no multiples "
-                "of "
-                "32): append, then attend");
+                "prefill has no kernels for these formats (keys of several widths, or sizes that are no "
+                "multiples of 32): append, then attend");
     }
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);
@@ -298,9 +307,9 @@ struct device_table {
         ((i++ == number ? make.template operator()<Formats>() : void()), ...);
         return state;
     }
-    static constexpr device_functions functions{&commit,          &keep,     &store_new, &store,
-                                                &requantize,      &attend,   &prefill,   &type_mark<Score>,
-                                                &workspace_bytes, &make_keys};
+    static constexpr device_functions functions{
+        &commit, &keep,    &store_new,        &store,           &requantize, &dequantize,
+        &attend, &prefill, &type_mark<Score>, &workspace_bytes, &make_keys};
 };
 
 }  // namespace detail

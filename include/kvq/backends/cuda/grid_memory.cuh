@@ -34,7 +34,7 @@ struct grid_memory {
                   "kvq::cuda: channel_grid is quantized with the encoders of quant/encoders.hpp");
     static constexpr bool feedback = Role == tensor::key && encoder_traits<encoder>::feedback;
     static_assert(Role == tensor::key || encoder_traits<encoder>::fits == encoder_traits<encoder>::alone,
-                  "kvq::cuda: values have no feedback; name the encoder that they shall have");
+                  "kvq::cuda: values have no feedback; name another encoder for them");
 
     static constexpr block_shape shape = shape_of<Role, Format>;
     static constexpr int tokens = shape.tokens, dim = shape.dim;

@@ -1,0 +1,121 @@
+// What calls of kvq_cuda.h take: names of formats, tensors in device memory, options of attention.
+#pragma once
+
+#include <set>
+#include <string_view>
+
+#include "objects.cuh"
+
+namespace kvq::c {
+
+inline std::vector<std::string> names_of(const char* list) {
+    const std::string_view all = list;
+    std::vector<std::string> names;
+    for (std::size_t at = 0; at <= all.size();) {
+        const std::size_t end = std::min(all.find(',', at), all.size());
+        std::string_view name = all.substr(at, end - at);
+        while (!name.empty() && name.front() == ' ') name.remove_prefix(1);
+        while (!name.empty() && name.back() == ' ') name.remove_suffix(1);
+        expect(!name.empty(), KVQ_ERROR_ARGUMENT, "formats \"", std::string(all), "\" lists an empty name");
+        names.emplace_back(name);
+        at = end + 1;
+    }
+    return names;
+}
+
+inline bool holds_values(const std::string& name) { return name == "fp16" || name == "bf16"; }
+
+inline bool is_alibi(const cuda::device_format& f) {
+    return f.functions->score_type == &cuda::detail::type_mark<cuda::alibi>;
+}
+
+/// The entry with the fewest formats that has all of these, with or without ALiBi. Raises a failure that says what was compiled.
+inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, int head_dim,
+                                                int page_tokens, float_type type, bool alibi) {
+    std::string names;
+    std::set<int> head_dims;
+    bool geometry = false;
+    const cuda::device_format* found = nullptr;
+    bool any = false;
+    for (const cuda::device_format& f : compiled_formats()) {
+        if (is_alibi(f) != alibi) continue;
+        any = true;
+        const bool fits = f.head_dim == head_dim && f.value_dim == head_dim && f.page_tokens == page_tokens &&
+                          f.type == type;
+        geometry = geometry || fits;
+        bool all = fits;
+        std::string own;
+        for (const cuda::device_format::kind& k : f.kinds) own += (own.empty() ? "" : "+") + k.name;
+        for (const std::string& name : wanted_names) all = all && f.find(name) >= 0;
+        if (all && (found == nullptr || f.kinds.size() < found->kinds.size())) found = &f;
+        if (fits) names += (names.empty() ? "" : ", ") + own;
+        if (f.type == type) head_dims.insert(f.head_dim);
+    }
+    if (found != nullptr) return *found;
+    std::string wanted;
+    for (const std::string& name : wanted_names) wanted += (wanted.empty() ? "" : "+") + name;
+    const std::string option = alibi ? "KVQ_CUDA_ALIBI" : "KVQ_CUDA_FORMATS";
+    expect(any, KVQ_ERROR_ARGUMENT, "this library has no kernels with ALiBi; build it with ", option, "=",
+           wanted);
+    std::string other;
+    for (const int d : head_dims) other += (other.empty() ? "" : ", ") + std::to_string(d);
+    expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads of ", other,
+           " channels and pages of 64 tokens, none for ", head_dim, " and ", page_tokens,
+           "; build it with KVQ_CUDA_HEAD_DIMS=", head_dim);
+    fail(KVQ_ERROR_ARGUMENT, "this library has kernels for ", names, ", none for ", wanted,
+         "; build it with ", option, "=", wanted);
+}
+
+/// Kernels for much shared memory alone do not start on a device that has little.
+inline void expect_kernels() {
+    if constexpr (!cuda::detail::targets().small) {
+        constexpr int least = 160 * 1024;
+        const int has = cuda::detail::device_shared_memory();
+        expect(has == 0 || has >= least, KVQ_ERROR_UNSUPPORTED,
+               "this library has kernels for devices whose blocks may have ", least,
+               " bytes of shared memory, this one's have ", has,
+               "; build it with 86 among CMAKE_CUDA_ARCHITECTURES");
+    }
+}
+
+inline void expect_dtype(const kvq_tensor* x, float_type type, const char* name) {
+    expect(x != nullptr, KVQ_ERROR_HANDLE, name, " is NULL");
+    const kvq_dtype wanted = type == float_type::fp16 ? KVQ_FP16 : KVQ_BF16;
+    expect(x->dtype == wanted, KVQ_ERROR_ARGUMENT, name, " has dtype ", x->dtype,
+           ", but the window of the cache is ", wanted == KVQ_FP16 ? "fp16" : "bf16");
+    expect(x->data != nullptr || x->tokens == 0, KVQ_ERROR_HANDLE, name, ".data is NULL");
+}
+
+/// Calls use(T{}) for the type of a window.
+template <class Use>
+void with_type(float_type type, Use&& use) {
+    if (type == float_type::fp16)
+        use(float16{});
+    else
+        use(bfloat16{});
+}
+template <class T>
+token_view<T> view_of(const kvq_tensor* x, const char* name) {
+    return with_tensor(x, name, [&](const auto& v) -> token_view<T> {
+        return {reinterpret_cast<T*>(v.data), v.tokens, v.heads, v.dim, v.token_stride, v.head_stride};
+    });
+}
+
+inline cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
+    expect(o.scale >= 0.0f && o.softcap >= 0.0f && o.window >= 0, KVQ_ERROR_ARGUMENT, "scale is ", o.scale,
+           ", softcap ", o.softcap, ", window ", o.window, "; none may be negative");
+    cuda::attention_options a;
+    a.scale = o.scale;
+    a.softcap = o.softcap;
+    a.window = o.window;
+    a.window_sinks = o.window_sinks != 0;
+    a.ancestors = o.ancestors;
+    a.lse = o.lse;
+    return a;
+}
+inline cuda::prefill_options prefill_of(const kvq_cuda_attend_options& o) {
+    const cuda::attention_options a = attention_of(o);
+    return {a.scale, a.softcap, a.window, a.window_sinks, o.sink_logits, a.lse};
+}
+
+}  // namespace kvq::c

@@ -1,0 +1,303 @@
+// Pages in device memory of the caller: the functions of kvq_cuda.h that no cache has to know of.
+#include "arguments.cuh"
+#include "learned_sinks.cuh"
+
+struct kvq_cuda_kernels : kvq::c::handle<kvq_cuda_kernels> {
+    static constexpr std::uint32_t word = 0x6e6b7631;
+    static constexpr const char* kind = "set of kernels";
+    const kvq::cuda::device_format& format;
+
+    explicit kvq_cuda_kernels(const kvq::cuda::device_format& f) : format(f) {}
+};
+
+namespace kvq::c {
+
+namespace {
+
+constexpr int sink_page_tokens = 16;  // of pages of sinks
+
+/// The number of a format, or -1 for that of the window.
+int number_of(const cuda::device_format& kernels, const char* name, const char* what) {
+    expect_data(name, what);
+    if (name == std::string_view(kernels.type == float_type::fp16 ? "fp16" : "bf16")) return -1;
+    const int number = kernels.find(name);
+    expect(number >= 0, KVQ_ERROR_ARGUMENT, what, " is ", std::string(name),
+           ", none of the formats that the kernels were found for");
+    return number;
+}
+
+/// A page of all heads, up to the next 16 bytes, as the pages of a pool follow each other.
+std::size_t page_bytes(std::size_t block, int kv_heads) {
+    return kvq::detail::round_up(block * static_cast<std::size_t>(kv_heads), std::size_t{16});
+}
+
+cuda::detail::layer_memory memory_of(const cuda::device_format& kernels, const kvq_cuda_pages& p, int number,
+                                     int kv_heads, const char* name) {
+    expect(p.page_tokens == 0 || p.page_tokens == kernels.page_tokens ||
+               (number < 0 && p.page_tokens == sink_page_tokens),
+           KVQ_ERROR_ARGUMENT, name, " has pages of ", p.page_tokens, " tokens, neither of ",
+           kernels.page_tokens, " nor, of sinks in the window's type, of 16");
+    expect(p.keys != nullptr && p.values != nullptr, KVQ_ERROR_HANDLE, name, " has no pages (NULL)");
+    const std::size_t* const blocks =
+        p.page_tokens == sink_page_tokens ? kernels.sink_block : kernels.window_block;
+    std::size_t key = blocks[0], value = blocks[1];
+    if (number >= 0) {
+        key = kernels.kinds[static_cast<std::size_t>(number)].key_block;
+        value = kernels.kinds[static_cast<std::size_t>(number)].value_block;
+    }
+    return {static_cast<std::byte*>(p.keys), static_cast<std::byte*>(p.values),
+            p.key_stride == 0 ? page_bytes(key, kv_heads) : p.key_stride,
+            p.value_stride == 0 ? page_bytes(value, kv_heads) : p.value_stride};
+}
+
+void expect_heads(int kv_heads) {
+    expect(kv_heads >= 1 && kv_heads <= 1 << 20, KVQ_ERROR_ARGUMENT, "kv_heads is ", kv_heads);
+}
+
+/// Of a layer whose struct was read.
+cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const kvq_cuda_layer& l) {
+    expect_heads(l.kv_heads);
+    expect(l.sequences >= 1 && l.columns >= 1 && l.window_columns >= 1 && l.sink_tokens >= 0,
+           KVQ_ERROR_ARGUMENT, "a layer of ", l.sequences, " sequences with ", l.columns, " columns, ",
+           l.window_columns, " columns of the window and ", l.sink_tokens, " sinks");
+    expect_data(l.tokens, "layer.tokens");
+    expect_data(l.committed, "layer.committed");
+    expect_data(l.window_table, "layer.window_table");
+    expect_list(l.parts, l.part_count, "layer.parts");
+    cuda::detail::layer_view v{};
+    v.window = memory_of(kernels, l.window, -1, l.kv_heads, "layer.window");
+    v.window_table = l.window_table;
+    v.ring = l.window_columns;
+    v.sinks = v.window;
+    v.sink_table = l.window_table;
+    v.sink_columns = 1;
+    if (l.sink_tokens > 0) {
+        kvq_cuda_pages sinks = l.sinks;
+        sinks.page_tokens = sink_page_tokens;
+        v.sinks = memory_of(kernels, sinks, -1, l.kv_heads, "layer.sinks");
+        expect_data(l.sink_table, "layer.sink_table");
+        v.sink_table = l.sink_table;
+        v.sink_columns = kvq::detail::ceil_div(l.sink_tokens, sink_page_tokens);
+    }
+    v.tokens = l.tokens;
+    v.committed = l.committed;
+    v.sequences = l.sequences;
+    v.columns = l.columns;
+    v.kv_heads = l.kv_heads;
+    v.first_token = l.sink_tokens;
+    // A format that has no part has no page: its range is empty.
+    for (cuda::detail::layer_view::part& p : v.quantized)
+        p = {v.window, l.window_table, l.window_table, l.committed, l.committed, nullptr, nullptr};
+    if (l.part_count == 0) v.columns = l.window_columns;
+    bool seen[cuda::detail::most_formats] = {};
+    for (std::int32_t i = 0; i < l.part_count; ++i) {
+        const kvq_cuda_part& part = l.parts[i];
+        const int number = number_of(kernels, part.pages.format, "the format of a part");
+        expect(number >= 0, KVQ_ERROR_ARGUMENT, "the format of a part is that of the window");
+        expect(!seen[number], KVQ_ERROR_ARGUMENT, "two parts of a layer have the format ",
+               std::string(part.pages.format));
+        seen[number] = true;
+        expect_data(part.table, "the table of a part");
+        v.quantized[number] = {memory_of(kernels, part.pages, number, l.kv_heads, "a part"),
+                               part.table,
+                               part.table,
+                               part.first_page,
+                               part.end_page != nullptr ? part.end_page : l.committed,
+                               nullptr,
+                               nullptr};
+    }
+    return v;
+}
+
+}  // namespace
+}  // namespace kvq::c
+
+using namespace kvq::c;
+
+extern "C" {
+
+kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t page_tokens,
+                                 const char* window, kvq_cuda_kernels** out) {
+    return guard([&] {
+        expect_data(formats, "formats");
+        place(out, "out");
+        const std::string type = window != nullptr ? window : "fp16";
+        expect(holds_values(type), KVQ_ERROR_ARGUMENT, "the window is ", type, ", neither fp16 nor bf16");
+        expect_kernels();
+        *out = make<kvq_cuda_kernels>(
+            find_compiled(names_of(formats), head_dim, page_tokens == 0 ? 64 : page_tokens,
+                          type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16, false));
+    });
+}
+
+kvq_status kvq_cuda_kernels_free(kvq_cuda_kernels* kernels) { return free_handle(kernels, "kernels"); }
+
+kvq_status kvq_cuda_kernels_page_bytes(const kvq_cuda_kernels* kernels, const char* format,
+                                       int32_t page_tokens, int32_t kv_heads, size_t* keys, size_t* values) {
+    return guard([&] {
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        expect_heads(kv_heads);
+        std::byte any{};
+        const kvq_cuda_pages pages{format, &any, &any, 0, 0, page_tokens, 0};
+        const auto m = memory_of(of, pages, number_of(of, format, "format"), kv_heads, format);
+        place(keys, "keys") = m.key_page_bytes;
+        place(values, "values") = m.value_page_bytes;
+    });
+}
+
+kvq_status kvq_cuda_kernels_workspace_bytes(const kvq_cuda_kernels* kernels, int32_t q_heads,
+                                            int32_t kv_heads, int32_t query_tokens, size_t* bytes) {
+    return guard([&] {
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        expect_heads(kv_heads);
+        expect(q_heads >= kv_heads && q_heads % kv_heads == 0 && query_tokens >= 1, KVQ_ERROR_ARGUMENT,
+               q_heads, " query heads on ", kv_heads, " kv heads, ", query_tokens, " query tokens");
+        place(bytes, "bytes") = of.functions->workspace_bytes(q_heads / kv_heads, query_tokens);
+    });
+}
+
+kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_pages* to,
+                                const kvq_tensor* k, const kvq_tensor* v, const int64_t* slots,
+                                void* stream) {
+    return guard([&] {
+        static_assert(sizeof(long long) == sizeof(int64_t));
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        expect_data(to, "to");
+        expect_dtype(k, of.type, "k");
+        expect_dtype(v, of.type, "v");
+        expect_data(slots, "slots");
+        expect(
+            to->format == nullptr || number_of(of, to->format, "to.format") < 0, KVQ_ERROR_ARGUMENT,
+            "to.format is ", std::string(to->format != nullptr ? to->format : ""),
+            "; tokens are stored in pages of the window's type, which kvq_cuda_pages_requantize quantizes");
+        expect_heads(k->heads);
+        kvq::cuda::detail::layer_view l{};
+        l.kv_heads = k->heads;
+        const auto memory = memory_of(of, *to, -1, k->heads, "to");
+        with_type(of.type, [&]<class T>(T) {
+            check(of.functions->store(
+                l, memory, to->page_tokens == sink_page_tokens && of.page_tokens != sink_page_tokens,
+                kvq::cuda::detail::untyped_view(view_of<const T>(k, "k")),
+                kvq::cuda::detail::untyped_view(view_of<const T>(v, "v")),
+                reinterpret_cast<const long long*>(slots), stream_of(stream)));
+        });
+    });
+}
+
+kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv_heads,
+                                     const kvq_cuda_pages* from, const int32_t* from_pages,
+                                     const kvq_cuda_pages* to, const int32_t* to_pages, int32_t count,
+                                     uint32_t* not_finite, void* stream) {
+    return guard([&] {
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        expect_data(from, "from");
+        expect_data(to, "to");
+        expect_heads(kv_heads);
+        expect_list(from_pages, count, "from_pages");
+        expect_list(to_pages, count, "to_pages");
+        const int source = number_of(of, from->format, "from.format"),
+                  target = number_of(of, to->format, "to.format");
+        expect(target >= 0, KVQ_ERROR_ARGUMENT,
+               "to.format is that of the window: kvq_cuda_pages_dequantize writes tensors in it");
+        kvq::cuda::detail::layer_view l{};
+        l.kv_heads = kv_heads;
+        l.not_finite = not_finite;
+        for (auto& p : l.quantized) p = {};
+        const auto source_memory = memory_of(of, *from, source, kv_heads, "from");
+        if (source >= 0) l.quantized[source].pages = source_memory;
+        l.quantized[target].pages = memory_of(of, *to, target, kv_heads, "to");
+        check(of.functions->requantize(l, source, source_memory, target, from_pages, to_pages, count,
+                                       stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv_heads,
+                                     const kvq_cuda_part* from, int32_t sequences, int32_t columns,
+                                     const int32_t* tokens, const kvq_tensor* k, const kvq_tensor* v,
+                                     const int32_t* starts, void* stream) {
+    return guard([&] {
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        expect_data(from, "from");
+        expect_data(from->table, "from.table");
+        expect_data(tokens, "tokens");
+        expect_data(starts, "starts");
+        expect_heads(kv_heads);
+        expect(sequences >= 1 && columns >= 1, KVQ_ERROR_ARGUMENT, sequences, " sequences with ", columns,
+               " columns");
+        const int number = number_of(of, from->pages.format, "from.format");
+        expect(number >= 0, KVQ_ERROR_ARGUMENT,
+               "from.format is that of the window: there is nothing to dequantize");
+        expect_dtype(k, of.type, "k");
+        expect_dtype(v, of.type, "v");
+        kvq::cuda::detail::layer_view l{};
+        l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"),
+                               from->table,
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr};
+        l.tokens = tokens;
+        l.sequences = sequences;
+        l.columns = columns;
+        l.kv_heads = kv_heads;
+        with_type(of.type, [&]<class T>(T) {
+            check(of.functions->dequantize(l, number, kvq::cuda::detail::untyped_view(view_of<T>(k, "k")),
+                                           kvq::cuda::detail::untyped_view(view_of<T>(v, "v")), starts,
+                                           stream_of(stream)));
+        });
+    });
+}
+
+kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
+                                 const kvq_tensor* q, const kvq_tensor* out,
+                                 const kvq_cuda_attend_options* options, void* workspace,
+                                 size_t workspace_bytes, void* stream) {
+    return guard([&] {
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        const kvq_cuda_layer given = read_struct(layer, "layer");
+        const kvq_cuda_attend_options o = read_optional(options, "options");
+        expect_dtype(q, of.type, "q");
+        expect_dtype(out, of.type, "out");
+        expect_modifiers(o, false);
+        const auto l = view_of_layer(of, given);
+        expect(q->tokens % l.sequences == 0, KVQ_ERROR_ARGUMENT, "q has ", q->tokens, " tokens, for ",
+               l.sequences, " sequences");
+        kvq::cuda::attention_options a = attention_of(o);
+        a.query_tokens = q->tokens / l.sequences;
+        static const kvq::cuda::unmodified plain{};
+        with_type(of.type, [&]<class T>(T) {
+            const auto to = view_of<T>(out, "out");
+            check(of.functions->attend(l, kvq::cuda::detail::untyped_view(view_of<const T>(q, "q")),
+                                       kvq::cuda::detail::untyped_view(to), a, workspace, workspace_bytes,
+                                       stream_of(stream), &plain));
+            if (o.sink_logits != nullptr) add_learned_sinks(to, o.sink_logits, o.lse, stream_of(stream));
+        });
+    });
+}
+
+kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
+                                  const kvq_tensor* k, const kvq_tensor* v, const kvq_tensor* q,
+                                  const kvq_tensor* out, const int32_t* starts, int32_t most_new_tokens,
+                                  const kvq_cuda_attend_options* options, void* stream) {
+    return guard([&] {
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        const kvq_cuda_layer given = read_struct(layer, "layer");
+        const kvq_cuda_attend_options o = read_optional(options, "options");
+        for (const auto& [x, name] : {std::pair{k, "k"}, {v, "v"}, {q, "q"}, {out, "out"}})
+            expect_dtype(x, of.type, name);
+        expect_data(starts, "starts");
+        expect(o.ancestors == nullptr && o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
+               "a prompt has no tree of drafted tokens and no ALiBi");
+        const auto l = view_of_layer(of, given);
+        const auto p = prefill_of(o);
+        with_type(of.type, [&]<class T>(T) {
+            using kvq::cuda::detail::untyped_view;
+            check(of.functions->prefill(
+                l, untyped_view(view_of<const T>(q, "q")), untyped_view(view_of<const T>(k, "k")),
+                untyped_view(view_of<const T>(v, "v")), untyped_view(view_of<T>(out, "out")), starts,
+                most_new_tokens, p, stream_of(stream)));
+        });
+    });
+}
+}
