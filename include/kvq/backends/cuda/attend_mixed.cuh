@@ -45,7 +45,6 @@ struct part_args {
     page_range range;
     int recent;
     const int *first_page, *end_page;
-    page_cuts cuts;
     int sink_tokens;  // that the part reads besides
     own_sinks<Format> sinks;
 
@@ -91,10 +90,11 @@ struct part_args {
 /// The first part's arguments say what is common to all.
 template <class T, class... Formats>
 struct mixed_args {
-    object_list<part_args<Formats, T>...> parts;
+    page_cuts cuts;
     /// [sequences]: tokens that are not shown. Null: none, or there is no sliding window. (To search for the window's first page would make the
     /// kernel a sixth longer; so it reads at most this many tokens more, and skips them.)
-    const int* hidden = nullptr;
+    const int* hidden;
+    object_list<part_args<Formats, T>...> parts;
 };
 
 /// Shared memory of a thread block that handles all formats: what each of them wants of a warp, in the same place.
@@ -230,6 +230,7 @@ struct part_job {
     int first_page, end_page;
     const item_part* item;    // in shared memory
     const sequence_cut* cut;  // likewise
+    const page_cuts& cuts;
     warp_memory at;
 };
 
@@ -276,13 +277,13 @@ struct part_feed : unit_ring<Memory, Format, T> {
     /// Of 16-bit pages: sinks, or pages behind cut_end().
     __device__ __forceinline__ int shift_of_full(int token) const {
         if constexpr (reads_sinks) return token < 0 ? hidden() : 0;
-        return token + a.cache.first_token < part.cuts.first_token ? hidden() : 0;
+        return token + a.cache.first_token < job.cuts.first_token ? hidden() : 0;
     }
     /// What the chunk at `token`, before cut_end(), shows. Of a chunk of two pages: what the page shows of which the lane has scores.
     __device__ __forceinline__ shown_tokens shown(int token, const lane_id& id) const {
         constexpr int count = smaller(Memory::tokens, Format::page_tokens);
         const int half = keys::joined && 4 * id.g >= count ? count : 0;
-        shown_tokens s = shown_at(part.cuts, sequence, cut(), token + half + a.cache.first_token, count);
+        shown_tokens s = shown_at(job.cuts, sequence, cut(), token + half + a.cache.first_token, count);
         s.begin += half;
         s.end += half;
         return s;
@@ -522,7 +523,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
         finished_rows<memory::values::tiles, Rows4> rows;
         rows.clear();
         const std::uint32_t ring = shared_address(own_memory);
-        const sequence_cut cut = get<0>(m.parts).cuts.of(item.sequence);
+        const sequence_cut cut = m.cuts.of(item.sequence);
         if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
         visit_parts<Rows4, Small>(
             m, item, own, cut.hidden, [&](const auto& part, auto i, const auto& chunks, int from, int to) {
@@ -536,6 +537,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
                     chunks.end_page,
                     &notes->reader.item,
                     &notes->cut,
+                    m.cuts,
                     {ring, ring + memory::ring_bytes, ring + memory::ring_bytes + memory::weight_bytes,
                      shared_address(memory::template query<decltype(i)::value, format>(shared, own))}};
                 attend_part<format, T, Rows4, Small>(part, job, score, rows);
