@@ -407,7 +407,6 @@ part_args<Format, T> make_part(const cache_part<Format>& part, int recent, const
                            recent,
                            part.first_page,
                            part.end_page,
-                           part.cuts,
                            0,
                            {}};
     if (part.range == page_range::window) p.a.work.capacity = most_tokens;  // the table is a ring
@@ -426,8 +425,11 @@ status attend_parts(int recent, const token_view<const T>& q, const token_view<T
     static_assert(
         (warps_can<Kept> && ...),
         "kvq::cuda::attend: a mix takes formats of attend_warps.cuh only; others have one launch each");
+    const page_cuts& cuts = get<0>(all)->cuts;
     const mixed_args<T, Kept...> m = [&]<int... I>(std::integer_sequence<int, I...>) {
-        return mixed_args<T, Kept...>{{{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
+        return mixed_args<T, Kept...>{cuts,
+                                      options.window > 0 ? cuts.hidden : nullptr,
+                                      {{{make_part(kept, recent, q, out, options, *get<I>(all)...)}...}}};
     }
     (std::make_integer_sequence<int, sizeof...(All)>{});
     const auto& first = get<0>(m.parts).a;

@@ -45,7 +45,6 @@ struct part_args {
     page_range range;
     int recent;
     const int *first_page, *end_page;
-    page_cuts cuts;
     int sink_tokens;  // that the part reads besides
     own_sinks<Format> sinks;
 
@@ -91,17 +90,11 @@ struct part_args {
 /// The first part's arguments say what is common to all.
 template <class T, class... Formats>
 struct mixed_args {
-    object_list<part_args<Formats, T>...> parts;
-
-    /// Tokens of a sequence that are not shown; 0 where no part has a sliding window. (To search for the window's first page here would make the
+    page_cuts cuts;
+    /// [sequences]: tokens that are not shown. Null: none, or there is no sliding window. (To search for the window's first page would make the
     /// kernel a sixth longer; so it reads at most this many tokens more, and skips them.)
-    __device__ __forceinline__ int hidden_in_window(int b) const {
-        bool window = false;
-        static_for<static_cast<int>(sizeof...(Formats))>(
-            [&](auto i) { window = window || get<decltype(i)::value>(parts).a.work.window > 0; });
-        const int* const hidden = get<0>(parts).cuts.hidden;
-        return window && hidden != nullptr ? __ldcg(hidden + b) : 0;
-    }
+    const int* hidden;
+    object_list<part_args<Formats, T>...> parts;
 };
 
 /// Shared memory of a thread block that handles all formats: what each of them wants of a warp, in the same place.
@@ -198,7 +191,7 @@ __device__ __forceinline__ int count_units(const mixed_args<T, Formats...>& m, i
     using memory = mixed_memory<Rows4, Small, Formats...>;
     const int* const tokens = get<0>(m.parts).a.work.tokens;
     const int length = hint ? __ldcg(tokens + b) : tokens[b];
-    const int hidden = m.hidden_in_window(b);
+    const int hidden = m.hidden == nullptr ? 0 : __ldcg(m.hidden + b);
     int count = 0;
     static_for<static_cast<int>(sizeof...(Formats))>([&](auto i) {
         const auto& part = get<decltype(i)::value>(m.parts);
@@ -237,6 +230,7 @@ struct part_job {
     int first_page, end_page;
     const item_part* item;    // in shared memory
     const sequence_cut* cut;  // likewise
+    const page_cuts& cuts;
     warp_memory at;
 };
 
@@ -282,14 +276,14 @@ struct part_feed : unit_ring<Memory, Format, T> {
     __device__ __forceinline__ int hidden() const { return cut().hidden; }
     /// Of 16-bit pages: sinks, or pages behind cut_end().
     __device__ __forceinline__ int shift_of_full(int token) const {
-        return token + a.cache.first_token < part.cuts.first_token ? hidden() : 0;
+        if constexpr (reads_sinks) return token < 0 ? hidden() : 0;
+        return token + a.cache.first_token < job.cuts.first_token ? hidden() : 0;
     }
     /// What the chunk at `token`, before cut_end(), shows. Of a chunk of two pages: what the page shows of which the lane has scores.
     __device__ __forceinline__ shown_tokens shown(int token, const lane_id& id) const {
-        if constexpr (reads_sinks) return {0, Memory::tokens, hidden()};
         constexpr int count = smaller(Memory::tokens, Format::page_tokens);
         const int half = keys::joined && 4 * id.g >= count ? count : 0;
-        shown_tokens s = shown_at(part.cuts, sequence, cut(), token + half + a.cache.first_token, count);
+        shown_tokens s = shown_at(job.cuts, sequence, cut(), token + half + a.cache.first_token, count);
         s.begin += half;
         s.end += half;
         return s;
@@ -413,15 +407,13 @@ struct warp_piece {
     }
 };
 
-/// Calls f(part, its number, chunks of the part, first one of the warp, one behind the last, cut of the sequence) for the parts of which a
-/// warp has chunks.
+/// Calls f(part, its number, chunks of the part, first one of the warp, one behind the last) for the parts of which a warp has chunks.
 template <int Rows4, bool Small, class T, class... Formats, class F>
 __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, const item_part& item,
-                                            const warp_team& team, F&& f) {
+                                            const warp_team& team, int hidden, F&& f) {
     using memory = mixed_memory<Rows4, Small, Formats...>;
     constexpr int parts = static_cast<int>(sizeof...(Formats));
     const int length = get<0>(m.parts).a.work.tokens[item.sequence];
-    const sequence_cut cut = get<0>(m.parts).cuts.of(item.sequence);
     object_list<typename part_args<Formats, T>::chunk_range...> ranges;
     int part_begin[parts];  // where the first chunk begins
     int before = 0;         // units of parts before
@@ -432,7 +424,7 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
         auto& chunks = get<I>(ranges);
         chunks =
-            part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length, cut.hidden);
+            part.template chunks<memory::template of<format>::step_tokens>(item.sequence, length, hidden);
         part_begin[I] = before + memory::template start_of<format>(chunks.sinks);
         if (chunks.count > 0) before = part_begin[I] + chunks.count * memory::template units<format>;
         if (I + 1 < parts) last_format = before;
@@ -446,7 +438,7 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
         const auto& chunks = get<I>(ranges);
         const int from = ceil_div(larger(piece.begin - part_begin[I], 0), units),
                   to = smaller(ceil_div(larger(piece.end - part_begin[I], 0), units), chunks.count);
-        if (from < to) f(part, i, chunks, from, to, cut);
+        if (from < to) f(part, i, chunks, from, to);
     });
 }
 
@@ -531,11 +523,11 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
         finished_rows<memory::values::tiles, Rows4> rows;
         rows.clear();
         const std::uint32_t ring = shared_address(own_memory);
+        const sequence_cut cut = m.cuts.of(item.sequence);
+        if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
         visit_parts<Rows4, Small>(
-            m, item, own,
-            [&](const auto& part, auto i, const auto& chunks, int from, int to, const sequence_cut& cut) {
+            m, item, own, cut.hidden, [&](const auto& part, auto i, const auto& chunks, int from, int to) {
                 using format = typename std::remove_cvref_t<decltype(part)>::format_type;
-                if (id.lane == 0) notes->cut = cut;  // attend_part begins with a barrier
                 const part_job job{
                     chunks.first,
                     from,
@@ -545,6 +537,7 @@ __global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threa
                     chunks.end_page,
                     &notes->reader.item,
                     &notes->cut,
+                    m.cuts,
                     {ring, ring + memory::ring_bytes, ring + memory::ring_bytes + memory::weight_bytes,
                      shared_address(memory::template query<decltype(i)::value, format>(shared, own))}};
                 attend_part<format, T, Rows4, Small>(part, job, score, rows);

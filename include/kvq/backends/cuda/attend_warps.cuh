@@ -207,7 +207,8 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     };
     span seen_by_all = seen_tokens<Format, T>(a, *item, rows).common;
     // Chunks before it are looked at again (page_cuts.cuh).
-    if constexpr (Feed::reads_cuts) seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
+    if constexpr (Feed::reads_cuts && !Feed::reads_sinks)
+        seen_by_all.begin = larger(seen_by_all.begin, feed.cut_end());
     if constexpr (takes_trees<Rows4>)
         if (a.ancestors != nullptr)
             seen_by_all.end = smaller(seen_by_all.end, a.draft_begin(a.work.tokens[item->sequence]));
@@ -247,10 +248,13 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
     const auto sees_sinks = [&] { return Feed::reads_sinks && a.window_sinks && first < 0; };
     // What the chunk shows, unless it shows all. Looked up wherever it is needed: registers are few.
     const auto shown_here = [&] {
-        if constexpr (Feed::reads_cuts)
+        int shift = 0;
+        if constexpr (Feed::reads_sinks)
+            shift = feed.shift_of_full(first);
+        else if constexpr (Feed::reads_cuts)
             if (first < feed.cut_end()) [[unlikely]]
                 return feed.shown(first, id);
-        return shown_tokens{0, memory::tokens, 0};
+        return shown_tokens{0, memory::tokens, shift};
     };
     // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
     // the former into pieces. Windows have few chunks: for them less code counts more.
@@ -320,7 +324,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
                 if constexpr (Feed::reads_cuts && keys::joined) {
                     // `shown` is that of the lane's page. Quantized pages are full, and hold finite numbers.
                     if (!values::full && first < feed.cut_end()) from = held_begin, to = held_end;
-                } else if constexpr (Feed::reads_cuts) {
+                } else if constexpr (Feed::reads_cuts && !Feed::reads_sinks) {
                     from = larger(from, shown.begin);
                     to = smaller(to, shown.end);
                 }
