@@ -100,13 +100,14 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int end = kvq::detail::smaller(note.count, position[r] + 1 - note.position);
-        const int begin = a.window == 0 || note.cut == 2 ? 0 : position[r] - a.window + 1 - note.position;
+        const int begin = a.window == 0 || note.cut == 2 ? 0 : position[r] - a.window + 1 - note.position,
+                  sinks = a.sinks - note.position;
 #pragma unroll
         for (int i = 0; i < N / 4; ++i)
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const int column = 8 * i + 2 * t + k;
-                if (column < begin || column >= end || (note.pieces >> (i / 2) & 1) == 0)
+                if ((column < begin && column >= sinks) || column >= end || (note.pieces >> (i / 2) & 1) == 0)
                     s[4 * i + 2 * r + k] = -INFINITY;
             }
     }

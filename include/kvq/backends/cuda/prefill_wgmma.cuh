@@ -156,9 +156,10 @@ struct tile_producer {
             next_page = page_behind;
         }
     }
-    __device__ __forceinline__ void new_tokens(int from) {
+    __device__ __forceinline__ void new_tokens() {
+        const new_range range = a.new_tokens(block, wgmma_tile);
 #pragma unroll 1
-        for (int first = from; first <= block.last_query; first += wgmma_tile) {
+        for (int first = range.begin(); first < range.end; first = range.behind(first, wgmma_tile)) {
             const int count = kvq::detail::smaller(wgmma_tile, block.new_tokens - first),
                       position = block.history + first;
             const wgmma_stage s = next_stage();
@@ -416,13 +417,12 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     __syncthreads();
     cluster_wait();
 
-    const int from_new = block.new_from(a.window, wgmma_tile);
     if (warp < producer_warps) {
         leave_registers<producer_registers>();
         const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
             tile_producer<Role, Dim, Args> producer{a, block, place, warp % role_warps, lane};
             each_part(a, [&](const auto& part) { producer.pages(part); });
-            producer.new_tokens(from_new);
+            producer.new_tokens();
         };
         if (warp < role_warps)
             produce(std::integral_constant<tensor, tensor::key>{});
