@@ -151,7 +151,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                     rounding;  // standard deviation of scores whose keys are rounded to half floats
                 for (int t = 0; t <= position; ++t) {
                     const int n = t - c.sinks;
-                    const bool kept = c.keep_sinks && t < c.lengths[b] && n < 0;
+                    const bool kept = c.keep_sinks && n < 0;
                     if (c.window > 0 && t < position - c.window + 1 && !kept) continue;
                     const float *key, *value;
                     if (t >= c.lengths[b]) {
@@ -249,6 +249,20 @@ void check_format(const char* name) {
            .recent = 32,
            .lengths = {500},
            .new_tokens = {37}});
+    // Sinks that are new themselves: behind no history, and behind one that ends among them; more than a tile of them.
+    check({.kv_heads = 1,
+           .group = 4,
+           .window = 20,
+           .keep_sinks = true,
+           .lengths = {0, 2, 0},
+           .new_tokens = {190, 90, 3}});
+    check({.kv_heads = 1,
+           .group = 2,
+           .window = 40,
+           .keep_sinks = true,
+           .sinks = 150,
+           .lengths = {70, 0, 149, 150},
+           .new_tokens = {260, 330, 140, 60}});
     check({.kv_heads = 1,
            .group = 4,
            .logits = true,
@@ -264,6 +278,7 @@ void check_format(const char* name) {
         c.recent = test::uniform(r, 0, 150);
         c.window = test::uniform(r, 0, 1) * test::uniform(r, 1, 400);
         c.keep_sinks = c.window > 0 && test::uniform(r, 0, 1) == 0;
+        c.sinks = test::uniform(r, 0, 1) == 0 ? 4 : test::uniform(r, 1, 100);
         c.logits = test::uniform(r, 0, 3) == 0;
         c.softcap = test::uniform(r, 0, 3) == 0 ? 5.0f : 0.0f;
         for (int b = test::uniform(r, 1, 4); b > 0; --b) {

@@ -96,6 +96,11 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                  static_cast<double>(options.softcap), options.window);
     if (cache.sequences == 0 || most_new_tokens == 0) return {};
     const page_cuts& cache_cuts = detail::get<0>(history.parts).cuts;
+    int sinks = 0;
+    if (options.window > 0 && options.window_sinks)
+        detail::for_each_part(history.parts, [&]<class Part>(const Part& part) {
+            if (detail::is_sink_part<Part>) sinks = part.capacity;
+        });
     const int group = q.heads / cache.kv_heads;
     if (most_new_tokens > detail::most_tokens / group || cache.sequences > 65535 || cache.kv_heads > 65535)
         return detail::bad_value("%d new tokens of %d sequences with %d query heads", most_new_tokens,
@@ -114,6 +119,7 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                            options.softcap,
                                            options.window,
                                            options.window_sinks,
+                                           sinks,
                                            options.sink_logits,
                                            options.lse,
                                            cache_cuts};

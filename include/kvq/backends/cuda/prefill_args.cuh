@@ -13,10 +13,11 @@
 namespace kvq::inline KVQ_TAGGED::cuda {
 
 struct prefill_options {
-    float scale = 0.0f;         ///< of scores; 0: 1/sqrt(head_dim)
-    float softcap = 0.0f;       ///< cap * tanh(score / cap); 0: none
-    int window = 0;             ///< a query sees itself and the window - 1 tokens before it; 0: all
-    bool window_sinks = false;  ///< tokens of a sink_part are seen in spite of a window
+    float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
+    float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
+    int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
+    bool window_sinks =
+        false;  ///< the sequence's first tokens, as many as a sink_part may hold, are seen in spite of a window
     const float* sink_logits =
         nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
     float* lse = nullptr;  ///< [new tokens][q_heads], natural log of the softmax sum
@@ -63,6 +64,21 @@ struct prefill_block {
     }
 };
 
+/// The new tokens that rows of a block see, in tiles: [0, sinks) and [first, end). `first` is a whole number of tiles.
+struct new_range {
+    int sinks, first, end;
+
+    __device__ __forceinline__ int begin() const { return sinks > 0 ? 0 : first; }
+    /// The tile behind the one that begins at `at`.
+    __device__ __forceinline__ int behind(int at, int tile) const {
+        at += tile;
+        return at >= sinks && at < first ? first : at;
+    }
+    __device__ __forceinline__ int tiles(int tile) const {
+        return kvq::detail::ceil_div(sinks, tile) + kvq::detail::ceil_div(end - first, tile);
+    }
+};
+
 template <class T, class... Parts>
 struct prefill_args {
     object_list<Parts...> parts;
@@ -74,10 +90,16 @@ struct prefill_args {
     float scale, softcap;
     int window;
     bool keep_sinks;
+    int sinks;  // so many first tokens are seen in spite of a window, also those that are new
     const float* sink_logits;
     float* lse;
     page_cuts cuts;
 
+    __device__ __forceinline__ new_range new_tokens(const prefill_block& block, int tile) const {
+        const int first = block.new_from(window, tile);
+        return {kvq::detail::smaller(kvq::detail::larger(sinks - block.history, 0), first), first,
+                block.last_query + 1};
+    }
     /// What tokens 16 lane to 16 lane + 15 of a tile of pages show: bit i, does token i? Whole where no page hides a token.
     struct shown_piece {
         int shift = 0;
@@ -161,7 +183,7 @@ __device__ __forceinline__ void each_part(const Args& a, F&& f) {
 /// Tiles of a block: of all parts and of the new tokens.
 template <class Args>
 __device__ __forceinline__ int count_tiles(const Args& a, const prefill_block& block, int tile) {
-    int tiles = kvq::detail::ceil_div(block.last_query + 1 - block.new_from(a.window, tile), tile);
+    int tiles = a.new_tokens(block, tile).tiles(tile);
     each_part(a, [&]<class Part>(const Part& part) {
         tiles +=
             tokens_of(part, a.keep_sinks && is_sink_part<Part>, block, a.recent, a.window, tile).tiles(tile);

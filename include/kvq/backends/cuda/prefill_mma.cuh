@@ -189,8 +189,9 @@ struct mma_rows {
         }
     }
     __device__ __forceinline__ void new_tokens() {
+        const new_range range = a.new_tokens(block, tile);
 #pragma unroll 1
-        for (int first = block.new_from(a.window, tile); first <= block.last_query; first += tile) {
+        for (int first = range.begin(); first < range.end; first = range.behind(first, tile)) {
             const int count = kvq::detail::smaller(tile, block.new_tokens - first),
                       at = block.history + first;
             copy_new_tile<tensor::key, tile, Dim, mma_warps>(a.k, block.kv_head, block.start + first, count,

@@ -82,12 +82,12 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
 #pragma unroll
     for (int piece = 0; piece < N / 8; ++piece) {
         const int at = note.position + 16 * piece + __shfl_sync(0xffffffffu, own.shift, piece);
-        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, piece);
+        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, piece), sinks = bits_below(a.sinks - at);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int end = position[r] + 1 - at;
             const unsigned seen =
-                (shown & bits_below(end) & ~(all ? 0u : bits_below(end - a.window))) >> 2 * t;
+                (shown & bits_below(end) & ~(all ? 0u : bits_below(end - a.window) & ~sinks)) >> 2 * t;
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 if ((seen & 1u << (k / 2 * 8 + k % 2)) == 0)

@@ -156,9 +156,10 @@ struct tile_producer {
             next_page = page_behind;
         }
     }
-    __device__ __forceinline__ void new_tokens(int from) {
+    __device__ __forceinline__ void new_tokens() {
+        const new_range range = a.new_tokens(block, wgmma_tile);
 #pragma unroll 1
-        for (int first = from; first <= block.last_query; first += wgmma_tile) {
+        for (int first = range.begin(); first < range.end; first = range.behind(first, wgmma_tile)) {
             const int count = kvq::detail::smaller(wgmma_tile, block.new_tokens - first),
                       position = block.history + first;
             const wgmma_stage s = next_stage();
@@ -291,12 +292,14 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 #pragma unroll
     for (int r = 0; r < 2; ++r) position[r] = block.history + (block.first_row + own_row + 8 * r) / a.group;
 
-    float s[wgmma_tile / 2], o[Dim / 2], factor[2];
+    float o[Dim / 2], factor[2];
     std::uint32_t p[wgmma_tile / 4] = {};
     row_pair rows;
     const float scale = Softcap ? 1.0f : a.scale;
 
-    const auto ask_scores = [&](const wgmma_stage& stage) {
+    // Every tile has its own scores: their registers would otherwise stay taken between tiles, which spills others.
+    using tile_scores = float[wgmma_tile / 2];
+    const auto ask_scores = [&](const wgmma_stage& stage, tile_scores& s) {
         const std::uint32_t k = operand_at(stage.keys);
         asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
         products_begin();
@@ -317,11 +320,11 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         });
         products_commit();
     };
-    const auto weigh = [&](const tile_note& note) {
+    const auto weigh = [&](const tile_note& note, tile_scores& s) {
         mask_scores<Softcap>(a, block, note, position, t, s);
         softmax_step(s, rows, factor, scale);
     };
-    const auto pack = [&] {
+    const auto pack = [&](const tile_scores& s) {
 #pragma unroll
         for (int i = 0; i < wgmma_tile / 4; ++i) p[i] = pack_halves<float16>(s[2 * i], s[2 * i + 1]);
     };
@@ -340,12 +343,13 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         const wgmma_stage first = wgmma_stage::of(place, 0, memory{});
         wait_for_keys(0);
         const tile_note note = tile_note::load(first.note);
-        ask_scores(first);
+        tile_scores s;
+        ask_scores(first, s);
         products_wait<0>();
         products_there(s);
         done_with(first.free_keys);
-        weigh(note);
-        pack();
+        weigh(note, s);
+        pack(s);
     }
 #pragma unroll 1
     for (int tile = 1; tile < tiles; ++tile) {
@@ -353,13 +357,14 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
                           before = wgmma_stage::of(place, (tile - 1) % wgmma_stages, memory{});
         wait_for_keys(tile);
         const tile_note note = tile_note::load(now.note);
-        ask_scores(now);
+        tile_scores s;
+        ask_scores(now, s);
         barrier_wait(before.full_values, static_cast<std::uint32_t>((tile - 1) / wgmma_stages) & 1u);
         ask_output(before);
         products_wait<1>();
         products_there(s);
         done_with(now.free_keys);
-        weigh(note);
+        weigh(note, s);
         products_there(s);
         // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are never below zero), so that the
         // softmax is over before the wait. The wait itself has no condition: all warps of a warpgroup must take the same one.
@@ -371,7 +376,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 #pragma unroll
             for (int i = 0; i < Dim / 2; ++i) o[i] *= factor[i / 2 % 2];
         done_with(before.free_values);
-        pack();
+        pack(s);
     }
     {
         const wgmma_stage last = wgmma_stage::of(place, (tiles - 1) % wgmma_stages, memory{});
@@ -416,13 +421,12 @@ __global__ void __launch_bounds__(wgmma_threads, 1)
     __syncthreads();
     cluster_wait();
 
-    const int from_new = block.new_from(a.window, wgmma_tile);
     if (warp < producer_warps) {
         leave_registers<producer_registers>();
         const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
             tile_producer<Role, Dim, Args> producer{a, block, place, warp % role_warps, lane};
             each_part(a, [&](const auto& part) { producer.pages(part); });
-            producer.new_tokens(from_new);
+            producer.new_tokens();
         };
         if (warp < role_warps)
             produce(std::integral_constant<tensor, tensor::key>{});
