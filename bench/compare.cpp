@@ -181,4 +181,5 @@ int main(int argc, char** argv) {
     rows<kvq::std4::keys, kvq::std4::values>("std4", only, seconds);
     plan_rows<kvq::mix4>("mix4-plan", only, seconds);
     plan_rows<kvq::low2>("low2-plan", only, seconds);
+    return 0;
 }
