@@ -223,4 +223,5 @@ void measure_formats(double seconds) {
 int main(int argc, char** argv) {
     if (argc > 2) wanted = argv[2];
     measure_formats<FORMAT>(argc > 1 ? std::atof(argv[1]) : 0.1);  // seconds of a row
+    return 0;
 }

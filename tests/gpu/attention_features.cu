@@ -175,7 +175,7 @@ void check_repeatable() {
     test::device_buffer<std::byte> workspace(bytes);
     workspace.clear();
     std::vector<float16> first;
-    for (int run = 0; run < 20; ++run) {
+    for (int run = 0; run < test::repeats(20); ++run) {
         out.poison();
         // Two launches that overlap, where the second one fetches early.
         for (const bool early : {false, true})
@@ -233,10 +233,10 @@ void check_side_by_side() {
     std::vector<float16> want[2];
     for (int i = 0; i < 2; ++i) workspaces[i].clear();
     CUDA_OK(cudaDeviceSynchronize());
-    for (int run = 0; run < 12; ++run) {
+    for (int run = 0; run < test::repeats(12); ++run) {
         for (int i = 0; i < 2; ++i) outs[i].poison();
         CUDA_OK(cudaDeviceSynchronize());
-        for (int repeat = 0; repeat < (run == 0 ? 1 : 8); ++repeat)
+        for (int repeat = 0; repeat < (run == 0 ? 1 : test::repeats(8)); ++repeat)
             for (int i = 0; i < 2; ++i) {
                 CHECK((cuda::attend<coded, float16>(devices[i].ref, {q_device.get(), n[i], q_heads, dim},
                                                     {outs[i].get(), n[i], q_heads, dim},
@@ -308,7 +308,7 @@ void check_early() {
     attend(false);
     CUDA_OK(cudaDeviceSynchronize());
     const auto want = out.download();
-    for (int run = 0; run < 20; ++run) {
+    for (int run = 0; run < test::repeats(20); ++run) {
         store(wrong.get(), wrong.get());
         attend(false);
         CUDA_OK(cudaDeviceSynchronize());

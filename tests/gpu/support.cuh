@@ -47,6 +47,16 @@ inline int report(const char* name) {
     return failures ? 1 : 0;
 }
 
+/// How often to repeat what differs from run to run only where blocks run side by side: on a device `runs` times; emulated, where
+/// every run is the same, twice, which shows what a run leaves behind.
+constexpr int repeats(int runs) {
+#ifdef __CUDACC__
+    return runs;
+#else
+    return std::min(runs, 2);
+#endif
+}
+
 /// Device memory, filled with 0xff (NaN in every float format) before use.
 template <class T>
 class device_buffer {
