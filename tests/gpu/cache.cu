@@ -1114,7 +1114,17 @@ void check_refusals() {
     few.cut_pages = 0;
     both_caches f(few);
     const auto x = f.gpu.new_sequence();
-    CHECK(f.gpu.begin_prompt(x, 200, f.stream) && f.gpu.trim(x, 70), "a trim into a quantized page");
+    CHECK(f.gpu.begin_prompt(x, 200, f.stream), "begin");
+    // The pages of a prompt that some layer does not have are not quantized there.
+    for (int l = 0; l < layers; ++l) {
+        refused(f.gpu.trim(x, 70), l == 0 ? "missing in 2 layers" : "missing in 1 layers");
+        CHECK(f.gpu.append(l, f.rows(f.k, l, 200), f.rows(f.v, l, 200), f.stream), "append");
+    }
+    CHECK(f.gpu.trim(x, 70), "a trim into a quantized page");
+    const auto back = f.gpu.new_sequence();
+    CHECK(f.gpu.begin_prompt(back, 200, f.stream) && f.gpu.trim(back, 4) && f.gpu.tokens(back) == 4,
+          "a prompt that is taken back");
+    CHECK(f.gpu.free(back), "free");
     refused(
         f.gpu.begin_prompt(x, 230, f.stream),
         "holds 70 tokens and 1 pages that trims have cut, and cannot take 230 tokens more: max_tokens is 300 "

@@ -117,6 +117,8 @@ public:
 
     /// Removes tokens from position n on. Exact within `rollback` tokens. After a deeper trim a quantized page that it ends in keeps its bytes
     /// and shows fewer tokens, and new tokens begin a page: tokens that stay have the values that they had. Takes effect with the next begin.
+    /// A begun prompt that some layer does not have yet can be taken back within `rollback`, or with the page of its first token; a step,
+    /// within `rollback`.
     status trim(sequence_id id, int n);
     /// A second sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied.
     status fork(sequence_id id, sequence_id& copy, cudaStream_t stream);
@@ -165,6 +167,9 @@ private:
     struct step {
         bool begun = false, prompt = false, committed = false;
         int draft = 0;  // drafted tokens of every sequence
+        // Of a prompt: its sequence, the quantized pages before it, and the layers that it still has to be appended to.
+        sequence_id id;
+        int committed_before = 0, missing_layers = 0;
         int rows = 0, new_tokens = 0;
         unsigned targets = 0;
         detail::prompt_ranges ranges;

@@ -213,6 +213,9 @@ inline status cache::begin_prompt(sequence_id id, int new_tokens, cudaStream_t s
         to.put(list_at(true) + i - committed, s.quantized[static_cast<std::size_t>(i)].number);
     const int of_prompt[prompt_words] = {before, committed, 0, new_tokens};
     for (int i = 0; i < prompt_words; ++i) to.put(prompt_at() + i, of_prompt[i]);
+    next.id = id;
+    next.committed_before = committed;
+    next.missing_layers = shape_.layers;
     step_ = next;
     if (status sent = to.flush(); !sent) {
         forget_rows();
@@ -277,6 +280,7 @@ inline status cache::append_prompt(int layer, const detail::untyped_view& k, con
     if (s) s = quantize(step_.staging, step_.jobs.staged);
     if (s) s = store(l.window, false, r.kept, r.count);
     if (s) s = quantize(l.window, step_.jobs.after);
+    if (s) --step_.missing_layers;
     return s;
 }
 

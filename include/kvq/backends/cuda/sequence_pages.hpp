@@ -122,10 +122,12 @@ struct sequence_pages {
         for (; static_cast<int>(sinks.size()) > r.sink_pages(tokens); sinks.pop_back())
             pools.sinks().release(sinks.back());
     }
-    /// To n tokens. A draft is gone. Gives back what no token needs. O(pages that go)
-    template <class Pools>
-    void trim(int n, const page_rules& r, const Pools& pools) noexcept {
-        int left = committed(), end = n + hidden;  // the place behind the last token
+    /// What a trim to n tokens leaves: quantized pages, and the place behind the last token. O(pages that go)
+    struct rest {
+        int committed, end;
+    };
+    rest behind_trim(int n, const page_rules& r) const noexcept {
+        int left = committed(), end = n + hidden;
         while (left > 0 && quantized[static_cast<std::size_t>(left - 1)].position >= n) --left;
         if (left == 0) end = n;
         if (left > 0) {
@@ -135,6 +137,12 @@ struct sequence_pages {
         }
         // Pages that have 16-bit values.
         while (left > r.due(end) && left > first_copy) --left;
+        return {left, end};
+    }
+    /// To n tokens. A draft is gone. Gives back what no token needs. O(pages that go)
+    template <class Pools>
+    void trim(int n, const page_rules& r, const Pools& pools) noexcept {
+        auto [left, end] = behind_trim(n, r);
         for (; committed() > left; quantized.pop_back())
             pools.quantized(quantized.back().format).release(quantized.back().number);
         if (left > 0 && end < r.first_place(left)) {
