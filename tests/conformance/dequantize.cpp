@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <kvq/backends/scalar.hpp>
 #include <kvq/backends/simd.hpp>
 
@@ -81,6 +82,40 @@ TEST_CASE_TEMPLATE("tokens become the same window bytes", T, float, kvq::float16
     check(kvq::float16{});
     check(kvq::bfloat16{});
     check(float{});
+}
+
+TEST_CASE_TEMPLATE("queries: every value times the scale, and whether all products are finite", T, float,
+                   kvq::float16, kvq::bfloat16) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::format of[] = {kvq::make_format<kvq::full<kvq::float16>, kvq::scalar>(),
+                              kvq::make_format<kvq::full<kvq::float16>, kvq::simd<>>()};
+    for (int round = 0; round < test::rounds(400); ++round) {
+        const auto n = static_cast<std::size_t>(random.between(1, 140)),
+                   first = static_cast<std::size_t>(random.between(0, 3));
+        std::vector<float> x = random.normals(n);
+        if (round % 4 == 0) test::fill_hostile(random, x.data(), n);
+        if (round % 4 == 1)
+            x[static_cast<std::size_t>(random.between(0, static_cast<int>(n) - 1))] = std::nanf("");
+        const float scale = random.any_magnitude(-8, 4);
+        std::vector<T> q(first + n);
+        bool finite = true;
+        for (std::size_t i = 0; i < n; ++i) {
+            q[first + i] = T(x[i]);
+            x[i] = static_cast<float>(q[first + i]) * scale;
+            finite = finite && kvq::detail::is_finite(x[i]);
+        }
+        for (const kvq::format& f : of) {
+            INFO(f.functions().backend->name, ", ", n, " values from ", first);
+            std::vector<float> to(n + 1, 7.0f);
+            CHECK(f.functions().backend->load_query(kvq::float_type_of<T>, q.data() + first,
+                                                    static_cast<int>(n), scale, to.data()) == finite);
+            for (std::size_t i = 0; i < n; ++i)
+                REQUIRE((to[i] == x[i] || (std::isnan(to[i]) && std::isnan(x[i]))));
+            CHECK(to[n] == 7.0f);
+        }
+    }
 }
 
 }  // namespace dequantize_tests
