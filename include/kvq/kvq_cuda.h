@@ -128,6 +128,7 @@ KVQ_API kvq_status kvq_cuda_sequence_tokens(const kvq_cuda_sequence* sequence, i
 KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* bytes);
 /// Removes every token from position `tokens` on. Exact within `rollback` tokens. After a deeper trim the quantized page that it ends in keeps
 /// its bytes and hides the tokens behind, and new tokens begin a page. A sequence has room for 64 such pages beyond max_tokens.
+/// A prompt that some layer does not have yet is taken back within `rollback`, or with the page of its first token.
 KVQ_API kvq_status kvq_cuda_sequence_trim(kvq_cuda_sequence* sequence, int32_t tokens);
 
 // ---- steps -----------------------------------------------------------------------------------------------------------

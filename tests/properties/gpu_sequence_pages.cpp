@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Comparison family: exact. What the host keeps of a sequence on the GPU (backends/cuda/sequence_pages.hpp) against a CPU cache that did
-// the same: which pages are quantized, which have 16-bit copies, which trims are possible; and every page has the right holders.
+// the same: which pages are quantized, which tokens they show, which have 16-bit copies; and every page has the right holders.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct both {
     kvq::sequence host;
 };
 
-/// Room for what a growth to n tokens takes.
+/// Room for what a growth to n places takes.
 void ensure(pools& p, const gpu::sequence_pages& s, int n, const gpu::page_rules& r) {
     const auto room = [](gpu::free_pages& pool, int more) {
         if (pool.available() < more) pool.grow(pool.used() + more);
@@ -47,15 +47,25 @@ void require_same(const both& b, const gpu::page_rules& r) {
     const auto& track = kvq::detail::sequence_access::tracks(b.host).front();
     const int sinks = r.sinks > 0 && b.pages.tokens > 0 ? 1 : 0,
               whole_sinks = sinks != 0 && b.pages.tokens >= r.sinks ? 1 : 0;
+    const int pages = r.pages(b.pages.places());
     REQUIRE(b.pages.tokens == track.tokens);
     REQUIRE(b.pages.committed() + whole_sinks == track.committed);
-    REQUIRE(r.pages(b.pages.tokens) + sinks == track.size());
+    REQUIRE(pages + sinks == track.size());
     REQUIRE(b.pages.first_copy + whole_sinks == track.first_copy);
-    for (int i = 0; i < b.pages.committed(); ++i)
-        REQUIRE((i >= b.pages.first_copy) == static_cast<bool>(track[i + sinks].copies[0]));
+    int cut_end = 0;
+    for (int i = 0; i < b.pages.committed(); ++i) {
+        const gpu::held_page& page = b.pages.quantized[static_cast<std::size_t>(i)];
+        const kvq::page_span& span = track[i + sinks];
+        REQUIRE((i >= b.pages.first_copy) == static_cast<bool>(span.copies[0]));
+        REQUIRE(page.position == span.first_token);
+        REQUIRE(page.begin == span.skip);
+        REQUIRE(page.shown() == span.tokens);
+        if (page.shown() < r.page_tokens) cut_end = i + 1;
+    }
+    REQUIRE(b.pages.cut_end == cut_end);
     // 16-bit values of different pages lie in different columns of the ring, which all have a page.
-    REQUIRE(r.pages(b.pages.tokens) - b.pages.first_copy <= r.ring);
-    for (int i = b.pages.first_copy; i < r.pages(b.pages.tokens); ++i)
+    REQUIRE(pages - b.pages.first_copy <= r.ring);
+    for (int i = b.pages.first_copy; i < pages; ++i)
         REQUIRE(b.pages.window[static_cast<std::size_t>(i % r.ring)] >= 0);
     REQUIRE(static_cast<int>(b.pages.sinks.size()) >= r.sink_pages(b.pages.tokens));
 }
@@ -68,6 +78,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
     test::generator random(seed);
     constexpr int dim = 4, most = 400;
     const std::vector<float> values(most * dim, 1.0f);
+    int all_cuts = 0;
     for (int round = 0; round < 30; ++round) {
         const int page = random.pick(std::vector{4, 16, 7}), step = random.between(1, 4);
         gpu::page_rules r{random.one_in(3) ? 0 : random.between(1, 40), random.between(0, 30),
@@ -84,33 +95,22 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
         std::vector<both> all;
         all.push_back({{}, cache.new_sequence()});
         all[0].pages.window.assign(static_cast<std::size_t>(r.ring), -1);
-        int refused = 0;
         for (int i = 0; i < 300; ++i) {
             both& b = all[static_cast<std::size_t>(random.between(0, static_cast<int>(all.size()) - 1))];
-            const int tokens = b.pages.tokens, what = random.between(0, 9);
+            const int tokens = b.pages.tokens, places = b.pages.places(), what = random.between(0, 9);
             if (what < 6) {
                 const int n = what == 0 ? random.between(1, 100) : random.between(1, step);
                 if (tokens + n > most) continue;
-                ensure(p, b.pages, tokens + n, r);
-                b.pages.grow(tokens + n, r, pools_of{&p});
+                ensure(p, b.pages, places + n, r);
+                b.pages.grow(places + n, r, pools_of{&p});
                 b.host.append(0, kvq::token_view<const float>(values.data(), n, 1, dim),
                               kvq::token_view<const float>(values.data(), n, 1, dim));
             } else if (what < 9) {
                 const int n = std::max(0, tokens - random.between(0, random.one_in(2) ? r.rollback : tokens));
-                const int left = b.pages.committed_after_trim(n, r);
-                if (left < 0) {
-                    // The CPU would hide tokens of this page.
-                    const int cut = -1 - left;
-                    REQUIRE((r.first_token(cut) < n && n < r.first_token(cut + 1)));
-                    kvq::sequence copy = b.host.fork();
-                    copy.trim(n);
-                    const auto& track = kvq::detail::sequence_access::tracks(copy).front();
-                    REQUIRE(track.committed == track.size());
-                    REQUIRE(!track.spans.back().full());
-                    ++refused;
-                    continue;
-                }
-                b.pages.trim(n, left, r, pools_of{&p});
+                const int left = b.pages.behind_trim(n, r).committed;
+                b.pages.trim(n, r, pools_of{&p});
+                REQUIRE(b.pages.committed() == left);
+                all_cuts += b.pages.cut_pages(r);
                 b.host.trim(n);
             } else if (all.size() < 4) {
                 // As cache::fork(): quantized pages are shared, others are copied.
@@ -143,6 +143,7 @@ TEST_CASE("the host's part of a sequence on the GPU commits and trims as the CPU
         for (both& b : all) b.pages.free(r, pools_of{&p});
         CHECK(p.quantized_pages.used() + p.window_pages.used() + p.sink_pages.used() == 0);
     }
+    CHECK(all_cuts > 0);
 }
 
 }  // namespace gpu_sequence_pages_tests
