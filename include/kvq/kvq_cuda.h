@@ -76,15 +76,15 @@ typedef struct kvq_cuda_cache_options {
     int32_t max_batch;    // sequences of one step; 0: 1
     int32_t max_tokens;   // of one sequence; 0: 32768
     int32_t step_tokens;  // new tokens of a step for every sequence, at most page_tokens and recent; 0: 1
-    int32_t
-        draft_tokens;  // the most drafted tokens of a sequence, 0 to the smallest of 64, page_tokens and recent; 0: no drafts
+    /// The most drafted tokens of a sequence, 0 to the smallest of 64, page_tokens and recent; 0: no drafts.
+    int32_t draft_tokens;
     int32_t pool_tokens;     // quantized pages for so many tokens are allocated at once,
     int32_t pool_sequences;  // and 16-bit pages for so many sequences
     int32_t fixed;           // 1: pools do not grow; 0: they do, in a begin, which then waits for the stream
     const kvq_statistics* statistics;     // NULL, or for all keys whose format takes them
     const kvq_cuda_allocator* allocator;  // NULL: cudaMalloc. Functions and `user` are kept
-    int32_t
-        alibi;  // 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens
+    /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to step_tokens tokens.
+    int32_t alibi;
     int32_t reserved;  // 0
 } kvq_cuda_cache_options;
 

@@ -16,8 +16,8 @@ struct prefill_options {
     float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
     float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
     int window = 0;        ///< a query sees itself and the window - 1 tokens before it; 0: all
-    bool window_sinks =
-        false;  ///< the sequence's first tokens, as many as a sink_part may hold, are seen in spite of a window
+    /// The sequence's first tokens, as many as a sink_part may hold, are seen in spite of a window.
+    bool window_sinks = false;
     const float* sink_logits =
         nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
     float* lse = nullptr;  ///< [new tokens][q_heads], natural log of the softmax sum
