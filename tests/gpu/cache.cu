@@ -1117,7 +1117,7 @@ void check_refusals() {
     CHECK(f.gpu.begin_prompt(x, 200, f.stream), "begin");
     // The pages of a prompt that some layer does not have are not quantized there.
     for (int l = 0; l < layers; ++l) {
-        refused(f.gpu.trim(x, 70), l == 0 ? "missing in 2 layers" : "missing in 1 layers");
+        refused(f.gpu.trim(x, 70), l == 0 ? "2 layers lack the prompt" : "1 layers lack the prompt");
         CHECK(f.gpu.append(l, f.rows(f.k, l, 200), f.rows(f.v, l, 200), f.stream), "append");
     }
     CHECK(f.gpu.trim(x, 70), "a trim into a quantized page");

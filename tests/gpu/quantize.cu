@@ -314,7 +314,7 @@ void check_commit(int sequences, int steps) {
 }
 
 template <int Bits, int Group, class Encoder, class Params = coded, class TokenScales = no_token_scales>
-using grid = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, Encoder, Params, TokenScales>;
+using encoded_grid = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, Encoder, Params, TokenScales>;
 template <class K, class V, int D, int P, int VD = D>
 using f = cuda::format<K, V, D, P, VD>;
 
@@ -344,28 +344,28 @@ int main(int argc, char** argv) {
     check<bfloat16, cuda::preset_format<low3, 80, 32>>("low3, dim 80, page 32", 2);
 #endif
 #if !defined(PART) || PART == 3
-    check<float, f<grid<3, 0, min_max>, grid<8, 0, enclosing>, 64, 64>>("min_max, enclosing, dim 64");
-    check<float, f<grid<4, 32, shrink_search, params<float16>>, grid<2, 0, least_squares, params<bfloat16>>,
+    check<float, f<encoded_grid<3, 0, min_max>, encoded_grid<8, 0, enclosing>, 64, 64>>("min_max, enclosing, dim 64");
+    check<float, f<encoded_grid<4, 32, shrink_search, params<float16>>, encoded_grid<2, 0, least_squares, params<bfloat16>>,
                    96, 64>>("search with fp16, least squares with bf16 parameters, dim 96");
-    check<bfloat16, f<grid<1, 16, least_squares_below_3_bits, params<float>>,
-                      grid<7, 32, mean_corrected<enclosing>, params<float>>, 64, 48>>(
+    check<bfloat16, f<encoded_grid<1, 16, least_squares_below_3_bits, params<float>>,
+                      encoded_grid<7, 32, mean_corrected<enclosing>, params<float>>, 64, 48>>(
         "below 3 bits, corrected enclosing, fp32 parameters, page 48");
-    check<float, f<grid<4, 20, mean_corrected<error_feedback<min_max>>>,
-                   grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>, 72, 40>>(
+    check<float, f<encoded_grid<4, 20, mean_corrected<error_feedback<min_max>>>,
+                   encoded_grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>, 72, 40>>(
         "corrected feedback, corrected search with bf16 factors, odd shape", 2);
-    check<float16, f<grid<5, 10, error_feedback<shrink_search, least_squares>, params<bfloat16>>,
-                     grid<6, 7, least_squares, coded, token_scales<coded>>, 13, 17, 9>>("very odd shape", 2);
+    check<float16, f<encoded_grid<5, 10, error_feedback<shrink_search, least_squares>, params<bfloat16>>,
+                     encoded_grid<6, 7, least_squares, coded, token_scales<coded>>, 13, 17, 9>>("very odd shape", 2);
 #endif
 #if !defined(PART) || PART == 4
     check<float16,
-          f<grid<2, 16, error_feedback<least_squares>, coded, token_scales<params<float>>>,
-            grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<coded>>, 256, 16>>(
+          f<encoded_grid<2, 16, error_feedback<least_squares>, coded, token_scales<params<float>>>,
+            encoded_grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<coded>>, 256, 16>>(
         "factors of keys, dim 256, page 16", 2);
     check<float16, cuda::preset_format<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
     check<bfloat16, cuda::preset_format<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
-    check<float16, f<grid<3, 12, min_max>, full<float16>, 256, 256>>(
+    check<float16, f<encoded_grid<3, 12, min_max>, full<float16>, 256, 256>>(
         "groups of 12, fp16 values, dim 256, page 256: part by part");
-    check<float16, f<full<bfloat16>, grid<3, 36, mean_corrected<least_squares>>, 256, 250>>(
+    check<float16, f<full<bfloat16>, encoded_grid<3, 36, mean_corrected<least_squares>>, 256, 250>>(
         "bf16 keys, groups of 36, dim 256, page 250: part by part");
 #endif
 #if !defined(PART) || PART == 5
@@ -381,7 +381,7 @@ int main(int argc, char** argv) {
                    detail::preset_values<4>, 72, 40>>("8 and 3 bits, odd shape", 2);
     check<float16, f<channel_grid<kvq::grid{.bits = {6, 3, 2}, .average_eighths = 25, .group = 64}>,
                      detail::preset_values<3, params<float16>>, 96, 128>>("6, 3 and 2 bits, dim 96", 1);
-    check<float16, f<grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
+    check<float16, f<encoded_grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
 #endif
     return test::report("quantize");
 }

@@ -48,6 +48,8 @@ struct attention_plan {
     int chunks() const noexcept { return ceil_div(tokens, chunk_tokens); }
     bool split() const noexcept { return chunks() > 1 && kv_heads * row_blocks() < enough_tasks; }
     int tasks() const noexcept { return kv_heads * row_blocks() * (split() ? chunks() : 1); }
+    /// Whether all tasks but the last chunk of a head see as many keys.
+    bool tasks_are_equal() const noexcept { return split() || row_blocks() == 1; }
     /// Blocks of rows whose chunks are tasks of their own, and are merged when the last of them has ended.
     int merges() const noexcept { return split() ? kv_heads * row_blocks() : 0; }
     /// Floats of one row's partial state.

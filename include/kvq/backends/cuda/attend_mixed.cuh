@@ -168,6 +168,9 @@ struct mixed_memory {
     static constexpr int warps = chosen.warps, most_teams = chosen.parts,
                          output_bytes = chosen.output_bytes(), bytes = chosen.bytes();
     static constexpr int threads = warps * warp_size, team_threads = threads / most_teams;
+    // Beside a thread block of 224 registers a thread there is room for one of store_new_kernel, which has 32: with one
+    // row of queries per head, the next layer's tokens are stored while this kernel ends.
+    static constexpr int registers = Rows4 == 1 ? 224 : 255;
     static constexpr int other_queries_at = warps * warp_bytes + chosen.team_bytes();
 
     /// The query of a team as part I wants it.
@@ -443,7 +446,7 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
 }
 
 template <int Rows4, bool Small, class T, class Score, class... Formats>
-__global__ void __launch_bounds__((mixed_memory<Rows4, Small, Formats...>::threads), 1)
+__global__ void __maxnreg__((mixed_memory<Rows4, Small, Formats...>::registers))
     attend_mixed_kernel(const __grid_constant__ mixed_args<T, Formats...> m,
                         const __grid_constant__ Score score) {
     if constexpr (of_other_devices<Small>((two_sizes<Formats> || ...))) return;

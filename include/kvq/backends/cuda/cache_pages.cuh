@@ -49,9 +49,8 @@ inline status cache::trim(sequence_id id, int n) {
     if (step_.begun && step_.id == id && step_.missing_layers > 0 &&
         s.behind_trim(n, rules_).committed > step_.committed_before)
         return detail::bad_value(
-            "cannot trim to %d: the prompt that has begun is missing in %d layers, which have not quantized "
-            "the "
-            "page of that token; trim to at most %d, or append the prompt to all layers first",
+            "cannot trim to %d: %d layers lack the prompt that has begun and have not quantized that token's "
+            "page; trim to at most %d, or append the prompt to them first",
             n, step_.missing_layers, s.quantized[static_cast<std::size_t>(step_.committed_before)].position);
     s.trim(n, rules_, page_pools{*this});
     e.version = ++versions_;
