@@ -392,7 +392,8 @@ void check_prompt(const prompt_case& c, unsigned seed) {
     const std::vector<tokens_of> x{tokens_of(seed, heads, n + steps)};
     const auto size = [&](int tokens) { return static_cast<std::size_t>(tokens * q_heads * dim); };
     // By layer, of all positions; rows of a rank are written by that rank alone.
-    std::vector<std::vector<float>> have(layers), want(layers), logs(layers), want_logs(layers), decoded, want_decoded;
+    std::vector<std::vector<float>> have(layers), want(layers), logs(layers), want_logs(layers), decoded,
+        want_decoded;
     for (int layer = 0; layer < layers; ++layer)
         for (auto* y : {&have[x[0].at(layer)], &want[x[0].at(layer)]}) {
             y->resize(size(n));
@@ -407,7 +408,8 @@ void check_prompt(const prompt_case& c, unsigned seed) {
     run_ranks(ranks, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
         context_split split(whole, c.weights, c.home, c.unit);
         const bool home = split.home() == rank;
-        held_cache own(heads, split.geometry(rank), stream, 1, n + 100), one(heads, whole, stream, 1, n + 100);
+        held_cache own(heads, split.geometry(rank), stream, 1, n + 100),
+            one(heads, whole, stream, 1, n + 100);
         const cuda::sequence_id id = own.cache.new_sequence(), all = one.cache.new_sequence();
         cuda::context_prefill prompt;
         OK(prompt.open(g, q_heads));
@@ -439,21 +441,23 @@ void check_prompt(const prompt_case& c, unsigned seed) {
                     k(x[0].rows(x[0].keys[l], positions, {0, heads})),
                     v(x[0].rows(x[0].values[l], positions, {0, heads})), half(size(count));
                 const test::device_buffer<float> out(size(count)), lse(x[0].at(count * q_heads));
-                const token_view<const float16> qv(query.get(), count, q_heads, dim, (q_heads + 1) * dim, dim),
+                const token_view<const float16> qv(query.get(), count, q_heads, dim, (q_heads + 1) * dim,
+                                                   dim),
                     kv(k.get(), count, heads, dim), vv(v.get(), count, heads, dim);
                 const cuda::prefill_options options{.softcap = c.softcap, .lse = lse.get()};
                 // Of the first layer in float, of the second one in half floats.
-                OK(layer == 0 ? prompt.prefill(layer, qv, kv, vv,
-                                               token_view<float>(out.get(), count, q_heads, dim), options,
-                                               stream)
-                              : prompt.prefill(layer, qv, kv, vv,
-                                               token_view<float16>(half.get(), count, q_heads, dim), options,
-                                               stream));
+                OK(layer == 0
+                       ? prompt.prefill(layer, qv, kv, vv, token_view<float>(out.get(), count, q_heads, dim),
+                                        options, stream)
+                       : prompt.prefill(layer, qv, kv, vv,
+                                        token_view<float16>(half.get(), count, q_heads, dim), options,
+                                        stream));
                 OK(g.wait(stream, "for the outputs"));
                 std::vector<float> y = out.download();
                 if (layer > 0) {
                     const auto z = half.download();
-                    std::transform(z.begin(), z.end(), y.begin(), [](float16 f) { return static_cast<float>(f); });
+                    std::transform(z.begin(), z.end(), y.begin(),
+                                   [](float16 f) { return static_cast<float>(f); });
                 }
                 const auto own_lse = lse.download();
                 int row = 0;
@@ -547,7 +551,8 @@ void check_prompt(const prompt_case& c, unsigned seed) {
         }
         worst = std::max(worst, distance(have[l], want[l]));
         for (std::size_t i = 0; i < logs[l].size(); ++i) {
-            const double off = std::abs(static_cast<double>(logs[l][i]) - static_cast<double>(want_logs[l][i]));
+            const double off =
+                std::abs(static_cast<double>(logs[l][i]) - static_cast<double>(want_logs[l][i]));
             worst_log = off <= worst_log ? worst_log : off;
         }
     }
@@ -564,9 +569,10 @@ void check_prompt(const prompt_case& c, unsigned seed) {
               seed, distance(y, want_decoded[0]));
     std::string list;
     for (const int t : c.chunks) list += (list.empty() ? "" : ", ") + std::to_string(t);
-    std::printf("  prompt on %d ranks, seed %u: chunks of %s, %d query heads per kv head, units of %d, home %d: "
-                "distance to one GPU %.2e, %zu pages\n",
-                ranks, seed, list.c_str(), c.group, c.unit, c.home, worst, want_pages.size());
+    std::printf(
+        "  prompt on %d ranks, seed %u: chunks of %s, %d query heads per kv head, units of %d, home %d: "
+        "distance to one GPU %.2e, %zu pages\n",
+        ranks, seed, list.c_str(), c.group, c.unit, c.home, worst, want_pages.size());
 }
 
 void check_prompts(int ranks) {
@@ -606,13 +612,15 @@ void check_prompt_refusals() {
         REFUSED(prompt.open(g, 4), "open already");
         REFUSED(prompt.prefill(0, none, none, none, out, {}, stream), "no chunk");
         REFUSED(prompt.begin(own.cache, id, other, 5, stream), "among 3 ranks does not fit 2 ranks");
-        REFUSED(prompt.begin(wrong.cache, id, split, 5, stream), "has 3 sinks, 40 recent tokens and pages of 32");
+        REFUSED(prompt.begin(wrong.cache, id, split, 5, stream),
+                "has 3 sinks, 40 recent tokens and pages of 32");
         REFUSED(prompt.begin(own.cache, id, split, 0, stream), "a chunk of 0 tokens");
         REFUSED(prompt.begin(own.cache, id, split, 8000, stream), "max_tokens is 3000");
         RANK_CHECK(split.tokens() == 0 && own.cache.tokens(id) == 0, "a refused chunk has %d tokens",
                    split.tokens());
         own.prompt(id, tokens_of(1, 2, 3), {{0, 3}}, {0, 2});
-        REFUSED(prompt.begin(own.cache, id, split, 5, stream), "holds 3 tokens, its part of the context has 0");
+        REFUSED(prompt.begin(own.cache, id, split, 5, stream),
+                "holds 3 tokens, its part of the context has 0");
         OK(own.cache.trim(id, 0));
         OK(prompt.begin(own.cache, id, split, 200, stream));
         const int n = prompt.own_tokens();

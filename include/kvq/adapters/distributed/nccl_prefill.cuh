@@ -179,14 +179,13 @@ private:
     status reserve(cudaStream_t stream) {
         const auto aligned = [](std::size_t bytes) { return kvq::detail::round_up(bytes, std::size_t{256}); };
         const std::size_t queries = aligned(static_cast<std::size_t>(end_ - begin_) * query_bytes()),
-                          states =
-                              aligned(static_cast<std::size_t>(end_ - seen_from(me())) * state_bytes()),
+                          states = aligned(static_cast<std::size_t>(end_ - seen_from(me())) * state_bytes()),
                           gathered = static_cast<std::size_t>(ranks()) *
                                      static_cast<std::size_t>(own_tokens_) * state_bytes();
         const std::size_t bytes = queries + states + gathered;
         if (bytes > memory_.bytes())
-            if (status s = detail::replace_memory(memory_, from_, bytes, "a chunk of a divided context",
-                                                  stream);
+            if (status s =
+                    detail::replace_memory(memory_, from_, bytes, "a chunk of a divided context", stream);
                 !s)
                 return s;
         states_ = reinterpret_cast<float*>(memory_.as<>() + queries);
@@ -204,9 +203,10 @@ private:
         if (type != cache_->formats().type)
             return detail::bad_value("q, k and v have another type than the cache");
         if (o.window != 0 || o.sink_logits != nullptr || o.state_out != nullptr || o.lead != 0)
-            return detail::bad_value("a divided context takes no sliding window (got %d), no learned sinks, "
-                                     "no states and no lead",
-                                     o.window);
+            return detail::bad_value(
+                "a divided context takes no sliding window (got %d), no learned sinks, "
+                "no states and no lead",
+                o.window);
         if (!(o.softcap >= 0.0f) || !(o.scale >= 0.0f))
             return detail::bad_value("scale %g, softcap %g", static_cast<double>(o.scale),
                                      static_cast<double>(o.softcap));
@@ -249,10 +249,10 @@ private:
         };
         int row = 0;
         for (const index_range& p : own_) {
-            if (status s = detail::launch("launching a copy of queries", detail::overlap::no,
-                                          detail::pack_rows_kernel<T>, dim3(static_cast<unsigned>(p.size())),
-                                          256, 0, stream, q.slice(row, p.size()),
-                                          reinterpret_cast<T*>(at(p.first)));
+            if (status s =
+                    detail::launch("launching a copy of queries", detail::overlap::no,
+                                   detail::pack_rows_kernel<T>, dim3(static_cast<unsigned>(p.size())), 256, 0,
+                                   stream, q.slice(row, p.size()), reinterpret_cast<T*>(at(p.first)));
                 !s)
                 return s;
             row += p.size();
@@ -283,14 +283,14 @@ private:
             const bool holds = i < own_.size();
             const int end = i + 1 < own_.size() ? own_[i + 1].first : end_;
             options.lead = holds ? keys + first - own_[i].first : 0;
-            options.state_out =
-                states_ + static_cast<std::size_t>(first - seen_from(me())) *
-                              static_cast<std::size_t>(heads_) * static_cast<std::size_t>(width());
+            options.state_out = states_ + static_cast<std::size_t>(first - seen_from(me())) *
+                                              static_cast<std::size_t>(heads_) *
+                                              static_cast<std::size_t>(width());
             keys += holds ? own_[i].size() : 0;
-            const token_view<const T> q(
-                queries + static_cast<std::size_t>(first - begin_) * static_cast<std::size_t>(heads_) *
-                              static_cast<std::size_t>(shape.head_dim),
-                end - first, heads_, shape.head_dim);
+            const token_view<const T> q(queries + static_cast<std::size_t>(first - begin_) *
+                                                      static_cast<std::size_t>(heads_) *
+                                                      static_cast<std::size_t>(shape.head_dim),
+                                        end - first, heads_, shape.head_dim);
             const auto part = [&](const token_view<const T>& x, int dim) {
                 return keys > 0 ? x.slice(0, keys) : token_view<const T>(nullptr, 0, shape.kv_heads, dim);
             };
@@ -311,8 +311,8 @@ private:
         };
         // Where the state of an own query from a rank goes. Queries before it see nothing of that rank.
         const auto expected = [&](int rank, int row) {
-            return gathered_ +
-                   static_cast<std::size_t>(rank * own_tokens_ + row) * heads * static_cast<std::size_t>(width());
+            return gathered_ + static_cast<std::size_t>(rank * own_tokens_ + row) * heads *
+                                   static_cast<std::size_t>(width());
         };
         for (int r = 0; r < ranks(); ++r) {
             const int unseen = (own_tokens_ - rows(me(), r)) * heads_;

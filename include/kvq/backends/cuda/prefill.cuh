@@ -95,9 +95,10 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
             "of %d, %d keys, %d values",
             cache.sequences, most_new_tokens, q.tokens, k.tokens, v.tokens);
     if (starts != nullptr && options.lead != 0)
-        return detail::bad_value("queries that are not those of the new tokens (lead %d) need starts to be "
-                                 "null",
-                                 options.lead);
+        return detail::bad_value(
+            "queries that are not those of the new tokens (lead %d) need starts to be "
+            "null",
+            options.lead);
     if (most_new_tokens < 0 || most_new_tokens > q.tokens ||
         (starts != nullptr && (k.tokens < q.tokens || v.tokens < q.tokens)) || out.tokens < q.tokens)
         return detail::bad_value("up to %d new tokens of %d queries, %d keys, %d values, %d outputs",

@@ -20,7 +20,7 @@ struct prefill_options {
     bool window_sinks = false;
     const float* sink_logits =
         nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
-    float* lse = nullptr;  ///< [new tokens][q_heads], natural log of the softmax sum
+    float* lse = nullptr;        ///< [new tokens][q_heads], natural log of the softmax sum
     float* state_out = nullptr;  ///< softmax states of all rows (attention_args.cuh)
     /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where that is below 0.
     int lead = 0;
@@ -38,7 +38,7 @@ struct prefill_block {
     int start, queries, new_tokens;  // of the sequence
     int history;    // tokens before the new ones, hidden ones too: positions below are places (page_cuts.cuh)
     int cut_place;  // pages before it may hide tokens
-    int first_row, rows;  // of the block; rows: of the sequence
+    int first_row, rows;          // of the block; rows: of the sequence
     int first_query, last_query;  // the newest of the new tokens that these rows see
 
     template <class Args>

@@ -146,8 +146,7 @@ __device__ __forceinline__ void finish_row(const Args& a, int token, int head, f
             *reinterpret_cast<float2*>(state + 2 + channel + 2 * t) = {output(channel, 0) * factor,
                                                                        output(channel, 1) * factor};
     }
-    if (a.lse != nullptr && t == 0)
-        a.lse[number] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
+    if (a.lse != nullptr && t == 0) a.lse[number] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
     if (a.out.data == nullptr) return;
     factor = sum == 0.0f ? 0.0f : factor / sum;
     auto* const to = a.out.at(token, head);
