@@ -1,4 +1,4 @@
-// Decode and transfers on several GPUs over NCCL, against one GPU in the same run.
+// Decode, prompts and transfers on several GPUs over NCCL, against one GPU in the same run.
 //
 //   nccl [--json] [--quick] [--ranks N] [--blocking]
 //
@@ -6,11 +6,13 @@
 //   context   every rank has a range of the tokens: attend, partial states to all ranks (ncclAllGather, or peer memory), merge; all ranks
 //             get all outputs
 //   heads     every rank has 8 / N kv heads: attend; "gathered": with all heads on all ranks afterwards
+//   prompt    2048 tokens behind a context, all of them divided: queries to all ranks, prefill, states back, merge, pages of own tokens
 //   transfer  a prompt of 32768 tokens and 32 layers to another GPU, against ncclSend and ncclRecv of as many bytes
-// Times are those of a layer: a graph of many layers, replayed by all ranks at once, the slowest rank's median. --blocking: with
+// Times are those of a layer: a graph of many layers, replayed by all ranks at once, the slowest rank's median (prompts: without a graph). --blocking: with
 // communicators that block, as an engine may bring them. Ends with 1 where a bound is missed: context 1.7 x and heads (8 x 131072) 1.85 x
 // of one GPU on two ranks, transfer 0.8 of NCCL's rate, std4 0.29 of the bytes of fp16.
 #include <kvq/adapters/distributed/nccl_attention.cuh>
+#include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
 #include <kvq/adapters/distributed/peer_attention.cuh>
 #include <kvq/backends/cuda.cuh>
@@ -248,6 +250,92 @@ void print_decode(const decode_times& t, int batch, int tokens) {
     if (batch == 8) bound(h >= 1.85, "head parallel 1.85 x of one GPU");
 }
 
+/// Microseconds per call of launch(i), of ranks that start together: the slowest rank's median of five runs of four calls.
+double time_prompt(int rank, meeting& m, cudaStream_t stream, const std::function<cuda::status()>& wait,
+                   const std::function<void(int)>& launch) {
+    constexpr int count = 4;
+    cudaEvent_t from, to;
+    BENCH_OK(cudaEventCreate(&from));
+    BENCH_OK(cudaEventCreate(&to));
+    std::vector<float> times;
+    for (int run = 0; run < 6; ++run) {
+        m.all.arrive_and_wait();
+        BENCH_OK(cudaEventRecord(from, stream));
+        for (int i = 0; i < count; ++i) launch(i);
+        BENCH_OK(cudaEventRecord(to, stream));
+        must(wait());
+        float ms = 0.0f;
+        BENCH_OK(cudaEventElapsedTime(&ms, from, to));
+        if (run > 0) times.push_back(ms);
+    }
+    BENCH_OK(cudaEventDestroy(from));
+    BENCH_OK(cudaEventDestroy(to));
+    std::sort(times.begin(), times.end());
+    return m.slowest(rank, 1000.0 * static_cast<double>(times[times.size() / 2]) / count);
+}
+
+void prompts(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, bool quick, cudaStream_t stream) {
+    constexpr int layers = 2, chunk = 2048;
+    const std::size_t values = static_cast<std::size_t>(chunk) * q_heads * dim;
+    float16* const q = random_values(values, stream);
+    float16* const kv = random_values(values, stream);
+    float16* const out = random_values(values, stream);
+    for (const int tokens : {32768, 131072}) {
+        if (quick && tokens > 32768) continue;
+        double one_us = 0.0;
+        if (rank == 0) {
+            filled_cache one(layers, kv_heads, recent, sinks, 1, tokens + chunk, stream);
+            one.add(tokens, stream);
+            must(one.cache.begin_prompt(one.batch[0], chunk, stream));
+            const token_view<const float16> x(kv, chunk, kv_heads, dim);
+            one_us = time_prompt(
+                0, alone, stream,
+                [&] {
+                    BENCH_OK(cudaStreamSynchronize(stream));
+                    return cuda::status{};
+                },
+                [&](int i) {
+                    must(one.cache.prefill(i % layers, token_view<const float16>(q, chunk, q_heads, dim), x,
+                                           x, token_view<float16>(out, chunk, q_heads, dim), {}, stream));
+                });
+        }
+        m.all.arrive_and_wait();
+        const std::vector<int> weights(static_cast<std::size_t>(ranks), 1);
+        context_split split({sinks, recent, page_tokens}, weights, -1, page_tokens);
+        split.add(tokens);
+        const page_geometry g = split.geometry(rank);
+        filled_cache own(layers, kv_heads, g.recent, g.sinks, 1, tokens + chunk, stream);
+        own.add(split.tokens(rank), stream);
+        cuda::context_prefill prompt;
+        must(prompt.open(group, q_heads));
+        must(prompt.begin(own.cache, own.batch[0], split, chunk, stream));
+        const int n = prompt.own_tokens();
+        const token_view<const float16> x(kv, n, kv_heads, dim);
+        const double us = time_prompt(
+            rank, m, stream, [&] { return group.wait(stream, "for outputs of a prompt"); },
+            [&](int i) {
+                must(prompt.prefill(i % layers, token_view<const float16>(q, n, q_heads, dim), x, x,
+                                    token_view<float16>(out, n, q_heads, dim), {}, stream));
+            });
+        const double sent = m.slowest(rank, static_cast<double>(prompt.sent_bytes()));
+        if (rank != 0) continue;
+        if (json)
+            std::printf(
+                "{\"op\": \"rank_prompt\", \"scheme\": \"%s\", \"ranks\": %d, \"chunk\": %d, \"tokens\": %d, "
+                "\"us_one\": %.1f, \"us_divided\": %.1f, \"sent_bytes\": %.0f}\n",
+                name, ranks, chunk, tokens, one_us, us, sent);
+        else
+            std::printf(
+                "%-10s prompt of %d over %6d, %d ranks: one GPU %.1f us, divided %.1f us, %.2f x; a rank "
+                "sends "
+                "%.1f MB a layer\n",
+                name, chunk, tokens, ranks, one_us, us, one_us / us, sent * 1e-6);
+        std::fflush(stdout);
+    }
+    for (float16* p : {q, kv, out}) BENCH_OK(cudaFree(p));
+    m.all.arrive_and_wait();
+}
+
 [[maybe_unused]] double seconds_since(std::chrono::steady_clock::time_point start) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
@@ -368,9 +456,13 @@ int main(int argc, char** argv) {
     }
     int devices = 0;
     BENCH_OK(cudaGetDeviceCount(&devices));
-    if (ranks < 2 || ranks > devices) {
-        std::printf("%d ranks need as many GPUs and at least 2, there are %d\n", ranks, devices);
+    if (ranks < 2) {
+        std::printf("nccl: needs two ranks\n");
         return 2;
+    }
+    if (ranks > devices) {
+        std::printf("ranks: not run, %d ranks need as many GPUs, there are %d\n", ranks, devices);
+        return 0;
     }
     ncclUniqueId id;
     must(cuda::nccl_group::make_id(id));
@@ -395,6 +487,7 @@ int main(int argc, char** argv) {
                 if (r == 0) print_decode(t, batch, tokens);
                 std::fflush(stdout);
             }
+            prompts(r, all, alone, group, quick, stream);
 #if !defined(PART) || PART == 0
             if (r < 2) transfers(r, pair, group, stream);
             std::fflush(stdout);

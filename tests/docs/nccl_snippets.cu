@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 // The examples of docs/ that need NCCL, as snippets.cpp.
+#include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
 #include <kvq/adapters/distributed/peer_attention.cuh>
 
@@ -23,6 +24,23 @@ void divided_context(const ncclUniqueId& id, int rank, int ranks, kvq::cuda::cac
         if (is_home) s = cache.append(layer, k, v, stream);
         s = merge.attend(cache, layer, q, out, {.early = true}, stream);
     }
+    s = group.wait(stream, "for the outputs");
+    if (!s) std::puts(s.message);
+}
+
+void divided_prompt(kvq::cuda::nccl_group& group, kvq::cuda::cache& cache, kvq::cuda::sequence_id id,
+                    kvq::context_split& split, int n, int q_heads, int layers,
+                    const kvq::token_view<const kvq::float16>& k,
+                    const kvq::token_view<const kvq::float16>& v,
+                    const kvq::token_view<const kvq::float16>& q, const kvq::token_view<kvq::float16>& out,
+                    cudaStream_t stream) {
+    using namespace kvq;
+    cuda::status s;
+    cuda::context_prefill prompt;
+    s = prompt.open(group, q_heads);
+
+    s = prompt.begin(cache, id, split, n, stream);
+    for (int layer = 0; layer < layers; ++layer) s = prompt.prefill(layer, q, k, v, out, {}, stream);
     s = group.wait(stream, "for the outputs");
     if (!s) std::puts(s.message);
 }

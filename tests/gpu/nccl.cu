@@ -1,6 +1,7 @@
-// Ranks over NCCL (adapters/distributed/nccl*.cuh), a thread for each: attention over contexts and heads that are divided, sequences
+// Ranks over NCCL (adapters/distributed/nccl*.cuh), a thread for each: decode and prompts over contexts that are divided, heads, sequences
 // sent between caches, ranks that are silent or gone, damaged messages. The program's argument is the number of ranks.
 #include <kvq/adapters/distributed/nccl_attention.cuh>
+#include <kvq/adapters/distributed/nccl_prefill.cuh>
 #include <kvq/adapters/distributed/nccl_transfer.cuh>
 #include <kvq/backends/cuda.cuh>
 #ifdef __CUDACC__
@@ -8,6 +9,7 @@
 #endif
 
 #include <functional>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -343,6 +345,309 @@ void check_context(int ranks, const std::vector<int>& weights, int group, int un
         ranks, group, unit, merged, worst);
 }
 
+// ---- prompts of divided contexts ----
+
+/// Quantized pages by layer, keys or values, and number in the whole context.
+using page_bytes = std::map<std::array<int, 3>, std::vector<std::byte>>;
+void collect_pages(const held_cache& c, cuda::sequence_id id, const page_geometry& own,
+                   const page_geometry& whole, const std::vector<index_range>& positions, page_bytes& to) {
+    using access = cuda::detail::transfer_access;
+    if (c.cache.tokens(id) == 0) return;
+    const auto& pages = access::pages_of(c.cache, id);
+    for (int i = 0; i < pages.committed(); ++i) {
+        // Where the page's first token stands in the whole context.
+        int left = own.sinks + i * page_size, position = 0;
+        for (const index_range& p : positions) {
+            position = p.first + left;
+            if (left < p.size()) break;
+            left -= p.size();
+        }
+        const auto& page = pages.quantized[static_cast<std::size_t>(i)];
+        for (int layer = 0; layer < layers; ++layer)
+            for (const tensor role : {tensor::key, tensor::value}) {
+                const auto& m = access::pool(c.cache, page.format).memory();
+                std::vector<std::byte> bytes(m.page_bytes(role));
+                CUDA_OK(cudaMemcpy(bytes.data(), m.page(role, layer, page.number), bytes.size(),
+                                   cudaMemcpyDeviceToHost));
+                to[{layer, role == tensor::key ? 0 : 1, (position - whole.sinks) / page_size}] = bytes;
+            }
+    }
+}
+
+struct prompt_case {
+    std::vector<int> weights;
+    int home, group, unit;
+    std::vector<int> chunks;
+    float softcap = 0.0f;
+    bool broken = false;  // one query of the last chunk is NaN
+};
+
+/// A context that is divided from its first token on, against a cache of all tokens in the same run.
+void check_prompt(const prompt_case& c, unsigned seed) {
+    constexpr int heads = 2, steps = 3;
+    constexpr double bound = 1e-3;  // the error of prefill itself
+    const int ranks = static_cast<int>(c.weights.size()), q_heads = heads * c.group,
+              n = std::accumulate(c.chunks.begin(), c.chunks.end(), 0);
+    const page_geometry whole{4, 40, page_size};
+    const std::vector<tokens_of> x{tokens_of(seed, heads, n + steps)};
+    const auto size = [&](int tokens) { return static_cast<std::size_t>(tokens * q_heads * dim); };
+    // By layer, of all positions; rows of a rank are written by that rank alone.
+    std::vector<std::vector<float>> have(layers), want(layers), logs(layers), want_logs(layers), decoded,
+        want_decoded;
+    for (int layer = 0; layer < layers; ++layer)
+        for (auto* y : {&have[x[0].at(layer)], &want[x[0].at(layer)]}) {
+            y->resize(size(n));
+            (y == &have[x[0].at(layer)] ? logs : want_logs)[x[0].at(layer)].resize(x[0].at(n * q_heads));
+        }
+    decoded.resize(x[0].at(ranks));
+    want_decoded.resize(1);
+    page_bytes pages, want_pages;
+    std::size_t sent = 0, formula = 0;
+    std::mutex gathering;
+    const int bad = c.broken ? n - 1 - c.chunks.back() / 2 : -1;
+    run_ranks(ranks, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
+        context_split split(whole, c.weights, c.home, c.unit);
+        const bool home = split.home() == rank;
+        held_cache own(heads, split.geometry(rank), stream, 1, n + 100),
+            one(heads, whole, stream, 1, n + 100);
+        const cuda::sequence_id id = own.cache.new_sequence(), all = one.cache.new_sequence();
+        cuda::context_prefill prompt;
+        OK(prompt.open(g, q_heads));
+        int begin = 0;
+        for (const int tokens : c.chunks) {
+            std::vector<int> held;
+            for (int r = 0; r < ranks; ++r) held.push_back(split.tokens(r));
+            OK(prompt.begin(own.cache, id, split, tokens, stream));
+            const int count = prompt.own_tokens();
+            RANK_CHECK(own.cache.tokens(id) == split.tokens(rank) && split.tokens() == begin + tokens,
+                       "rank %d holds %d tokens of %d", rank, own.cache.tokens(id), split.tokens(rank));
+            const std::vector<index_range> positions(prompt.own().begin(), prompt.own().end());
+            if (home) OK(one.cache.begin_prompt(all, tokens, stream));
+            for (int layer = 0; layer < layers; ++layer) {
+                const std::size_t l = x[0].at(layer);
+                auto q = random_rows(seed + 1000 + static_cast<unsigned>(begin * layers + layer),
+                                     static_cast<int>(size(tokens)));
+                if (bad >= begin && bad < begin + tokens) q[size(bad - begin) + 5] = float16(NAN);
+                std::vector<float16> mine;
+                for (const index_range& p : positions)
+                    mine.insert(mine.end(), q.begin() + static_cast<std::ptrdiff_t>(size(p.first - begin)),
+                                q.begin() + static_cast<std::ptrdiff_t>(size(p.end - begin)));
+                // Rows of q have something behind them.
+                std::vector<float16> wide(static_cast<std::size_t>(count * (q_heads + 1) * dim));
+                for (int t = 0; t < count; ++t)
+                    std::copy_n(mine.begin() + static_cast<std::ptrdiff_t>(size(t)), q_heads * dim,
+                                wide.begin() + t * (q_heads + 1) * dim);
+                const test::device_buffer<float16> query(wide),
+                    k(x[0].rows(x[0].keys[l], positions, {0, heads})),
+                    v(x[0].rows(x[0].values[l], positions, {0, heads})), half(size(count));
+                const test::device_buffer<float> out(size(count)), lse(x[0].at(count * q_heads));
+                const token_view<const float16> qv(query.get(), count, q_heads, dim, (q_heads + 1) * dim,
+                                                   dim),
+                    kv(k.get(), count, heads, dim), vv(v.get(), count, heads, dim);
+                const cuda::prefill_options options{.softcap = c.softcap, .lse = lse.get()};
+                // Of the first layer in float, of the second one in half floats.
+                OK(layer == 0
+                       ? prompt.prefill(layer, qv, kv, vv, token_view<float>(out.get(), count, q_heads, dim),
+                                        options, stream)
+                       : prompt.prefill(layer, qv, kv, vv,
+                                        token_view<float16>(half.get(), count, q_heads, dim), options,
+                                        stream));
+                OK(g.wait(stream, "for the outputs"));
+                std::vector<float> y = out.download();
+                if (layer > 0) {
+                    const auto z = half.download();
+                    std::transform(z.begin(), z.end(), y.begin(),
+                                   [](float16 f) { return static_cast<float>(f); });
+                }
+                const auto own_lse = lse.download();
+                int row = 0;
+                for (const index_range& p : positions) {
+                    std::copy_n(y.begin() + static_cast<std::ptrdiff_t>(size(row)), size(p.size()),
+                                have[l].begin() + static_cast<std::ptrdiff_t>(size(p.first)));
+                    std::copy_n(own_lse.begin() + row * q_heads, p.size() * q_heads,
+                                logs[l].begin() + p.first * q_heads);
+                    row += p.size();
+                }
+                if (!home) continue;
+                const std::vector<index_range> everything{{begin, begin + tokens}};
+                const test::device_buffer<float16> query_1(q),
+                    k_1(x[0].rows(x[0].keys[l], everything, {0, heads})),
+                    v_1(x[0].rows(x[0].values[l], everything, {0, heads})), out_1(q.size());
+                const test::device_buffer<float> lse_1(x[0].at(tokens * q_heads));
+                OK(one.cache.prefill(layer, token_view<const float16>(query_1.get(), tokens, q_heads, dim),
+                                     token_view<const float16>(k_1.get(), tokens, heads, dim),
+                                     token_view<const float16>(v_1.get(), tokens, heads, dim),
+                                     token_view<float16>(out_1.get(), tokens, q_heads, dim),
+                                     {.softcap = c.softcap, .lse = lse_1.get()}, stream));
+                CUDA_OK(cudaStreamSynchronize(stream));
+                const auto z = out_1.download();
+                std::transform(z.begin(), z.end(), want[l].begin() + static_cast<std::ptrdiff_t>(size(begin)),
+                               [](float16 f) { return static_cast<float>(f); });
+                const auto l_1 = lse_1.download();
+                std::copy(l_1.begin(), l_1.end(), want_logs[l].begin() + begin * q_heads);
+            }
+            {
+                // Each query goes once to every other rank that holds tokens before the chunk or gets some at or before it.
+                const std::lock_guard lock(gathering);
+                sent += prompt.sent_bytes();
+                for (const index_range& p : positions)
+                    for (int t = p.first; t < p.end; ++t)
+                        for (int r = 0; r < ranks; ++r) {
+                            int leading = 0;
+                            split.leading(r, t, std::span(&leading, 1));
+                            if (r != rank && leading > 0)
+                                formula += static_cast<std::size_t>(q_heads * (dim * 2 + (dim + 2) * 4));
+                        }
+            }
+            begin += tokens;
+        }
+        std::vector<index_range> positions;
+        for (const auto& p : split.parts())
+            if (p.rank == rank) positions.push_back({p.first, p.end});
+        {
+            const std::lock_guard lock(gathering);
+            collect_pages(own, id, split.geometry(rank), whole, positions, pages);
+            if (home) collect_pages(one, all, whole, whole, {{0, n}}, want_pages);
+        }
+        // Decode goes on.
+        const std::vector<cuda::sequence_id> batch{id}, whole_batch{all};
+        cuda::context_attention merge;
+        OK(merge.open(g, 1, q_heads, dim, stream));
+        for (int step = 0; step < steps; ++step) {
+            split.add(1);
+            if (home) {
+                own.step(batch, x, {n + step}, {0, heads});
+                one.step(whole_batch, x, {n + step}, {0, heads});
+            } else {
+                OK(own.cache.begin_step(batch, 0, stream));
+            }
+            const auto q = random_rows(seed + 1 + static_cast<unsigned>(step), q_heads * dim);
+            const test::device_buffer<float16> query(q);
+            const test::device_buffer<float> out(size(1));
+            OK(merge.attend(own.cache, step % layers, token_view<const float16>(query.get(), 1, q_heads, dim),
+                            token_view<float>(out.get(), 1, q_heads, dim), {}, stream));
+            OK(g.wait(stream, "for outputs"));
+            const auto y = out.download();
+            auto& to = decoded[static_cast<std::size_t>(rank)];
+            to.insert(to.end(), y.begin(), y.end());
+            if (!home) continue;
+            const auto z = one.attend(step % layers, q, 1, q_heads);
+            want_decoded[0].insert(want_decoded[0].end(), z.begin(), z.end());
+        }
+        CUDA_OK(cudaStreamSynchronize(stream));
+    });
+    double worst = 0.0, worst_log = 0.0;
+    for (int layer = 0; layer < layers; ++layer) {
+        const std::size_t l = x[0].at(layer);
+        if (bad >= 0) {
+            // Of the head with the NaN; the others of the token are as ever.
+            std::size_t nan = 0;
+            for (std::size_t i = size(bad); i < size(bad) + dim; ++i) {
+                nan += std::isnan(have[l][i]) ? 1 : 0;
+                have[l][i] = want[l][i] = 0.0f;
+            }
+            CHECK(nan == dim, "seed %u: a query with a NaN has %zu channels of NaN of %d", seed, nan, dim);
+            logs[l][x[0].at(bad * q_heads)] = want_logs[l][x[0].at(bad * q_heads)] = 0.0f;
+        }
+        worst = std::max(worst, distance(have[l], want[l]));
+        for (std::size_t i = 0; i < logs[l].size(); ++i) {
+            const double off =
+                std::abs(static_cast<double>(logs[l][i]) - static_cast<double>(want_logs[l][i]));
+            worst_log = off <= worst_log ? worst_log : off;
+        }
+    }
+    CHECK(worst <= bound, "seed %u: a prompt on %d ranks is %.3g off", seed, ranks, worst);
+    CHECK(worst_log <= bound, "seed %u: log-sum-exps are %.3g off", seed, worst_log);
+    int different = 0;
+    for (const auto& [place, bytes] : want_pages) different += pages[place] != bytes;
+    CHECK(pages.size() == want_pages.size() && different == 0,
+          "seed %u: %zu pages of all ranks, %zu of one cache, %d of them differ", seed, pages.size(),
+          want_pages.size(), different);
+    CHECK(sent == formula, "seed %u: %zu bytes are sent per layer, expected are %zu", seed, sent, formula);
+    for (const auto& y : decoded)
+        CHECK(distance(y, want_decoded[0]) <= most_distance, "seed %u: decode behind the prompt is %.3g off",
+              seed, distance(y, want_decoded[0]));
+    std::string list;
+    for (const int t : c.chunks) list += (list.empty() ? "" : ", ") + std::to_string(t);
+    std::printf(
+        "  prompt on %d ranks, seed %u: chunks of %s, %d query heads per kv head, units of %d, home %d: "
+        "distance to one GPU %.2e, %zu pages\n",
+        ranks, seed, list.c_str(), c.group, c.unit, c.home, worst, want_pages.size());
+}
+
+void check_prompts(int ranks) {
+    const auto at = [](int i) { return static_cast<std::size_t>(i); };
+    for (unsigned seed = 1; seed <= 4; ++seed) {
+        test::rng r(seed * 77 + static_cast<unsigned>(ranks));
+        const auto below = [&](int n) { return static_cast<int>(r() % static_cast<unsigned>(n)); };
+        prompt_case c;
+        for (int i = 0; i < ranks; ++i) c.weights.push_back(below(4));
+        c.home = below(ranks);
+        c.weights[at(c.home)] = 1 + below(3);
+        c.group = 1 << below(4);
+        c.unit = 32 << below(3);
+        c.softcap = seed % 3 == 0 ? 20.0f : 0.0f;
+        c.broken = seed % 2 == 0;
+        for (const int most : {500, 40, 3, 300}) c.chunks.push_back(1 + below(most));
+        check_prompt(c, seed);
+    }
+    // Equal shares, long chunks; a chunk that stays at home as a whole, since a unit is longer.
+    check_prompt({std::vector<int>(at(ranks), 1), ranks - 1, 4, page_size, {300, 513}}, 11);
+    check_prompt({std::vector<int>(at(ranks), 1), 0, 2, 0, {200, 100}}, 12);
+}
+
+void check_prompt_refusals() {
+    run_ranks(2, 60s, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
+        const page_geometry whole{4, 40, page_size};
+        const int weights[] = {1, 1}, three[] = {1, 1, 1};
+        context_split split(whole, weights, 0, page_size), other(whole, three, 0, page_size);
+        held_cache own(2, split.geometry(rank), stream), wrong(2, {3, 40, page_size}, stream);
+        const cuda::sequence_id id = own.cache.new_sequence();
+        cuda::context_prefill prompt;
+        const token_view<const float16> none(nullptr, 0, 2, dim);
+        const token_view<float> out(nullptr, 0, 4, dim);
+        REFUSED(prompt.begin(own.cache, id, split, 5, stream), "not open");
+        REFUSED(prompt.open(g, 0), "0 query heads");
+        OK(prompt.open(g, 4));
+        REFUSED(prompt.open(g, 4), "open already");
+        REFUSED(prompt.prefill(0, none, none, none, out, {}, stream), "no chunk");
+        REFUSED(prompt.begin(own.cache, id, other, 5, stream), "among 3 ranks does not fit 2 ranks");
+        REFUSED(prompt.begin(wrong.cache, id, split, 5, stream),
+                "has 3 sinks, 40 recent tokens and pages of 32");
+        REFUSED(prompt.begin(own.cache, id, split, 0, stream), "a chunk of 0 tokens");
+        REFUSED(prompt.begin(own.cache, id, split, 8000, stream), "max_tokens is 3000");
+        RANK_CHECK(split.tokens() == 0 && own.cache.tokens(id) == 0, "a refused chunk has %d tokens",
+                   split.tokens());
+        own.prompt(id, tokens_of(1, 2, 3), {{0, 3}}, {0, 2});
+        REFUSED(prompt.begin(own.cache, id, split, 5, stream),
+                "holds 3 tokens, its part of the context has 0");
+        OK(own.cache.trim(id, 0));
+        OK(prompt.begin(own.cache, id, split, 200, stream));
+        const int n = prompt.own_tokens();
+        RANK_CHECK(n > 0 && prompt.bytes() > 0, "rank %d has no tokens", rank);
+        const test::device_buffer<float16> x(static_cast<std::size_t>(n * 4 * dim));
+        const test::device_buffer<float> y(x.size());
+        const token_view<const float16> q(x.get(), n, 4, dim), kv(x.get(), n, 2, dim);
+        const token_view<float> to(y.get(), n, 4, dim);
+        const auto attempt = [&](int layer, const token_view<const float16>& queries,
+                                 const token_view<const float16>& keys, const cuda::prefill_options& options,
+                                 const char* part) {
+            REFUSED(prompt.prefill(layer, queries, keys, kv, to, options, stream), part);
+        };
+        attempt(2, q, kv, {}, "layer 2 is not among the 2 layers");
+        attempt(0, q.slice(1, n - 1), kv, {}, "tokens of the chunk, but q has");
+        attempt(0, kv, kv, {}, "q, k, v, out have 2, 2, 2, 4 heads");
+        attempt(0, q, q, {}, "q, k, v, out have 4, 4, 2, 4 heads");
+        attempt(0, q, kv, {.window = 5}, "no sliding window (got 5)");
+        attempt(0, q, kv, {.sink_logits = y.get()}, "no learned sinks");
+        attempt(0, q, kv, {.softcap = -1.0f}, "softcap -1");
+        attempt(0, {x.get(), n, 4, 32}, kv, {}, "32, 64, 64, 64 channels");
+        // Refusals have changed nothing.
+        for (int layer = 0; layer < layers; ++layer) OK(prompt.prefill(layer, q, kv, kv, to, {}, stream));
+        OK(g.wait(stream, "for outputs"));
+    });
+}
+
 // ---- heads ----
 
 void check_heads(int ranks, const std::vector<int>& weights) {
@@ -648,6 +953,39 @@ void check_silence(int ranks) {
         ++noticed;
     });
 #endif
+    // A rank that takes no part in a layer of a prompt; all queries go to it.
+    noticed = 0;
+    run_ranks(ranks, limit, [&](int rank, cuda::nccl_group& g, cudaStream_t stream) {
+        const std::vector<int> weights(static_cast<std::size_t>(ranks), 1);
+        context_split split({4, 40, page_size}, weights, ranks - 1, page_size);
+        held_cache own(2, split.geometry(rank), stream);
+        const cuda::sequence_id id = own.cache.new_sequence();
+        cuda::context_prefill prompt;
+        OK(prompt.open(g, 4));
+        OK(prompt.begin(own.cache, id, split, 300, stream));
+        if (rank == ranks - 1) {
+            while (!all_noticed()) std::this_thread::sleep_for(5ms);
+            return;
+        }
+        const int n = prompt.own_tokens();
+        const test::device_buffer<float16> x(static_cast<std::size_t>(n * 4 * dim)), y(x.size());
+        const token_view<const float16> kv(x.get(), n, 2, dim);
+        const auto step = [&](int layer) {
+            return prompt.prefill(layer, token_view<const float16>(x.get(), n, 4, dim), kv, kv,
+                                  token_view<float16>(y.get(), n, 4, dim), {}, stream);
+        };
+        cuda::status s = step(0);
+        if (s) s = g.wait(stream, "for the outputs");
+        REFUSED(s, "rank");
+        RANK_CHECK(s.code == cudaErrorTimeout || s.code == cudaErrorUnknown, "code %d",
+                   static_cast<int>(s.code));
+        RANK_CHECK(!step(1), "a chunk goes on behind an error");
+        REFUSED(prompt.begin(own.cache, id, split, 1, stream), "failed before");
+        OK(own.cache.free(id));
+        RANK_CHECK(own.used_pages() == 0, "a freed sequence has left pages");
+        const std::lock_guard lock(mutex);
+        ++noticed;
+    });
     // A sender that stops after a layer.
 #ifndef __CUDACC__
     emulated_patience = 4s;
@@ -782,6 +1120,8 @@ void check_all(int ranks) {
 #ifdef __CUDACC__
     check_context(ranks, equal, 4, page_size, 4, {40000, 90, 9000}, 2e-5);
 #endif
+    check_prompts(ranks);
+    check_prompt_refusals();
     check_heads(ranks, equal);
     check_heads(ranks, uneven);
     const page_geometry usual{4, 40, page_size}, long_window{4, 1200, page_size};

@@ -130,6 +130,62 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         for (std::size_t b = 0; b < sequences; ++b) run(b, 1, again.get(), nullptr);
         check_again("alone");
     }
+    // Queries without those in front of them have the same bits; their softmax states make the same outputs, and a new token that no query
+    // sees changes nothing.
+    for (std::size_t b = 0; b < sequences; ++b) {
+        const int n = c.new_tokens[b], lead = n / 3, count = n - lead;
+        if (n == 0) continue;
+        const test::device_buffer<float> states(static_cast<std::size_t>(count * q_heads * (dim + 2)));
+        const auto part = [&](int keys, int shift, T* to) {
+            const auto one = [&](auto ref) {
+                ref.tokens += b;
+                ref.block_table += b * static_cast<std::size_t>(ref.table_columns);
+                ref.sequences = 1;
+                return ref;
+            };
+            cuda::prefill_options options;
+            options.window = c.window;
+            options.window_sinks = c.keep_sinks;
+            options.softcap = c.softcap;
+            options.sink_logits = c.logits ? logits_device.get() : nullptr;
+            options.state_out = states.get();
+            options.lead = shift;
+            const int first = starts[b];
+            const auto status =
+                cuda::prefill<T>(cuda::make_mixed(c.recent, cuda::behind_window(one(pages_device.ref)),
+                                                  cuda::in_window(one(window_device.ref)),
+                                                  cuda::sink_tokens(one(sinks_device.ref), c.sinks)),
+                                 {q_device.get() + (first + lead) * q_heads * dim, count, q_heads, dim},
+                                 {k_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
+                                 {v_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
+                                 token_view<T>(to, count, q_heads, dim), nullptr, count, options, nullptr);
+            CHECK(status, "%s: %s", name, status.message);
+            CUDA_OK(cudaDeviceSynchronize());
+            return states.download();
+        };
+        again.poison();
+        std::vector<float> state = part(n, lead, again.get());
+        const std::vector<T> other = again.download();
+        const std::size_t at = static_cast<std::size_t>((starts[b] + lead) * q_heads) * dim,
+                          size = static_cast<std::size_t>(count * q_heads) * dim;
+        CHECK(std::memcmp(got.data() + at, other.data(), size * sizeof(T)) == 0,
+              "%s: other bits without the %d queries before", name, lead);
+        std::size_t off = 0;
+        for (std::size_t i = 0; i < size; ++i) {
+            const float* const row = &state[i / dim * (dim + 2)];
+            const double want = static_cast<double>(static_cast<float>(other[i])),
+                         have = row[1] == 0.0f
+                                    ? 0.0
+                                    : static_cast<double>(row[2 + i % dim]) / static_cast<double>(row[1]);
+            off += std::abs(have - want) <= 0x1p-8 * std::abs(want) + 1e-7 ? 0 : 1;
+        }
+        CHECK(off == 0, "%s: %zu of %zu outputs are not those of their states", name, off, size);
+        state = part(n, -n, nullptr);
+        CHECK(state == part(0, 0, nullptr), "%s: new tokens that are not seen change states", name);
+        if (c.lengths[b] == 0 && !c.logits)
+            CHECK(state[0] == -INFINITY && state[1] == 0.0f, "%s: a query that sees nothing has state %g, %g",
+                  name, static_cast<double>(state[0]), static_cast<double>(state[1]));
+    }
     const std::vector<float> got_lse = lse.download();
     const auto index = [&](int token, int head, int heads) {
         return (static_cast<std::size_t>(token) * static_cast<std::size_t>(heads) +

@@ -50,6 +50,7 @@ ALLOWED = {
     "adapters/distributed/nccl": {"backends/cuda"},
     "adapters/distributed/nccl_attention": NCCL | {"adapters/distributed"},
     "adapters/distributed/peer_attention": NCCL | {"adapters/distributed/nccl_attention"},
+    "adapters/distributed/nccl_prefill": NCCL | {"adapters/distributed/nccl_attention"},
     "adapters/distributed/nccl_wire": NCCL,
     "adapters/distributed/nccl_pages": NCCL | {"adapters/distributed/nccl_wire"},
     "adapters/distributed/nccl_transfer": NCCL | {"adapters/distributed/nccl_pages"},

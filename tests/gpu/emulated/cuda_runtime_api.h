@@ -322,7 +322,7 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes
 }
 inline cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
     if (kind != cudaMemcpyHostToDevice) return cudaMemcpyAsync(to, from, bytes, kind, nullptr);
-    emulated_late.add(to, from, bytes);
+    if (bytes > 0) emulated_late.add(to, from, bytes);
     return cudaSuccess;
 }
 

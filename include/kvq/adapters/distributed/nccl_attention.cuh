@@ -14,6 +14,7 @@
 // rank has the same bits, whatever came first. A rank without tokens of a sequence (sequence_id{} in its batch) adds nothing. Outputs
 // over heads are those of one cache, bit for bit. Calls put work on the stream and do not wait for it; graphs can capture them.
 // Bytes that a rank sends to each other one: rows * (value_dim + 2) * 4. peer_attention.cuh: the same with less latency on one machine.
+// nccl_prefill.cuh: prompts of a divided context.
 #pragma once
 
 #include <span>

@@ -96,6 +96,21 @@ public:
             return s;
         return append_prompt(layer, k, v, stream);
     }
+    /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any number of them, or none, then also
+    /// after a begin_step() of one sequence. options.lead says which of them a query sees. Before append().
+    template <class T>
+    status prefill_part(int layer, const token_view<const T>& q, const token_view<const T>& k,
+                        const token_view<const T>& v, const prefill_options& options, cudaStream_t stream) {
+        if (status s = check_layer(layer, float_type_of<T>); !s) return s;
+        if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
+            return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
+                                     step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
+        return format_.functions->prefill(
+            step_.prompt ? view_before_prompt(layer) : view(layer), detail::untyped_view(q),
+            detail::untyped_view(k), detail::untyped_view(v),
+            detail::untyped_view(token_view<const T>(nullptr, q.tokens, q.heads, q.dim)), nullptr, q.tokens,
+            options, stream);
+    }
     /// Attention of the batch's last options.query_tokens tokens over all that it has, in one launch.
     /// q: [rows x query_tokens][q_heads][head_dim], out likewise with value_dim. Score: that of make_scored_format().
     template <class T, class Score = unmodified>

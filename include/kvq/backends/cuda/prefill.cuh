@@ -62,6 +62,8 @@ status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int cluster, 
 
 /// history: the sequences before their new tokens (lengths do not count these). q, k, v, out: rows starts[b] to starts[b + 1] - 1 are
 /// the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences + 1], device memory. most_new_tokens: of one sequence.
+/// starts null: one sequence, whose queries are all rows of q and whose new tokens are all rows of k and v (options.lead).
+/// With options.state_out, out may be a null pointer.
 /// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
 template <class T, class... Parts>
 status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& q,
@@ -85,10 +87,20 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
         q.heads % cache.kv_heads != 0)
         return detail::bad_value("q, k, v, out have %d, %d, %d, %d heads but the cache %d kv heads", q.heads,
                                  k.heads, v.heads, out.heads, cache.kv_heads);
-    if (!q.data || !k.data || !v.data || !out.data || !starts)
-        return detail::bad_value("q, k, v, out or starts is a null pointer");
-    if (most_new_tokens < 0 || most_new_tokens > q.tokens || k.tokens < q.tokens || v.tokens < q.tokens ||
-        out.tokens < q.tokens)
+    if (!q.data || ((!k.data || !v.data) && k.tokens > 0) || (!out.data && !options.state_out))
+        return detail::bad_value("q, k, v or out is a null pointer");
+    if (starts == nullptr && (cache.sequences != 1 || k.tokens != v.tokens || most_new_tokens != q.tokens))
+        return detail::bad_value(
+            "without starts there is one sequence, and as many keys as values; got %d sequences, %d queries "
+            "of %d, %d keys, %d values",
+            cache.sequences, most_new_tokens, q.tokens, k.tokens, v.tokens);
+    if (starts != nullptr && options.lead != 0)
+        return detail::bad_value(
+            "queries that are not those of the new tokens (lead %d) need starts to be "
+            "null",
+            options.lead);
+    if (most_new_tokens < 0 || most_new_tokens > q.tokens ||
+        (starts != nullptr && (k.tokens < q.tokens || v.tokens < q.tokens)) || out.tokens < q.tokens)
         return detail::bad_value("up to %d new tokens of %d queries, %d keys, %d values, %d outputs",
                                  most_new_tokens, q.tokens, k.tokens, v.tokens, out.tokens);
     if (!(options.softcap >= 0.0f) || options.window < 0 || !(options.scale >= 0.0f))
@@ -122,7 +134,9 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                            sinks,
                                            options.sink_logits,
                                            options.lse,
-                                           cache_cuts};
+                                           cache_cuts,
+                                           options.state_out,
+                                           options.lead};
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
     args.scale = options.softcap > 0.0f ? scale : scale * detail::log2e;
     const auto grid = [&](int rows) {

@@ -20,7 +20,10 @@ struct prefill_options {
     bool window_sinks = false;
     const float* sink_logits =
         nullptr;  ///< [q_heads], device memory: a logit in every softmax sum, without a value. Null: none
-    float* lse = nullptr;  ///< [new tokens][q_heads], natural log of the softmax sum
+    float* lse = nullptr;        ///< [new tokens][q_heads], natural log of the softmax sum
+    float* state_out = nullptr;  ///< softmax states of all rows (attention_args.cuh)
+    /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where that is below 0.
+    int lead = 0;
 };
 
 namespace detail {
@@ -32,26 +35,27 @@ inline constexpr int prefill_rows = Dim <= 128 ? 256 : 128;
 /// Rows of a block, and what they see.
 struct prefill_block {
     int sequence, kv_head;
-    int start, new_tokens;  // of the sequence
+    int start, queries, new_tokens;  // of the sequence
     int history;    // tokens before the new ones, hidden ones too: positions below are places (page_cuts.cuh)
     int cut_place;  // pages before it may hide tokens
-    int first_row, rows;  // of the block; rows: of the sequence
-    int first_query, last_query;
+    int first_row, rows;          // of the block; rows: of the sequence
+    int first_query, last_query;  // the newest of the new tokens that these rows see
 
     template <class Args>
     __device__ __forceinline__ prefill_block(const Args& a, int block_rows, int number, int head, int b)
         : sequence(b),
           kv_head(head),
-          start(__ldg(a.starts + b)),
-          new_tokens(__ldg(a.starts + b + 1) - start),
+          start(a.starts == nullptr ? 0 : __ldg(a.starts + b)),
+          queries(a.starts == nullptr ? a.q.tokens : __ldg(a.starts + b + 1) - start),
+          new_tokens(a.starts == nullptr ? a.k.tokens : queries),
           history(__ldg(a.tokens + b)),
           cut_place(a.cuts.of(b).place),
-          rows(new_tokens * a.group) {
+          rows(queries * a.group) {
         // The last blocks see the most: they start first.
         const int blocks = kvq::detail::ceil_div(rows, block_rows);
         first_row = (blocks - 1 - number) * block_rows;
-        first_query = first_row / a.group;
-        last_query = (kvq::detail::smaller(first_row + block_rows, rows) - 1) / a.group;
+        first_query = a.newest_of_row(first_row);
+        last_query = a.newest_of_row(kvq::detail::smaller(first_row + block_rows, rows) - 1);
     }
     __device__ __forceinline__ bool empty() const { return first_row < 0 || rows <= 0; }
     /// The first new token that a row of the block sees, a whole number of tiles from the first one.
@@ -84,7 +88,7 @@ struct prefill_args {
     object_list<Parts...> parts;
     token_view<const T> q, k, v;
     token_view<T> out;
-    const int* starts;  // [sequences + 1]
+    const int* starts;  // [sequences + 1], or null: one sequence, all rows of q, and of k and v
     const int* tokens;  // [sequences], before the new ones
     int recent, group;
     float scale, softcap;
@@ -94,11 +98,17 @@ struct prefill_args {
     const float* sink_logits;
     float* lse;
     page_cuts cuts;
+    float* state_out;
+    int lead;
 
+    /// The newest of the new tokens that a row sees; -1: none.
+    __device__ __forceinline__ int newest_of_row(int row) const {
+        return kvq::detail::larger(row / group + lead, -1);
+    }
     __device__ __forceinline__ new_range new_tokens(const prefill_block& block, int tile) const {
         const int first = block.new_from(window, tile);
         return {kvq::detail::smaller(kvq::detail::larger(sinks - block.history, 0), first), first,
-                block.last_query + 1};
+                kvq::detail::smaller(block.last_query + 1, block.new_tokens)};
     }
     /// What tokens 16 lane to 16 lane + 15 of a tile of pages show: bit i, does token i? Whole where no page hides a token.
     struct shown_piece {

@@ -109,7 +109,7 @@ struct mma_rows {
             int position[2];
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                position[r] = block.history + (block.first_row + own_row + 16 * m + 8 * r) / a.group;
+                position[r] = block.history + a.newest_of_row(block.first_row + own_row + 16 * m + 8 * r);
             float factor[2];
             mask_scores<Softcap>(a, block, note, position, lane % 4, s[m]);
             softmax_step(s[m], rows[m], factor, Softcap ? 1.0f : a.scale);

@@ -132,6 +132,22 @@ __device__ __forceinline__ void finish_row(const Args& a, int token, int head, f
         sum = sum * factor + exp2_fast(sink - top);
         max = top;
     }
+    const std::size_t number = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
+                               static_cast<std::size_t>(head);
+    if (a.state_out != nullptr) {
+        float* const state = a.state_out + number * (Dim + 2);
+        if (t == 0) {
+            // A row of NaN has no maximum, but is not empty.
+            state[0] = max == -INFINITY && sum != 0.0f ? 0.0f : max;
+            state[1] = sum;
+        }
+#pragma unroll
+        for (int channel = 0; channel < Dim; channel += 8)
+            *reinterpret_cast<float2*>(state + 2 + channel + 2 * t) = {output(channel, 0) * factor,
+                                                                       output(channel, 1) * factor};
+    }
+    if (a.lse != nullptr && t == 0) a.lse[number] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
+    if (a.out.data == nullptr) return;
     factor = sum == 0.0f ? 0.0f : factor / sum;
     auto* const to = a.out.at(token, head);
     using T = std::remove_pointer_t<decltype(to)>;
@@ -147,9 +163,6 @@ __device__ __forceinline__ void finish_row(const Args& a, int token, int head, f
         to[channel + 2 * t] = from_float<T>(x);
         to[channel + 2 * t + 1] = from_float<T>(y);
     }
-    if (a.lse != nullptr && t == 0)
-        a.lse[static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
-              static_cast<std::size_t>(head)] = sum == 0.0f ? -INFINITY : (max + log2f(sum)) / log2e;
 }
 
 /// Writes both rows of a thread. own_row: of the block; the other one is 8 further.

@@ -290,7 +290,8 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
     // Positions of both rows.
     int position[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) position[r] = block.history + (block.first_row + own_row + 8 * r) / a.group;
+    for (int r = 0; r < 2; ++r)
+        position[r] = block.history + a.newest_of_row(block.first_row + own_row + 8 * r);
 
     float o[Dim / 2], factor[2];
     std::uint32_t p[wgmma_tile / 4] = {};
@@ -339,6 +340,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 
 #pragma unroll
     for (float& x : o) x = 0.0f;
+    if (tiles == 0) return finish_rows<Dim>(a, block, own_row, t, rows, scale, o);
     {
         const wgmma_stage first = wgmma_stage::of(place, 0, memory{});
         wait_for_keys(0);
