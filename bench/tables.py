@@ -28,6 +28,7 @@ PAIRS = (
         ("kivi-4-g64", "kvarn-4", "turboquant-4", "q4_0-h", "oscar-scaled-4-g64", "block-gtq-4+stats", "octopus-4"),
     ),
     ("std4", ("kivi-4-g64", "kivi-4-g128", "oscar-scaled-4-g64")),
+    ("std4-h", ("kivi-4-g64", "kvarn-4", "oscar-scaled-4-g64")),
     ("std5", ("kivi-4-g32",)),
     ("ref8", ("q8_0-h", "int8")),
 )
@@ -44,6 +45,7 @@ MODEL_PAIRS = (
     ("low3+self", ("kivi-3-g64", "kvarn-3", "oscar-scaled-3-g64")),
     ("low2+self", ("kivi-2-g64", "kvarn-2", "turboquant-2", "octopus-2")),
     ("std4", ("kivi-4-g64", "kvarn-4", "turboquant-4", "oscar-scaled-4-g64")),
+    ("std4-h", ("kivi-4-g64", "kvarn-4", "turboquant-4", "oscar-scaled-4-g64")),
     ("low3", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64")),
     ("low2", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64")),
     ("ref8", ("int8",)),

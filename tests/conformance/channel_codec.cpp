@@ -148,7 +148,7 @@ TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNE
 // A transform is applied token by token, then the channels are coded as above.
 TEST_CASE_TEMPLATE(
     "channels behind a transform: same bytes from every backend", S, kvq::hadamard<kvq::std4::values>,
-    kvq::hadamard<kvq::affine<4, kvq::per_token<64>>>,
+    kvq::std4_h::keys, kvq::hadamard<kvq::affine<4, kvq::per_token<64>>>,
     kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {5, 2, 0}, .average_eighths = 20, .group = 64}>, 16>) {
     check_shapes<S>();
     static_assert(kvq::kernels::transformed_scheme<S>);

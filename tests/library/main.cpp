@@ -36,8 +36,8 @@ TEST_CASE("every name is there once for each tensor, and the list is the documen
         CHECK(names[role == kvq::tensor::value].insert(name).second);
         CHECK(f.supports(role));
     });
-    std::set<std::string> expected{"fp16", "bf16", "fp32", "int8", "ref8", "hi6",
-                                   "std5", "std4", "mix4", "low3", "low2"};
+    std::set<std::string> expected{"fp16", "bf16", "fp32",   "int8", "ref8", "hi6",
+                                   "std5", "std4", "std4-h", "mix4", "low3", "low2"};
     for (int bits = 1; bits <= 8; ++bits)
         for (const char* group : {"-g32", "-g64", "-g128"})
             for (const char* family : {"affine-", "kivi-"})

@@ -47,7 +47,7 @@ using wrapped_cache = test::typed_cache<
             kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>>,
         kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>>,
         baselines::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
-        baselines::centred<kvq::hadamard<symmetric_channels>>, doubled>,
+        baselines::centred<kvq::hadamard<symmetric_channels>>, kvq::std4_h::keys, doubled>,
     test::formats<kvq::hadamard<kvq::full<float>>, kvq::hadamard<kvq::channel_grid<kvq::grid{.bits = {4}}>>,
                   doubled>>;
 

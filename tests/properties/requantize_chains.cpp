@@ -35,22 +35,24 @@ enum format : int {
     affine4,
     affine2,
     kivi4,
-    kivi2
+    kivi2,
+    std4_h
 };
-constexpr int formats = kivi2 + 1;
-constexpr const char* names[formats] = {"fp16",     "ref8",     "hi6",    "std5",  "std4",
-                                        "mix4",     "low3",     "low2",   "int8",  "affine-8",
-                                        "affine-4", "affine-2", "kivi-4", "kivi-2"};
+constexpr int formats = std4_h + 1;
+constexpr const char* names[formats] = {"fp16",     "ref8",     "hi6",    "std5",   "std4",
+                                        "mix4",     "low3",     "low2",   "int8",   "affine-8",
+                                        "affine-4", "affine-2", "kivi-4", "kivi-2", "std4-h"};
 
 template <class... S>
 using schemes = std::tuple<kvq::full<kvq::float16>, S...>;
-using key_schemes = schemes<kvq::ref8::keys, kvq::hi6::keys, kvq::std5::keys, kvq::std4::keys,
-                            kvq::mix4::keys, kvq::low3::keys, kvq::low2::keys, kvq::int8, kvq::affine<8>,
-                            kvq::affine<4>, kvq::affine<2>, kvq::kivi<4, 64>::keys, kvq::kivi<2, 64>::keys>;
+using key_schemes =
+    schemes<kvq::ref8::keys, kvq::hi6::keys, kvq::std5::keys, kvq::std4::keys, kvq::mix4::keys,
+            kvq::low3::keys, kvq::low2::keys, kvq::int8, kvq::affine<8>, kvq::affine<4>, kvq::affine<2>,
+            kvq::kivi<4, 64>::keys, kvq::kivi<2, 64>::keys, kvq::std4_h::keys>;
 using value_schemes =
     schemes<kvq::ref8::values, kvq::hi6::values, kvq::std5::values, kvq::std4::values, kvq::mix4::values,
             kvq::low3::values, kvq::low2::values, kvq::int8, kvq::affine<8>, kvq::affine<4>, kvq::affine<2>,
-            kvq::kivi<4, 64>::values, kvq::kivi<2, 64>::values>;
+            kvq::kivi<4, 64>::values, kvq::kivi<2, 64>::values, kvq::std4_h::values>;
 struct keys {
     using all = key_schemes;
     static constexpr tensor role = tensor::key;
@@ -221,7 +223,7 @@ double sum_of_distinct(const double (&losses)[formats]) {
 
 const std::vector<int> presets{ref8, hi6, std5, std4, mix4, low3, low2}, eights{ref8, int8, affine8},
     coarse_presets{std4, mix4, low3, low2},
-    all{ref8, hi6, std5, std4, mix4, low3, low2, int8, affine8, affine4, affine2, kivi4, kivi2};
+    all{ref8, hi6, std5, std4, mix4, low3, low2, int8, affine8, affine4, affine2, kivi4, kivi2, std4_h};
 
 }  // namespace
 
@@ -237,6 +239,14 @@ TEST_CASE_TEMPLATE(
     "a preset of 4 bits or less that is changed to 8 bits and back: after ten steps what it lost at once",
     Table, keys, values) {
     run_chains<Table>(150, coarse_presets, eights, false,
+                      [](double loss, double size, const std::vector<int>&, const double(&losses)[formats]) {
+                          CHECK(loss <= 1.25 * sum_of_distinct(losses) + 1e-3 * size);
+                      });
+}
+
+TEST_CASE_TEMPLATE("a preset behind a transform that is changed to 8 bits and back: the same", Table, keys,
+                   values) {
+    run_chains<Table>(50, {std4_h}, eights, false,
                       [](double loss, double size, const std::vector<int>&, const double(&losses)[formats]) {
                           CHECK(loss <= 1.25 * sum_of_distinct(losses) + 1e-3 * size);
                       });
@@ -299,7 +309,7 @@ TEST_CASE_TEMPLATE("hostile values: the same bytes from both backends in every c
         const auto size_of = random_size(random, 1, 1);
         const int tokens = size_of.tokens, dim = size_of.dim;
         chain<Table> page(tokens, dim, test::hostile_block(random, {tensor::key, tokens, dim}));
-        for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, kivi2));
+        for (int i = 0; i < 10; ++i) page.step(random.between(sixteen, std4_h));
     }
 }
 

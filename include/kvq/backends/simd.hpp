@@ -100,7 +100,11 @@ struct simd {
     template <kv_scheme Scheme>
     static std::uint32_t requantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
                                            float* values, float* token_scales, std::byte* block) {
-        if constexpr (kernels::channel_scheme<Scheme>) {
+        if constexpr (kernels::transformed_scheme<Scheme>) {
+            const std::uint32_t not_finite = kernels::transform_tokens<lanes>(scheme, shape, id, values);
+            requantize_values<typename Scheme::inner_scheme>(scheme, shape, id, values, token_scales, block);
+            return not_finite;
+        } else if constexpr (kernels::channel_scheme<Scheme>) {
             if (kernels::channel_quantizer<lanes, Scheme>(scheme, shape, id, values, block, true,
                                                           token_scales)
                     .run())

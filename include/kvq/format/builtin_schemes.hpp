@@ -84,6 +84,7 @@ void add_builtin_part(builtin_list& list) {
 #undef KVQ_BUILTIN_AFFINE
     if constexpr (Part == 9) {
         add_builtin_preset<Backend, std4>(list);
+        add_builtin_preset<Backend, std4_h>(list);
         add_builtin_preset<Backend, std5>(list);
         add_builtin_preset<Backend, hi6>(list);
         add_builtin_preset<Backend, ref8>(list);

@@ -1,4 +1,4 @@
-// Presets: the lowest error of kvq's schemes at a number of bits. Integer codes on affine grids, without rotation.
+// Presets: the lowest error of kvq's schemes at a number of bits. Integer codes on affine grids; std4_h alone has a transform.
 //
 // | preset | keys                                                   | values                                  | bits D128 / D64 |
 // |--------|--------------------------------------------------------|-----------------------------------------|-----------------|
@@ -6,21 +6,23 @@
 // | hi6    | 6 bits per channel over the page, 8-bit parameters     | 6 bits, 8-bit scale per token          | 6.16 / 6.19     |
 // | std5   | 5 bits per channel over 64 tokens, 8-bit parameters    | 5 bits, 8-bit scale per token          | 5.22 / 5.25     |
 // | std4   | 4 bits, the same                                       | 4 bits, the same                        | 4.22 / 4.25     |
+// | std4-h | 4 bits, the same, behind a Hadamard matrix             | 4 bits, the same                        | 4.22 / 4.25     |
 // | mix4   | 3, 4 or 6 bits, 4 on average (0 where that is best)    | 4 bits, the same                        | 4.22 / 4.25     |
 // | low3   | 0, 2, 3, 4 or 6 bits, 3 on average                     | 3 bits, the same                        | 3.22 / 3.25     |
 // | low2   | 0, 2 or 4 bits, 2 on average                           | 2 bits, the same                        | 2.22 / 2.25     |
 //
 // Bits per value with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit window. Values are
 // quantized per channel over the page, with a scale per token; hi6 to low2 need the window: 4 sinks and 32 or more recent tokens
-// (cache/preset_options.hpp). Keys of hi6 to low2 can be made from statistics of keys and queries (quant/calibration.hpp). mix4, low3
-// and low2 take a plan of channel widths from them, for which statistics of keys are enough. All of them take error feedback if the
-// statistics hold products of queries. Without statistics they have even widths and no feedback.
+// (cache/preset_options.hpp). Keys of hi6 to low2, std4-h excepted, can be made from statistics of keys and queries
+// (quant/calibration.hpp). mix4, low3 and low2 take a plan of channel widths from them, for which statistics of keys are enough. All
+// of them take error feedback if the statistics hold products of queries. Without statistics they have even widths and no feedback.
 // Measured errors: docs/lab/presets.md. Use as a pair: cache<std4, std4, simd<>>;
 // cache<low2, low2, simd<>>(shape, options, low2::keys(statistics)).
 #pragma once
 
 #include "affine.hpp"
 #include "channel_grid.hpp"
+#include "transformed.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 
@@ -59,6 +61,13 @@ struct std4 {
     using keys = channel_grid<grid{.bits = {4}, .group = 64}, error_feedback<min_max>>;
     using values = detail::preset_values<4>;
 };
+/// For models without statistics: a Hadamard matrix makes the channels of keys, and those of queries, alike, so that one width is right
+/// for all of them. Values gain nothing from it; they are those of std4.
+struct std4_h {
+    static constexpr const char* name = "std4-h";
+    using keys = hadamard<channel_grid<std4::keys::options>>;
+    using values = std4::values;
+};
 struct mix4 {
     static constexpr const char* name = "mix4";
     using keys = channel_grid<grid{.bits = {6, 4, 3, 0}, .average_eighths = 32, .group = 64},
@@ -84,6 +93,7 @@ constexpr void for_each_preset(F&& f) {
     f(low2{});
     f(low3{});
     f(std4{});
+    f(std4_h{});
     f(mix4{});
     f(std5{});
     f(hi6{});
@@ -91,5 +101,6 @@ constexpr void for_each_preset(F&& f) {
 }
 
 static_assert(foldable<std4::keys> && foldable<std4::values>);
+static_assert(foldable<std4_h::keys> && foldable<std4_h::values>);
 
 }  // namespace kvq::inline KVQ_TAGGED

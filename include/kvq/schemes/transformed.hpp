@@ -54,6 +54,13 @@ struct transformed : Inner {
         Inner::quantize(s, id, values, block);
         return not_finite;
     }
+    /// Quantizes values that were quantized before, as Inner does. Without this the one of Inner would be called, without T.
+    std::uint32_t requantize(const block_shape& s, const block_id& id, float* values, float* scales_of_tokens,
+                             std::byte* block) const requires detail::requantizing<Inner> {
+        const std::uint32_t not_finite = transform_values(s, id, values);
+        Inner::requantize(s, id, values, scales_of_tokens, block);
+        return not_finite;
+    }
     /// The input of Inner: T x for every token, in place; returns how many values were not finite.
     std::uint32_t transform_values(const block_shape& s, const block_id& id, float* values) const {
         std::uint32_t not_finite = 0;
