@@ -21,6 +21,9 @@ constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 #ifdef __CUDACC__
 [[maybe_unused]] int long_run = 4000, graph_steps = 400;
 #else
+#ifndef PART
+#define PART 0
+#endif
 [[maybe_unused]] int long_run = PART == 0 ? 350 : 200, graph_steps = 100;
 #endif
 #if PART == 0

@@ -344,23 +344,25 @@ int main(int argc, char** argv) {
     check<bfloat16, cuda::preset_format<low3, 80, 32>>("low3, dim 80, page 32", 2);
 #endif
 #if !defined(PART) || PART == 3
-    check<float, f<encoded_grid<3, 0, min_max>, encoded_grid<8, 0, enclosing>, 64, 64>>("min_max, enclosing, dim 64");
-    check<float, f<encoded_grid<4, 32, shrink_search, params<float16>>, encoded_grid<2, 0, least_squares, params<bfloat16>>,
-                   96, 64>>("search with fp16, least squares with bf16 parameters, dim 96");
+    check<float, f<encoded_grid<3, 0, min_max>, encoded_grid<8, 0, enclosing>, 64, 64>>(
+        "min_max, enclosing, dim 64");
+    check<float, f<encoded_grid<4, 32, shrink_search, params<float16>>,
+                   encoded_grid<2, 0, least_squares, params<bfloat16>>, 96, 64>>(
+        "search with fp16, least squares with bf16 parameters, dim 96");
     check<bfloat16, f<encoded_grid<1, 16, least_squares_below_3_bits, params<float>>,
                       encoded_grid<7, 32, mean_corrected<enclosing>, params<float>>, 64, 48>>(
         "below 3 bits, corrected enclosing, fp32 parameters, page 48");
     check<float, f<encoded_grid<4, 20, mean_corrected<error_feedback<min_max>>>,
-                   encoded_grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>, 72, 40>>(
-        "corrected feedback, corrected search with bf16 factors, odd shape", 2);
+                   encoded_grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>,
+                   72, 40>>("corrected feedback, corrected search with bf16 factors, odd shape", 2);
     check<float16, f<encoded_grid<5, 10, error_feedback<shrink_search, least_squares>, params<bfloat16>>,
-                     encoded_grid<6, 7, least_squares, coded, token_scales<coded>>, 13, 17, 9>>("very odd shape", 2);
+                     encoded_grid<6, 7, least_squares, coded, token_scales<coded>>, 13, 17, 9>>(
+        "very odd shape", 2);
 #endif
 #if !defined(PART) || PART == 4
-    check<float16,
-          f<encoded_grid<2, 16, error_feedback<least_squares>, coded, token_scales<params<float>>>,
-            encoded_grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<coded>>, 256, 16>>(
-        "factors of keys, dim 256, page 16", 2);
+    check<float16, f<encoded_grid<2, 16, error_feedback<least_squares>, coded, token_scales<params<float>>>,
+                     encoded_grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<coded>>,
+                     256, 16>>("factors of keys, dim 256, page 16", 2);
     check<float16, cuda::preset_format<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
     check<bfloat16, cuda::preset_format<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
     check<float16, f<encoded_grid<3, 12, min_max>, full<float16>, 256, 256>>(

@@ -130,7 +130,8 @@ public:
                     while (places[i].first_task > task) --i;
                     const attention of = job(i);
                     const int own = task - places[i].first_task;
-                    run_task(of, of.plan.tasks_are_equal() ? of.plan.tasks() - 1 - own : own, mine, places[i]);
+                    run_task(of, of.plan.tasks_are_equal() ? of.plan.tasks() - 1 - own : own, mine,
+                             places[i]);
                 }
             });
         };
