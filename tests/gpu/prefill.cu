@@ -180,7 +180,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             off += std::abs(have - want) <= 0x1p-8 * std::abs(want) + 1e-7 ? 0 : 1;
         }
         CHECK(off == 0, "%s: %zu of %zu outputs are not those of their states", name, off, size);
-        if (c.window > 0) continue;  // a window is counted from the newest token that a query sees
+        if (c.window > 0) continue;  // it counts from the query's place
         state = part(n, -n, nullptr);
         CHECK(state == part(0, 0, nullptr), "%s: new tokens that are not seen change states", name);
         if (c.lengths[b] == 0 && !c.logits)

@@ -61,7 +61,7 @@ public:
         for (const context_split::part& p : chunk_)
             if (p.rank == me()) own_.push_back({p.first, p.end});
     }
-    /// Tokens of the chunk whose keys, values and queries this rank computes, at most two ranges; it gives them to step() in this order.
+    /// Tokens of the chunk whose keys, values and queries this rank computes, at most three ranges; it gives them to step() in this order.
     std::span<const index_range> own() const noexcept { return own_; }
     int own_tokens() const noexcept { return split_.tokens(me()) - tokens_before_; }
 
