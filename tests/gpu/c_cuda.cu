@@ -1,6 +1,7 @@
 // kvq_cuda.h against kvq.h: the same scenario on a device and on the CPU through both C interfaces. Outputs agree, pages have the same bytes;
 // graphs, memory of the caller, and bad input.
 #include <kvq/format/builtin_schemes.hpp>
+#include <set>
 
 #include "../../src/c/cache.cpp"
 #include "../../src/c/convert.cpp"
@@ -230,6 +231,16 @@ struct both {
                     compare(row, layer, row * n, n, got, true, host_call);
         }
     }
+    /// How many formats quantized pages of a row have.
+    int quantized_formats(int row) {
+        kvq_page pages[32];
+        int count = 0;
+        OK(kvq_sequence_get_pages(host[static_cast<std::size_t>(row)], 0, pages, 32, &count));
+        std::set<int> formats;
+        for (int i = 0; i < count; ++i)
+            if (pages[i].key_format != 0) formats.insert(pages[i].key_format);
+        return static_cast<int>(formats.size());
+    }
     /// The same tokens and bytes on both sides?
     void same_bytes(int row, const char* when) {
         kvq_sequence *const want = host[static_cast<std::size_t>(row)], *have = nullptr;
@@ -354,6 +365,9 @@ void scenario() {
     OK(kvq_cache_requantize(c.cpu, c.host.data(), 3, &host_to, nullptr));
     for (const int row : {0, 1, 2}) c.same_bytes(row, "requantize");
     c.step(1);
+    CHECK(c.quantized_formats(2) == 2, "pages have %d formats", c.quantized_formats(2));
+    c.prompt(2, 70);  // over pages of both formats, int8 and what new pages have
+    c.same_bytes(2, "a prompt behind requantize");
     std::size_t before = 0, after = 0;
     OK(kvq_cuda_sequence_bytes(c.rows[0], &before));
     const kvq_cuda_tier tiers[] = {{0, "int8"}, {60, "kivi-4-g64"}};
