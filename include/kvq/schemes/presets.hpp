@@ -6,7 +6,7 @@
 // | hi6    | 6 bits per channel over the page, 8-bit parameters     | 6 bits, 8-bit scale per token          | 6.16 / 6.19     |
 // | std5   | 5 bits per channel over 64 tokens, 8-bit parameters    | 5 bits, 8-bit scale per token          | 5.22 / 5.25     |
 // | std4   | 4 bits, the same                                       | 4 bits, the same                        | 4.22 / 4.25     |
-// | std4-h | 4 bits, the same, behind a Hadamard matrix             | 4 bits, the same                        | 4.22 / 4.25     |
+// | std4-h | 4 bits, the same, scale per token, behind Hadamard     | 4 bits, the same                        | 4.25 / 4.31     |
 // | mix4   | 3, 4 or 6 bits, 4 on average (0 where that is best)    | 4 bits, the same                        | 4.22 / 4.25     |
 // | low3   | 0, 2, 3, 4 or 6 bits, 3 on average                     | 3 bits, the same                        | 3.22 / 3.25     |
 // | low2   | 0, 2 or 4 bits, 2 on average                           | 2 bits, the same                        | 2.22 / 2.25     |
@@ -62,10 +62,11 @@ struct std4 {
     using values = detail::preset_values<4>;
 };
 /// For models without statistics: a Hadamard matrix makes the channels of keys, and those of queries, alike, so that one width is right
-/// for all of them. Values gain nothing from it; they are those of std4.
+/// for all of them; then a scale per token keeps a large token from widening the ranges of others (OScaR, arXiv 2605.19660). Values gain
+/// nothing from a matrix; they are those of std4.
 struct std4_h {
     static constexpr const char* name = "std4-h";
-    using keys = hadamard<channel_grid<std4::keys::options>>;
+    using keys = hadamard<channel_grid<std4::keys::options, min_max, coded, token_scales<coded>>>;
     using values = std4::values;
 };
 struct mix4 {
