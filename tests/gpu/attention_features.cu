@@ -161,9 +161,9 @@ void check_mixed() {
 void check_repeatable() {
     test::rng r(5);
     std::vector<int> lengths;
-    for (int i = 0; i < 150; ++i)
+    for (int i = 0; i < test::many(150); ++i)
         lengths.push_back(test::uniform(r, 0, 3) == 0 ? 0 : test::uniform(r, 1, 400));
-    lengths[70] = 5000;
+    lengths[test::many(70)] = test::many(5000);
     const test::quantized_batch<coded> batch(r, kv_heads, lengths);
     const test::device_batch<coded> device(batch);
     const int n = static_cast<int>(lengths.size());
@@ -189,7 +189,7 @@ void check_repeatable() {
         CHECK(std::memcmp(first.data(), got.data(), got.size() * 2) == 0, "run %d differs from the first",
               run);
     }
-    for (const int b : {0, 70, 149})
+    for (const int b : {0, test::many(70), n - 1})
         for (int h = 0; h < q_heads; ++h) {
             const std::size_t row = static_cast<std::size_t>(b * q_heads + h);
             std::vector<float> qf(dim);
@@ -448,7 +448,7 @@ __global__ void write_late(int* lengths, const int* new_lengths, int n, int* tab
 /// What a launch finds out while the previous one runs holds only if that one does not change it.
 void check_late_lengths() {
     test::rng r(8);
-    constexpr int n = 5, longest = 3000;
+    constexpr int n = 5, longest = test::many(3000);
     const test::quantized_batch<coded> batch(r, kv_heads, std::vector<int>(n, longest));
     test::device_batch<coded> device(batch);
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim));
@@ -466,11 +466,12 @@ void check_late_lengths() {
     };
     std::vector<int> other_table = batch.table;
     std::reverse(other_table.begin(), other_table.end());
-    const std::vector<std::vector<int>> lengths = {std::vector<int>(n, 1000),
-                                                   std::vector<int>(n, 1001),  // as many chunks
-                                                   std::vector<int>(n, longest),
-                                                   {1, 64, 2000, 0, 65},
-                                                   {2, 64, 1999, 1, 70}};
+    const std::vector<std::vector<int>> lengths = {
+        std::vector<int>(n, test::many(1000)),
+        std::vector<int>(n, test::many(1000) + 1),  // as many chunks
+        std::vector<int>(n, longest),
+        {1, 64, test::many(2000), 0, 65},
+        {2, 64, test::many(2000) - 1, 1, 70}};
     int differ = 0;
     for (const auto& before : lengths)
         for (const auto& after : lengths)
@@ -593,7 +594,7 @@ void check_errors() {
 template <class Format>
 void check_many(const char* name) {
     test::rng r(17);
-    std::vector<int> ragged(80), even(80, 130);
+    std::vector<int> ragged(test::many(80)), even(test::many(80), 130);
     for (int& length : ragged) length = std::uniform_int_distribution<int>(0, 300)(r);
     std::vector<int> long_one = ragged;
     long_one[11] = 4000;

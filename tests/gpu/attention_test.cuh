@@ -193,7 +193,8 @@ void check_format(const char* name) {
     // Equal lengths, so that shares are cut on items: fewer items than thread blocks, and more.
     check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = {1900, 1900, 1900}}, name, &worst,
                                &state);
-    check_attention<Format, T>(r, {.kv_heads = 4, .group = 2, .lengths = std::vector<int>(96, page + 5)},
+    check_attention<Format, T>(r,
+                               {.kv_heads = 4, .group = 2, .lengths = std::vector<int>(many(96), page + 5)},
                                name, &worst, &state);
     // Values far from 1: growing and shrinking from page to page, all of them large, all of them small.
     const std::vector<int> pages = {9 * page + 5, 700};

@@ -56,6 +56,15 @@ constexpr int repeats(int runs) {
     return std::min(runs, 2);
 #endif
 }
+/// A number of sequences of which every thread block has several, or their length: emulated, where there are three multiprocessors and each
+/// token takes long, a quarter.
+constexpr int many(int on_device) {
+#ifdef __CUDACC__
+    return on_device;
+#else
+    return on_device / 4;
+#endif
+}
 
 /// Device memory, filled with 0xff (NaN in every float format) before use.
 template <class T>
