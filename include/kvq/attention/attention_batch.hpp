@@ -122,8 +122,8 @@ public:
                 const scratch mine =
                     scratch_of(scratch_memory + static_cast<std::size_t>(worker) * scratch_bytes_);
                 // From the last task to the first: later blocks of rows see more keys, and short tasks at the end let threads end
-                // together. Where all rows see the same keys (decode), from the first to the last: memory is read faster in the
-                // order of its addresses.
+                // together. Where all rows see the same keys (decode), from the first to the last: beside other programs
+                // memory is read faster in the order of its addresses.
                 for (int i = count_ - 1; taken < tasks_;
                      taken = next.task.fetch_add(1, std::memory_order_relaxed)) {
                     const int task = tasks_ - 1 - taken;

@@ -168,8 +168,8 @@ struct mixed_memory {
     static constexpr int warps = chosen.warps, most_teams = chosen.parts,
                          output_bytes = chosen.output_bytes(), bytes = chosen.bytes();
     static constexpr int threads = warps * warp_size, team_threads = threads / most_teams;
-    // Beside a thread block of 224 registers a thread there is room for one of store_new_kernel, which has 32: with one
-    // row of queries per head, the next layer's tokens are stored while this kernel ends.
+    // Beside a thread block of 224 registers a thread there is room for one of store_new_kernel, which has 32: with at
+    // most 4 query rows per kv head, the next layer's tokens are stored while this kernel ends.
     static constexpr int registers = Rows4 == 1 ? 224 : 255;
     static constexpr int other_queries_at = warps * warp_bytes + chosen.team_bytes();
 
