@@ -21,7 +21,7 @@ inline std::uint64_t seed() {
     return text ? std::strtoull(text, nullptr, 10) : 20240207;
 }
 
-/// Rounds of a test of kernels: a third of them where every instruction is emulated or instrumented.
+/// Rounds of a long test: a third of them where every instruction is emulated or instrumented.
 constexpr int rounds(int usual) {
 #if defined(KVQ_TEST_SLOW)
     return (usual + 2) / 3;
