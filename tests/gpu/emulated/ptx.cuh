@@ -12,9 +12,9 @@ alignas(128) inline thread_local std::byte shared[emulated::most_shared_memory];
 alignas(128) inline thread_local std::byte page_memory[emulated::most_shared_memory];
 
 inline const bool spoils = [] {
-    emulated::spoil_shared_memory = [] {
-        std::memset(shared, 0xff, sizeof shared);
-        std::memset(page_memory, 0xff, sizeof page_memory);
+    emulated::spoil_shared_memory = [](std::size_t bytes) {
+        std::memset(shared, 0xff, bytes);
+        std::memset(page_memory, 0xff, bytes);
     };
     return true;
 }();
@@ -194,7 +194,7 @@ void copy_wait() {
     auto& groups = emulated::thread->groups;
     while (groups.size() > static_cast<std::size_t>(Pending)) {
         emulated::finish_copies(groups.front());
-        groups.pop_front();
+        groups.erase(groups.begin());
     }
 }
 inline void prefetch_line(const void*) {}
