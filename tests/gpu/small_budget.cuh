@@ -13,5 +13,5 @@ using small_mix4 = kvq::cuda::preset_format<kvq::mix4, 128, 64>;
 template <>
 inline constexpr int kvq::cuda::shared_memory_budget<test::small_mix4> = 99 * 1024;
 static_assert(kvq::cuda::detail::even_keys<test::small_mix4>::known);
-static_assert(kvq::cuda::detail::attention_memory<kvq::cuda::detail::even_keys<test::small_mix4>::format_type, 4>::bytes <=
-              99 * 1024);
+static_assert(kvq::cuda::detail::attention_memory<kvq::cuda::detail::even_keys<test::small_mix4>::format_type,
+                                                  4>::bytes <= 99 * 1024);

@@ -77,7 +77,8 @@ inline block_state* block = nullptr;
 inline thread_state* thread = nullptr;
 /// A block finds nothing useful in the first bytes of shared memory.
 inline void (*spoil_shared_memory)(std::size_t bytes) = [](std::size_t) {};
-inline thread_local std::size_t used_shared_memory = most_shared_memory;  ///< what the block before may have written
+inline thread_local std::size_t used_shared_memory =
+    most_shared_memory;  ///< what the block before may have written
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "emulated kernel: %s (block %u, thread %d)\n", what, blockIdx.x,
