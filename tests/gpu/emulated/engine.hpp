@@ -32,7 +32,7 @@ struct dim3 {
 
 namespace emulated {
 
-inline constexpr int warp_size = 32, exchange_words = 8, barriers = 16;
+inline constexpr int warp_size = 32, exchange_words = 12, barriers = 16;
 inline constexpr std::size_t most_shared_memory = 227 * 1024;
 /// What the device says that it has, and what launches may ask for: tests may set less.
 inline std::size_t device_shared_memory = most_shared_memory;
