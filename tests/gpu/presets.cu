@@ -2,16 +2,9 @@
 #include <kvq/backends/cuda/pages.cuh>
 
 #include "attention_test.cuh"
+#include "small_budget.cuh"
 
 using namespace kvq;
-
-// A budget also holds for the kernel that reads keys of mixed widths without a plan.
-using small_mix4 = cuda::preset_format<mix4, 128, 64>;
-template <>
-inline constexpr int kvq::cuda::shared_memory_budget<small_mix4> = 99 * 1024;
-static_assert(cuda::detail::even_keys<small_mix4>::known);
-static_assert(cuda::detail::attention_memory<cuda::detail::even_keys<small_mix4>::format_type, 4>::bytes <=
-              99 * 1024);
 
 namespace {
 

@@ -7,7 +7,8 @@ check.py <include folder> [--without simd|eigen|io|mpi|ggml|nccl]... [--together
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
 (poison.hpp). Headers that need xsimd, Eigen, nlohmann-json, MPI or ggml are left out with --without, and go unpoisoned.
 --together leaves this out: what a header forgets to include, a second compiler misses as well.
-With nvcc: everything that must be usable from device code in one translation unit; then every *.cuh by itself.
+With nvcc: everything that must be usable from device code in one translation unit, and headers for NCCL by themselves.
+The other *.cuh are compiled by themselves with clang++ and the instructions of tests/gpu/emulated: nvcc takes longer.
 "By itself": headers are compiled in chains. Each header of a chain includes the one before it, and therefore sees nothing
 that it does not include. A chain is one translation unit, and there are a quarter as many chains as headers.
 With all of them: every header in one translation unit, behind the standard library and macros that it cannot take
@@ -19,6 +20,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,7 +62,8 @@ def warnings_of(compiler):
 
 
 def compile_chain(compiler, flags, include, chain, poisoned):
-    command = [compiler, "-std=c++20", "-fsyntax-only", *warnings_of(compiler), *flags, "-I", str(include)]
+    # Without warnings, which the one translation unit of all headers gives.
+    command = [compiler, "-std=c++20", "-fsyntax-only", "-w", *flags, "-I", str(include)]
     if poisoned:
         command += ["-include", str(HERE / "poison.hpp")]
     for header in chain:
@@ -102,6 +105,16 @@ class include_graph:
             while chain[-1] in after:
                 chain.append(after[chain[-1]])
         return result
+
+
+def emulated_device(include, folder):
+    """The library with the instructions of tests/gpu/emulated, and the flags that its device headers need there."""
+    emulated = pathlib.Path(folder) / "emulated"
+    shutil.copytree(include.resolve(), emulated, copy_function=os.symlink)
+    instructions = emulated / "kvq/backends/cuda/ptx.cuh"
+    instructions.unlink()
+    instructions.symlink_to(HERE.parent / "gpu/emulated/ptx.cuh")
+    return emulated, ["-I", str(HERE.parent / "gpu/emulated")]
 
 
 def compile_device(compiler, flags, include, headers, folder):
@@ -170,9 +183,10 @@ def main():
     graph = include_graph(root)
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         if "nvcc" in os.path.basename(compiler):
-            groups = [[header for header in headers if header.startswith(DEVICE)], *graph.chains(device_headers)]
+            alone = [header for header in device_headers if header.startswith(THIRD_PARTY["nccl"])]
+            groups = [[header for header in headers if header.startswith(DEVICE)], *graph.chains(alone)]
             jobs = [pool.submit(compile_device, compiler, flags, include, group, folder) for group in groups if group]
-            everything = [header for header in sum(groups, []) if not header.startswith(THIRD_PARTY["nccl"])]
+            everything = groups[0] + [header for header in device_headers if header not in alone]
             jobs.append(pool.submit(compile_poisoned_device, compiler, flags, include, everything, folder))
         else:
             machine = machine_of(compiler)
@@ -186,6 +200,11 @@ def main():
             for (poisoned, *extra), group in alone.items() if not together_only else ():
                 for chain in graph.chains(group):
                     jobs.append(pool.submit(compile_chain, compiler, [*flags, *extra], include, chain, poisoned))
+            if "clang" in os.path.basename(compiler) and not together_only:
+                emulated, extra = emulated_device(include, folder)
+                group = [header for header in device_headers if not header.startswith(THIRD_PARTY["nccl"])]
+                for chain in graph.chains(group):
+                    jobs.append(pool.submit(compile_chain, compiler, [*flags, *extra], emulated, chain, False))
             extra = WHOLE_PROCESSOR.get(machine, [])
             jobs.append(pool.submit(compile_poisoned, compiler, [*flags, *extra], include, together, folder))
         results = [job.result() for job in jobs]

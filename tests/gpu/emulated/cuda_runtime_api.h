@@ -394,11 +394,12 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (cudaStreamQuery(config->stream) != cudaSuccess) return cudaSuccess;
     emulated_late.finish_before(config->stream);
     const std::lock_guard lock(emulated_kernels);
-    const auto launch = [=, grid = config->gridDim, threads = config->blockDim] {
+    const auto launch = [=, grid = config->gridDim, threads = config->blockDim,
+                         shared_bytes = config->dynamicSmemBytes] {
         for (unsigned z = 0; z < grid.z; ++z)
             for (unsigned y = 0; y < grid.y; ++y)
                 for (unsigned x = 0; x < grid.x; ++x)
-                    emulated::run_block({x, y, z}, grid, threads,
+                    emulated::run_block({x, y, z}, grid, threads, shared_bytes,
                                         [&] { kernel(static_cast<const std::decay_t<Parameters>&>(arguments)...); });
     };
     if (config->stream != nullptr && config->stream->capture != nullptr)

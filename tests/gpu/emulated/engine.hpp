@@ -14,12 +14,12 @@
 #include <boost/context/fiber.hpp>
 #include <boost/context/pooled_fixedsize_stack.hpp>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -32,7 +32,7 @@ struct dim3 {
 
 namespace emulated {
 
-inline constexpr int warp_size = 32, exchange_words = 8, barriers = 16;
+inline constexpr int warp_size = 32, exchange_words = 12, barriers = 16;
 inline constexpr std::size_t most_shared_memory = 227 * 1024;
 /// What the device says that it has, and what launches may ask for: tests may set less.
 inline std::size_t device_shared_memory = most_shared_memory;
@@ -64,7 +64,7 @@ struct thread_state {
     int barrier = 0, awaited = 0, value = 0;
     int any = 0, all = 1;
     std::vector<async_copy> open;
-    std::deque<std::vector<async_copy>> groups;  // of copies, the oldest first
+    std::vector<std::vector<async_copy>> groups;  // of copies, the oldest first
 };
 
 struct block_state {
@@ -75,7 +75,10 @@ struct block_state {
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 inline block_state* block = nullptr;
 inline thread_state* thread = nullptr;
-inline void (*spoil_shared_memory)() = [] {};  // a block finds nothing useful in it
+/// A block finds nothing useful in the first bytes of shared memory.
+inline void (*spoil_shared_memory)(std::size_t bytes) = [](std::size_t) {};
+inline thread_local std::size_t used_shared_memory =
+    most_shared_memory;  ///< what the block before may have written
 
 [[noreturn]] inline void fail(const char* what) {
     std::fprintf(stderr, "emulated kernel: %s (block %u, thread %d)\n", what, blockIdx.x,
@@ -171,11 +174,12 @@ inline void open_barrier(std::vector<thread_state>& threads, int number) {
 }
 
 template <class Kernel>
-void run_block(const dim3& index, const dim3& grid, const dim3& size, const Kernel& kernel) {
+void run_block(const dim3& index, const dim3& grid, const dim3& size, std::size_t shared_bytes,
+               const Kernel& kernel) {
     static boost::context::pooled_fixedsize_stack stacks(256 * 1024);
     block_state own;
     block = &own;
-    spoil_shared_memory();
+    spoil_shared_memory(std::max(shared_bytes, std::exchange(used_shared_memory, shared_bytes)));
     blockIdx = index;
     blockDim = size;
     gridDim = grid;

@@ -12,9 +12,9 @@ alignas(128) inline thread_local std::byte shared[emulated::most_shared_memory];
 alignas(128) inline thread_local std::byte page_memory[emulated::most_shared_memory];
 
 inline const bool spoils = [] {
-    emulated::spoil_shared_memory = [] {
-        std::memset(shared, 0xff, sizeof shared);
-        std::memset(page_memory, 0xff, sizeof page_memory);
+    emulated::spoil_shared_memory = [](std::size_t bytes) {
+        std::memset(shared, 0xff, bytes);
+        std::memset(page_memory, 0xff, bytes);
     };
     return true;
 }();
@@ -64,10 +64,26 @@ std::uint32_t pack_halves(float low, float high) {
 template <class T>
 void mma_values(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
                 std::uint32_t b0, std::uint32_t b1) {
-    multiply_tiles(d, a0, a1, a2, a3, b0, b1, [](std::uint32_t a, std::uint32_t b) {
-        return static_cast<double>(unpack_half<T, 0>(a)) * static_cast<double>(unpack_half<T, 0>(b)) +
-               static_cast<double>(unpack_half<T, 1>(a)) * static_cast<double>(unpack_half<T, 1>(b));
-    });
+    // As multiply_tiles, but each lane converts its own numbers, once.
+    const int g = emulated::thread->lane / 4, t = emulated::thread->lane % 4;
+    const auto low = [](std::uint32_t word) { return __float_as_uint(unpack_half<T, 0>(word)); };
+    const auto high = [](std::uint32_t word) { return __float_as_uint(unpack_half<T, 1>(word)); };
+    const auto words = emulated::exchange(emulated::meeting::product, low(a0), high(a0), low(a1), high(a1),
+                                          low(a2), high(a2), low(a3), high(a3), low(b0), high(b0), low(b1),
+                                          high(b1));
+    const auto product = [](const std::uint32_t* a, const std::uint32_t* b) {
+        return static_cast<double>(__uint_as_float(a[0])) * static_cast<double>(__uint_as_float(b[0])) +
+               static_cast<double>(__uint_as_float(a[1])) * static_cast<double>(__uint_as_float(b[1]));
+    };
+    for (int i = 0; i < 4; ++i) {
+        const int column = 2 * t + i % 2, lower = i / 2;
+        double sum = 0;
+        for (int k = 0; k < 4; ++k) {
+            const std::uint32_t *const a = words[4 * g + k], *const b = words[4 * column + k];
+            sum += product(a + 2 * lower, b + 8) + product(a + 4 + 2 * lower, b + 10);
+        }
+        d[i] = static_cast<float>(static_cast<double>(d[i]) + sum);
+    }
 }
 inline std::uint16_t half_above(float x) { return kvq::detail::round_up_to<float16>(x).bits; }
 inline std::uint16_t half_below(float x) { return kvq::detail::round_down<float16>(x).bits; }
@@ -194,7 +210,7 @@ void copy_wait() {
     auto& groups = emulated::thread->groups;
     while (groups.size() > static_cast<std::size_t>(Pending)) {
         emulated::finish_copies(groups.front());
-        groups.pop_front();
+        groups.erase(groups.begin());
     }
 }
 inline void prefetch_line(const void*) {}

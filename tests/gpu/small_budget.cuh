@@ -1,0 +1,17 @@
+// A format whose kernels may have less shared memory than others: a specialization stands outside of every test.
+#pragma once
+
+#include <kvq/backends/cuda/pages.cuh>
+
+namespace test {
+
+// A budget also holds for the kernel that reads keys of mixed widths without a plan.
+using small_mix4 = kvq::cuda::preset_format<kvq::mix4, 128, 64>;
+
+}  // namespace test
+
+template <>
+inline constexpr int kvq::cuda::shared_memory_budget<test::small_mix4> = 99 * 1024;
+static_assert(kvq::cuda::detail::even_keys<test::small_mix4>::known);
+static_assert(kvq::cuda::detail::attention_memory<kvq::cuda::detail::even_keys<test::small_mix4>::format_type,
+                                                  4>::bytes <= 99 * 1024);
