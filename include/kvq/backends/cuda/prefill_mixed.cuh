@@ -148,7 +148,7 @@ private:
     /// x^ of channels 4 Quad to 4 Quad + 3 of the cell. codes: the block, from the lane's row on.
     template <int Quad, class Block>
     __device__ __forceinline__ uint2 four_channels(const Block& codes, std::uint32_t table) const {
-        std::uint32_t code[4] = {};  // in the second byte
+        std::uint32_t code[4] = {};  // in the second byte; the last one is zero
 #pragma unroll
         for (int plane = 0; plane < planes; ++plane) {
             const uint4 e = load_shared_16(table + static_cast<std::uint32_t>(plane * 128 + Quad * 16));
@@ -156,7 +156,7 @@ private:
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const std::uint32_t byte = codes.template get<1>(static_cast<int>(entry[k] >> 16));
-                code[k] |= __funnelshift_l(0u, byte, static_cast<int>(entry[k])) & entry[k] & 0xff00u;
+                code[k] |= __funnelshift_l(0u, byte, static_cast<int>(entry[k])) & entry[k];
             }
         }
         const uint2 scale = load_shared_8(table + static_cast<std::uint32_t>(scales_at + Quad * 8)),
@@ -170,7 +170,7 @@ private:
                                                   std::uint32_t bias) const {
         const std::uint32_t raised = __shfl_sync(0xffffffffu, channel.raised, Number);
         const std::uint32_t code =
-            multiply_add_halves(__byte_perm(a, b, 0x4501) | 0x64006400u, 0x3c003c00u, raised);
+            multiply_add_halves(__byte_perm(a, b, 0x7531) | 0x64006400u, 0x3c003c00u, raised);
         return multiply_add_halves(code, scale, bias);
     }
 };
