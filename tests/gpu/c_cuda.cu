@@ -872,7 +872,7 @@ void bad_input() {
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "lists an empty name");
     o.formats = "std4";
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT,
-            "kernels for kivi-4-g64+int8, none for std4; build it with KVQ_CUDA_FORMATS=std4");
+            "kernels for kivi-4-g64+int8, mix4, none for std4; build it with KVQ_CUDA_FORMATS=std4");
     o.formats = "bf16";
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "needs a window of bf16");
     o.formats = "int8,fp16";
@@ -1007,14 +1007,16 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 2, "%d entries", n);
+    CHECK(n == 3, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
               e.window == KVQ_FP16 && e.alibi == 0,
           "entry %s", e.formats);
     OK(kvq_cuda_format_list(1, &e));
+    CHECK(std::strcmp(e.formats, "mix4") == 0 && e.alibi == 0, "entry %s", e.formats);
+    OK(kvq_cuda_format_list(2, &e));
     CHECK(std::strcmp(e.formats, "int8") == 0 && e.alibi == 1, "entry %s", e.formats);
-    REFUSED(kvq_cuda_format_list(2, &e), KVQ_ERROR_ARGUMENT, "not among 2");
+    REFUSED(kvq_cuda_format_list(3, &e), KVQ_ERROR_ARGUMENT, "not among 3");
 
     // Pools that may not grow: a step that finds no page changes nothing.
     o = device_options();
