@@ -68,9 +68,9 @@ void mma_values(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t
     const int g = emulated::thread->lane / 4, t = emulated::thread->lane % 4;
     const auto low = [](std::uint32_t word) { return __float_as_uint(unpack_half<T, 0>(word)); };
     const auto high = [](std::uint32_t word) { return __float_as_uint(unpack_half<T, 1>(word)); };
-    const auto words = emulated::exchange(emulated::meeting::product, low(a0), high(a0), low(a1), high(a1),
-                                          low(a2), high(a2), low(a3), high(a3), low(b0), high(b0), low(b1),
-                                          high(b1));
+    const auto words =
+        emulated::exchange(emulated::meeting::product, low(a0), high(a0), low(a1), high(a1), low(a2),
+                           high(a2), low(a3), high(a3), low(b0), high(b0), low(b1), high(b1));
     const auto product = [](const std::uint32_t* a, const std::uint32_t* b) {
         return static_cast<double>(__uint_as_float(a[0])) * static_cast<double>(__uint_as_float(b[0])) +
                static_cast<double>(__uint_as_float(a[1])) * static_cast<double>(__uint_as_float(b[1]));
