@@ -290,6 +290,7 @@ int main(int argc, char** argv) {
     add(list, "kivi-2-g64", kvq::make_formats<kvq::kivi<2, 64>>());
     add(list, "kivi-2-g128", kvq::make_formats<kvq::kivi<2, 128>>());
     add(list, "std4", kvq::make_formats<kvq::std4>());
+    add(list, "std4-h", kvq::make_formats<kvq::std4_h>());
     add(list, "mix4", kvq::make_formats<kvq::mix4>());
     add_planned<kvq::mix4>(list, "mix4-plan");
     add(list, "low3", kvq::make_formats<kvq::low3>());

@@ -2,7 +2,9 @@
 // One round of the rows of scripts/compare for the format FORMAT: microseconds of each, the fifth percentile of many calls. The same
 // file compiles against this tree and against older ones, where a cache was a template.
 //
-//   decode     attention of one token, 32/8 heads of 128 channels, pages of 128
+//   decode     attention of one token, 32/8 heads of 128 channels, pages of 128. 4k: one layer, which stays in the processor's cache.
+//              16k: six layers in turn, as a model reads them, from memory; one layer of 64 MB alone stays in a large cache or not, as
+//              its physical pages happen to lie, and the same program differs by a third from start to start.
 //   prefill    attention of 512 query tokens over 4096 tokens
 //   prompt     what an engine calls for 512 new tokens behind 4096, quantizing included: prefill, or append and attend where there is no
 //              prefill; and the trim that takes them away again
@@ -32,7 +34,9 @@
 namespace {
 
 constexpr int heads = 8, q_heads = 32, dim = 128, page = 128;
-const kvq::cache_shape shape{.layers = 1, .kv_heads = heads, .head_dim = dim};
+constexpr kvq::cache_shape shape_of(int layers) {
+    return {.layers = layers, .kv_heads = heads, .head_dim = dim};
+}
 
 // Normal values; every eighth channel of keys is wider, as in models.
 std::vector<kvq::float16> normals(int n, unsigned seed, bool keys) {
@@ -73,7 +77,8 @@ void measure(const std::string& row, double seconds, F&& f) {
 }
 
 template <class Keys, class Values, class Do>
-void with_cache(const Keys& keys, const Values& values, Do&& act) {
+void with_cache(int layers, const Keys& keys, const Values& values, Do&& act) {
+    const kvq::cache_shape shape = shape_of(layers);
     kvq::cache_options options;
     options.page_tokens = page;
 #if defined(FORMATS_ARE_VALUES)
@@ -88,42 +93,66 @@ void with_cache(const Keys& keys, const Values& values, Do&& act) {
     act(cache);
 }
 
-template <class Cache>
-void attention_rows(const std::string& name, Cache& cache, double seconds) {
-    auto sequence = cache.new_sequence();
-    constexpr int step = 1024;
+constexpr int step = 1024;
+
+/// Appends `tokens` tokens to every layer.
+template <class Sequence>
+void fill(Sequence& sequence, int layers, int tokens) {
     const auto k = normals(step * heads * dim, 1, true), v = normals(step * heads * dim, 2, false);
-    const auto q = normals(512 * q_heads * dim, 3, false);
-    std::vector<float> out(512 * q_heads * dim);
-    kvq::workspace space;
-    const auto attend = [&](int tokens) {
-        sequence.attend(0, kvq::token_view<const kvq::float16>(q.data(), tokens, q_heads, dim),
-                        kvq::token_view<float>(out.data(), tokens, q_heads, dim), kvq::causal{},
-                        kvq::serial_executor{}, space);
-    };
-    for (const int tokens : {4096, 16384}) {
-        while (sequence.tokens() < tokens)
-            sequence.append(0, kvq::token_view<const kvq::float16>(k.data(), step, heads, dim),
+    while (sequence.tokens() < tokens)
+        for (int layer = 0; layer < layers; ++layer)
+            sequence.append(layer, kvq::token_view<const kvq::float16>(k.data(), step, heads, dim),
                             kvq::token_view<const kvq::float16>(v.data(), step, heads, dim));
-        measure("decode " + std::to_string(tokens / 1024) + "k " + name, seconds, [&] { attend(1); });
-        if (tokens != 4096) continue;
-        measure("prefill 512 x 4k " + name, 3 * seconds, [&] { attend(512); });
-        measure("prompt 512 x 4k " + name, 3 * seconds, [&] {
-            const kvq::token_view<const kvq::float16> keys(k.data(), 512, heads, dim),
-                values(v.data(), 512, heads, dim), queries(q.data(), 512, q_heads, dim);
-            const kvq::token_view<float> outputs(out.data(), 512, q_heads, dim);
-            const kvq::serial_executor one;
-            if constexpr (requires {
-                              sequence.prefill(0, keys, values, queries, outputs, kvq::causal{}, one, space);
-                          }) {
-                sequence.prefill(0, keys, values, queries, outputs, kvq::causal{}, one, space);
-            } else {
-                sequence.append(0, keys, values);
-                sequence.attend(0, queries, outputs, kvq::causal{}, one, space);
-            }
-            sequence.trim(4096);
-        });
-    }
+}
+
+/// One layer of 4096 tokens.
+template <class Cache>
+void one_layer(const std::string& name, Cache& cache, double seconds) {
+    auto sequence = cache.new_sequence();
+    fill(sequence, 1, 4096);
+    constexpr int tokens = 512;
+    const auto k = normals(tokens * heads * dim, 1, true), v = normals(tokens * heads * dim, 2, false);
+    const auto q = normals(tokens * q_heads * dim, 3, false);
+    std::vector<float> out(tokens * q_heads * dim);
+    const kvq::token_view<const kvq::float16> keys(k.data(), tokens, heads, dim),
+        values(v.data(), tokens, heads, dim), queries(q.data(), tokens, q_heads, dim);
+    const kvq::token_view<float> outputs(out.data(), tokens, q_heads, dim);
+    const kvq::serial_executor one;
+    kvq::workspace space;
+    measure("decode 4k " + name, seconds, [&] {
+        sequence.attend(0, kvq::token_view<const kvq::float16>(q.data(), 1, q_heads, dim),
+                        kvq::token_view<float>(out.data(), 1, q_heads, dim), kvq::causal{}, one, space);
+    });
+    measure("prefill 512 x 4k " + name, 3 * seconds,
+            [&] { sequence.attend(0, queries, outputs, kvq::causal{}, one, space); });
+    measure("prompt 512 x 4k " + name, 3 * seconds, [&] {
+        if constexpr (requires {
+                          sequence.prefill(0, keys, values, queries, outputs, kvq::causal{}, one, space);
+                      }) {
+            sequence.prefill(0, keys, values, queries, outputs, kvq::causal{}, one, space);
+        } else {
+            sequence.append(0, keys, values);
+            sequence.attend(0, queries, outputs, kvq::causal{}, one, space);
+        }
+        sequence.trim(4096);
+    });
+}
+
+/// Layers of 16384 tokens, one after the other.
+template <class Cache>
+void layers_in_turn(const std::string& name, Cache& cache, int layers, double seconds) {
+    auto sequence = cache.new_sequence();
+    fill(sequence, layers, 16384);
+    const auto q = normals(q_heads * dim, 3, false);
+    std::vector<float> out(q_heads * dim);
+    kvq::workspace space;
+    int layer = 0;
+    measure("decode 16k " + name, 4 * seconds, [&] {
+        sequence.attend(layer, kvq::token_view<const kvq::float16>(q.data(), 1, q_heads, dim),
+                        kvq::token_view<float>(out.data(), 1, q_heads, dim), kvq::causal{},
+                        kvq::serial_executor{}, space);
+        layer = (layer + 1) % layers;
+    });
 }
 
 template <class Scheme>
@@ -169,21 +198,33 @@ void block_rows(const std::string& name, const Scheme& scheme, kvq::tensor role,
     });
 }
 
-template <class Keys, class Values>
-void rows(const std::string& name, double seconds, const Keys& keys = {}, const Values& values = {}) {
-    with_cache(keys, values, [&](auto& cache) { attention_rows(name, cache, seconds); });
-    block_rows(name, keys, kvq::tensor::key, seconds);
+/// keys_of: the scheme of keys for a number of layers.
+template <class KeysOf, class Values>
+void rows_of(const std::string& name, double seconds, const KeysOf& keys_of, const Values& values) {
+    with_cache(1, keys_of(1), values, [&](auto& cache) { one_layer(name, cache, seconds); });
+    if (const std::string row = "decode 16k " + name; row.starts_with(wanted))
+        with_cache(6, keys_of(6), values, [&](auto& cache) { layers_in_turn(name, cache, 6, seconds); });
+    block_rows(name, keys_of(1), kvq::tensor::key, seconds);
     block_rows(name, values, kvq::tensor::value, seconds);
+}
+
+template <class Keys, class Values>
+void rows(const std::string& name, double seconds) {
+    rows_of(
+        name, seconds, [](int) { return Keys(); }, Values());
 }
 
 template <class Preset>
 void plan_rows(const std::string& name, double seconds) {
-    kvq::calibration statistics(shape);
-    const auto k = normals(1024 * heads * dim, 1, true);
-    statistics.add_keys(0, kvq::token_view<const kvq::float16>(k.data(), 1024, heads, dim));
     using keys = typename Preset::keys;
-    rows(name, seconds, keys(std::make_shared<const kvq::width_plan>(keys::make_plan(statistics))),
-         typename Preset::values{});
+    const auto k = normals(1024 * heads * dim, 1, true);
+    const auto keys_of = [&](int layers) {
+        kvq::calibration statistics(shape_of(layers));
+        for (int layer = 0; layer < layers; ++layer)
+            statistics.add_keys(layer, kvq::token_view<const kvq::float16>(k.data(), 1024, heads, dim));
+        return keys(std::make_shared<const kvq::width_plan>(keys::make_plan(statistics)));
+    };
+    rows_of(name, seconds, keys_of, typename Preset::values{});
 }
 
 /// The name of a format as a template argument.

@@ -1,15 +1,29 @@
 // One part of the built-in formats for one instruction set. CMake compiles this file once for each of them: KVQ_PART is a number,
-// KVQ_LEVEL an architecture of backends/simd/arch.hpp, or `best` for the best one that the flags allow.
+// KVQ_LEVEL an architecture of backends/simd/arch.hpp, or `best` for the best one that the flags allow. KVQ_FORMATS, if it is defined, lists
+// the names, without group sizes, of the wanted formats.
 #include <kvq/backends/simd.hpp>
 #include <kvq/format/builtin_schemes.hpp>
+#include <string_view>
 
-#define KVQ_NAME_OF(level, part) kvq_builtin_##level##_##part
-#define KVQ_NAME(level, part) KVQ_NAME_OF(level, part)
+#define KVQ_NAME_OF(prefix, level, part) prefix##_##level##_##part
+#define KVQ_NAME(prefix, level, part) KVQ_NAME_OF(prefix, level, part)
+
+// Its name says the part, since several parts may be one translation unit.
+static constexpr bool KVQ_NAME(kvq_wants, KVQ_LEVEL, KVQ_PART)(std::string_view name) {
+#if defined(KVQ_FORMATS)
+    for (const std::string_view wanted : {KVQ_FORMATS})
+        if (name == wanted) return true;
+    return false;
+#else
+    return kvq::detail::every_format(name);
+#endif
+}
 
 // Entries cross one by one through a function with C linkage: the type of a list belongs to one instruction set.
-extern "C" void KVQ_NAME(KVQ_LEVEL, KVQ_PART)(void* list,
-                                              void (*add)(void* list, const kvq::builtin_format* entry)) {
+extern "C" void KVQ_NAME(kvq_builtin, KVQ_LEVEL,
+                         KVQ_PART)(void* list, void (*add)(void* list, const kvq::builtin_format* entry)) {
     kvq::detail::builtin_list entries;
-    kvq::detail::add_builtin_part<kvq::simd<kvq::arch::KVQ_LEVEL>, KVQ_PART>(entries);
+    kvq::detail::add_builtin_part<kvq::simd<kvq::arch::KVQ_LEVEL>, KVQ_PART,
+                                  KVQ_NAME(kvq_wants, KVQ_LEVEL, KVQ_PART)>(entries);
     for (const kvq::builtin_format& entry : entries) add(list, &entry);
 }

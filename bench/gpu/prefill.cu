@@ -1,10 +1,11 @@
 // A prompt's attention: chunks of new tokens over a long context in one format.
 //
-//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 3: the rows of one format
+//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 5: the rows of one format
 //
 // 32 query heads, 8 kv heads, head_dim 128, one sequence, fp16 tensors. 4 sinks and a recent window of 128 tokens in 16 bit, everything else
 // quantized; new tokens in 16 bit, causal among each other. Baseline: torch's scaled_dot_product_attention (cuDNN) on 16-bit keys and values
-// of all tokens (torch_prefill.py), the same number of products. Error: of some rows, against double on the dequantized values.
+// of all tokens (torch_prefill.py), the same number of products. Error: of some rows, against double on the dequantized values. "-plan": with
+// widths of keys that differ between channels and heads.
 #include <kvq/backends/cuda/pages.cuh>
 #include <kvq/backends/cuda/prefill.cuh>
 #include <kvq/schemes/presets.hpp>
@@ -35,9 +36,26 @@ template <class Format>
 struct pages_of {
     std::byte* memory = nullptr;
     int* table = nullptr;
+    std::uint16_t* plans = nullptr;
     cuda::cache_ref<Format> ref;
 
-    pages_of(int columns, const int* tokens, int first_token) {
+    pages_of(int columns, const int* tokens, int first_token, [[maybe_unused]] bool planned = false) {
+        if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+            if (planned) {  // some channels matter a thousand times more than others
+                std::mt19937 random(11);
+                width_plan plan{heads, dim, {}};
+                for (int h = 0; h < heads; ++h) {
+                    std::vector<double> importance(dim);
+                    for (double& x : importance)
+                        x = std::exp(8.0 * static_cast<double>(random()) / 4294967296.0);
+                    plan.blocks.push_back(allocate_widths(importance, Format::keys::width_list::values,
+                                                          Format::keys::row_words(dim)));
+                }
+                std::vector<std::uint16_t> words(
+                    static_cast<std::size_t>(heads * cuda::key_plan_words<Format>));
+                cuda::write_key_plan<Format>(plan, 0, words.data());
+                ref.key_plans = plans = bench::on_device(words);
+            }
         const std::size_t key_page = ref.dense_key_page(heads), value_page = ref.dense_value_page(heads);
         BENCH_OK(cudaMalloc(&memory, (key_page + value_page) * static_cast<std::size_t>(columns)));
         std::vector<int> order(static_cast<std::size_t>(columns));
@@ -70,6 +88,7 @@ struct pages_of {
     ~pages_of() {
         cudaFree(memory);
         cudaFree(table);
+        cudaFree(plans);
     }
 };
 
@@ -131,7 +150,8 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
             if (quick && (context != 32768 || chunk != 2048)) continue;
             int* const tokens = bench::on_device(std::vector<int>{context});
             int* const starts = bench::on_device(std::vector<int>{0, chunk});
-            const pages_of<Format> pages((context - sinks) / page_tokens + 1, tokens, sinks);
+            const bool planned = std::strstr(name, "-plan") != nullptr;
+            const pages_of<Format> pages((context - sinks) / page_tokens + 1, tokens, sinks, planned);
             const pages_of<window_format> window(cuda::window_columns(recent, page_tokens), tokens, sinks);
             const pages_of<sink_format> sink(1, tokens, 0);
             const auto cache =
@@ -262,7 +282,13 @@ int main(int argc, char** argv) {
     rows<cuda::format<int8, int8, dim, page_tokens>>("int8", json, quick, baseline);
 #elif PART == 2
     rows<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi4-g64", json, quick, baseline);
-#else
+#elif PART == 3
     rows<cuda::preset_format<std4, dim, page_tokens>>("std4", json, quick, baseline);
+#elif PART == 4
+    for (const char* const name : {"mix4", "mix4-plan"})
+        rows<cuda::preset_format<mix4, dim, page_tokens>>(name, json, quick, baseline);
+#else
+    for (const char* const name : {"low2", "low2-plan"})
+        rows<cuda::preset_format<low2, dim, page_tokens>>(name, json, quick, baseline);
 #endif
 }

@@ -11,7 +11,7 @@
 namespace llama {
 namespace {
 
-constexpr const char* usual_names[] = {"int8",       "ref8",       "kivi-4-g64", "std4",
+constexpr const char* usual_names[] = {"int8",       "ref8",       "kivi-4-g64", "std4",      "std4-h",
                                        "mix4+stats", "low3+stats", "kivi-2-g64", "low2+stats"};
 constexpr const char* eight_bit_schemes[] = {"fp16", "int8", "affine-8-g64", "kivi-8-g64", "ref8"};
 constexpr int probes_of_window = 4;
@@ -245,7 +245,7 @@ void add_report(CLI::App& app, options& chosen) {
     add_window_chunk_option(report, chosen);
     report
         .add_option("--schemes", wanted.schemes,
-                    "schemes to compare, separated by commas; default: eight usual ones")
+                    "schemes to compare, separated by commas; default: nine usual ones")
         ->delimiter(',');
     report.add_option("--tokens", wanted.tokens, "tokens of the text to judge, 0: all")
         ->check(CLI::NonNegativeNumber)

@@ -5,7 +5,7 @@
 #include "dump.hpp"
 #include "evaluate.hpp"
 #include "generate.hpp"
-#include "live_cache.hpp"
+#include "live_settings.hpp"
 #include "load_model.hpp"
 #include "long_context.hpp"
 #include "slot.hpp"

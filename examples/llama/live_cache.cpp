@@ -93,7 +93,7 @@ void live_cache::end_of_step() {
     }
 }
 
-std::vector<live_cache::held_scheme> live_cache::held() const {
+std::vector<held_scheme> live_cache::held() const {
     std::vector<held_scheme> all;
     for (const std::string& name : names_) {
         all.push_back({name, 0, 0});

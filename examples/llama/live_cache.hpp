@@ -3,27 +3,12 @@
 #pragma once
 
 #include "kvq_cache.hpp"
+#include "live_settings.hpp"
 
-#include <limits>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace llama {
-
-// Tokens at least `age` behind the end have this scheme.
-struct tier_choice {
-    int age;
-    std::string scheme;
-};
-
-struct live_settings {
-    std::vector<tier_choice> tiers;
-    std::size_t budget = std::numeric_limits<std::size_t>::max();  // bytes of pages
-    int requantize_at = 0;                                         // tokens; 0: never
-    std::string requantize_to;
-    int reload_at = 0;  // tokens at which the cache is saved and restored, once; 0: never
-};
 
 class live_cache final : public kvq_cache {
 public:
@@ -34,11 +19,6 @@ public:
     int step_tokens() const override { return cache_.options().page_tokens; }
     void end_of_step() override;
 
-    struct held_scheme {
-        std::string scheme;
-        int tokens;
-        std::size_t bytes;
-    };
     // Tokens of layer 0's keys, and bytes of all layers, by scheme.
     std::vector<held_scheme> held() const;
     // Number of pages that were requantized so far.
@@ -61,12 +41,5 @@ private:
     std::size_t requantized_ = 0;
     bool reloaded_ = false;
 };
-
-// "64:int8,128:kivi-4", "128:kivi-4". Both throw std::invalid_argument.
-std::vector<tier_choice> parse_tiers(std::string_view text);
-void parse_requantize(std::string_view text, live_settings& live);
-
-// A live cache as a scheme for evaluate and generate.
-scheme_choice live_scheme(const live_settings& live, const cache_settings& settings);
 
 }  // namespace llama

@@ -1,6 +1,7 @@
 #include "long_context.hpp"
 
 #include "divergence.hpp"
+#include "live_cache.hpp"
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 // A context that outgrows its budget: pages step down while it grows, and the loss is measured on the way.
 #pragma once
 
-#include "live_cache.hpp"
+#include "live_settings.hpp"
 #include "model.hpp"
 
 #include <span>
@@ -15,7 +15,7 @@ struct long_context_row {
     std::size_t baseline_bytes;  // of the 16-bit cache
     std::size_t bytes;
     std::size_t requantized;  // pages, since the last row
-    std::vector<live_cache::held_scheme> held;
+    std::vector<held_scheme> held;
     // Over the tokens since the last row, against the 16-bit cache.
     double kld, top1, perplexity, baseline_perplexity;
 };

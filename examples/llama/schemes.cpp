@@ -58,7 +58,7 @@ bool is_built_in(std::string_view name, kvq::tensor role) {
             message += ", " + format.name;
         }
         if (baselines().empty()) {
-            message += ", and published methods with CMake's KVQ_LLAMA_BASELINES";
+            message += "; CMake's KVQ_LIBRARY_FORMATS=all and KVQ_LLAMA_BASELINES=ON add others";
         }
         throw kvq::error(message);
     }

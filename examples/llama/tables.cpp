@@ -39,7 +39,7 @@ nlohmann::ordered_json to_json(const scheme_result& result) {
 }
 
 // Width of a column of tokens in one scheme.
-int width_of(const live_cache::held_scheme& scheme) {
+int width_of(const held_scheme& scheme) {
     return static_cast<int>(std::max<std::size_t>(8, scheme.scheme.size() + 2));
 }
 

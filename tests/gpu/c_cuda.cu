@@ -8,6 +8,7 @@
 #include "../../src/c/formats.cpp"
 #include "../../src/c/resources.cpp"
 #include "../../src/c/sequence.cpp"
+#include "../../src/c/statistics.cpp"
 #include "../../src/c/status.cpp"
 #include "../../src/cuda/cache.cu"
 #include "../../src/cuda/pages.cu"
@@ -23,7 +24,9 @@ const builtin_format* builtin_formats(std::size_t* count) {
         KVQ_TAGGED::detail::builtin_entry<scalar, full<float>>("fp32", true, true),
         KVQ_TAGGED::detail::builtin_entry<scalar, int8>("int8", true, true),
         KVQ_TAGGED::detail::builtin_entry<scalar, kivi4::keys>("kivi-4-g64", true, false, 64),
-        KVQ_TAGGED::detail::builtin_entry<scalar, kivi4::values>("kivi-4-g64", false, true, 64)};
+        KVQ_TAGGED::detail::builtin_entry<scalar, kivi4::values>("kivi-4-g64", false, true, 64),
+        KVQ_TAGGED::detail::builtin_entry<scalar, mix4::keys>("mix4", true, false),
+        KVQ_TAGGED::detail::builtin_entry<scalar, mix4::values>("mix4", false, true)};
     *count = sizeof(all) / sizeof(all[0]);
     return all;
 }
@@ -33,6 +36,7 @@ const device_formats& kvq::c::compiled_formats() {
     using of = named<64>;
     static const device_formats all = {
         kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
+        kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
         kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16, of::int8>()};
     return all;
 }
@@ -432,6 +436,34 @@ void variants() {
     OK(kvq_cuda_cache_get_info(c.gpu, &info));
     CHECK(info.quantized == 0 && info.sinks == 0 && info.unused > 0, "%zu bytes are quantized",
           info.quantized);
+}
+
+/// Keys of several widths, by a plan from statistics: a prompt in chunks, and steps between them.
+void several_widths() {
+    tokens x;
+    test::rng r(5);
+    x.write(r);
+    for (std::size_t i = 0; i < x.k.size(); ++i)
+        if (i % dim % 7 == 2) x.k[i] = kvq::float16(6.0f * static_cast<float>(x.k[i]));
+    const kvq_tensor k = tensor_of(x.k.data(), room, kv_heads);
+    kvq_statistics* sums = nullptr;
+    OK(kvq_statistics_create(layers, kv_heads, dim, 0, &sums));
+    for (int layer = 0; layer < layers; ++layer) OK(kvq_statistics_add_keys(sums, layer, &k));
+    kvq_cuda_cache_options o = device_options();
+    kvq_cache_options h = host_options();
+    o.formats = h.keys = "mix4";
+    o.statistics = h.statistics = sums;
+    both c(o, h);
+    c.add();
+    c.add();
+    for (const int n : {150, 33, 97}) c.prompt(0, n);
+    c.prompt(1, 70);
+    for (int i = 0; i < 3; ++i) c.step(1);
+    c.prompt(1, 110);
+    c.step(1);
+    for (const int row : {0, 1}) c.same_bytes(row, "several widths");
+    std::printf("several widths: worst error %.2g\n", c.worst);
+    OK(kvq_statistics_free(sums));
 }
 
 /// ALiBi, with learned sinks beside it: prompts are steps of several tokens.
@@ -840,7 +872,7 @@ void bad_input() {
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "lists an empty name");
     o.formats = "std4";
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT,
-            "kernels for kivi-4-g64+int8, none for std4; build it with KVQ_CUDA_FORMATS=std4");
+            "kernels for kivi-4-g64+int8, mix4, none for std4; build it with KVQ_CUDA_FORMATS=std4");
     o.formats = "bf16";
     REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "needs a window of bf16");
     o.formats = "int8,fp16";
@@ -975,14 +1007,16 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 2, "%d entries", n);
+    CHECK(n == 3, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
               e.window == KVQ_FP16 && e.alibi == 0,
           "entry %s", e.formats);
     OK(kvq_cuda_format_list(1, &e));
+    CHECK(std::strcmp(e.formats, "mix4") == 0 && e.alibi == 0, "entry %s", e.formats);
+    OK(kvq_cuda_format_list(2, &e));
     CHECK(std::strcmp(e.formats, "int8") == 0 && e.alibi == 1, "entry %s", e.formats);
-    REFUSED(kvq_cuda_format_list(2, &e), KVQ_ERROR_ARGUMENT, "not among 2");
+    REFUSED(kvq_cuda_format_list(3, &e), KVQ_ERROR_ARGUMENT, "not among 3");
 
     // Pools that may not grow: a step that finds no page changes nothing.
     o = device_options();
@@ -1013,6 +1047,7 @@ void bad_input() {
 int main() {
     scenario();
     variants();
+    several_widths();
     alibi();
     graphs();
     pages_of_the_caller();

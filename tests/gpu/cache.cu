@@ -209,6 +209,47 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count)
     return true;
 }
 
+/// A prompt that has begun with its queries, against the CPU's prefill, whose outputs are floats. keys, values: what write() gave.
+[[maybe_unused]] void prefill(test::rng& r, both_caches& c, pair& p, int n, const std::vector<float16>& keys,
+                              const std::vector<float16>& values, int window, bool keeps_sinks,
+                              const char* name, int step) {
+    std::vector<float16> x(static_cast<std::size_t>(n) * q_heads * dim);
+    for (float16& y : x) y = float16(test::normal(r));
+    c.q.upload(x);
+    for (int layer = 0; layer < layers; ++layer) {
+        c.out.poison();
+        const cuda::status s =
+            c.gpu.prefill(layer, token_view<const float16>(c.q.get(), n, q_heads, dim), c.rows(c.k, layer, n),
+                          c.rows(c.v, layer, n), token_view<float16>(c.out.get(), n, q_heads, dim),
+                          {.window = window, .window_sinks = keeps_sinks}, c.stream);
+        CHECK(s, "%s, step %d: %s", name, step, s.message);
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        const auto got = c.out.download();
+        std::vector<float> want(x.size());
+        const std::size_t at = static_cast<std::size_t>(layer * c.room) * heads * dim;
+        workspace space;
+        p.host.prefill(layer, token_view<const float16>(&keys[at], n, heads, dim),
+                       token_view<const float16>(&values[at], n, heads, dim),
+                       token_view<const float16>(x.data(), n, q_heads, dim),
+                       token_view<float>(want.data(), n, q_heads, dim),
+                       sink_window{window > 0 ? window : 1 << 24, keeps_sinks ? c.o.sinks : 0},
+                       serial_executor{}, space);
+        for (std::size_t row = 0; row < static_cast<std::size_t>(n) * q_heads; ++row) {
+            double error = 0.0, size = 0.0;
+            for (std::size_t d = row * dim; d < (row + 1) * dim; ++d) {
+                const double a = static_cast<double>(want[d]),
+                             b = static_cast<double>(static_cast<float>(got[d]));
+                error += (a - b) * (a - b);
+                size += a * a;
+                if (!(b == b)) error = INFINITY;
+            }
+            CHECK(std::sqrt(error / size) <= 3e-3,
+                  "%s, step %d: error %.3g of prompt row %zu of %d behind %d tokens", name, step,
+                  std::sqrt(error / size), row, n, p.host.tokens() - n);
+        }
+    }
+}
+
 /// Are both sides the same? The device's pages come by offload().
 void compare(both_caches& c, const pair& p, const char* name, int step) {
     kvq::sequence moved = c.cpu.new_sequence();
@@ -506,53 +547,15 @@ struct history {
         c.write(r, keys, values);
         ok(c.gpu.begin_prompt(p.id, n, c.stream));
         if (any(0, 1) == 0) {
-            prefill(p, n, keys, values, window);
+            // Sinks among the new tokens are those of no page.
+            const bool keeps_sinks = window > 0 && p.host.tokens() >= c.o.sinks && any(0, 1) == 0;
+            prefill(r, c, p, n, keys, values, window, keeps_sinks, name, step);
             return;
         }
         for (int layer = 0; layer < layers; ++layer)
             ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
         c.appended(p.host, keys, values, 0, n);
         if (any(0, 3) == 0) attend({&p}, std::min(n, 5));
-    }
-    /// A prompt with its queries, against the CPU's prefill, whose outputs are floats.
-    void prefill(pair& p, int n, const std::vector<float16>& keys, const std::vector<float16>& values,
-                 int window) {
-        // Sinks among the new tokens are those of no page.
-        const bool keeps_sinks = window > 0 && p.host.tokens() >= c.o.sinks && any(0, 1) == 0;
-        std::vector<float16> x(static_cast<std::size_t>(n) * q_heads * dim);
-        for (float16& y : x) y = float16(test::normal(r));
-        c.q.upload(x);
-        for (int layer = 0; layer < layers; ++layer) {
-            c.out.poison();
-            ok(c.gpu.prefill(layer, token_view<const float16>(c.q.get(), n, q_heads, dim),
-                             c.rows(c.k, layer, n), c.rows(c.v, layer, n),
-                             token_view<float16>(c.out.get(), n, q_heads, dim),
-                             {.window = window, .window_sinks = keeps_sinks}, c.stream));
-            CUDA_OK(cudaStreamSynchronize(c.stream));
-            const auto got = c.out.download();
-            std::vector<float> want(x.size());
-            const std::size_t at = static_cast<std::size_t>(layer * c.room) * heads * dim;
-            workspace space;
-            p.host.prefill(layer, token_view<const float16>(&keys[at], n, heads, dim),
-                           token_view<const float16>(&values[at], n, heads, dim),
-                           token_view<const float16>(x.data(), n, q_heads, dim),
-                           token_view<float>(want.data(), n, q_heads, dim),
-                           sink_window{window > 0 ? window : 1 << 24, keeps_sinks ? c.o.sinks : 0},
-                           serial_executor{}, space);
-            for (std::size_t row = 0; row < static_cast<std::size_t>(n) * q_heads; ++row) {
-                double error = 0.0, size = 0.0;
-                for (std::size_t d = row * dim; d < (row + 1) * dim; ++d) {
-                    const double a = static_cast<double>(want[d]),
-                                 b = static_cast<double>(static_cast<float>(got[d]));
-                    error += (a - b) * (a - b);
-                    size += a * a;
-                    if (!(b == b)) error = INFINITY;
-                }
-                CHECK(std::sqrt(error / size) <= 3e-3,
-                      "%s, step %d: error %.3g of prompt row %zu of %d behind %d tokens", name, step,
-                      std::sqrt(error / size), row, n, p.host.tokens() - n);
-            }
-        }
     }
     void trim() {
         pair& p = one();
@@ -1264,16 +1267,17 @@ void check_statistics() {
         worst = std::max(worst, d.error(r, 1, 24, x));
         ok(d.keep(r));
     }
-    // A slot that is cut back to the same prompt again and again.
+    // A slot that is cut back to the same prompt again and again; others are read in two chunks.
     for (int i = 0; i < 6; ++i) {
-        const int n = 130 - i / 3 * 40;
+        const int n = 130 - i / 3 * 40, first = i % 2 == 0 ? 180 : 111;
         ok(c.gpu.trim(p.id, n));
         p.host.trim(n);
-        c.write(r, keys, values);
-        ok(c.gpu.begin_prompt(p.id, 180, c.stream));
-        for (int layer = 0; layer < layers; ++layer)
-            ok(c.gpu.append(layer, c.rows(c.k, layer, 180), c.rows(c.v, layer, 180), c.stream));
-        c.appended(p.host, keys, values, 0, 180);
+        for (const int count : {first, 180 - first}) {
+            if (count == 0) continue;
+            c.write(r, keys, values);
+            ok(c.gpu.begin_prompt(p.id, count, c.stream));
+            prefill(r, c, p, count, keys, values, i == 4 ? 150 : 0, false, "statistics", i);
+        }
         const std::vector<float16> x = random_queries(r, c);
         for (const int window : {0, 200}) {
             ok(c.gpu.attend(1, token_view<const float16>(c.q.get(), 1, q_heads, dim),

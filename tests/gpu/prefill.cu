@@ -369,13 +369,32 @@ int main() {
         "pages of 16");
     check_format<cuda::format<affine<1, per_channel<>>, affine<7, per_token<>, params<float>>, 64, 16>,
                  float>("1 and 7 bits");
-#else
+#elif PART == 2
     check_format<cuda::preset_format<hi6, 128, 64>, bfloat16>("hi6");
     check_format<cuda::preset_format<ref8, 64, 64>, float16>("ref8, head_dim 64");
     check_format<cuda::preset_format<std4, 64, 64>, float16>("std4, head_dim 64");
     check_format<cuda::kivi_format<4, 32, 256, 64>, float16>("head_dim 256");
     check_format<cuda::kivi_format<4, 32, 96, 32>, float16>("head_dim 96");
     check_format<cuda::kivi_format<4, 64, 128, 96>, float16>("groups that end with a page of 96");
+#elif PART == 3
+    check_format<cuda::preset_format<mix4, 128>, float16>("mix4");
+    check_format<
+        cuda::format<channel_grid<kvq::grid{.bits = {8, 5, 2, 0}, .average_eighths = 28, .group = 32},
+                                  min_max, params<float16>>,
+                     int8, 96, 32>,
+        bfloat16>("8, 5, 2 and 0 bits, groups of 32, head_dim 96");
+    using three_planes =
+        cuda::format<channel_grid<kvq::grid{.bits = {7, 0}, .average_eighths = 28}>, int8, 64, 64>;
+    static_assert(!cuda::detail::prefills<three_planes>);
+#else
+    check_format<cuda::preset_format<low2, 64, 64>, float16>("low2, head_dim 64");
+#ifdef __CUDACC__
+    check_format<cuda::preset_format<low3, 128, 64>, float16>("low3");
+    check_format<
+        cuda::format<channel_grid<kvq::grid{.bits = {6, 1}, .average_eighths = 24}, min_max, params<float>>,
+                     full<float16>, 128, 96>,
+        float16>("6 and 1 bits, fp32 parameters, page 96");
+#endif
 #endif
     return test::report("prefill");
 }

@@ -21,6 +21,10 @@ namespace {
 using symmetric_channels = kvq::scheme<kvq::bits<5>, kvq::symmetric, kvq::per_channel<32>>;
 static_assert(kvq::foldable<baselines::centred<symmetric_channels>> &&
               !kvq::foldable<baselines::centred<kvq::affine<4>>>);
+/// Its base's requantize() knows nothing of means.
+static_assert(kvq::detail::requantizing<kvq::std4::keys> &&
+              !kvq::detail::requantizing<baselines::centred<kvq::std4::keys>> &&
+              kvq::detail::requantizing<kvq::std4_h::keys>);
 
 /// A random orthogonal matrix: Gram-Schmidt in double.
 std::vector<float> random_rotation(test::generator& random, int n) {

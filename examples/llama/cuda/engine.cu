@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 
 namespace llama::device {
 
@@ -156,12 +155,9 @@ public:
         const int count = static_cast<int>(tokens.size());
         if (count == 0) throw std::invalid_argument("a prompt without tokens");
         batch_.clear();
-        const int piece =
-            has_prefill_ ? options_.chunk : std::min(options_.chunk, cache_.options().draft_tokens);
-        for (int first = 0; first < count; first += piece) {
-            const int n = std::min(piece, count - first), before = cache_.tokens(id);
-            check(has_prefill_ ? cache_.begin_prompt(id, n, stream_.get)
-                               : cache_.begin_draft(std::span(&id, 1), n, stream_.get));
+        for (int first = 0; first < count; first += options_.chunk) {
+            const int n = std::min(options_.chunk, count - first), before = cache_.tokens(id);
+            check(cache_.begin_prompt(id, n, stream_.get));
             check(cudaStreamSynchronize(stream_.get),
                   "reading a prompt");  // before host memory is copied from again
             check(cudaMemcpyAsync(tokens_.get(), tokens.data() + first,
@@ -169,7 +165,6 @@ public:
                                   stream_.get),
                   "copying tokens");
             forward(n, before, true);
-            if (!has_prefill_) keep_draft(id, n);
             if (states != nullptr) copy_states(n, states + static_cast<std::size_t>(first) * row_size());
             if (first + n == count) {
                 // The last row alone.
@@ -270,7 +265,6 @@ public:
                pages(in_window, f.window_block[0], f.window_block[1]) +
                pages(of_sinks, f.sink_block[0], f.sink_block[1]);
     }
-    bool has_prefill() const override { return has_prefill_; }
     int captures() const override { return captures_; }
 
     void record(int n) override {
@@ -316,7 +310,7 @@ private:
 
     // Columns of the window's table, with a rollback of 0.
     static int ring(const kvq::cuda::cache_options& o) {
-        return kvq::cuda::window_columns(o.recent, o.page_tokens, std::max(1, o.draft_tokens));
+        return kvq::cuda::window_columns(o.recent, o.page_tokens);
     }
 
     // ---- opening ----
@@ -348,28 +342,6 @@ private:
                     known += (known.empty() ? "" : ", ") + kind.name;
             }
         }
-        const auto open = [&](kvq::cuda::cache& cache, int layers) {
-            const auto opened = cache.open({.layers = layers, .kv_heads = shape_.kv_heads, .head_dim = dim()},
-                                           o, compiled_formats(), stream_.get);
-            if (opened) return;
-            if (opened.code == cudaErrorMemoryAllocation) throw out_of_memory(opened.message);
-            throw std::invalid_argument(std::string(opened.message) + "; compiled are fp16, bf16" +
-                                        (known.empty() ? "" : ", ") + known);
-        };
-        // prefill() refuses what it has no kernels for: one token in a cache of one layer asks.
-        {
-            kvq::cuda::cache probe;
-            open(probe, 1);
-            check(probe.begin_prompt(probe.new_sequence(), 1, stream_.get));
-            const device_buffer<T> q(static_cast<std::size_t>(2 * inner())), kv(kv_size());
-            const token_view<const T> of_kv(kv.get(), 1, shape_.kv_heads, dim());
-            has_prefill_ = static_cast<bool>(
-                probe.prefill(0, token_view<const T>(q.get(), 1, shape_.heads, dim()), of_kv, of_kv,
-                              token_view<T>(q.get() + inner(), 1, shape_.heads, dim()), {}, stream_.get));
-            check(cudaStreamSynchronize(stream_.get), "asking for a prefill");
-        }
-        // Others read prompts as drafts of which everything is kept: drafted tokens stay in 16 bit.
-        if (!has_prefill_) o.draft_tokens = std::min({64, o.page_tokens, o.recent});
         o.pool_tokens = in_window ? 0 : options_.pool_tokens;
         o.pool_sequences = options_.pool_sequences;
         if (in_window) {  // a ring has one column more than a sequence of max_tokens fills
@@ -379,7 +351,14 @@ private:
         o.growing = options_.growing;
         memory_.limit = options_.cache_bytes;
         o.memory = memory_.allocator();
-        open(cache_, shape_.layers);
+        const auto opened =
+            cache_.open({.layers = shape_.layers, .kv_heads = shape_.kv_heads, .head_dim = dim()}, o,
+                        compiled_formats(), stream_.get);
+        if (!opened) {
+            if (opened.code == cudaErrorMemoryAllocation) throw out_of_memory(opened.message);
+            throw std::invalid_argument(std::string(opened.message) + "; compiled are fp16, bf16" +
+                                        (known.empty() ? "" : ", ") + known);
+        }
         for (const format_tier& t : options_.tiers) tiers_.push_back({t.age, t.format});
     }
     void make_angles() {
@@ -478,21 +457,12 @@ private:
         norm(weights_->final_norm);
         if (prompt && recorded_ < record_room_) recorded_ += std::min(n, record_room_ - recorded_);
     }
-    void keep_draft(kvq::cuda::sequence_id id, int n) {
-        kept_.resize(static_cast<std::size_t>(n));
-        std::iota(kept_.begin(), kept_.end(), 0);
-        const std::span<const int> path(kept_);
-        if (const auto s = cache_.keep(std::span(&id, 1), std::span(&path, 1), stream_.get); !s) {
-            check(cache_.trim(id, cache_.tokens(id) - n));
-            check(s);
-        }
-    }
     void attend(int layer, int n, bool prompt) {
         const token_view<const T> k(k_.get(), n, shape_.kv_heads, dim()),
             v(v_.get(), n, shape_.kv_heads, dim());
         const float scale = 1.0f / std::sqrt(static_cast<float>(shape_.head_dim()));
-        if (prompt) record_rows(layer, n);
-        if (prompt && has_prefill_) {
+        if (prompt) {
+            record_rows(layer, n);
             kvq::cuda::prefill_options o;
             o.scale = scale;
             o.softcap = shape_.attention_softcap;
@@ -505,8 +475,7 @@ private:
         o.scale = scale;
         o.softcap = shape_.attention_softcap;
         o.window = shape_.window(layer);
-        o.query_tokens = prompt ? n : 1;
-        o.early = !prompt;
+        o.early = true;
         check(cache_.attend(layer, queries(n), outputs(n), o, stream_.get));
     }
     void record_rows(int layer, int n) {
@@ -623,7 +592,6 @@ private:
     std::vector<format_tier> tiers_;
     int passed_ = 0;
     std::vector<kvq::cuda::sequence_id> ids_;  // by the engine's numbers
-    bool has_prefill_ = false;
 
     device_buffer<float> states_, head_products_, update_, logits_, no_floats_;
     device_buffer<T> input_, q_, k_, v_, out_, gate_up_, gate_;
@@ -634,7 +602,7 @@ private:
 
     std::map<int, step_graph> graphs_;  // by rows
     int captures_ = 0, rows_ = 0;
-    std::vector<int> batch_, host_tokens_, host_positions_, kept_;
+    std::vector<int> batch_, host_tokens_, host_positions_;
     std::vector<kvq::cuda::sequence_id> ids_of_batch_;
     std::vector<T> host_states_;
 

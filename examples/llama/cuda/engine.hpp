@@ -99,9 +99,6 @@ public:
     virtual engine_usage usage() const = 0;
     // Bytes of the pages of a sequence with so many tokens that shares none.
     virtual std::size_t bytes_for(int tokens) const = 0;
-    // Does the format have kernels for prompts? Keys of several widths have none: prompts are read 64 tokens at a time, as drafts that
-    // are kept. Either way a prompt's queries see its own chunk in 16 bit.
-    virtual bool has_prefill() const = 0;
     // Graphs that were captured so far.
     virtual int captures() const = 0;
 

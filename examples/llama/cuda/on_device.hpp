@@ -3,7 +3,7 @@
 
 #include "../evaluate.hpp"
 #include "../generate.hpp"
-#include "../live_cache.hpp"
+#include "../live_settings.hpp"
 
 #include <iosfwd>
 

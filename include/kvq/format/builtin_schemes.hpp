@@ -1,11 +1,13 @@
 // The built-in formats of one backend, in parts that can be compiled apart: each part takes some seconds.
 //
-//   add_builtin_part<Backend, Part>(list)     appends the entries of one part
+//   add_builtin_part<Backend, Part>(list)             appends the entries of one part
+//   add_builtin_part<Backend, Part, Wanted>(list)     those whose names, without a group size, Wanted accepts; others are not compiled
 //
 // A new built-in scheme is one line here.
 #pragma once
 
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "../schemes/int8.hpp"
@@ -36,63 +38,74 @@ builtin_format builtin_entry(const char* name, bool keys, bool values, int group
 
 using builtin_list = std::vector<builtin_format>;
 
-template <class Backend>
+constexpr bool every_format(std::string_view) { return true; }
+
+template <class Backend, bool (*Wanted)(std::string_view)>
 void add_builtin_values(builtin_list& list) {
-    list.push_back(builtin_entry<Backend, full<float16>>("fp16", true, true));
-    list.push_back(builtin_entry<Backend, full<bfloat16>>("bf16", true, true));
-    list.push_back(builtin_entry<Backend, full<float>>("fp32", true, true));
-    list.push_back(builtin_entry<Backend, int8>("int8", true, true));
+    if constexpr (Wanted("fp16")) list.push_back(builtin_entry<Backend, full<float16>>("fp16", true, true));
+    if constexpr (Wanted("bf16")) list.push_back(builtin_entry<Backend, full<bfloat16>>("bf16", true, true));
+    if constexpr (Wanted("fp32")) list.push_back(builtin_entry<Backend, full<float>>("fp32", true, true));
+    if constexpr (Wanted("int8")) list.push_back(builtin_entry<Backend, int8>("int8", true, true));
 }
 
-/// `Bits` bits per channel or per token. Names: for groups of 32, 64 and 128.
+/// `Bits` bits per token. Names: for groups of 32, 64 and 128.
 template <class Backend, int Bits>
-void add_builtin_affine(builtin_list& list, const char* const (&names)[3],
-                        const char* const (&kivi_names)[3]) {
+void add_builtin_affine(builtin_list& list, const char* const (&names)[3]) {
+    using by_token = affine<Bits, per_token<any_group>>;
+    for (int i = 0; i < 3; ++i)
+        list.push_back(builtin_entry<Backend, by_token>(names[i], true, true, 32 << i));
+}
+/// `Bits` bits, keys per channel and values per token.
+template <class Backend, int Bits>
+void add_builtin_kivi(builtin_list& list, const char* const (&names)[3]) {
     using by_token = affine<Bits, per_token<any_group>>;
     using by_channel = affine<Bits, per_channel<any_group>>;
     for (int i = 0; i < 3; ++i) {
-        const int group = 32 << i;
-        list.push_back(builtin_entry<Backend, by_token>(names[i], true, true, group));
-        list.push_back(builtin_entry<Backend, by_channel>(kivi_names[i], true, false, group));
-        list.push_back(builtin_entry<Backend, by_token>(kivi_names[i], false, true, group));
+        list.push_back(builtin_entry<Backend, by_channel>(names[i], true, false, 32 << i));
+        list.push_back(builtin_entry<Backend, by_token>(names[i], false, true, 32 << i));
     }
 }
 
-template <class Backend, class Preset>
+template <class Backend, class Preset, bool (*Wanted)(std::string_view)>
 void add_builtin_preset(builtin_list& list) {
-    list.push_back(builtin_entry<Backend, typename Preset::keys>(Preset::name, true, false));
-    list.push_back(builtin_entry<Backend, typename Preset::values>(Preset::name, false, true));
+    if constexpr (Wanted(Preset::name)) {
+        list.push_back(builtin_entry<Backend, typename Preset::keys>(Preset::name, true, false));
+        list.push_back(builtin_entry<Backend, typename Preset::values>(Preset::name, false, true));
+    }
 }
 
 inline constexpr int builtin_parts = 11;
 
 /// Part 0 to 10: full precision and int8; widths 1 to 8; presets with one width; presets with several widths.
-template <class Backend, int Part>
+template <class Backend, int Part, bool (*Wanted)(std::string_view) = every_format>
 void add_builtin_part(builtin_list& list) {
-#define KVQ_BUILTIN_AFFINE(B)                                                                              \
-    add_builtin_affine<Backend, B>(list, {"affine-" #B "-g32", "affine-" #B "-g64", "affine-" #B "-g128"}, \
-                                   {"kivi-" #B "-g32", "kivi-" #B "-g64", "kivi-" #B "-g128"})
-    if constexpr (Part == 0) add_builtin_values<Backend>(list);
-    if constexpr (Part == 1) KVQ_BUILTIN_AFFINE(1);
-    if constexpr (Part == 2) KVQ_BUILTIN_AFFINE(2);
-    if constexpr (Part == 3) KVQ_BUILTIN_AFFINE(3);
-    if constexpr (Part == 4) KVQ_BUILTIN_AFFINE(4);
-    if constexpr (Part == 5) KVQ_BUILTIN_AFFINE(5);
-    if constexpr (Part == 6) KVQ_BUILTIN_AFFINE(6);
-    if constexpr (Part == 7) KVQ_BUILTIN_AFFINE(7);
-    if constexpr (Part == 8) KVQ_BUILTIN_AFFINE(8);
-#undef KVQ_BUILTIN_AFFINE
+#define KVQ_BUILTIN_WIDTH(B)                                                                              \
+    if constexpr (Part == B && Wanted("affine-" #B))                                                      \
+        add_builtin_affine<Backend, B>(list,                                                              \
+                                       {"affine-" #B "-g32", "affine-" #B "-g64", "affine-" #B "-g128"}); \
+    if constexpr (Part == B && Wanted("kivi-" #B))                                                        \
+    add_builtin_kivi<Backend, B>(list, {"kivi-" #B "-g32", "kivi-" #B "-g64", "kivi-" #B "-g128"})
+    if constexpr (Part == 0) add_builtin_values<Backend, Wanted>(list);
+    KVQ_BUILTIN_WIDTH(1);
+    KVQ_BUILTIN_WIDTH(2);
+    KVQ_BUILTIN_WIDTH(3);
+    KVQ_BUILTIN_WIDTH(4);
+    KVQ_BUILTIN_WIDTH(5);
+    KVQ_BUILTIN_WIDTH(6);
+    KVQ_BUILTIN_WIDTH(7);
+    KVQ_BUILTIN_WIDTH(8);
+#undef KVQ_BUILTIN_WIDTH
     if constexpr (Part == 9) {
-        add_builtin_preset<Backend, std4>(list);
-        add_builtin_preset<Backend, std4_h>(list);
-        add_builtin_preset<Backend, std5>(list);
-        add_builtin_preset<Backend, hi6>(list);
-        add_builtin_preset<Backend, ref8>(list);
+        add_builtin_preset<Backend, std4, Wanted>(list);
+        add_builtin_preset<Backend, std4_h, Wanted>(list);
+        add_builtin_preset<Backend, std5, Wanted>(list);
+        add_builtin_preset<Backend, hi6, Wanted>(list);
+        add_builtin_preset<Backend, ref8, Wanted>(list);
     }
     if constexpr (Part == 10) {
-        add_builtin_preset<Backend, low2>(list);
-        add_builtin_preset<Backend, low3>(list);
-        add_builtin_preset<Backend, mix4>(list);
+        add_builtin_preset<Backend, low2, Wanted>(list);
+        add_builtin_preset<Backend, low3, Wanted>(list);
+        add_builtin_preset<Backend, mix4, Wanted>(list);
     }
 }
 

@@ -19,7 +19,8 @@
 //   std::uint64_t fingerprint() const             of state that dequantizing needs; required to save and send (io/scheme_identity.hpp)
 //   std::uint32_t requantize(block_shape, block_id, float* values, float* token_scales, std::byte* block) const
 //       quantize() for values that were quantized before; token_scales: those of their last block, one each, may be overwritten; or null.
-//       Repeated conversions with other schemes in between must not drift (quant/grid_keeper.hpp)
+//       Repeated conversions with other schemes in between must not drift (quant/grid_keeper.hpp). A type with a quantize() of its own does
+//       not inherit the requantize() of its base: quantize() is called
 //   void read_token_scales(block_shape, const std::byte* block, float* token_scales) const
 //       the token scales in a block, for the requantize() of another scheme
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
@@ -84,9 +85,25 @@ inline constexpr bool name_says_all = std::is_empty_v<S>;
 }  // namespace detail
 
 namespace detail {
+template <class C, class R, class... A>
+C declared_in(R (C::*)(A...) const);
+template <class C, class R, class... A>
+C declared_in(R (C::*)(A...) const noexcept);
+/// Does the requantize() of S belong to its quantize()? A derived type that has a quantize() of its own and inherits requantize() would be
+/// requantized as its base is.
+template <class S>
+constexpr bool requantizes_as_it_quantizes = true;
+template <class S>
+requires requires {
+    declared_in(&S::quantize);
+    declared_in(&S::requantize);
+}
+constexpr bool requantizes_as_it_quantizes<S> =
+    std::same_as<decltype(declared_in(&S::quantize)), decltype(declared_in(&S::requantize))>;
+
 /// The same rule as for attends_as: a derived type that does not name itself has only quantize() and dequantize().
 template <class S>
-concept requantizing = read_by_attention<S> &&
+concept requantizing = read_by_attention<S> && requantizes_as_it_quantizes<S> &&
     requires(const S s, block_shape shape, block_id id, float* values, std::byte* out) {
     { s.requantize(shape, id, values, values, out) } -> std::convertible_to<std::uint32_t>;
 };

@@ -9,8 +9,6 @@ const KV_HEADS: usize = 2;
 const Q_HEADS: usize = 4;
 const DIM: usize = 64;
 const CHUNK: usize = 100;
-const PROMPT: usize = 300;
-const DECODE: usize = 40;
 
 /// FNV-1a, 64 bits.
 struct Hash(u64);
@@ -22,30 +20,23 @@ impl Hash {
     }
 }
 
-/// A value in [-1, 1).
-fn value(layer: usize, role: usize, token: usize, i: usize) -> f32 {
-    let mut h = (((token * LAYERS + layer) * 3 + role) * 256 + i) as u32;
-    h = h.wrapping_mul(2654435761);
-    h = (h ^ (h >> 15)).wrapping_mul(2246822519);
-    h ^= h >> 13;
-    (h >> 8) as f32 / 8388608.0 - 1.0
-}
-
-fn values(layer: usize, role: usize, first: usize, n: usize, heads: usize) -> Vec<f32> {
-    (first..first + n)
-        .flat_map(|t| (0..heads * DIM).map(move |i| value(layer, role, t, i)))
-        .collect()
+/// Values in [-1, 1), made from their number.
+struct Values(u32);
+impl Values {
+    fn tensor(&mut self, n: usize, heads: usize) -> Vec<f32> {
+        let first = self.0;
+        self.0 += (n * heads * DIM) as u32;
+        (first..self.0)
+            .map(|number| (number.wrapping_mul(2654435761) >> 8) as f32 / 8388608.0 - 1.0)
+            .collect()
+    }
 }
 
 /// n more tokens in every layer.
-fn step(s: &mut Sequence, n: usize, hash: &mut Hash) -> kvq::Result<()> {
-    let first = s.tokens(None)?;
+fn step(s: &mut Sequence, n: usize, values: &mut Values, hash: &mut Hash) -> kvq::Result<()> {
     for layer in 0..LAYERS {
-        let (k, v) = (
-            values(layer, 0, first, n, KV_HEADS),
-            values(layer, 1, first, n, KV_HEADS),
-        );
-        let q = values(layer, 2, first, n, Q_HEADS);
+        let (k, v) = (values.tensor(n, KV_HEADS), values.tensor(n, KV_HEADS));
+        let q = values.tensor(n, Q_HEADS);
         let mut out = vec![0f32; n * Q_HEADS * DIM];
         s.prefill(
             layer,
@@ -61,27 +52,26 @@ fn step(s: &mut Sequence, n: usize, hash: &mut Hash) -> kvq::Result<()> {
 }
 
 fn run(keys: &str, values: &str, path: &Path) -> kvq::Result<u64> {
-    let mut hash = Hash(14695981039346656037);
     let cache = Cache::new(&CacheOptions {
         values: Some(values.into()),
         ..CacheOptions::new(LAYERS, KV_HEADS, DIM, keys)
     })?;
+    let (mut hash, mut made) = (Hash(14695981039346656037), Values(0));
+    let mut more = |s: &mut Sequence, n| step(s, n, &mut made, &mut hash);
     let mut s = cache.new_sequence()?;
-    for _ in 0..PROMPT / CHUNK {
-        step(&mut s, CHUNK, &mut hash)?;
+    for _ in 0..3 {
+        more(&mut s, CHUNK)?;
     }
-    for _ in 0..DECODE {
-        step(&mut s, 1, &mut hash)?;
+    for _ in 0..40 {
+        more(&mut s, 1)?;
     }
-    s.trim(PROMPT + 30)?;
+    s.trim(330)?;
     let mut fork = s.fork()?;
-    for _ in 0..5 {
-        step(&mut fork, 1, &mut hash)?;
-    }
-    s.save_file(path, "scenario")?;
-    let mut restored = cache.restore_file(path, Some("scenario"), false)?;
-    step(&mut restored, 3, &mut hash)?;
-    step(&mut s, 3, &mut hash)?;
+    more(&mut fork, 5)?;
+    s.save_file(path, "")?;
+    let mut restored = cache.restore_file(path, None, false)?;
+    more(&mut restored, 3)?;
+    more(&mut s, 3)?;
     Ok(hash.0)
 }
 

@@ -270,8 +270,9 @@ struct device_table {
                                     out.as<T>(), starts, new_tokens, options, stream);
         else
             return bad_value(
-                "prefill has no kernels for these formats (keys of several widths, or sizes that are no "
-                "multiples of 32): append, then attend");
+                "prefill has no kernels for these formats (sizes that are no multiples of 32, or 7 bits "
+                "among "
+                "several widths of keys): append, then attend");
     }
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);

@@ -74,10 +74,11 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
     constexpr int dim = first_format::head_dim;
     static_assert(((Parts::format_type::head_dim == dim && Parts::format_type::value_dim == dim) && ...),
                   "kvq::cuda::prefill: keys and values of all parts must have the same head_dim");
-    static_assert((detail::prefills<typename Parts::format_type> && ...),
-                  "kvq::cuda::prefill: pages must have 16 tokens or a multiple of 32, groups a multiple of "
-                  "32, head_dim too, and keys "
-                  "one width; other formats go through dequantize_tokens");
+    static_assert(
+        (detail::prefills<typename Parts::format_type> && ...),
+        "kvq::cuda::prefill: pages must have 16 tokens or a multiple of 32 (keys of several widths: "
+        "a multiple of 32, without widths of 7 bits), groups a multiple of 32, head_dim too; other "
+        "formats go through dequantize_tokens");
     const auto& cache = detail::get<0>(history.parts).cache;
     if (status s = detail::check_mix(history); !s) return s;
     if (q.dim != dim || k.dim != dim || v.dim != dim || out.dim != dim)

@@ -37,8 +37,7 @@ inline constexpr bool two_mma_sizes = targets().both() && fewer_mma_rows<Dim> < 
 
 /// All cells of a warp: of the next tile's keys or values.
 template <tensor Role, class Format, int TileRows, int TileColumns>
-using warp_cells = cell_batch<Role, Format, TileRows, TileColumns, mma_warps,
-                              tile_cells<TileRows, TileColumns, mma_warps>::each>;
+using warp_cells = cells_of<Role, Format, TileRows, TileColumns, mma_warps>;
 
 template <int Dim, int Rows, bool Softcap, class Args>
 struct mma_rows {
@@ -153,7 +152,9 @@ struct mma_rows {
         };
         const blocks_in_memory<tensor::key, format> keys_of{part.cache, block.kv_head};
         const blocks_in_memory<tensor::value, format> values_of{part.cache, block.kv_head};
-        warp_cells<tensor::key, format, tile, Dim> key_cells;
+        using key_cells_type = warp_cells<tensor::key, format, tile, Dim>;
+        const typename key_cells_type::lane_channel channel(part.cache, block.kv_head, warp, lane);
+        key_cells_type key_cells(channel);
         warp_cells<tensor::value, format, Dim, tile> value_cells;
         tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
                                            page_at(range.first));

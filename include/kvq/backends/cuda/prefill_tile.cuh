@@ -95,18 +95,9 @@ struct blocks_in_memory {
     }
 };
 
-/// Parameters of a set as they are stored: loaded early, converted late. S: the scheme.
-template <class S>
-struct stored_set {
-    using traits = word_traits<S>;
-    using P = typename traits::parameter;
-    static constexpr bool exact = std::is_same_v<P, float16>;  // halves already
-    /// Codes are counted from here: biases are then about the middle of a channel's values, and lose less by being rounded.
-    static constexpr int centre =
-        traits::zero_code != 0 || exact ? traits::zero_code : 1 << (S::code_bits - 1);
-    /// Scales of tokens scale whole scores, so that their rounding would not average out.
-    static constexpr bool has_low = traits::token_parameters && !exact;
-
+/// Scale and bias of a set of codes as they are stored: loaded early, converted late.
+template <class P, bool HasBias>
+struct stored_pair {
     std::uint32_t scale = 0, bias = 0;
     std::uint32_t numbers[3] = {};  // of the group, for coded parameters: scale unit, first bias, bias step
 
@@ -117,31 +108,44 @@ struct stored_set {
         constexpr int width = parameter_width<P>;
         const Block own = block.from(static_cast<std::size_t>(at * width));
         scale = own.template get<width>(static_cast<int>(scales));
-        if constexpr (traits::has_bias) bias = own.template get<width>(static_cast<int>(biases));
+        if constexpr (HasBias) bias = own.template get<width>(static_cast<int>(biases));
         if constexpr (std::is_same_v<P, coded>)
 #pragma unroll
             for (int i = 0; i < 3; ++i) numbers[i] = block.template get<2>(group_numbers + 2 * i);
     }
+    __device__ __forceinline__ float2 floats() const {
+        if constexpr (std::is_same_v<P, coded>)
+            return {unpack_half<bfloat16, 0>(numbers[0]) * kvq::detail::scale_float::value(scale),
+                    fmaf(unpack_half<bfloat16, 0>(numbers[2]), static_cast<float>(bias),
+                         unpack_half<bfloat16, 0>(numbers[1]))};
+        else if constexpr (sizeof(P) == 2)
+            return {unpack_half<P, 0>(scale), unpack_half<P, 0>(bias)};
+        else
+            return {__uint_as_float(scale), __uint_as_float(bias)};
+    }
+};
+
+/// Parameters of a set of codes of a scheme.
+template <class S>
+struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<S>::has_bias> {
+    using traits = word_traits<S>;
+    using P = typename traits::parameter;
+    static constexpr bool exact = std::is_same_v<P, float16>;  // halves already
+    /// Codes are counted from here: biases are then about the middle of a channel's values, and lose less by being rounded.
+    static constexpr int centre =
+        traits::zero_code != 0 || exact ? traits::zero_code : 1 << (S::code_bits - 1);
+    /// Scales of tokens scale whole scores, so that their rounding would not average out.
+    static constexpr bool has_low = traits::token_parameters && !exact;
+
     __device__ __forceinline__ half_parameters halves() const {
         if constexpr (exact) {
-            return {static_cast<std::uint16_t>(scale), static_cast<std::uint16_t>(bias), 0};
+            return {static_cast<std::uint16_t>(this->scale), static_cast<std::uint16_t>(this->bias), 0};
         } else {
-            float s, b = 0.0f;
-            if constexpr (std::is_same_v<P, coded>) {
-                s = unpack_half<bfloat16, 0>(numbers[0]) * kvq::detail::scale_float::value(scale);
-                b = fmaf(unpack_half<bfloat16, 0>(numbers[2]), static_cast<float>(bias),
-                         unpack_half<bfloat16, 0>(numbers[1]));
-            } else if constexpr (std::is_same_v<P, bfloat16>) {
-                s = unpack_half<bfloat16, 0>(scale);
-                b = unpack_half<bfloat16, 0>(bias);
-            } else {
-                s = __uint_as_float(scale);
-                b = __uint_as_float(bias);
-            }
-            const std::uint16_t high = to_half(s);
+            const float2 p = this->floats();
+            const std::uint16_t high = to_half(p.x);
             return {high,
-                    traits::has_bias ? to_half(fmaf(static_cast<float>(centre), s, b)) : std::uint16_t{0},
-                    has_low ? to_half(s - half_bits_to_float(high)) : std::uint16_t{0}};
+                    traits::has_bias ? to_half(fmaf(static_cast<float>(centre), p.x, p.y)) : std::uint16_t{0},
+                    has_low ? to_half(p.x - half_bits_to_float(high)) : std::uint16_t{0}};
         }
     }
 };
@@ -233,6 +237,13 @@ struct cell_batch {
     using set_type = typename set_of<S, full>::type;
     /// What scales of values lose by being rounded averages out over the tokens.
     static constexpr bool has_low = key && set_type::has_low;
+
+    /// Nothing of a head has to be known before its pages are read.
+    struct lane_channel {
+        __device__ __forceinline__ lane_channel(const cache_ref<Format>&, int, int, int) {}
+    };
+    cell_batch() = default;
+    __device__ __forceinline__ explicit cell_batch(const lane_channel&) {}
 
     std::uint32_t word[Count][words];
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[Count][parts], nothing> of_rows;
@@ -520,23 +531,5 @@ private:
             return pack_halves<float16>(unpack_half<T, 0>(w), unpack_half<T, 1>(w));
     }
 };
-
-/// Can tiles be made of pages of this format?
-template <tensor Role, class Format>
-inline constexpr bool makes_tiles = [] {
-    using S = scheme_of<Role, Format>;
-    using traits = word_traits<S>;
-    constexpr int page = Format::page_tokens, dim = dim_of<Role, Format>;
-    constexpr bool shape_fits = (page == 16 || page % 32 == 0) && dim % 32 == 0 && dim <= 256;
-    if constexpr (is_mixed<S>) {
-        return false;
-    } else if constexpr (traits::full) {
-        return shape_fits && sizeof(typename S::value_type) == 2;
-    } else {
-        constexpr int axis = traits::token_parameters ? dim : page;
-        return shape_fits && (traits::group == 0 || traits::group >= axis || traits::group % 32 == 0) &&
-               !(Role == tensor::key && !std::is_same_v<typename traits::factor, void>);
-    }
-}();
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda::detail

@@ -116,6 +116,9 @@ template <tensor Role, int Dim, class Args>
 struct tile_producer {
     using memory = wgmma_memory<Dim>;
     static constexpr bool key = Role == tensor::key;
+    template <class Format>
+    using own_cells = cells_of<Role, Format, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
+                               key ? wgmma_tile : Dim>;
     const Args& a;
     const prefill_block& block;
     wgmma_place place;
@@ -125,11 +128,13 @@ struct tile_producer {
     /// All tiles of a part. Blocks of the next tile are under way while this one is dequantized; the first warp asks for them.
     template <class Part>
     __device__ __forceinline__ void pages(const Part& part) {
-        using blocks = blocks_in_slot<Role, typename Part::format_type>;
+        using format = typename Part::format_type;
+        using blocks = blocks_in_slot<Role, format>;
         const bool sinks = a.keep_sinks && is_sink_part<Part>;
         const token_range range = tokens_of(part, sinks, block, a.recent, a.window, wgmma_tile);
         if (range.first >= range.end) return;
         const bool leads = warp == 0;
+        const typename own_cells<format>::lane_channel channel(part.cache, block.kv_head, warp, lane);
         const auto page_at = [&](int first) {
             return leads || !blocks::fit
                        ? page_of_lane(part, block.sequence, first, range.end, wgmma_tile, lane)
@@ -150,7 +155,8 @@ struct tile_producer {
                                      a.cut(block, position, count, pieces, sinks, wgmma_tile)};
                 if (lane == 0) note.store(s.note);
             }
-            dequantize(part.cache, first, count - place.rank * half_tile, page, s);
+            own_cells<format> cells(channel);
+            dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
             share(s);
             page = next_page;
             next_page = page_behind;
@@ -226,36 +232,32 @@ private:
                           cache.template block<Role>(own, block.kv_head), blocks::block_bytes, barrier);
         }
     }
-    template <class Format>
-    __device__ __forceinline__ void dequantize(const cache_ref<Format>& cache, int first, int count, int page,
-                                               const wgmma_stage& s) {
+    template <class Cells, class Format>
+    __device__ __forceinline__ void dequantize(Cells& cells, const cache_ref<Format>& cache, int first,
+                                               int count, int page, const wgmma_stage& s) {
         using blocks = blocks_in_slot<Role, Format>;
         if constexpr (blocks::fit) {
             barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
             // Tokens are counted from the slot's first one.
-            dequantize_from<Format>(
-                blocks{slot(read)},
-                {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0}, s);
+            dequantize_from(cells, blocks{slot(read)},
+                            {blocks::page_tokens == wgmma_tile ? place.rank * half_tile : 0, count, 0, 0}, s);
             ++read;
         } else {
             const int own_page =
                 __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / piece_tokens));
-            dequantize_from<Format>(blocks_in_memory<Role, Format>{cache, block.kv_head},
-                                    tile_tokens::of(first + place.rank * half_tile, count,
-                                                    lane < half_tile / piece_tokens ? own_page : -1),
-                                    s);
+            dequantize_from(cells, blocks_in_memory<Role, Format>{cache, block.kv_head},
+                            tile_tokens::of(first + place.rank * half_tile, count,
+                                            lane < half_tile / piece_tokens ? own_page : -1),
+                            s);
         }
     }
-    template <class Format, class Source>
-    __device__ __forceinline__ void dequantize_from(const Source& source, const tile_tokens& half,
-                                                    const wgmma_stage& s) {
-        constexpr int rows = key ? half_tile : Dim, columns = key ? Dim : half_tile;
-        constexpr int each = tile_cells<rows, columns, role_warps>::each;
+    template <class Cells, class Source>
+    __device__ __forceinline__ void dequantize_from(Cells& cells, const Source& source,
+                                                    const tile_tokens& half, const wgmma_stage& s) {
         const std::uint32_t table =
             place.tiles + static_cast<std::uint32_t>(memory::tables + (key ? warp * key_table_bytes
                                                                            : role_warps * key_table_bytes +
                                                                                  warp * value_table_bytes));
-        cell_batch<Role, Format, rows, columns, role_warps, each, key ? wgmma_tile : Dim> cells;
         cells.fetch(source, half, 0, warp, lane);
         cells.store(source, own_half(s), half, 0, table, warp, lane);
     }
