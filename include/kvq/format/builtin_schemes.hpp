@@ -48,21 +48,19 @@ void add_builtin_values(builtin_list& list) {
     if constexpr (Wanted("int8")) list.push_back(builtin_entry<Backend, int8>("int8", true, true));
 }
 
-/// `Bits` bits per token. Names: for groups of 32, 64 and 128.
-template <class Backend, int Bits>
-void add_builtin_affine(builtin_list& list, const char* const (&names)[3]) {
-    using by_token = affine<Bits, per_token<any_group>>;
-    for (int i = 0; i < 3; ++i)
-        list.push_back(builtin_entry<Backend, by_token>(names[i], true, true, 32 << i));
-}
-/// `Bits` bits, keys per channel and values per token.
-template <class Backend, int Bits>
-void add_builtin_kivi(builtin_list& list, const char* const (&names)[3]) {
+/// `Bits` bits per token (Affine), or keys per channel and values per token (Kivi). Names: for groups of 32, 64 and 128.
+template <class Backend, int Bits, bool Affine, bool Kivi>
+void add_builtin_width(builtin_list& list, const char* const (&names)[3],
+                       const char* const (&kivi_names)[3]) {
     using by_token = affine<Bits, per_token<any_group>>;
     using by_channel = affine<Bits, per_channel<any_group>>;
     for (int i = 0; i < 3; ++i) {
-        list.push_back(builtin_entry<Backend, by_channel>(names[i], true, false, 32 << i));
-        list.push_back(builtin_entry<Backend, by_token>(names[i], false, true, 32 << i));
+        const int group = 32 << i;
+        if constexpr (Affine) list.push_back(builtin_entry<Backend, by_token>(names[i], true, true, group));
+        if constexpr (Kivi) {
+            list.push_back(builtin_entry<Backend, by_channel>(kivi_names[i], true, false, group));
+            list.push_back(builtin_entry<Backend, by_token>(kivi_names[i], false, true, group));
+        }
     }
 }
 
@@ -79,12 +77,11 @@ inline constexpr int builtin_parts = 11;
 /// Part 0 to 10: full precision and int8; widths 1 to 8; presets with one width; presets with several widths.
 template <class Backend, int Part, bool (*Wanted)(std::string_view) = every_format>
 void add_builtin_part(builtin_list& list) {
-#define KVQ_BUILTIN_WIDTH(B)                                                                              \
-    if constexpr (Part == B && Wanted("affine-" #B))                                                      \
-        add_builtin_affine<Backend, B>(list,                                                              \
-                                       {"affine-" #B "-g32", "affine-" #B "-g64", "affine-" #B "-g128"}); \
-    if constexpr (Part == B && Wanted("kivi-" #B))                                                        \
-    add_builtin_kivi<Backend, B>(list, {"kivi-" #B "-g32", "kivi-" #B "-g64", "kivi-" #B "-g128"})
+#define KVQ_BUILTIN_WIDTH(B)                                                    \
+    if constexpr (Part == B)                                                    \
+    add_builtin_width<Backend, B, Wanted("affine-" #B), Wanted("kivi-" #B)>(    \
+        list, {"affine-" #B "-g32", "affine-" #B "-g64", "affine-" #B "-g128"}, \
+        {"kivi-" #B "-g32", "kivi-" #B "-g64", "kivi-" #B "-g128"})
     if constexpr (Part == 0) add_builtin_values<Backend, Wanted>(list);
     KVQ_BUILTIN_WIDTH(1);
     KVQ_BUILTIN_WIDTH(2);
