@@ -265,14 +265,17 @@ struct device_table {
     static status prefill(const layer_view& l, const untyped_view& q, const untyped_view& k,
                           const untyped_view& v, const untyped_view& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
-        if constexpr (head_dim == value_dim && prefills<window_format> && (prefills<Formats> && ...))
+        constexpr const char* reason = [] {
+            const char* first = no_prefill<window_format>;
+            ((first = first != nullptr ? first : no_prefill<Formats>), ...);
+            return first;
+        }();
+        if constexpr (reason == nullptr)
             return cuda::prefill<T>(mix(l, numbers{}), q.as<const T>(), k.as<const T>(), v.as<const T>(),
                                     out.as<T>(), starts, new_tokens, options, stream);
         else
-            return bad_value(
-                "prefill has no kernels for these formats (sizes that are no multiples of 32, or 7 bits "
-                "among "
-                "several widths of keys): append, then attend");
+            return bad_value("prefill has no kernels for the formats of this cache (%s): append, then attend",
+                             reason);
     }
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);
