@@ -104,9 +104,9 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             cuda::make_mixed(c.recent, cuda::behind_window(some(pages_device.ref)),
                              cuda::in_window(some(window_device.ref)),
                              cuda::sink_tokens(some(sinks_device.ref), c.sinks)),
-            {rows(q_device.get(), q_heads), n, q_heads, dim},
             {rows(k_device.get(), c.kv_heads), n, c.kv_heads, dim},
             {rows(v_device.get(), c.kv_heads), n, c.kv_heads, dim},
+            {rows(q_device.get(), q_heads), n, q_heads, dim},
             token_view<T>(rows(to, q_heads), n, q_heads, dim), starts_device.get(),
             *std::max_element(c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first),
                               c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first + count)),
@@ -157,9 +157,9 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                 cuda::prefill<T>(cuda::make_mixed(c.recent, cuda::behind_window(one(pages_device.ref)),
                                                   cuda::in_window(one(window_device.ref)),
                                                   cuda::sink_tokens(one(sinks_device.ref), c.sinks)),
-                                 {q_device.get() + (first + lead) * q_heads * dim, count, q_heads, dim},
                                  {k_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
                                  {v_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
+                                 {q_device.get() + (first + lead) * q_heads * dim, count, q_heads, dim},
                                  token_view<T>(to, count, q_heads, dim), nullptr, count, options, nullptr);
             CHECK(status, "%s: %s", name, status.message);
             CUDA_OK(cudaDeviceSynchronize());

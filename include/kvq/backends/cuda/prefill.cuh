@@ -57,14 +57,14 @@ status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int cluster, 
 
 }  // namespace detail
 
-/// history: the sequences before their new tokens (lengths do not count these). q, k, v, out: rows starts[b] to starts[b + 1] - 1 are
+/// history: the sequences before their new tokens (lengths do not count these). k, v, q, out: rows starts[b] to starts[b + 1] - 1 are
 /// the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences + 1], device memory. most_new_tokens: of one sequence.
 /// starts null: one sequence, whose queries are all rows of q and whose new tokens are all rows of k and v (options.lead).
 /// With options.state_out, out may be a null pointer.
 /// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
 template <class T, class... Parts>
-status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& q,
-               const token_view<const T>& k, const token_view<const T>& v, const token_view<T>& out,
+status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
+               const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,
                const int* starts, int most_new_tokens, const prefill_options& options,
                cudaStream_t stream) noexcept {
     using first_format = typename std::tuple_element_t<0, std::tuple<Parts...>>::format_type;
