@@ -295,8 +295,9 @@ void prompts(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, bool
                     return cuda::status{};
                 },
                 [&](int i) {
-                    must(one.cache.prefill(i % layers, token_view<const float16>(q, chunk, q_heads, dim), x,
-                                           x, token_view<float16>(out, chunk, q_heads, dim), {}, stream));
+                    must(one.cache.prefill(i % layers, x, x,
+                                           token_view<const float16>(q, chunk, q_heads, dim),
+                                           token_view<float16>(out, chunk, q_heads, dim), {}, stream));
                 });
         }
         m.all.arrive_and_wait();
@@ -314,7 +315,7 @@ void prompts(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, bool
         const double us = time_prompt(
             rank, m, stream, [&] { return group.wait(stream, "for outputs of a prompt"); },
             [&](int i) {
-                must(prompt.prefill(i % layers, token_view<const float16>(q, n, q_heads, dim), x, x,
+                must(prompt.prefill(i % layers, x, x, token_view<const float16>(q, n, q_heads, dim),
                                     token_view<float16>(out, n, q_heads, dim), {}, stream));
             });
         const double sent = m.slowest(rank, static_cast<double>(prompt.sent_bytes()));

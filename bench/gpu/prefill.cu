@@ -162,8 +162,8 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
                            *const v = random_numbers(size * heads + 8),
                            *const out = random_numbers(size * q_heads);
             const auto run = [&](int, cudaStream_t stream) {
-                bench::check(cuda::prefill<float16>(cache, {q, chunk, q_heads, dim}, {k, chunk, heads, dim},
-                                                    {v, chunk, heads, dim}, {out, chunk, q_heads, dim},
+                bench::check(cuda::prefill<float16>(cache, {k, chunk, heads, dim}, {v, chunk, heads, dim},
+                                                    {q, chunk, q_heads, dim}, {out, chunk, q_heads, dim},
                                                     starts, chunk, {}, stream));
             };
             std::size_t free_before = 0, free_after = 0, total = 0;

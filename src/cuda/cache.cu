@@ -351,7 +351,7 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
                        "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");
                 expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
                 return check(
-                    of.cache.prefill(layer, queries, keys, values, to, prefill_of(o), stream_of(stream)));
+                    of.cache.prefill(layer, keys, values, queries, to, prefill_of(o), stream_of(stream)));
             }
             expect_modifiers(o, of.alibi);
             expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens,

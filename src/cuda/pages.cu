@@ -294,8 +294,8 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         with_type(of.type, [&]<class T>(T) {
             using kvq::cuda::detail::untyped_view;
             check(of.functions->prefill(
-                l, untyped_view(view_of<const T>(q, "q")), untyped_view(view_of<const T>(k, "k")),
-                untyped_view(view_of<const T>(v, "v")), untyped_view(view_of<T>(out, "out")), starts,
+                l, untyped_view(view_of<const T>(k, "k")), untyped_view(view_of<const T>(v, "v")),
+                untyped_view(view_of<const T>(q, "q")), untyped_view(view_of<T>(out, "out")), starts,
                 most_new_tokens, p, stream_of(stream)));
         });
     });

@@ -60,7 +60,7 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
 
     s = cache.begin_prompt(a, n, stream);
     for (int layer = 0; layer < 32; ++layer)
-        s = cache.prefill(layer, q[layer], k[layer], v[layer], out[layer], {}, stream);
+        s = cache.prefill(layer, k[layer], v[layer], q[layer], out[layer], {}, stream);
     s = cache.fork(a, b, stream);
 
     const cuda::sequence_id batch[] = {a, b};

@@ -5,7 +5,9 @@
 #include <cmath>
 #include <kvq/format/find_format.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/schemes/presets.hpp>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -29,21 +31,29 @@ void each_format(F&& f) {
 
 }  // namespace
 
-TEST_CASE("every name is there once for each tensor, and the list is the documented one") {
+TEST_CASE("every name is there once for each tensor, and every preset is among them") {
     std::set<std::string> names[2];
     each_format([&](const std::string& name, kvq::tensor role, const kvq::format& f) {
         INFO(name, " for ", text(role));
         CHECK(names[role == kvq::tensor::value].insert(name).second);
         CHECK(f.supports(role));
     });
-    std::set<std::string> expected{"fp16", "bf16", "fp32",   "int8", "ref8", "hi6",
-                                   "std5", "std4", "std4-h", "mix4", "low3", "low2"};
+    std::set<std::string> expected{"fp16", "bf16", "fp32", "int8"};
+    kvq::for_each_preset([&]<class Preset>(Preset) { expected.insert(Preset::name); });
+    std::set<std::string> without_groups = expected;
     for (int bits = 1; bits <= 8; ++bits)
-        for (const char* group : {"-g32", "-g64", "-g128"})
-            for (const char* family : {"affine-", "kivi-"})
+        for (const char* family : {"affine-", "kivi-"}) {
+            without_groups.insert(family + std::to_string(bits));
+            for (const char* group : {"-g32", "-g64", "-g128"})
                 expected.insert(family + std::to_string(bits) + group);
+        }
     CHECK(names[0] == expected);
     CHECK(names[1] == expected);
+    // What KVQ_LIBRARY_FORMATS may name (src/CMakeLists.txt).
+    std::istringstream known(KVQ_KNOWN_NAMES);
+    std::set<std::string> accepted;
+    for (std::string name; known >> name;) accepted.insert(name);
+    CHECK(accepted == without_groups);
 }
 
 TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, for every usual head_dim") {

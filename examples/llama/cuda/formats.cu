@@ -8,6 +8,10 @@
 namespace llama::device {
 namespace {
 
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256 && PAGE_TOKENS % 32 == 0,
+              "prompts have kernels for heads of a multiple of 32 channels, up to 256, and pages of a "
+              "multiple of 32 tokens");
+
 using namespace kvq;
 
 using int8_format = cuda::format<int8, int8, HEAD_DIM, PAGE_TOKENS>;

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention_args.cuh"
-#include "prefill_mixed.cuh"
+#include "prefill_cells.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 

@@ -159,11 +159,11 @@ struct mma_rows {
         tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
                                            page_at(range.first));
         int next_page = page_at(range.first + tile);
-        key_cells.fetch(keys_of, next, 0, warp, lane);
-        value_cells.fetch(values_of, next, 0, value_warp, lane);
+        key_cells.fetch(keys_of, next, warp, lane);
+        value_cells.fetch(values_of, next, value_warp, lane);
         __syncthreads();
-        key_cells.store(keys_of, keys(buffer), next, 0, table, warp, lane);
-        value_cells.store(values_of, values(buffer), next, 0, table, value_warp, lane);
+        key_cells.store(keys_of, keys(buffer), next, table, warp, lane);
+        value_cells.store(values_of, values(buffer), next, table, value_warp, lane);
         __syncthreads();
 #pragma unroll 1
         for (int first = range.first; first < range.end; first += tile) {
@@ -173,18 +173,18 @@ struct mma_rows {
             next = tile_tokens::of(first + tile, kvq::detail::smaller(tile, range.end - first - tile),
                                    next_page);
             next_page = page_at(first + 2 * tile);
-            if (more) key_cells.fetch(keys_of, next, 0, warp, lane);
+            if (more) key_cells.fetch(keys_of, next, warp, lane);
             const int at = part.cache.first_token + first;
             const tile_note note{at, count, pieces, a.cut(block, at, count, pieces, sinks, tile)};
             float s[strips][tile / 2];
             scores(s);
             if (more) {
-                key_cells.store(keys_of, keys(buffer ^ 1), next, 0, table, warp, lane);
-                value_cells.fetch(values_of, next, 0, value_warp, lane);
+                key_cells.store(keys_of, keys(buffer ^ 1), next, table, warp, lane);
+                value_cells.fetch(values_of, next, value_warp, lane);
             }
             weigh(s, note);
             add_values(s);
-            if (more) value_cells.store(values_of, values(buffer ^ 1), next, 0, table, value_warp, lane);
+            if (more) value_cells.store(values_of, values(buffer ^ 1), next, table, value_warp, lane);
             __syncthreads();
             buffer ^= 1;
         }

@@ -169,14 +169,14 @@ struct tile_cells {
     }
 };
 
-/// The words of cells first to first + Count - 1 of a warp, on their way from pages to a tile. Stride: rows of the tile in shared memory,
-/// which others may fill the rest of.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Count,
-          int Stride = TileRows>
+/// The words of a warp's cells, on their way from pages to a tile. Stride: rows of the tile in shared memory, which others may fill the rest
+/// of.
+template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Stride>
 struct cell_batch {
     using S = scheme_of<Role, Format>;
     using traits = word_traits<S>;
     using cells = tile_cells<TileRows, TileColumns, Warps>;
+    static constexpr int count = cells::each;
     static constexpr bool key = Role == tensor::key;
     static constexpr bool full = traits::full;
     static constexpr block_shape shape = shape_of<Role, Format>;
@@ -214,12 +214,12 @@ struct cell_batch {
     static constexpr int tables = key && page == 16 ? 2 : 1;  // rows of two pages
     /// Cells below each other whose columns have the same parameters.
     static constexpr int cells_per_set = [] {
-        if (!column_parameters) return Count;
+        if (!column_parameters) return count;
         if (key && page % group != 0) return 1;  // a group ends where a page does
         const int together = group % 128 == 0 ? 4 : group % 64 == 0 ? 2 : 1;
-        return Count % together == 0 && cells::each % together == 0 ? together : 1;
+        return count % together == 0 ? together : 1;
     }();
-    static constexpr int sets = Count / cells_per_set;
+    static constexpr int sets = count / cells_per_set;
 
     struct nothing {
         using P = void;
@@ -245,8 +245,8 @@ struct cell_batch {
     cell_batch() = default;
     __device__ __forceinline__ explicit cell_batch(const lane_channel&) {}
 
-    std::uint32_t word[Count][words];
-    [[no_unique_address]] std::conditional_t<row_parameters, set_type[Count][parts], nothing> of_rows;
+    std::uint32_t word[count][words];
+    [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], nothing> of_rows;
     [[no_unique_address]] std::conditional_t<column_parameters, set_type[sets][tables], nothing> of_columns;
     std::uint32_t token_scale;
 
@@ -273,17 +273,16 @@ struct cell_batch {
     /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first token). No load hangs on a
     /// condition of its own, and none is waited for here: store() zeroes values of tokens that do not exist.
     template <class Source>
-    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int first, int warp,
-                                          int lane) {
+    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int lane) {
         if (!source.any(tile)) {
             *this = {};
             return;
         }
         const int column = cells::column(warp);
 #pragma unroll
-        for (int i = 0; i < Count; ++i) {
-            if (!cells::exists(warp, first + i)) break;
-            const int row = cells::row(warp, first + i);
+        for (int i = 0; i < count; ++i) {
+            if (!cells::exists(warp, i)) break;
+            const int row = cells::row(warp, i);
             fetch_words(source, tile, row, column, lane, i);
             if constexpr (column_parameters && !direct<Source>)
                 if (i % cells_per_set == 0)
@@ -306,12 +305,12 @@ struct cell_batch {
     /// Dequantizes the cells that were fetched to the tile at `to`; `table`: of this warp.
     template <class Source>
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
-                                          int first, std::uint32_t table, int warp, int lane) const {
+                                          std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
         const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
-            if (!cells::exists(warp, first + set * cells_per_set)) break;
+            if (!cells::exists(warp, set * cells_per_set)) break;
             if constexpr (has_table && !direct<Source>) {
                 __syncwarp();
                 fill_table(table, set, lane);
@@ -324,7 +323,7 @@ struct cell_batch {
 #pragma unroll
                     for (int part = 0; part < parts; ++part)
                         of_row[i][part] = of_rows[set * cells_per_set + i][part].halves();
-            const int row = cells::row(warp, first + set * cells_per_set);
+            const int row = cells::row(warp, set * cells_per_set);
             std::uint32_t parameters[octet_parts];
             if constexpr (direct<Source>)
                 find_columns(parameters, source, tile, row, column, lane);
@@ -349,7 +348,7 @@ struct cell_batch {
 #pragma unroll
                 for (int i = 0; i < cells_per_set; ++i) {
                     const int cell = set * cells_per_set + i;
-                    if (!cells::exists(warp, first + cell)) break;
+                    if (!cells::exists(warp, cell)) break;
                     store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
                                        existing, shared[octet % 2], of_row[i], cell);
                 }

@@ -258,8 +258,8 @@ private:
             place.tiles + static_cast<std::uint32_t>(memory::tables + (key ? warp * key_table_bytes
                                                                            : role_warps * key_table_bytes +
                                                                                  warp * value_table_bytes));
-        cells.fetch(source, half, 0, warp, lane);
-        cells.store(source, own_half(s), half, 0, table, warp, lane);
+        cells.fetch(source, half, warp, lane);
+        cells.store(source, own_half(s), half, table, warp, lane);
     }
     /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
     __device__ __forceinline__ void share(const wgmma_stage& s) const {
