@@ -23,6 +23,7 @@
 #include <string>
 #include <tuple>
 
+#include "key_plans.cuh"
 #include "timing.cuh"
 
 namespace {
@@ -184,22 +185,8 @@ void run(const char* name, const shape& s, settings& set) {
 
     std::uint16_t* plans = nullptr;
     if constexpr (cuda::detail::is_mixed<typename Format::keys>)
-        if (std::strstr(name, "-plan") != nullptr) {
-            width_plan plan{s.kv_heads, Format::head_dim, {}};
-            std::normal_distribution<double> importance_log;
-            for (int h = 0; h < s.kv_heads; ++h) {
-                std::vector<double> importance(Format::head_dim);
-                for (double& x : importance) x = std::exp(2.0 * importance_log(random));
-                plan.blocks.push_back(allocate_widths(importance, Format::keys::width_list::values,
-                                                      Format::keys::row_words(Format::head_dim)));
-            }
-            std::vector<std::uint16_t> words(
-                static_cast<std::size_t>(s.kv_heads * cuda::key_plan_words<Format>));
-            cuda::write_key_plan<Format>(plan, 0, words.data());
-            BENCH_OK(cudaMalloc(&plans, words.size() * 2));
-            BENCH_OK(cudaMemcpy(plans, words.data(), words.size() * 2, cudaMemcpyHostToDevice));
-            cache.key_plans = plans;
-        }
+        if (std::strstr(name, "-plan") != nullptr)
+            cache.key_plans = plans = bench::key_plans<Format>(s.kv_heads);
 
     const std::size_t q_count =
         static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(s.q_heads) * Format::head_dim;
