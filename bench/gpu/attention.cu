@@ -49,12 +49,12 @@ struct settings {
     std::size_t bytes = 0;
 };
 
-/// Random scales around `step` and biases around -2, for every group and slot, coded or in 16 bits.
+/// Random scales around `step` and biases around -2, for every group and slot, in 8 or 16 bits.
 template <class Parameters, class Noise>
 __device__ void fill_channels(std::byte* at, int groups, int slot_count, float step, const Noise& noise) {
     for (int i = static_cast<int>(threadIdx.x); i < groups * slot_count; i += static_cast<int>(blockDim.x)) {
         const float a = noise(static_cast<std::size_t>(i)), b = noise(static_cast<std::size_t>(i) + 31);
-        if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>) {
+        if constexpr (std::is_same_v<Parameters, channel_parameters<byte_params>>) {
             at[i] = static_cast<std::byte>(208 + static_cast<int>(31.9f * a));  // 0.75 to 1.5 units
             at[groups * slot_count + i] = static_cast<std::byte>(static_cast<int>(255.9f * b));
         } else {
@@ -62,7 +62,7 @@ __device__ void fill_channels(std::byte* at, int groups, int slot_count, float s
             kvq::detail::store_as(at + 2 * (groups * slot_count + i), float16(-2.0f + 0.3f * b));
         }
     }
-    if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>)
+    if constexpr (std::is_same_v<Parameters, channel_parameters<byte_params>>)
         if (static_cast<int>(threadIdx.x) < groups) {
             std::byte* const line = Parameters::shared(at, groups, slot_count, static_cast<int>(threadIdx.x));
             kvq::detail::store_as(line, bfloat16(step));

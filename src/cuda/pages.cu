@@ -124,9 +124,9 @@ kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t 
         const std::string type = window != nullptr ? window : "fp16";
         expect(holds_values(type), KVQ_ERROR_ARGUMENT, "the window is ", type, ", neither fp16 nor bf16");
         expect_kernels();
-        *out = make<kvq_cuda_kernels>(
-            find_compiled(names_of(formats), head_dim, page_tokens == 0 ? 64 : page_tokens,
-                          type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16, false));
+        *out = make<kvq_cuda_kernels>(find_compiled(
+            names_of(formats), head_dim, page_tokens == 0 ? kvq::default_page_tokens : page_tokens,
+            type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16, false));
     });
 }
 

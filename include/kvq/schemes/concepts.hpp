@@ -114,8 +114,8 @@ concept requantizing = read_by_attention<S> && requantizes_as_it_quantizes<S> &&
 };
 template <class S>
 concept with_token_scales = read_by_attention<S> &&
-    requires(const S s, block_shape shape, const std::byte* in, float* factors) {
-    s.read_token_scales(shape, in, factors);
+    requires(const S s, block_shape shape, const std::byte* in, float* token_scales) {
+    s.read_token_scales(shape, in, token_scales);
 };
 }  // namespace detail
 

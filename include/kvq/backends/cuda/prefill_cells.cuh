@@ -39,7 +39,7 @@ inline constexpr const char* no_tiles = []() -> const char* {
     } else {
         constexpr int axis = traits::token_parameters ? dim : page;
         return traits::group != 0 && traits::group < axis && traits::group % 32 != 0 ? groups
-               : Role == tensor::key && !std::is_same_v<typename traits::factor, void>
+               : Role == tensor::key && !std::is_same_v<typename traits::token_scale_type, void>
                    ? "keys have token scales"
                    : nullptr;
     }

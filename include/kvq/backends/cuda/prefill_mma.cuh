@@ -18,10 +18,10 @@ inline constexpr int mma_tile = 64, mma_warps = 8, mma_threads = 32 * mma_warps;
 template <int Dim, int Rows>
 struct mma_shape {
     static constexpr int warp_rows = Rows / mma_warps;
-    static constexpr int strips = warp_rows / 16;                  // of 16 rows
-    static constexpr int pieces = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
-    static constexpr int query = 0, query_bytes = Rows * pieces * 128;
-    static constexpr int key_bytes = mma_tile * pieces * 128, value_bytes = Dim * 128;
+    static constexpr int strips = warp_rows / 16;                         // of 16 rows
+    static constexpr int column_blocks = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
+    static constexpr int query = 0, query_bytes = Rows * column_blocks * 128;
+    static constexpr int key_bytes = mma_tile * column_blocks * 128, value_bytes = Dim * 128;
     static constexpr int keys = query + query_bytes, values = keys + 2 * key_bytes;
     static constexpr int tables = values + 2 * value_bytes;
     static constexpr int bytes = tables + mma_warps * key_table_bytes;
@@ -168,14 +168,14 @@ struct mma_rows {
 #pragma unroll 1
         for (int first = range.first; first < range.end; first += tile) {
             const int count = next.count,
-                      pieces = static_cast<int>(__ballot_sync(0xffffffffu, next.page >= 0));
+                      slices = static_cast<int>(__ballot_sync(0xffffffffu, next.page >= 0));
             const bool more = first + tile < range.end;
             next = tile_tokens::of(first + tile, kvq::detail::smaller(tile, range.end - first - tile),
                                    next_page);
             next_page = page_at(first + 2 * tile);
             if (more) key_cells.fetch(keys_of, next, warp, lane);
             const int at = part.cache.first_token + first;
-            const tile_note note{at, count, pieces, a.cut(block, at, count, pieces, sinks, tile)};
+            const tile_note note{at, count, slices, a.cut(block, at, count, slices, sinks, tile)};
             float s[strips][tile / 2];
             scores(s);
             if (more) {
