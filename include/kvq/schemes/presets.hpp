@@ -16,8 +16,8 @@
 // (cache/preset_options.hpp). Keys of hi6 to low2, std4-h excepted, can be made from statistics of keys and queries
 // (quant/calibration.hpp). mix4, low3 and low2 take a plan of channel widths from them, for which statistics of keys are enough. All
 // of them take error feedback if the statistics hold products of queries. Without statistics they have even widths and no feedback.
-// Measured errors: docs/lab/presets.md. Use as a pair: cache<std4, std4, simd<>>;
-// cache<low2, low2, simd<>>(shape, options, low2::keys(statistics)).
+// Measured errors: docs/lab/presets.md. Use as a pair: preset_options(make_formats<std4>()); with statistics
+// options.keys = make_format<simd<>>(low2::keys(statistics)).
 #pragma once
 
 #include "affine.hpp"
@@ -35,7 +35,7 @@ using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
 /// Values of the presets: per channel over the page, one token scale, least squares and corrected mean.
-template <int Bits, class Params = coded>
+template <int Bits, class Params = byte_params>
 using preset_values =
     channel_grid<grid{.bits = {Bits}}, mean_corrected<least_squares>, Params, token_scales<Params>>;
 
@@ -66,7 +66,7 @@ struct std4 {
 /// nothing from a matrix; they are those of std4.
 struct std4_h {
     static constexpr const char* name = "std4-h";
-    using keys = hadamard<channel_grid<std4::keys::options, min_max, coded, token_scales<coded>>>;
+    using keys = hadamard<channel_grid<std4::keys::options, min_max, byte_params, token_scales<byte_params>>>;
     using values = std4::values;
 };
 struct mix4 {

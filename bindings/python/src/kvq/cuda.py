@@ -5,7 +5,8 @@
     cache.begin_prompt(a, n)                     # then for every layer: out = cache.prefill(layer, k, v, q)
     cache.begin_step([a, b])                     # then for every layer: out = cache.prefill(layer, k, v, q)
 
-Needs a library that was built with KVQ_LIBRARY_CUDA. Nothing waits for the device, except where a pool grows and in methods that say so.
+Needs a library that was built with KVQ_LIBRARY_CUDA. Nothing waits for the device, except where a pool grows, for a prompt that is longer
+than all before it, for the statistics of a new cache, and in methods that say so.
 Calls that follow a begin can be captured by torch.cuda.graph and replayed after later begins (Cache.graph_id).
 """
 from __future__ import annotations
@@ -157,7 +158,7 @@ class Cache(Handle):
                     "fp16" or "bf16": nothing is quantized. kvq.cuda.formats() says what there is
     dtype           of the window, and of k, v, q and out: torch.float16 or torch.bfloat16
     device          of torch; None: the current one
-    page_tokens     None: 64
+    page_tokens     None: 128
     sinks           first tokens, always in 16 bit; None: 4
     recent          at least so many newest tokens are in 16 bit; None: 64
     rollback        a trim by up to so many tokens is exact; None: 16
