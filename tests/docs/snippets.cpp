@@ -360,6 +360,9 @@ void pages(kvq::sequence& sequence, int layer, tokens_in q, tokens_out out) {
     const std::vector<int> starts{0, 2, 3};
     sequence.attend(layer, q, out, kvq::token_ranges{blocks, starts, sequence.tokens(layer) - q.tokens});
     (void)(read + left_out);
+
+    kvq::format keys = kvq::with_bounds(kvq::make_format<kvq::int8>());
+    keys = kvq::find_format("int8-bounds", kvq::tensor::key);
 }
 
 void requests(kvq::cache& cache, std::vector<kvq::sequence>& sequences, std::vector<tokens_in>& q,
