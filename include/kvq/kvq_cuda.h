@@ -15,8 +15,8 @@
 // Streams are cudaStream_t, NULL is the default stream. They belong to the device that was current when the cache was made; calls make it
 // the current one and set it back. Tensors are in device memory, of the cache's window type, [rows x tokens][heads][dim]: the tokens of
 // row 0, of row 1, ... Their data must live until the stream has passed the call.
-// Nothing waits for the stream, except where a pool grows and in the functions that say so. What follows a begin takes lengths and page numbers
-// from device memory: the calls of a step can be captured in a CUDA graph and replayed after later begins (kvq_cuda_cache_graph_id).
+// Nothing waits for the stream, except where a pool grows, for a prompt that is longer than all before it, for the statistics of a new cache, and
+// in the functions that say so. What follows a begin takes lengths and page numbers from device memory: the calls of a step can be captured in a CUDA graph and replayed after later begins (kvq_cuda_cache_graph_id).
 // Errors of kernels arrive later, as with every launch, as KVQ_ERROR_CUDA.
 // Threads: calls on one cache and its sequences wait for each other. One thread makes a begin and the calls of its layers, on one stream.
 #ifndef KVQ_KVQ_CUDA_H

@@ -32,7 +32,7 @@ FORMATS = """#include "kvq_single.hpp"
 const kvq::builtin_format* kvq::builtin_formats(std::size_t* count) {
     static const auto list = [] {
         kvq::detail::builtin_list formats;
-        kvq::detail::add_builtin_preset<kvq::scalar, kvq::std4>(formats);
+        kvq::detail::add_builtin_preset<kvq::scalar, kvq::std4, kvq::detail::every_format>(formats);
         return formats;
     }();
     *count = list.size();

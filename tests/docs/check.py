@@ -4,11 +4,15 @@ every link of a Markdown file leads to a file of the repository and to a heading
 
     check.py FOLDER SNIPPETS...     FOLDER: of the repository
 
-Comments, #include lines and white space are not compared; an ellipsis stands for anything.
+Comments, #include lines and white space are not compared; an ellipsis stands for anything. Python snippets that nothing runs
+(python_snippets.py) are parsed, and their names are looked up in the package.
 """
 import pathlib
 import re
 import sys
+
+sys.dont_write_bytecode = True
+from python_names import wrong_names  # noqa: E402
 
 
 def bare(code):
@@ -46,18 +50,21 @@ def main():
     compiled = "".join(bare(pathlib.Path(name).read_text()) for name in sys.argv[2:])
     found = 0
     missing = []
-    documents = [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
+    documents = [folder / "README.md", *sorted((folder / "docs").rglob("*.md")), *sorted(folder.glob("bindings/*/README.md"))]
     for document in documents:
-        for block in re.findall(r"```(?:cpp|c|python|rust)\n(.*?)```", document.read_text(), re.S):
+        for block in re.findall(r"```(?:cpp|c|python|py|rust)\n(.*?)```", document.read_text(), re.S):
             parts = [bare(part) for part in re.sub(r"//[^\n]*", "", block).split("...")]
             if all(part in compiled for part in parts):
                 found += 1
             else:
                 first = next(line for line in block.splitlines() if line and not line.startswith("#"))
                 missing.append(f"{document.relative_to(folder)}: not compiled: {first.strip()}")
-    others = [p for name in ("*.md", "bench/**/*.md", "bindings/*.md", "examples/**/*.md") for p in folder.glob(name)]
+    others = [p for name in ("*.md", "bench/**/*.md", "bindings/*/*.md", "examples/**/*.md") for p in folder.glob(name)]
     for document in sorted({*documents, *others}):
         missing += dead_links(folder, document)
+    for name in sys.argv[2:]:
+        if name.endswith("snippets.py"):
+            missing += sorted(set(wrong_names(pathlib.Path(name), folder / "bindings/python/src/kvq")))
     print("\n".join(missing) or f"{found} examples")
     return 1 if missing or found == 0 else 0
 

@@ -52,7 +52,9 @@ void preset(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
 void by_name(kvq::cache_shape shape, const std::string& name) {
     kvq::cache cache(shape, kvq::preset("std4"));
     kvq::cache other(shape, {.keys = kvq::find_format("kivi-2-g64", kvq::tensor::key),
-                             .values = kvq::find_format(name, kvq::tensor::value)});
+                             .values = kvq::find_format(name, kvq::tensor::value),
+                             .sinks = 4,
+                             .recent = 32});
 }
 
 }  // namespace readme

@@ -204,7 +204,8 @@ def main():
                 emulated, extra = emulated_device(include, folder)
                 group = [header for header in device_headers if not header.startswith(THIRD_PARTY["nccl"])]
                 for chain in graph.chains(group):
-                    jobs.append(pool.submit(compile_chain, compiler, [*flags, *extra], emulated, chain, False))
+                    # Before the flags, which may name the folder of the toolkit's own headers.
+                    jobs.append(pool.submit(compile_chain, compiler, [*extra, *flags], emulated, chain, False))
             extra = WHOLE_PROCESSOR.get(machine, [])
             jobs.append(pool.submit(compile_poisoned, compiler, [*flags, *extra], include, together, folder))
         results = [job.result() for job in jobs]

@@ -20,6 +20,7 @@ COPIES = (
     ("packaging/vcpkg/kvq/vcpkg.json", r'"version-semver": "(\S+)"'),
     ("README.md", r"find_package\(kvq (\d+\.\d+)"),
     ("docs/guide/quick_start.md", r"find_package\(kvq (\d+\.\d+)"),
+    ("examples/05_include_from_another_build/CMakeLists.txt", r"find_package\(kvq (\d+\.\d+)"),
     ("packaging/debian/rules", r"libkvq0 \(>= (\d+\.\d+)\)"),
     ("packaging/debian/libkvq0.lintian-overrides", r"sonames libkvq(\d+\.\d+)"),
 )

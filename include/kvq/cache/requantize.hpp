@@ -1,6 +1,6 @@
 // Requantizing a live cache: quantized pages of one or several sequences change their format, page by page.
 //
-//   requantize_request to_4_bit{.key = 1, .value = 1};         // positions in formats<...>
+//   requantize_request to_4_bit{.key = 1, .value = 1};         // positions in cache_options::keys and values
 //   cache.plan_requantize(sequence, to_4_bit);                 // dry run: bytes before, after, peak, freed
 //   cache.requantize(sequence, to_4_bit, {.pages = 64});       // 64 pages now, the others between later decode steps
 //

@@ -1,4 +1,10 @@
-// The request to requantize, and its report. How it works: cache/requantize.hpp.
+// What to requantize, how much of it in one call, and the report: the arguments of cache::requantize() and plan_requantize().
+//
+//   requantize_request to_4_bit{.key = 1, .value = 1};         // positions in cache_options::keys and values
+//   cache.requantize(sequence, to_4_bit, {.pages = 64});       // a limit; repeat until the report's pages_left is 0
+//
+// Contract: plan_requantize() fills the same report without changing anything, byte for byte what the run then does.
+// How it works: cache/requantize.hpp.
 #pragma once
 
 #include <chrono>

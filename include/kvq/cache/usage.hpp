@@ -1,4 +1,9 @@
 // Bytes of a sequence: by layer, tensor and format, with codes and parameters apart.
+//
+//   for (const usage_row& row : usage_rows(sequence)) ...      // where the bytes of usage() are
+//
+// Contract: codes and parameters of all rows add up to usage().quantized + window. A page that several spans show counts once for each tensor.
+// A page that other sequences hold, too, counts here as well. Reads only; O(pages).
 #pragma once
 
 #include <string>

@@ -1,4 +1,9 @@
 // Bits of a code and type of the parameters: the two smallest policies of a scheme.
+//
+//   scheme<bits<3>, asymmetric, per_channel<32>, params<bfloat16>>     3-bit codes; scales and biases in bfloat16
+//
+// bits<B>: 1 to 8. params<P>: float16, bfloat16, float, or a type of your own that is made from a float and read back as one.
+// Contract: P is trivially copyable, because its bytes are stored in pages.
 #pragma once
 
 #include <concepts>

@@ -16,8 +16,8 @@
 // (cache/preset_options.hpp). Keys of hi6 to low2, std4-h excepted, can be made from statistics of keys and queries
 // (quant/calibration.hpp). mix4, low3 and low2 take a plan of channel widths from them, for which statistics of keys are enough. All
 // of them take error feedback if the statistics hold products of queries. Without statistics they have even widths and no feedback.
-// Measured errors: docs/lab/presets.md. Use as a pair: cache<std4, std4, simd<>>;
-// cache<low2, low2, simd<>>(shape, options, low2::keys(statistics)).
+// Measured errors: docs/lab/presets.md. Use as a pair: preset_options(make_formats<std4>()); with statistics
+// options.keys = make_format<simd<>>(low2::keys(statistics)).
 #pragma once
 
 #include "affine.hpp"

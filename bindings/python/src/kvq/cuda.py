@@ -5,7 +5,8 @@
     cache.begin_prompt(a, n)                     # then for every layer: out = cache.prefill(layer, k, v, q)
     cache.begin_step([a, b])                     # then for every layer: out = cache.prefill(layer, k, v, q)
 
-Needs a library that was built with KVQ_LIBRARY_CUDA. Nothing waits for the device, except where a pool grows and in methods that say so.
+Needs a library that was built with KVQ_LIBRARY_CUDA. Nothing waits for the device, except where a pool grows, for a prompt that is longer
+than all before it, for the statistics of a new cache, and in methods that say so.
 Calls that follow a begin can be captured by torch.cuda.graph and replayed after later begins (Cache.graph_id).
 """
 from __future__ import annotations

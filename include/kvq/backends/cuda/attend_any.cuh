@@ -1,8 +1,8 @@
 // Attention over formats that the warp kernel does not take: any head_dim, page size, group size, 32-bit values.
 //
 // One thread block per query row; its warps take tokens in turn, lanes share the channels; values are read one number at
-// a time (block_access.cuh) and the states of the warps are merged at the end. Right first, slow always: use page sizes
-// of 16, 32, 64, 128 or 256 and head sizes that are multiples of 16 to get the other kernel.
+// a time (block_access.cuh) and the states of the warps are merged at the end. It is right and slow: use pages of 16
+// tokens or a multiple of 32, and head sizes that are multiples of 16, to get the other kernel.
 // Contract: float arithmetic; error against double below 1e-5 of the largest output.
 #pragma once
 

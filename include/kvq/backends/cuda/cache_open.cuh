@@ -1,4 +1,9 @@
-// cache::open(), what it checks, and what a cache says of itself (cache.cuh).
+// cache::open(), calibrate(), and the reports of a cache on the device (cache.cuh): usage(), not_finite(), bytes(), graph_id().
+//
+// open() checks all options, takes the compiled entry that has all formats and as few others as possible, and allocates tables, workspace and
+// the pools that the options ask for. calibrate() sends plans of widths and matrices of feedback.
+// Contract: every refusal names the option and its range, or the line that compiles the missing format; nothing is allocated then. open()
+// runs once. calibrate() and not_finite() wait for the stream.
 #pragma once
 
 #include "cache_class.cuh"

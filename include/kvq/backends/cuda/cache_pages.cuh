@@ -1,4 +1,9 @@
-// Sequences of a cache between steps (cache.cuh): new, trim, fork, free, requantize, step down.
+// Sequences of a cache on the device between steps (cache.cuh): new, trim, fork, free, requantize, step down.
+//
+// Page numbers live on the host (sequence_pages.hpp). trim() and free() are arithmetic there; fork() copies sinks and window on the stream;
+// requantizing quantizes new pages and then exchanges numbers. The next begin sends what has changed.
+// Contract: what changes a sequence ends the step that has begun. A call that fails changes nothing, but for step_down(): the tiers that it
+// has done stay done. Pages that sequences outside of the call hold stay as they are.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Shared memory of a thread block that codes a block of channel_grid or mixed_width, and where it must go step by step.
+// Shared memory of a thread block that quantizes a block of channel_grid, of one width or several, and where it must go step by step.
 //
 //   numbers    of the channels that are fitted together, all tokens; then of the tokens that are coded together, all channels
 //   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members

@@ -5,8 +5,8 @@
 //   dequantize_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
 //
 // To presets' formats, too: keys with a plan need cache_ref::key_plans, with error feedback cache_ref::key_feedback.
-// Contract: quantized bytes are those of the CPU (scheme::quantize on the dequantized values); dequantized values are the CPU's, rounded
-// once to T. Source and target pages must not be the same memory. One launch each (committing: two), no workspace.
+// Contract: quantized bytes are those of the CPU's scheme::quantize on the dequantized values, also where a CPU cache would call requantize(),
+// which keeps grids of presets; dequantized values are the CPU's, rounded once to T. Source and target pages must not be the same memory. One launch each (committing: two), no workspace.
 #pragma once
 
 #include "../../core/token_view.hpp"

@@ -1,4 +1,9 @@
-// Schemes that the kernels for quantizing and dequantizing support.
+// Which schemes the vectorised kernels for quantizing and dequantizing take (quantize_block.hpp, quantize_values.hpp, dequantize_block.hpp),
+// and where the parameters of such a block lie.
+//
+// They take scheme<...> with the library's own levels; quantizing also needs the encoder min_max. Others are quantized by
+// scheme::quantize(). Grids of channels have kernels of their own (channel_schemes.hpp).
+// Contract: types derived from scheme<...> are not taken, because their members may do more. Same bytes as scheme::quantize().
 #pragma once
 
 #include "../../schemes/scheme.hpp"

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: MIT
+"""The Python examples of docs/ that need torch and a GPU or a model. check.py reads this file and compares its names with the package."""
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvq
+import kvq.cuda
+
+
+def in_the_package(layer, k, v, q):
+    cache = kvq.Cache(layers=32, kv_heads=8, head_dim=128, keys="std4")
+    sequence = cache.new_sequence()
+    out = sequence.prefill(layer, k, v, q)      # [tokens][heads][dim]
+    return out
+
+
+def on_a_gpu(n, k, v, q):
+    cache = kvq.cuda.Cache(layers=32, kv_heads=8, head_dim=128, formats="std4", dtype=torch.bfloat16, max_batch=16)
+    rows = [cache.new_sequence() for _ in range(16)]
+    cache.begin_prompt(rows[0], n)                          # any number of tokens of one sequence,
+    for layer in range(32):
+        out = cache.prefill(layer, k, v, q)                 # [n][heads][128]
+    cache.begin_step(rows)                                  # or one of every row, None for a row that is not there:
+    for layer in range(32):
+        out = cache.prefill(layer, k, v, q)                 # [16][heads][128]
+    return out
+
+
+def with_transformers(name, inputs):
+    import kvq.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="kvq")
+    model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4", threads=kvq.Threads(8)))           # on the CPU
+    model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4", recent=128, max_tokens=16384))     # on a GPU
+
+
+def decode_graph(model, prompt, n):
+    cache = kvq.transformers.Cache("std4", recent=128, max_tokens=16384, pool_tokens=16 * 16384, pool_sequences=16)
+    logits = model(prompt, past_key_values=cache).logits[:, -1:]
+    step = kvq.transformers.DecodeGraph(model, cache)
+    for _ in range(n):
+        logits = step(logits.argmax(-1))                    # [batch][1][vocabulary], overwritten by the next call
+    return logits
+
+
+def in_graphs(model, inputs):
+    kvq.transformers.decode_in_graphs(model)                # del model.forward takes it back
+    model.generate(**inputs, past_key_values=kvq.transformers.Cache("std4", recent=128, max_tokens=16384))
