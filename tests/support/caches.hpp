@@ -73,7 +73,7 @@ struct scheme_maker {
 };
 template <class S>
 struct scheme_maker<bounded<S>> {
-    static bounded<S> make() { return {make_scheme<S>()}; }
+    static bounded<S> make() { return bounded<S>(make_scheme<S>()); }
 };
 template <class... S>
 struct table_maker<scheme_tuple<S...>> {

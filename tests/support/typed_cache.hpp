@@ -31,7 +31,9 @@ kvq::format made(const Scheme& scheme) {
 /// Stands for the format of a scheme with stored bounds of keys.
 template <class Scheme>
 struct bounded {
-    Scheme inner{};
+    Scheme inner;
+    bounded() requires std::is_default_constructible_v<Scheme> : inner() {}
+    explicit bounded(Scheme scheme) : inner(std::move(scheme)) {}
 };
 template <class Backend, class Scheme>
 kvq::format made(const bounded<Scheme>& of) {
