@@ -1,4 +1,4 @@
-// Each ingredient on and off: first one tensor at a time, keys coded and values in 16 bit, or the other way round; then whole
+// Each ingredient on and off: first one tensor at a time, keys quantized and values in 16 bit, or the other way round; then whole
 // presets with one ingredient changed. Options and columns are those of bench_quality; the bits to read are those of K (or 16 - K
 // for values).
 #include <kvq/backends/simd.hpp>
@@ -81,17 +81,19 @@ void keys(list& to) {
     key.template operator()<affine<B, per_channel<64>>>("channel g64");
     key.template operator()<centred<codebook_scheme<by_norm<normal_levels<B>>, per_channel<64>>>>(
         "channel g64, centred, normal levels");
-    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>("channel g64, coded");
+    key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>(
+        "channel g64, 8-bit parameters");
     key.template operator()<hadamard<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>>(
-        "channel g64, coded, Hadamard");
+        "channel g64, 8-bit parameters, Hadamard");
     key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, shrink_search>>(
-        "channel g64, coded, shrink");
+        "channel g64, 8-bit parameters, shrink");
     key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, least_squares>>(
-        "channel g64, coded, least squares");
+        "channel g64, 8-bit parameters, least squares");
     key.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, mean_corrected<min_max>>>(
-        "channel g64, coded, mean corrected");
-    key.template operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, coded, token_scales<coded>>>(
-        "dual g128, coded");
+        "channel g64, 8-bit parameters, mean corrected");
+    key.template
+    operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, byte_params, token_scales<byte_params>>>(
+        "dual g128, 8-bit parameters");
     key.template operator()<variance_normalized<B>>("variance normalized");
     key.template operator()<typename kvarn<B>::keys>("variance normalized, Hadamard (KVarN)");
 }
@@ -106,23 +108,23 @@ void keys_with_statistics(list& to) {
     };
     const auto plan = [&]<class Encoder>(const std::string& encoder) {
         using S = channel_grid<kvq::grid{.bits = Widths, .average_eighths = 8 * B, .group = 64}, Encoder>;
-        add_keys_with_statistics<S>(to, name + "widths, coded, " + encoder, [](const calibration& c) {
-            return S(std::make_shared<const width_plan>(S::make_plan(c)));
-        });
+        add_keys_with_statistics<S>(
+            to, name + "widths, 8-bit parameters, " + encoder,
+            [](const calibration& c) { return S(std::make_shared<const width_plan>(S::make_plan(c))); });
     };
     feedback.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, error_feedback<min_max>>>(
-        "channel g64, coded, feedback");
+        "channel g64, 8-bit parameters, feedback");
     plan.template operator()<min_max>("min-max");
     plan.template operator()<least_squares_below_3_bits>("least squares below 3 bits");
     using both = error_feedback<least_squares_below_3_bits>;
     feedback.template
     operator()<channel_grid<kvq::grid{.bits = Widths, .average_eighths = 8 * B, .group = 64}, both>>(
-        "widths, coded, least squares below 3 bits, feedback");
+        "widths, 8-bit parameters, least squares below 3 bits, feedback");
     // At head_dim 48 a row of 3-bit codes takes 5 words for 4.5; this one takes 4.
     if constexpr (B == 3)
         feedback.template
         operator()<channel_grid<kvq::grid{.bits = Widths, .average_eighths = 21, .group = 64}, both>>(
-            "2.625 bits, widths, coded, least squares below 3 bits, feedback");
+            "2.625 bits, widths, 8-bit parameters, least squares below 3 bits, feedback");
 }
 
 template <int B>
@@ -132,24 +134,27 @@ void values(list& to) {
     };
     using namespace kvq;
     using namespace baselines;
-    using dual = token_scales<coded>;
+    using dual = token_scales<byte_params>;
     value.template operator()<affine<B, per_token<64>>>("token g64");
     value.template operator()<hadamard<affine<B, per_token<64>>>>("token g64, Hadamard");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>("channel g64, coded");
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}>>(
+        "channel g64, 8-bit parameters");
     value.template operator()<channel_grid<kvq::grid{.bits = {B}, .group = 64}, mean_corrected<min_max>>>(
-        "channel g64, coded, mean corrected");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, coded, dual>>("dual g128, coded");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, shrink_search, coded, dual>>(
-        "dual g128, coded, shrink");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, least_squares, coded, dual>>(
-        "dual g128, coded, least squares");
-    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<min_max>, coded, dual>>(
-        "dual g128, coded, mean corrected");
+        "channel g64, 8-bit parameters, mean corrected");
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, byte_params, dual>>(
+        "dual g128, 8-bit parameters");
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, shrink_search, byte_params, dual>>(
+        "dual g128, 8-bit parameters, shrink");
+    value.template operator()<channel_grid<kvq::grid{.bits = {B}}, least_squares, byte_params, dual>>(
+        "dual g128, 8-bit parameters, least squares");
     value.template
-    operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<least_squares>, coded, dual>>(
-        "dual g128, coded, least squares, mean corrected");
-    value.template operator()<hadamard<channel_grid<kvq::grid{.bits = {B}}, min_max, coded, dual>>>(
-        "dual g128, coded, Hadamard");
+    operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<min_max>, byte_params, dual>>(
+        "dual g128, 8-bit parameters, mean corrected");
+    value.template
+    operator()<channel_grid<kvq::grid{.bits = {B}}, mean_corrected<least_squares>, byte_params, dual>>(
+        "dual g128, 8-bit parameters, least squares, mean corrected");
+    value.template operator()<hadamard<channel_grid<kvq::grid{.bits = {B}}, min_max, byte_params, dual>>>(
+        "dual g128, 8-bit parameters, Hadamard");
     value.template
     operator()<channel_grid<kvq::grid{.bits = {B}}, min_max, params<float16>, token_scales<params<float16>>>>(
         "dual g128, fp16");

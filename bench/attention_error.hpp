@@ -1,4 +1,4 @@
-// What a coded cache does to attention, in double: relative error of the output, KL divergence of the weights, worst query.
+// What a quantized cache does to attention, in double: relative error of the output, KL divergence of the weights, worst query.
 //
 //   out   = sqrt(sum |o' - o|^2 / sum |o|^2) over the queries of a head         kld = mean KL(p || p'), nats
 //   worst = largest |o' - o| / |o| of one query
@@ -98,8 +98,8 @@ inline exact_query make_exact(const head_values& head, const float* q, int seen)
     return e;
 }
 
-/// Adds one query of the coded head; `logits` are those of the quantized keys, tokens of the window are taken from `exact`.
-inline void add_query(const head_values& exact, const head_values& coded, const exact_query& e,
+/// Adds one query of the quantized head; `logits` are those of the quantized keys, tokens of the window are taken from `exact`.
+inline void add_query(const head_values& exact, const head_values& quantized, const exact_query& e,
                       std::vector<double> logits, int sinks, int recent, error_sums& sums) {
     const int first_recent = std::max(e.seen - recent, 0);
     const auto kept = [&](int i) { return i < sinks || i >= first_recent; };
@@ -113,7 +113,7 @@ inline void add_query(const head_values& exact, const head_values& coded, const 
         const double log_p = e.logits[at] - e.log_sum, log_other = logits[at] - log_sum;
         kl += e.weights[at] * (log_p - log_other);
         const double p = std::exp(log_other);
-        const double* const v = kept(i) ? exact.value_row(i) : coded.value_row(i);
+        const double* const v = kept(i) ? exact.value_row(i) : quantized.value_row(i);
         for (int c = 0; c < exact.value_dim; ++c) output[static_cast<std::size_t>(c)] += p * v[c];
     }
     sums.add(e.output.data(), output.data(), exact.value_dim, kl);

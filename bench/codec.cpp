@@ -7,8 +7,11 @@
 //
 // roofline: share of the speed of the read-only pass (quantize, requantize) or of the store-only pass (dequantize) over the bytes
 // of the float side (requantize from codes: of the codes). vs_copy: the same against memcpy.
+// --portable: schemes that have no kernel for quantizing or dequantizing, beside affine-4-g64; which of the two stands behind the name.
 // Working sets: L2 64 Ki values; DRAM 64 Mi values, walked through from end to end.
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <kvq/backends/simd.hpp>
@@ -25,7 +28,7 @@ using lanes = backend::lanes;
 struct settings {
     int tokens = 64, dim = 128, threads = 1;
     std::string only;
-    bool json = false, quick = false;
+    bool json = false, portable = false;
 };
 
 /// Memory for all blocks of a working set, and the passes that bound them.
@@ -175,10 +178,10 @@ void measure(const char* name, const char* input, kvq::tensor role, const settin
              const bounds& b, const report& out) {
     const Scheme scheme;
     const kvq::block_shape shape{role, s.tokens, s.dim};
-    const std::size_t coded = scheme.block_bytes(shape), plain = set.values * sizeof(T);
-    const double bytes = static_cast<double>(coded + plain) * set.blocks;
+    const std::size_t quantized = scheme.block_bytes(shape), plain = set.values * sizeof(T);
+    const double bytes = static_cast<double>(quantized + plain) * set.blocks;
     const auto float_at = [&](int i) { return set.floats.data() + static_cast<std::size_t>(i) * plain; };
-    const auto code_at = [&](int i) { return set.codes.data() + static_cast<std::size_t>(i) * coded; };
+    const auto code_at = [&](int i) { return set.codes.data() + static_cast<std::size_t>(i) * quantized; };
     thread_local std::vector<float> scratch;
     const auto space = [&] {
         scratch.resize(set.values + 64);
@@ -205,6 +208,37 @@ void measure_all(const char* name, kvq::tensor role, const settings& s, working_
     measure<kvq::bfloat16, Scheme>(name, "bf16", role, s, set, b[2], out);
 }
 
+/// A scheme of a user with the four members that must be there: 8 bits, one scale for all values of a block.
+struct own_scheme {
+    std::string name() const { return "own"; }
+    constexpr std::size_t block_bytes(const kvq::block_shape& s) const {
+        return (s.values() + 4 + 15) / 16 * 16;
+    }
+    std::uint32_t quantize(const kvq::block_shape& s, kvq::block_id, float* values, std::byte* block) const {
+        float largest = 0.0f;
+        for (std::size_t i = 0; i < s.values(); ++i) largest = std::max(largest, std::fabs(values[i]));
+        const float scale = largest / 127.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        std::memcpy(block, &scale, 4);
+        for (std::size_t i = 0; i < s.values(); ++i)
+            block[4 + i] = static_cast<std::byte>(std::lrintf(values[i] * inverse));
+        return 0;
+    }
+    void dequantize(const kvq::block_shape& s, kvq::block_id, const std::byte* block, float* values) const {
+        float scale = 0.0f;
+        std::memcpy(&scale, block, 4);
+        for (std::size_t i = 0; i < s.values(); ++i)
+            values[i] = scale * static_cast<float>(static_cast<std::int8_t>(block[4 + i]));
+    }
+};
+
+template <class Scheme>
+void measure_portable(const char* name, const settings& s, working_set& set, const bounds (&b)[3],
+                      const report& out) {
+    const auto d = backend::describe(Scheme{}, {kvq::tensor::key, s.tokens, s.dim});
+    const std::string full = std::string(name) + (d.quantize ? "" : " q") + (d.dequantize ? "" : " d");
+    measure_all<Scheme>(full.c_str(), kvq::tensor::key, s, set, b, out);
+}
+
 /// From a 16-bit window or 8-bit codes to 4 bits, as a live cache does it.
 template <class To>
 void requantize(const char* name, kvq::tensor role, const settings& s, working_set& set, const bounds (&b)[3],
@@ -214,7 +248,7 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
     const To to;
     const kvq::affine<8, kvq::per_token<64>> from;
     const std::size_t target = to.block_bytes(shape), window = set.values * 2,
-                      coded = from.block_bytes(shape);
+                      quantized = from.block_bytes(shape);
     thread_local std::vector<float> scratch;
     const auto space = [&] {
         scratch.resize(set.values + 64);
@@ -230,16 +264,16 @@ void requantize(const char* name, kvq::tensor role, const settings& s, working_s
     for (int i = 0; i < set.blocks; ++i)
         backend::quantize<kvq::float16>(from, shape, {},
                                         set.floats.data() + static_cast<std::size_t>(i) * window,
-                                        set.codes.data() + static_cast<std::size_t>(i) * coded, space());
-    const double scale = static_cast<double>(coded) / static_cast<double>(window);
+                                        set.codes.data() + static_cast<std::size_t>(i) * quantized, space());
+    const double scale = static_cast<double>(quantized) / static_cast<double>(window);
     out.row("requantize", name, role, "8", "block", set, set.time([&](int i) {
         float* const values = space();
-        backend::dequantize(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * coded, values,
-                            s.dim, values);
+        backend::dequantize(from, shape, {}, set.codes.data() + static_cast<std::size_t>(i) * quantized,
+                            values, s.dim, values);
         backend::requantize_values(to, shape, {}, values, nullptr,
                                    set.more.data() + static_cast<std::size_t>(i) * target);
     }),
-            static_cast<double>(coded + target) * set.blocks, b[1].read * scale, b[1].copy * scale);
+            static_cast<double>(quantized + target) * set.blocks, b[1].read * scale, b[1].copy * scale);
 }
 
 }  // namespace
@@ -254,6 +288,8 @@ int main(int argc, char** argv) {
     app.add_option("--scheme", s.only, "only rows whose scheme's name contains this");
     app.add_option("--where", where, "L2 or DRAM; both if not given");
     app.add_flag("--json", s.json, "one JSON object a line");
+    app.add_flag("--portable", s.portable,
+                 "schemes without kernels; q: quantized by portable code, d: dequantized");
     CLI11_PARSE(app, argc, argv);
 
     const report out(s);
@@ -265,6 +301,16 @@ int main(int argc, char** argv) {
         fill<float>(set, s, tensor::key);
         const bounds b[3] = {bounds_of<float>(set, out, "f32"), bounds_of<kvq::float16>(set, out, "f16"),
                              bounds_of<kvq::bfloat16>(set, out, "bf16")};
+        if (s.portable) {
+            using namespace kvq;
+            measure_portable<affine<4>>("affine-4-g64", s, set, b, out);
+            measure_portable<kvq::scheme<bits<4>, asymmetric, per_token<64>, params<float16>, least_squares>>(
+                "4 bit, l. s.", s, set, b, out);
+            measure_portable<affine<4, per_token<20>>>("affine-4-g20", s, set, b, out);
+            measure_portable<affine<4, per_channel<20>>>("kivi-4-g20", s, set, b, out);
+            measure_portable<own_scheme>("own struct", s, set, b, out);
+            continue;
+        }
         measure_all<kvq::int8>("int8", tensor::key, s, set, b, out);
         measure_all<kvq::affine<8>>("affine-8-g64", tensor::key, s, set, b, out);
         measure_all<kvq::affine<4>>("affine-4-g64", tensor::key, s, set, b, out);

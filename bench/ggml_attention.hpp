@@ -131,17 +131,17 @@ private:
     void store(std::vector<float>& x, ggml_tensor* t) const {
         std::vector<float> turned(x.size());
         for_each_value(t, [&](std::size_t from, std::size_t to) { turned[to] = x[from]; });
-        std::vector<std::byte> coded(ggml_nbytes(t));
+        std::vector<std::byte> quantized(ggml_nbytes(t));
 #if defined(KVQ_BENCH_IK_LLAMA)
-        ggml_quantize_chunk(t->type, turned.data(), coded.data(), 0, ggml_nrows(t), t->ne[0], nullptr,
+        ggml_quantize_chunk(t->type, turned.data(), quantized.data(), 0, ggml_nrows(t), t->ne[0], nullptr,
                             nullptr);
         const auto to_float = ggml_internal_get_type_traits(t->type).to_float;
 #else
-        ggml_quantize_chunk(t->type, turned.data(), coded.data(), 0, ggml_nrows(t), t->ne[0], nullptr);
+        ggml_quantize_chunk(t->type, turned.data(), quantized.data(), 0, ggml_nrows(t), t->ne[0], nullptr);
         const auto to_float = ggml_get_type_traits(t->type)->to_float;
 #endif
-        ggml_backend_tensor_set(t, coded.data(), 0, coded.size());
-        to_float(coded.data(), turned.data(), ggml_nelements(t));
+        ggml_backend_tensor_set(t, quantized.data(), 0, quantized.size());
+        to_float(quantized.data(), turned.data(), ggml_nelements(t));
         for_each_value(t, [&](std::size_t from, std::size_t to) { x[from] = turned[to]; });
     }
 

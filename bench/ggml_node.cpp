@@ -103,14 +103,14 @@ public:
     std::size_t bytes() const { return cache_.bytes_in_use(); }
 
 private:
-    /// All pages lie in one piece of memory, as ggml's tensors do.
+    /// All pages lie in one allocation, as ggml's tensors do.
     static kvq::cache_options options(const kvq::format_pair& formats, const settings& s, int tokens) {
         kvq::cache_options o = kvq::preset_options();
         o.keys = formats.keys;
         o.values = formats.values;
         const kvq::cache same({1, s.kv_heads, s.head_dim}, o);
         const kvq::footprint_report f = kvq::footprint(same, tokens, 1, {.chunk = 512});
-        o.byte_budget = f.total + f.total / 4 + 4 * f.transient;  // free pieces between pages
+        o.byte_budget = f.total + f.total / 4 + 4 * f.transient;  // free ranges between pages
         o.preallocate = true;
         return o;
     }

@@ -170,13 +170,14 @@ inline std::vector<head_result> measure_head(const bench::layer_dump& dump, int 
         const kvq::block_id id{dump.layer, head};
         const quantized_tensor k = code(scheme.keys, kvq::tensor::key, id, dump.k, chosen.page_tokens);
         const quantized_tensor v = code(scheme.values, kvq::tensor::value, id, dump.v, chosen.page_tokens);
-        bench::head_values coded = exact;
+        bench::head_values quantized = exact;
         const int whole = whole_pages(tokens, chosen.page_tokens);
         for (int t = 0; t < whole; ++t) {
             for (int c = 0; c < dump.k.dim; ++c)
-                coded.key(t, c) = static_cast<double>(k.values[static_cast<std::size_t>(t * dump.k.dim + c)]);
+                quantized.key(t, c) =
+                    static_cast<double>(k.values[static_cast<std::size_t>(t * dump.k.dim + c)]);
             for (int c = 0; c < dump.v.dim; ++c)
-                coded.value(t, c) =
+                quantized.value(t, c) =
                     static_cast<double>(v.values[static_cast<std::size_t>(t * dump.v.dim + c)]);
         }
         head_result r;
@@ -187,9 +188,9 @@ inline std::vector<head_result> measure_head(const bench::layer_dump& dump, int 
             bench::error_sums window, bare;
             for (const bench::exact_query& q : of_head) {
                 std::vector<double> logits(static_cast<std::size_t>(q.seen));
-                coded.logits(q.q, q.seen, logits.data());
-                bench::add_query(exact, coded, q, logits, chosen.sinks, chosen.recent, window);
-                bench::add_query(exact, coded, q, std::move(logits), 0, 0, bare);
+                quantized.logits(q.q, q.seen, logits.data());
+                bench::add_query(exact, quantized, q, logits, chosen.sinks, chosen.recent, window);
+                bench::add_query(exact, quantized, q, std::move(logits), 0, 0, bare);
             }
             r.window.push_back(window);
             r.bare.push_back(bare);

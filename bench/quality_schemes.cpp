@@ -133,9 +133,11 @@ void add_ingredients(list& to) {
         &compiled_values<
             channel_grid<kvq::grid{.bits = {Bits}}, best, params<float16>, token_scales<params<float16>>>>);
     add("range-values", "values without least squares and corrected mean", same_keys,
-        &compiled_values<channel_grid<kvq::grid{.bits = {Bits}}, min_max, coded, token_scales<coded>>>);
+        &compiled_values<
+            channel_grid<kvq::grid{.bits = {Bits}}, min_max, byte_params, token_scales<byte_params>>>);
     add("no-mean", "values without corrected mean", same_keys,
-        &compiled_values<channel_grid<kvq::grid{.bits = {Bits}}, least_squares, coded, token_scales<coded>>>);
+        &compiled_values<
+            channel_grid<kvq::grid{.bits = {Bits}}, least_squares, byte_params, token_scales<byte_params>>>);
     add("no-factors", "values without token scales", same_keys,
         &compiled_values<channel_grid<kvq::grid{.bits = {Bits}}, best>>);
     add("token-values", "values as in KIVI", same_keys,

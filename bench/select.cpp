@@ -22,7 +22,7 @@
 namespace {
 
 struct settings {
-    int page_tokens = 64, sinks = 4, recent = 32, queries = 32;
+    int page_tokens = kvq::default_page_tokens, sinks = 4, recent = 32, queries = 32;
     bool json = false;
 };
 

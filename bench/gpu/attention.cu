@@ -23,6 +23,7 @@
 #include <string>
 #include <tuple>
 
+#include "key_plans.cuh"
 #include "timing.cuh"
 
 namespace {
@@ -48,12 +49,12 @@ struct settings {
     std::size_t bytes = 0;
 };
 
-/// Random scales around `step` and biases around -2, for every group and slot, coded or in 16 bits.
+/// Random scales around `step` and biases around -2, for every group and slot, in 8 or 16 bits.
 template <class Parameters, class Noise>
 __device__ void fill_channels(std::byte* at, int groups, int slot_count, float step, const Noise& noise) {
     for (int i = static_cast<int>(threadIdx.x); i < groups * slot_count; i += static_cast<int>(blockDim.x)) {
         const float a = noise(static_cast<std::size_t>(i)), b = noise(static_cast<std::size_t>(i) + 31);
-        if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>) {
+        if constexpr (std::is_same_v<Parameters, channel_parameters<byte_params>>) {
             at[i] = static_cast<std::byte>(208 + static_cast<int>(31.9f * a));  // 0.75 to 1.5 units
             at[groups * slot_count + i] = static_cast<std::byte>(static_cast<int>(255.9f * b));
         } else {
@@ -61,7 +62,7 @@ __device__ void fill_channels(std::byte* at, int groups, int slot_count, float s
             kvq::detail::store_as(at + 2 * (groups * slot_count + i), float16(-2.0f + 0.3f * b));
         }
     }
-    if constexpr (std::is_same_v<Parameters, channel_parameters<coded>>)
+    if constexpr (std::is_same_v<Parameters, channel_parameters<byte_params>>)
         if (static_cast<int>(threadIdx.x) < groups) {
             std::byte* const line = Parameters::shared(at, groups, slot_count, static_cast<int>(threadIdx.x));
             kvq::detail::store_as(line, bfloat16(step));
@@ -184,22 +185,8 @@ void run(const char* name, const shape& s, settings& set) {
 
     std::uint16_t* plans = nullptr;
     if constexpr (cuda::detail::is_mixed<typename Format::keys>)
-        if (std::strstr(name, "-plan") != nullptr) {
-            width_plan plan{s.kv_heads, Format::head_dim, {}};
-            std::normal_distribution<double> importance_log;
-            for (int h = 0; h < s.kv_heads; ++h) {
-                std::vector<double> importance(Format::head_dim);
-                for (double& x : importance) x = std::exp(2.0 * importance_log(random));
-                plan.blocks.push_back(allocate_widths(importance, Format::keys::width_list::values,
-                                                      Format::keys::row_words(Format::head_dim)));
-            }
-            std::vector<std::uint16_t> words(
-                static_cast<std::size_t>(s.kv_heads * cuda::key_plan_words<Format>));
-            cuda::write_key_plan<Format>(plan, 0, words.data());
-            BENCH_OK(cudaMalloc(&plans, words.size() * 2));
-            BENCH_OK(cudaMemcpy(plans, words.data(), words.size() * 2, cudaMemcpyHostToDevice));
-            cache.key_plans = plans;
-        }
+        if (std::strstr(name, "-plan") != nullptr)
+            cache.key_plans = plans = bench::key_plans<Format>(s.kv_heads);
 
     const std::size_t q_count =
         static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(s.q_heads) * Format::head_dim;

@@ -27,7 +27,7 @@ namespace {
 
 using namespace llama;
 
-constexpr int grown = 48, chunk = 2048, piece = 4096, shifts = 64;
+constexpr int page_tokens = 64, grown = 48, chunk = 2048, piece = 4096, shifts = 64;
 constexpr double gb = 1e9;
 
 struct bench_options {
@@ -55,6 +55,7 @@ struct measured {
 device::engine_options options_for(const std::string& format, int batch, int context) {
     device::engine_options o;
     o.format = format;
+    o.page_tokens = page_tokens;
     o.max_batch = batch;
     o.max_tokens = context;
     o.chunk = chunk;

@@ -295,8 +295,9 @@ void prompts(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, bool
                     return cuda::status{};
                 },
                 [&](int i) {
-                    must(one.cache.prefill(i % layers, token_view<const float16>(q, chunk, q_heads, dim), x,
-                                           x, token_view<float16>(out, chunk, q_heads, dim), {}, stream));
+                    must(one.cache.prefill(i % layers, x, x,
+                                           token_view<const float16>(q, chunk, q_heads, dim),
+                                           token_view<float16>(out, chunk, q_heads, dim), {}, stream));
                 });
         }
         m.all.arrive_and_wait();
@@ -314,7 +315,7 @@ void prompts(int rank, meeting& m, meeting& alone, cuda::nccl_group& group, bool
         const double us = time_prompt(
             rank, m, stream, [&] { return group.wait(stream, "for outputs of a prompt"); },
             [&](int i) {
-                must(prompt.prefill(i % layers, token_view<const float16>(q, n, q_heads, dim), x, x,
+                must(prompt.prefill(i % layers, x, x, token_view<const float16>(q, n, q_heads, dim),
                                     token_view<float16>(out, n, q_heads, dim), {}, stream));
             });
         const double sent = m.slowest(rank, static_cast<double>(prompt.sent_bytes()));
@@ -428,13 +429,14 @@ void transfers(int rank, meeting& m, cuda::nccl_group& group, cudaStream_t strea
     }
     const transfer_time whole = time_transfer(rank, m, group, full, stream);
     const double whole_messages = time_messages(rank, m, group, whole.report.bytes, stream);
-    const transfer_time coded = time_transfer(rank, m, group, narrow, stream);
-    const double coded_messages = time_messages(rank, m, group, coded.report.bytes, stream);
+    const transfer_time quantized = time_transfer(rank, m, group, narrow, stream);
+    const double quantized_messages = time_messages(rank, m, group, quantized.report.bytes, stream);
     const transfer_time on_the_way = time_transfer(rank, m, group, rank == 0 ? full : narrow, stream);
     if (rank != 0) return;
-    const double a = print("fp16", whole, whole_messages), b = print("std4", coded, coded_messages);
-    print("fp16, std4 on the way", on_the_way, coded_messages);
-    const double share = static_cast<double>(coded.report.bytes) / static_cast<double>(whole.report.bytes);
+    const double a = print("fp16", whole, whole_messages), b = print("std4", quantized, quantized_messages);
+    print("fp16, std4 on the way", on_the_way, quantized_messages);
+    const double share =
+        static_cast<double>(quantized.report.bytes) / static_cast<double>(whole.report.bytes);
     std::printf("transfer: std4 takes %.3f of the bytes of fp16; on the way %.1f of %.1f MB are saved\n",
                 share, static_cast<double>(on_the_way.report.saved()) * 1e-6,
                 static_cast<double>(on_the_way.report.bytes_as_is) * 1e-6);

@@ -17,6 +17,7 @@
 #include <random>
 #include <string>
 
+#include "key_plans.cuh"
 #include "timing.cuh"
 
 namespace {
@@ -41,21 +42,7 @@ struct pages_of {
 
     pages_of(int columns, const int* tokens, int first_token, [[maybe_unused]] bool planned = false) {
         if constexpr (cuda::detail::is_mixed<typename Format::keys>)
-            if (planned) {  // some channels matter a thousand times more than others
-                std::mt19937 random(11);
-                width_plan plan{heads, dim, {}};
-                for (int h = 0; h < heads; ++h) {
-                    std::vector<double> importance(dim);
-                    for (double& x : importance)
-                        x = std::exp(8.0 * static_cast<double>(random()) / 4294967296.0);
-                    plan.blocks.push_back(allocate_widths(importance, Format::keys::width_list::values,
-                                                          Format::keys::row_words(dim)));
-                }
-                std::vector<std::uint16_t> words(
-                    static_cast<std::size_t>(heads * cuda::key_plan_words<Format>));
-                cuda::write_key_plan<Format>(plan, 0, words.data());
-                ref.key_plans = plans = bench::on_device(words);
-            }
+            if (planned) ref.key_plans = plans = bench::key_plans<Format>(heads);
         const std::size_t key_page = ref.dense_key_page(heads), value_page = ref.dense_value_page(heads);
         BENCH_OK(cudaMalloc(&memory, (key_page + value_page) * static_cast<std::size_t>(columns)));
         std::vector<int> order(static_cast<std::size_t>(columns));
@@ -162,8 +149,8 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
                            *const v = random_numbers(size * heads + 8),
                            *const out = random_numbers(size * q_heads);
             const auto run = [&](int, cudaStream_t stream) {
-                bench::check(cuda::prefill<float16>(cache, {q, chunk, q_heads, dim}, {k, chunk, heads, dim},
-                                                    {v, chunk, heads, dim}, {out, chunk, q_heads, dim},
+                bench::check(cuda::prefill<float16>(cache, {k, chunk, heads, dim}, {v, chunk, heads, dim},
+                                                    {q, chunk, q_heads, dim}, {out, chunk, q_heads, dim},
                                                     starts, chunk, {}, stream));
             };
             std::size_t free_before = 0, free_after = 0, total = 0;

@@ -2,7 +2,7 @@
 //
 //   step [--json] [--quick] [--only NAME] [--heads Q/KV] [--baseline FILE]
 //
-// With -DPART=0 to 4: the rows of one format, or (4) those of formats alone.
+// With -DPART=0 to 6: the rows of one format, or (4) those of formats alone. "-plan": widths by channel (key_plans.cuh).
 // Real steps: sequences with 4 sinks and a recent window of 128 tokens in 16 bit, everything else quantized; `store_new_tokens` of one token
 // per sequence and `attend`, two launches a layer, and `commit_due_pages` once per step of 32 layers, against `store` and `attend` of 16-bit
 // pages of the same lengths. Times are those of a layer, the 32nd part of a commit included.
@@ -23,6 +23,7 @@
 #include <random>
 #include <string>
 
+#include "key_plans.cuh"
 #include "timing.cuh"
 
 namespace {
@@ -53,9 +54,12 @@ struct page_pool {
                 value_page = cuda::cache_ref<Format>::dense_value_page(heads);
     std::byte* memory = nullptr;
     int* table = nullptr;
+    std::uint16_t* plans = nullptr;
     cuda::cache_ref<Format> first;  // of layer 0
 
-    page_pool(int sequences, int columns, int layers, const int* tokens, int first_token)
+    /// planned: keys of several widths have a plan.
+    page_pool(int sequences, int columns, int layers, const int* tokens, int first_token,
+              [[maybe_unused]] bool planned = false)
         : pages(sequences * columns) {
         const std::size_t bytes = layer_bytes() * static_cast<std::size_t>(layers);
         BENCH_OK(cudaMalloc(&memory, bytes));
@@ -73,6 +77,8 @@ struct page_pool {
         first.sequences = sequences;
         first.table_columns = columns;
         first.first_token = first_token;
+        if constexpr (cuda::detail::is_mixed<typename Format::keys>)
+            if (planned) first.key_plans = plans = bench::key_plans<Format>(heads);
         if constexpr (full_precision<typename Format::keys> && full_precision<typename Format::values>)
             bench::fill_normal(memory, bytes, static_cast<std::uint32_t>(pages));
         else
@@ -83,6 +89,7 @@ struct page_pool {
     ~page_pool() {
         cudaFree(memory);
         cudaFree(table);
+        cudaFree(plans);
     }
     std::size_t layer_bytes() const { return (key_page + value_page) * static_cast<std::size_t>(pages); }
     cuda::cache_ref<Format> of_layer(int layer) const {
@@ -241,7 +248,7 @@ double time_draft(int batch, int drafted, int layers, const F& cache_of) {
 
 /// commit_due_pages, store_new_tokens and attend of sequences as they are.
 template <class Format>
-step_times time_real_step(const shape& s) {
+step_times time_real_step(const shape& s, bool planned) {
     constexpr int page = Format::page_tokens;
     using window_format = cuda::format<full<float16>, full<float16>, dim, page>;
     using sink_format = cuda::format<full<float16>, full<float16>, dim, 16>;
@@ -250,7 +257,7 @@ step_times time_real_step(const shape& s) {
         static_cast<std::size_t>(s.batch * columns) *
         (cuda::cache_ref<Format>::dense_key_page(heads) + cuda::cache_ref<Format>::dense_value_page(heads)));
     step_tensors x(s.batch, s.tokens);
-    const page_pool<Format> quantized(s.batch, columns, layers, x.lengths, sinks);
+    const page_pool<Format> quantized(s.batch, columns, layers, x.lengths, sinks, planned);
     const page_pool<window_format> window(s.batch, cuda::window_columns(recent, page), layers, x.lengths,
                                           sinks);
     const page_pool<sink_format> first(s.batch, 1, layers, x.lengths, 0);
@@ -299,7 +306,7 @@ step_times time_real_step(const shape& s) {
 
 /// Microseconds of a layer in steps of kvq::cuda::cache.
 template <class Format>
-double time_cache(const char* name, const shape& s) {
+double time_cache(const std::string& name, const shape& s, bool planned) {
     constexpr int steps = 64;
     const cuda::device_format compiled = cuda::make_device_format<float16, Format>();
     const int most = s.tokens + Format::page_tokens / 2 + steps + 2;
@@ -319,6 +326,8 @@ double time_cache(const char* name, const shape& s) {
                                  .pool_sequences = s.batch,
                                  .growing = false},
                                 std::span(&compiled, 1), stream));
+        if (planned)
+            bench::check(cache.calibrate(name, bench::spread_statistics(model_layers, heads, dim), stream));
         std::vector<cuda::sequence_id> batch;
         float16* const prompt = random_numbers(static_cast<std::size_t>(most) * heads * dim);
         for (const int length : ragged_lengths(s.batch, s.tokens, Format::page_tokens, 0)) {
@@ -375,8 +384,10 @@ template <class Format>
     const int phase = (nominal.tokens - sinks - recent - page / 2) % page;
     const shape s{nominal.batch, nominal.tokens - phase};
     const step_times full = time_full_pages(s, page);
-    step_times real = time_real_step<Format>(s);
-    real.cache = time_cache<Format>(name, s);
+    const std::string row = name, format = row.substr(0, row.find("-plan"));
+    const bool planned = format != row;
+    step_times real = time_real_step<Format>(s, planned);
+    real.cache = time_cache<Format>(format, s, planned);
     if (json)
         std::printf(
             "{\"op\": \"step\", \"scheme\": \"%s\", \"batch\": %d, \"tokens\": %d, \"q_heads\": %d, "
@@ -511,11 +522,20 @@ int main(int argc, char** argv) {
             if (wanted("std4")) run_real_step<cuda::preset_format<std4, dim>>("std4", s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 2
-            if (wanted("low2")) run_real_step<cuda::preset_format<low2, dim>>("low2", s, torch_us, json);
+            for (const char* const name : {"low2", "low2-plan"})
+                if (wanted(name)) run_real_step<cuda::preset_format<low2, dim>>(name, s, torch_us, json);
 #endif
 #if !defined(PART) || PART == 3
             if (wanted("int8"))
                 run_real_step<cuda::format<int8, int8, dim, page_tokens>>("int8", s, torch_us, json);
+#endif
+#if !defined(PART) || PART == 5
+            if (wanted("mix4-plan"))
+                run_real_step<cuda::preset_format<mix4, dim>>("mix4-plan", s, torch_us, json);
+#endif
+#if !defined(PART) || PART == 6
+            if (wanted("low3-plan"))
+                run_real_step<cuda::preset_format<low3, dim>>("low3-plan", s, torch_us, json);
 #endif
         }
     }

@@ -109,7 +109,7 @@ def main():
     most = a.context + a.steps + 64
 
     def ours(keys):
-        return lambda: kvq.transformers.Cache(keys, max_tokens=most, recent=128, pool_tokens=a.batch * most, pool_sequences=a.batch)
+        return lambda: kvq.transformers.Cache(keys, max_tokens=most, recent=128, page_tokens=64, pool_tokens=a.batch * most, pool_sequences=a.batch)
 
     caches = [("DynamicCache, sdpa", "sdpa", DynamicCache), ("DynamicCache, no cuDNN", "sdpa", DynamicCache)]
     caches += [(f"kvq {keys}{graph}", "kvq", ours(keys)) for graph in ("", ", graph") for keys in ("bf16", "kivi-4-g64", "std4")]

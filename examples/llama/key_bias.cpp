@@ -120,14 +120,14 @@ std::vector<attention_error> attention_errors(const model_shape& shape, const re
                                            const std::vector<float>& x) {
                 return through(format, role, {layer, head}, x, tokens, dim, scheme.settings.page_tokens);
             };
-            const bench::head_values coded =
+            const bench::head_values quantized =
                 in_double(through_pages(scheme.formats.keys, kvq::tensor::key, k),
                           through_pages(scheme.formats.values, kvq::tensor::value, v), tokens, dim);
             bench::error_sums sum;
             for (const bench::exact_query& query : queries) {
                 std::vector<double> logits(static_cast<std::size_t>(query.seen));
-                coded.logits(query.q, query.seen, logits.data());
-                bench::add_query(exact, coded, query, std::move(logits), scheme.settings.sinks,
+                quantized.logits(query.q, query.seen, logits.data());
+                bench::add_query(exact, quantized, query, std::move(logits), scheme.settings.sinks,
                                  scheme.settings.recent, sum);
             }
             sums[static_cast<std::size_t>(job)].push_back(sum);

@@ -343,7 +343,7 @@ typedef struct kvq_cache_options {
     const kvq_statistics* statistics;  // NULL, or for all keys whose format takes them
     const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
     int32_t
-        preallocate;  // 1: byte_budget is allocated at once, in one piece; pages take multiples of 64 bytes of it
+        preallocate;  // 1: byte_budget is allocated when the cache is made; pages take multiples of 64 bytes of it
 } kvq_cache_options;
 
 /// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an unknown name, or a format that cannot hold such blocks.

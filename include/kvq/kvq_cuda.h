@@ -34,9 +34,9 @@ typedef struct kvq_cuda_cache kvq_cuda_cache;
 typedef struct kvq_cuda_sequence kvq_cuda_sequence;
 
 // ---- formats ---------------------------------------------------------------------------------------------------------
-// Kernels are compiled for pairs of formats and head sizes, both window types, pages of 64 tokens: int8, kivi-4-g64, kivi-2-g64 and std4 with
-// heads of 64 and 128 channels. fp16 and bf16 are there for all of them: nothing is quantized. The CMake options KVQ_CUDA_FORMATS and
-// KVQ_CUDA_HEAD_DIMS choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well.
+// Kernels are compiled for pairs of formats and head sizes, both window types, pages of 128 tokens: int8, kivi-4-g64, kivi-2-g64 and std4 with
+// heads of 64 and 128 channels. fp16 and bf16 are there for all of them: nothing is quantized. The CMake options KVQ_CUDA_FORMATS,
+// KVQ_CUDA_HEAD_DIMS and KVQ_CUDA_PAGE_TOKENS choose others, KVQ_CUDA_ALIBI formats that have kernels for ALiBi as well.
 
 /// Formats that may be in one cache, and its geometry.
 typedef struct kvq_cuda_format_entry {
@@ -65,7 +65,7 @@ typedef struct kvq_cuda_allocator {
 typedef struct kvq_cuda_cache_options {
     size_t size;
     int32_t layers, kv_heads, head_dim;
-    int32_t page_tokens;  // 0: 64
+    int32_t page_tokens;  // 0: 128
     /// Names, separated by commas. Pages are quantized to the first one; kvq_cuda_cache_requantize and _step_down take all. "fp16" or "bf16"
     /// alone: all tokens stay in the window.
     const char* formats;
@@ -224,7 +224,7 @@ KVQ_API kvq_status kvq_cuda_sequence_onload(kvq_cuda_cache* cache, const kvq_seq
 
 /// Kernels of an entry of kvq_cuda_format_list.
 typedef struct kvq_cuda_kernels kvq_cuda_kernels;
-/// Those for pages of these formats, separated by commas. page_tokens: 0: 64. window: fp16 or bf16, NULL: fp16.
+/// Those for pages of these formats, separated by commas. page_tokens: 0: 128. window: fp16 or bf16, NULL: fp16.
 KVQ_API kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t page_tokens,
                                          const char* window, kvq_cuda_kernels** out);
 KVQ_API kvq_status kvq_cuda_kernels_free(kvq_cuda_kernels* kernels);

@@ -33,7 +33,7 @@ inline bool is_alibi(const cuda::device_format& f) {
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, int head_dim,
                                                 int page_tokens, float_type type, bool alibi) {
     std::string names;
-    std::set<int> head_dims;
+    std::set<std::pair<int, int>> geometries;
     bool geometry = false;
     const cuda::device_format* found = nullptr;
     bool any = false;
@@ -49,7 +49,7 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
         for (const std::string& name : wanted_names) all = all && f.find(name) >= 0;
         if (all && (found == nullptr || f.kinds.size() < found->kinds.size())) found = &f;
         if (fits) names += (names.empty() ? "" : ", ") + own;
-        if (f.type == type) head_dims.insert(f.head_dim);
+        if (f.type == type) geometries.insert({f.page_tokens, f.head_dim});
     }
     if (found != nullptr) return *found;
     std::string wanted;
@@ -58,10 +58,16 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
     expect(any, KVQ_ERROR_ARGUMENT, "this library has no kernels with ALiBi; build it with ", option, "=",
            wanted);
     std::string other;
-    for (const int d : head_dims) other += (other.empty() ? "" : ", ") + std::to_string(d);
-    expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads of ", other,
-           " channels and pages of 64 tokens, none for ", head_dim, " and ", page_tokens,
-           "; build it with KVQ_CUDA_HEAD_DIMS=", head_dim);
+    bool has_dim = false, has_pages = false;
+    for (const auto& [tokens, dim] : geometries) {
+        other += (other.empty() ? "" : ", ") + std::to_string(dim) + " and " + std::to_string(tokens);
+        has_dim = has_dim || dim == head_dim;
+        has_pages = has_pages || tokens == page_tokens;
+    }
+    const std::string missing = (has_dim ? "" : " KVQ_CUDA_HEAD_DIMS=" + std::to_string(head_dim)) +
+                                (has_pages ? "" : " KVQ_CUDA_PAGE_TOKENS=" + std::to_string(page_tokens));
+    expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads and pages of ", other,
+           " channels and tokens, none for ", head_dim, " and ", page_tokens, "; build it with", missing);
     fail(KVQ_ERROR_ARGUMENT, "this library has kernels for ", names, ", none for ", wanted,
          "; build it with ", option, "=", wanted);
 }

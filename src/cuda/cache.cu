@@ -75,7 +75,7 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     const std::string window = o.window != nullptr ? o.window : "fp16";
     expect(holds_values(window), KVQ_ERROR_ARGUMENT, "the window is ", window, ", neither fp16 nor bf16");
     c.type = window == "fp16" ? float_type::fp16 : float_type::bf16;
-    c.page_tokens = o.page_tokens == 0 ? 64 : o.page_tokens;
+    c.page_tokens = o.page_tokens == 0 ? default_page_tokens : o.page_tokens;
     c.sinks = or_default(o.sinks, 4);
     c.recent = or_default(o.recent, 64);
     c.rollback = or_default(o.rollback, 16);
@@ -351,7 +351,7 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
                        "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");
                 expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
                 return check(
-                    of.cache.prefill(layer, queries, keys, values, to, prefill_of(o), stream_of(stream)));
+                    of.cache.prefill(layer, keys, values, queries, to, prefill_of(o), stream_of(stream)));
             }
             expect_modifiers(o, of.alibi);
             expect(queries.tokens == keys.tokens, KVQ_ERROR_ARGUMENT, "q has ", queries.tokens,

@@ -12,7 +12,7 @@ using device_formats = std::vector<cuda::device_format>;
 const device_formats& compiled_formats();
 
 /// Formats by the names of kvq.h, with _ for -.
-template <int HeadDim, int PageTokens = 64>
+template <int HeadDim, int PageTokens = default_page_tokens>
 struct named {
     using int8 = cuda::format<kvq::int8, kvq::int8, HeadDim, PageTokens>;
     using kivi_2_g32 = cuda::kivi_format<2, 32, HeadDim, PageTokens>;

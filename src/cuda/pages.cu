@@ -124,9 +124,9 @@ kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, int32_t 
         const std::string type = window != nullptr ? window : "fp16";
         expect(holds_values(type), KVQ_ERROR_ARGUMENT, "the window is ", type, ", neither fp16 nor bf16");
         expect_kernels();
-        *out = make<kvq_cuda_kernels>(
-            find_compiled(names_of(formats), head_dim, page_tokens == 0 ? 64 : page_tokens,
-                          type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16, false));
+        *out = make<kvq_cuda_kernels>(find_compiled(
+            names_of(formats), head_dim, page_tokens == 0 ? kvq::default_page_tokens : page_tokens,
+            type == "fp16" ? kvq::float_type::fp16 : kvq::float_type::bf16, false));
     });
 }
 
@@ -294,8 +294,8 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         with_type(of.type, [&]<class T>(T) {
             using kvq::cuda::detail::untyped_view;
             check(of.functions->prefill(
-                l, untyped_view(view_of<const T>(q, "q")), untyped_view(view_of<const T>(k, "k")),
-                untyped_view(view_of<const T>(v, "v")), untyped_view(view_of<T>(out, "out")), starts,
+                l, untyped_view(view_of<const T>(k, "k")), untyped_view(view_of<const T>(v, "v")),
+                untyped_view(view_of<const T>(q, "q")), untyped_view(view_of<T>(out, "out")), starts,
                 most_new_tokens, p, stream_of(stream)));
         });
     });

@@ -10,10 +10,8 @@
 #include <kvq/schemes/presets.hpp>
 
 #include "support/caches.hpp"
+#include "support/flushed_subnormals.hpp"
 #include "support/random.hpp"
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
 
 namespace cache_bytes_tests {
 
@@ -21,27 +19,9 @@ namespace {
 
 using native = kvq::simd<>;
 
-#if defined(__SSE2__) || defined(__aarch64__)
-/// As crtfastmath.o or torch.set_flush_denormal leave the thread.
-struct flushed_subnormals {
-#if defined(__SSE2__)
-    unsigned saved = _mm_getcsr();
-    flushed_subnormals() { _mm_setcsr(saved | 0x8040u); }
-    ~flushed_subnormals() { _mm_setcsr(saved); }
-#else
-    std::uint64_t saved = 0;
-    flushed_subnormals() {
-        asm volatile("mrs %0, fpcr" : "=r"(saved));
-        asm volatile("msr fpcr, %0" : : "r"(saved | 0x1080000u));
-    }
-    ~flushed_subnormals() { asm volatile("msr fpcr, %0" : : "r"(saved)); }
-#endif
-};
-#endif
-
 }  // namespace
 
-#if defined(__SSE2__) || defined(__aarch64__)
+#if defined(KVQ_TEST_FLUSHES)
 TEST_CASE_TEMPLATE("the same numbers whether or not the program flushes subnormal floats to zero", T, float,
                    kvq::float16) {
     using cache_type =
@@ -75,7 +55,7 @@ TEST_CASE_TEMPLATE("the same numbers whether or not the program flushes subnorma
             return all;
         };
         const auto expected = dequantized();
-        const flushed_subnormals flushed;
+        const test::flushed_subnormals flushed;
         const auto got = dequantized();
         for (std::size_t i = 0; i < got.size(); ++i)
             CHECK(std::memcmp(got[i].data(), expected[i].data(), sizeof(T) * got[i].size()) == 0);

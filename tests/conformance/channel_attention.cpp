@@ -17,16 +17,16 @@ namespace {
 
 constexpr double bound = 5e-4;
 
-using kvq::coded;
+using kvq::byte_params;
 using kvq::float16;
 using kvq::params;
 using kvq::token_scales;
 using mixed = kvq::channel_grid<kvq::grid{.bits = {6, 4, 3, 0}, .average_eighths = 26, .group = 64}>;
-using keys = test::formats<
-    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>, mixed,
-    kvq::channel_grid<kvq::grid{.bits = {2}, .group = 7}, kvq::min_max, coded, token_scales<coded>>>;
+using keys = test::formats<kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>, mixed,
+                           kvq::channel_grid<kvq::grid{.bits = {2}, .group = 7}, kvq::min_max, byte_params,
+                                             token_scales<byte_params>>>;
 using values = test::formats<
-    kvq::channel_grid<kvq::grid{.bits = {4}}, kvq::min_max, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {4}}, kvq::min_max, byte_params, token_scales<byte_params>>,
     kvq::channel_grid<kvq::grid{.bits = {2}, .group = 64}, kvq::mean_corrected<kvq::least_squares>>,
     kvq::channel_grid<kvq::grid{.bits = {8}, .group = 5}, kvq::min_max, params<float16>,
                       token_scales<params<float16>>>>;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Channels fitted and coded in lanes are the bytes of scheme::quantize, and dequantized in lanes the bits of
+// Comparison family: exact. Channels fitted and quantized in lanes are the bytes of scheme::quantize, and dequantized in lanes the bits of
 // scheme::dequantize. Built for several -march.
 #include <doctest/doctest.h>
 
@@ -15,7 +15,7 @@ namespace channel_codec_tests {
 namespace {
 
 using native = kvq::simd<>;
-using kvq::channel_grid, kvq::coded, kvq::float16, kvq::params, kvq::token_scales;
+using kvq::channel_grid, kvq::byte_params, kvq::float16, kvq::params, kvq::token_scales;
 
 template <class S>
 constexpr bool codes(kvq::tensor role) {
@@ -79,15 +79,15 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
         values = random.one_in(2) ? test::dequantized(scheme, shape, block, id) : x;
         if (random.one_in(2))
             for (float& v : values) v *= 1.0f + 0.01f * random.normal();
-        std::vector<float> factors(static_cast<std::size_t>(shape.tokens)), same_token_scales;
-        for (float& f : factors) f = random.one_in(3) ? std::fabs(random.any_magnitude(-3, 0)) : 1.5f;
+        std::vector<float> token_scales(static_cast<std::size_t>(shape.tokens)), same_token_scales;
+        for (float& f : token_scales) f = random.one_in(3) ? std::fabs(random.any_magnitude(-3, 0)) : 1.5f;
         if constexpr (kvq::detail::with_token_scales<S>)
-            if (random.one_in(2)) scheme.read_token_scales(shape, block.data(), factors.data());
+            if (random.one_in(2)) scheme.read_token_scales(shape, block.data(), token_scales.data());
         same = values;
-        same_token_scales = factors;
+        same_token_scales = token_scales;
         const bool known = random.one_in(2);
-        const auto bad =
-            scheme.requantize(shape, id, values.data(), known ? factors.data() : nullptr, expected.data());
+        const auto bad = scheme.requantize(shape, id, values.data(), known ? token_scales.data() : nullptr,
+                                           expected.data());
         CHECK(native::requantize_values(scheme, shape, id, same.data(),
                                         known ? same_token_scales.data() : nullptr, got.data()) == bad);
         CHECK(got == expected);
@@ -97,14 +97,14 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
 #define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                          \
     kvq::std4::keys, kvq::std4::values, kvq::low2::keys, kvq::hi6::values,                     \
         channel_grid<kvq::grid{.bits = {3}, .group = 5}, kvq::enclosing, params<float16>>,     \
-        channel_grid<kvq::grid{.bits = {7}, .group = 32}, kvq::least_squares, coded,           \
+        channel_grid<kvq::grid{.bits = {7}, .group = 32}, kvq::least_squares, byte_params,     \
                      token_scales<params<kvq::bfloat16>>>,                                     \
         kvq::channel_grid<kvq::grid{.bits = {8, 5, 2, 1}, .average_eighths = 28, .group = 16}, \
                           kvq::mean_corrected<kvq::least_squares>>
 #define KVQ_TEST_SOME_CHANNEL_KEYS                                                                 \
     kvq::hi6::keys, kvq::low3::keys,                                                               \
         channel_grid<kvq::grid{.bits = {3}, .group = 16}, kvq::error_feedback<kvq::least_squares>, \
-                     params<float16>, token_scales<coded>>
+                     params<float16>, token_scales<byte_params>>
 #if defined(KVQ_TEST_FEWER_SCHEMES)
 #define KVQ_TEST_CHANNEL_SCHEMES KVQ_TEST_SOME_CHANNEL_SCHEMES
 #define KVQ_TEST_CHANNEL_KEYS KVQ_TEST_SOME_CHANNEL_KEYS
@@ -115,7 +115,7 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
         channel_grid<kvq::grid{.bits = {8}, .group = 64}, kvq::shrink_search, params<float>>,              \
         channel_grid<kvq::grid{.bits = {2}, .group = 64}, kvq::mean_corrected<kvq::enclosing>>,            \
         channel_grid<kvq::grid{.bits = {5}}, kvq::least_squares_below_3_bits, params<float16>,             \
-                     token_scales<coded>>,                                                                 \
+                     token_scales<byte_params>>,                                                           \
         kvq::channel_grid<kvq::grid{.bits = {7, 3, 0}, .average_eighths = 20},                             \
                           kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #define KVQ_TEST_CHANNEL_KEYS                                                      \
@@ -145,7 +145,7 @@ TEST_CASE_TEMPLATE("channels: same bytes from every backend", S, KVQ_TEST_CHANNE
     check_shapes<S>();
 }
 
-// A transform is applied token by token, then the channels are coded as above.
+// A transform is applied token by token, then the channels are quantized as above.
 TEST_CASE_TEMPLATE(
     "channels behind a transform: same bytes from every backend", S, kvq::hadamard<kvq::std4::values>,
     kvq::std4_h::keys, kvq::hadamard<kvq::affine<4, kvq::per_token<64>>>,
@@ -172,7 +172,7 @@ TEST_CASE_TEMPLATE("channels with plans and feedback: same bytes from every back
     }
 }
 
-TEST_CASE_TEMPLATE("channels of ordinary blocks are coded and dequantized in lanes", S,
+TEST_CASE_TEMPLATE("channels of ordinary blocks are quantized and dequantized in lanes", S,
                    KVQ_TEST_CHANNEL_SCHEMES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

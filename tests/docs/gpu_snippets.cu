@@ -29,9 +29,9 @@ void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq
 
 void attend(const kvq::float16* q, kvq::float16* out, float* lse, int batch, int q_heads, void* workspace,
             std::size_t workspace_bytes, cudaStream_t stream) {
-    using coded = kvq::cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;
-    kvq::cuda::cache_ref<coded> cache = {};
-    auto s = kvq::cuda::attend<coded, kvq::float16>(
+    using quantized = kvq::cuda::kivi_format<4, 64, /*head_dim*/ 128, /*page_tokens*/ 64>;
+    kvq::cuda::cache_ref<quantized> cache = {};
+    auto s = kvq::cuda::attend<quantized, kvq::float16>(
         cache, {q, batch, q_heads, 128}, {out, batch, q_heads, 128},
         {.softcap = 30.f, .window = 4096, .query_tokens = 1, .lse = lse}, workspace, workspace_bytes, stream);
     if (!s) std::puts(s.message);
@@ -60,7 +60,7 @@ void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_
 
     s = cache.begin_prompt(a, n, stream);
     for (int layer = 0; layer < 32; ++layer)
-        s = cache.prefill(layer, q[layer], k[layer], v[layer], out[layer], {}, stream);
+        s = cache.prefill(layer, k[layer], v[layer], q[layer], out[layer], {}, stream);
     s = cache.fork(a, b, stream);
 
     const cuda::sequence_id batch[] = {a, b};

@@ -40,7 +40,7 @@ void divided_prompt(kvq::cuda::nccl_group& group, kvq::cuda::cache& cache, kvq::
     s = prompt.open(group, q_heads);
 
     s = prompt.begin(cache, id, split, n, stream);
-    for (int layer = 0; layer < layers; ++layer) s = prompt.prefill(layer, q, k, v, out, {}, stream);
+    for (int layer = 0; layer < layers; ++layer) s = prompt.prefill(layer, k, v, q, out, {}, stream);
     s = group.wait(stream, "for the outputs");
     if (!s) std::puts(s.message);
 }

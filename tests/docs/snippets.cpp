@@ -59,22 +59,6 @@ void by_name(kvq::cache_shape shape, const std::string& name) {
 
 }  // namespace readme
 
-namespace attention {
-
-void moves(kvq::cache_shape shape, kvq::cache_options options, int first, int last, int n, int by) {
-    kvq::rotary_embedding rotary;
-    rotary.dims = 128;
-    rotary.frequencies = kvq::llama3_frequencies(128, 500000.0, {.factor = 8.0, .original_context = 8192.0});
-    options.rotary = {rotary};
-    kvq::cache cache(shape, options);
-    auto sequence = cache.new_sequence(), document = cache.new_sequence();
-    sequence.erase(first, last);
-    sequence.splice(document, 4, document.tokens());
-    sequence.shift(0, n, by);
-}
-
-}  // namespace attention
-
 namespace scale {
 
 void heads(std::vector<int> weights, std::size_t rank, int layers, int kv_heads, int head_dim,
@@ -316,77 +300,5 @@ void self_calibration(kvq::cache_shape shape, int steps, tokens_in k, tokens_in 
         own.apply(sequence, make);
     }
 }
-
-namespace attention {
-
-void masks(kvq::sequence& sequence, kvq::sequence& encoder, int layer, tokens_in k, tokens_in v, tokens_in q,
-           tokens_out out, kvq::thread_pool& executor, kvq::workspace& workspace) {
-    sequence.attend(layer, q, out, kvq::sliding_window{4096});
-    sequence.attend(layer, q, out,
-                    kvq::mods{kvq::softcap{50.0f}, kvq::sink_window{.tokens = 4096, .sinks = 4}});
-
-    const std::vector<int> starts{0, 700, 1500};
-    sequence.prefill(layer, k, v, q, out, kvq::document_mask{starts}, executor, workspace);
-    sequence.attend(layer, q, out, kvq::mods{kvq::bidirectional{}, kvq::document_mask{starts}});
-    encoder.attend(layer, q, out, kvq::cross_attention{});
-}
-
-struct dilated {
-    bool mask(int q_pos, int k_pos) const { return k_pos > q_pos - 64 || k_pos % 4 == 0; }
-    kvq::page_visibility mask_page(int first_q, int last_q, int first_k, int end_k) const {
-        return first_k > last_q - 64 ? kvq::page_visibility::all : kvq::page_visibility::some;
-    }
-};
-struct recency {
-    float strength;
-    float score(float score, int q_head, int q_pos, int k_pos) const {
-        return score - strength * std::log1p(static_cast<float>(q_pos - k_pos));
-    }
-};
-void own(kvq::sequence& sequence, int layer, tokens_in q, tokens_out out) {
-    sequence.attend(layer, q, out, kvq::mods{dilated{}, recency{0.1f}});
-}
-
-void pages(kvq::sequence& sequence, int layer, tokens_in q, tokens_out out) {
-    kvq::selection_report report;
-    sequence.attend(layer, q, out, kvq::selected_pages{.tokens = 4096, .report = &report});
-    const double read = static_cast<double>(report.read) / static_cast<double>(report.pages);
-
-    kvq::skipping_report skipped;
-    sequence.attend(layer, q, out, kvq::skipped_values{.mass = 1e-3f, .report = &skipped});
-    const double left_out = skipped.left_out / static_cast<double>(skipped.rows);
-    sequence.attend(layer, q, out, kvq::mods{kvq::selected_pages{4096}, kvq::skipped_values{1e-3f}});
-
-    const std::vector<kvq::token_range> blocks{{0, 64}, {512, 768}, {4032, 4096}};
-    sequence.attend(layer, q, out, kvq::token_ranges{blocks});
-    const std::vector<int> starts{0, 2, 3};
-    sequence.attend(layer, q, out, kvq::token_ranges{blocks, starts, sequence.tokens(layer) - q.tokens});
-    (void)(read + left_out);
-
-    kvq::format keys = kvq::with_bounds(kvq::make_format<kvq::int8>());
-    keys = kvq::find_format("int8-bounds", kvq::tensor::key);
-}
-
-void requests(kvq::cache& cache, std::vector<kvq::sequence>& sequences, std::vector<tokens_in>& q,
-              std::vector<tokens_out>& out, std::vector<kvq::token_tree>& trees, int layer,
-              kvq::thread_pool& executor, kvq::workspace& workspace) {
-    std::vector<kvq::attention_request> batch;
-    for (std::size_t i = 0; i < trees.size(); ++i)
-        batch.push_back({.sequence = &sequences[i], .q = q[i], .out = out[i], .mods = trees[i]});
-    cache.attend(layer, batch, kvq::causal{}, executor, workspace);
-}
-
-void trees(kvq::sequence& sequence, int layers, tokens_in k, tokens_in v, tokens_in q, tokens_out out) {
-    const std::vector<int> parents{-1, 0, 0, -1, 3};
-    const kvq::token_tree tree(sequence.tokens(), parents);
-    for (int layer = 0; layer < layers; ++layer) {
-        sequence.append_draft(layer, k, v);
-        sequence.attend(layer, q, out, tree);
-    }
-    const std::vector<int> accepted{0, 2};
-    sequence.keep(accepted);
-}
-
-}  // namespace attention
 
 }  // namespace

@@ -80,8 +80,8 @@ kvq::calibration statistics() {
 }  // namespace
 
 TEST_CASE("bytes of channel grids, encoders and presets") {
+    using kvq::byte_params;
     using kvq::channel_grid;
-    using kvq::coded;
     using kvq::params;
     using kvq::token_scales;
     check("channel_grid<4>", channel_grid<kvq::grid{.bits = {4}}>{});
@@ -91,8 +91,8 @@ TEST_CASE("bytes of channel grids, encoders and presets") {
     check("channel_grid<2, 0, shrink_search>", channel_grid<kvq::grid{.bits = {2}}, kvq::shrink_search>{});
     check("channel_grid<5, 0, min_max, float16>",
           channel_grid<kvq::grid{.bits = {5}}, kvq::min_max, params<kvq::float16>>{});
-    check("channel_grid<4, 7, dual>",
-          channel_grid<kvq::grid{.bits = {4}, .group = 7}, kvq::min_max, coded, token_scales<coded>>{});
+    check("channel_grid<4, 7, dual>", channel_grid<kvq::grid{.bits = {4}, .group = 7}, kvq::min_max,
+                                                   byte_params, token_scales<byte_params>>{});
     kvq::for_each_preset([]<class P>(P) {
         const std::string name = P::name;
         check((name + "::keys").c_str(), typename P::keys{});

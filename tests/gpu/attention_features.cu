@@ -10,7 +10,7 @@ using namespace kvq;
 namespace {
 
 using window = cuda::format<full<float16>, full<float16>, 128, 64>;
-using coded = cuda::kivi_format<4, 64, 128, 64>;
+using quantized = cuda::kivi_format<4, 64, 128, 64>;
 using sink = cuda::format<full<float16>, full<float16>, 128, 4>;
 constexpr int kv_heads = 2, group = 4, q_heads = kv_heads * group, dim = 128;
 
@@ -38,9 +38,9 @@ void check_mixed() {
         rest_lengths.push_back(std::max(0, n - 4));
     }
     const test::quantized_batch<sink> sinks(r, kv_heads, sink_lengths);
-    test::quantized_batch<coded> middle(r, kv_heads, rest_lengths, true);
+    test::quantized_batch<quantized> middle(r, kv_heads, rest_lengths, true);
     test::quantized_batch<window> recent(r, kv_heads, rest_lengths, true);
-    // Pages 0, 2, 4, ... are coded while the last one never is.
+    // Pages 0, 2, 4, ... are quantized while the last one never is.
     const auto is_quantized = [&](int b, int page) {
         return page % 2 == 0 && (page + 1) * 64 <= rest_lengths[static_cast<std::size_t>(b)];
     };
@@ -68,7 +68,7 @@ void check_mixed() {
         whole.value_values[at] = v;
     }
     test::device_batch<sink> sinks_device(sinks);
-    test::device_batch<coded> middle_device(middle);
+    test::device_batch<quantized> middle_device(middle);
     test::device_batch<window> recent_device(recent);
     const test::device_buffer<int> lengths_device(lengths);
     sinks_device.ref.tokens = middle_device.ref.tokens = recent_device.ref.tokens = lengths_device.get();
@@ -77,7 +77,7 @@ void check_mixed() {
     std::vector<float16> q(static_cast<std::size_t>(sequences * q_heads * dim));
     std::vector<float> qf(q.size());
     test::device_buffer<float16> q_device(q.size()), out(q.size());
-    const std::size_t bytes = std::max(cuda::attend_workspace_bytes<coded, float16>(group),
+    const std::size_t bytes = std::max(cuda::attend_workspace_bytes<quantized, float16>(group),
                                        cuda::attend_workspace_bytes<window, float16>(group));
     test::device_buffer<std::byte> workspace(bytes);
     workspace.clear();
@@ -95,9 +95,9 @@ void check_mixed() {
         third.lse = lse.get();
         CHECK((cuda::attend<sink, float16>(sinks_device.ref, q_view, {}, first, nullptr, 0, stream)),
               "sinks");
-        CHECK((cuda::attend<coded, float16>(middle_device.ref, q_view, {}, second, workspace.get(), bytes,
-                                            stream)),
-              "coded");
+        CHECK((cuda::attend<quantized, float16>(middle_device.ref, q_view, {}, second, workspace.get(), bytes,
+                                                stream)),
+              "quantized");
         CHECK((cuda::attend<window, float16>(recent_device.ref, q_view, out_view, third, workspace.get(),
                                              bytes, stream)),
               "window");
@@ -164,14 +164,14 @@ void check_repeatable() {
     for (int i = 0; i < test::many(150); ++i)
         lengths.push_back(test::uniform(r, 0, 3) == 0 ? 0 : test::uniform(r, 1, 400));
     lengths[test::many(70)] = test::many(5000);
-    const test::quantized_batch<coded> batch(r, kv_heads, lengths);
-    const test::device_batch<coded> device(batch);
+    const test::quantized_batch<quantized> batch(r, kv_heads, lengths);
+    const test::device_batch<quantized> device(batch);
     const int n = static_cast<int>(lengths.size());
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim));
     for (float16& x : q) x = float16(test::normal(r));
     const test::device_buffer<float16> q_device(q);
     test::device_buffer<float16> out(q.size());
-    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(group);
+    const std::size_t bytes = cuda::attend_workspace_bytes<quantized, float16>(group);
     test::device_buffer<std::byte> workspace(bytes);
     workspace.clear();
     std::vector<float16> first;
@@ -179,9 +179,9 @@ void check_repeatable() {
         out.poison();
         // Two launches that overlap, where the second one fetches early.
         for (const bool early : {false, true})
-            CHECK((cuda::attend<coded, float16>(device.ref, {q_device.get(), n, q_heads, dim},
-                                                {out.get(), n, q_heads, dim}, {.early = early && run > 0},
-                                                workspace.get(), bytes, nullptr)),
+            CHECK((cuda::attend<quantized, float16>(device.ref, {q_device.get(), n, q_heads, dim},
+                                                    {out.get(), n, q_heads, dim}, {.early = early && run > 0},
+                                                    workspace.get(), bytes, nullptr)),
                   "attend");
         CUDA_OK(cudaDeviceSynchronize());
         const auto got = out.download();
@@ -215,12 +215,12 @@ void check_repeatable() {
 /// Launches that share the device, so that blocks of one wait for multiprocessors of the other, and for parts of their items.
 void check_side_by_side() {
     test::rng r(9);
-    const test::quantized_batch<coded> one(r, kv_heads, {20000}),
+    const test::quantized_batch<quantized> one(r, kv_heads, {20000}),
         many(r, kv_heads, {3000, 1, 9000, 700, 64, 5000, 2});
-    const test::device_batch<coded> devices[2] = {test::device_batch<coded>(one),
-                                                  test::device_batch<coded>(many)};
+    const test::device_batch<quantized> devices[2] = {test::device_batch<quantized>(one),
+                                                      test::device_batch<quantized>(many)};
     const int n[2] = {1, 7};
-    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(group);
+    const std::size_t bytes = cuda::attend_workspace_bytes<quantized, float16>(group);
     std::vector<float16> q(static_cast<std::size_t>(7 * q_heads * dim));
     for (float16& x : q) x = float16(test::normal(r));
     const test::device_buffer<float16> q_device(q);
@@ -238,10 +238,10 @@ void check_side_by_side() {
         CUDA_OK(cudaDeviceSynchronize());
         for (int repeat = 0; repeat < (run == 0 ? 1 : test::repeats(8)); ++repeat)
             for (int i = 0; i < 2; ++i) {
-                CHECK((cuda::attend<coded, float16>(devices[i].ref, {q_device.get(), n[i], q_heads, dim},
-                                                    {outs[i].get(), n[i], q_heads, dim},
-                                                    {.early = run % 2 != 0 && repeat > 0},
-                                                    workspaces[i].get(), bytes, streams[i])),
+                CHECK((cuda::attend<quantized, float16>(devices[i].ref, {q_device.get(), n[i], q_heads, dim},
+                                                        {outs[i].get(), n[i], q_heads, dim},
+                                                        {.early = run % 2 != 0 && repeat > 0},
+                                                        workspaces[i].get(), bytes, streams[i])),
                       "attend");
                 if (run == 0) CUDA_OK(cudaDeviceSynchronize());  // alone
             }
@@ -425,7 +425,7 @@ void check_bad_queries(const char* name) {
 }
 
 void check_bad_queries() {
-    check_bad_queries<coded>("kivi4");
+    check_bad_queries<quantized>("kivi4");
     check_bad_queries<window>("fp16");
     check_bad_queries<cuda::format<int8, int8, 128, 16>>("int8, page 16");
     check_bad_queries<cuda::preset_format<low2, 128>>("low2");
@@ -449,20 +449,20 @@ __global__ void write_late(int* lengths, const int* new_lengths, int n, int* tab
 void check_late_lengths() {
     test::rng r(8);
     constexpr int n = 5, longest = test::many(3000);
-    const test::quantized_batch<coded> batch(r, kv_heads, std::vector<int>(n, longest));
-    test::device_batch<coded> device(batch);
+    const test::quantized_batch<quantized> batch(r, kv_heads, std::vector<int>(n, longest));
+    test::device_batch<quantized> device(batch);
     std::vector<float16> q(static_cast<std::size_t>(n * q_heads * dim));
     for (float16& x : q) x = float16(test::normal(r));
     const test::device_buffer<float16> q_device(q);
     test::device_buffer<float16> out(q.size());
-    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(group);
+    const std::size_t bytes = cuda::attend_workspace_bytes<quantized, float16>(group);
     test::device_buffer<std::byte> workspace(bytes);
     workspace.clear();
     const auto attend = [&] {
-        CHECK(
-            (cuda::attend<coded, float16>(device.ref, {q_device.get(), n, q_heads, dim},
-                                          {out.get(), n, q_heads, dim}, {}, workspace.get(), bytes, nullptr)),
-            "attend");
+        CHECK((cuda::attend<quantized, float16>(device.ref, {q_device.get(), n, q_heads, dim},
+                                                {out.get(), n, q_heads, dim}, {}, workspace.get(), bytes,
+                                                nullptr)),
+              "attend");
     };
     std::vector<int> other_table = batch.table;
     std::reverse(other_table.begin(), other_table.end());
@@ -510,13 +510,13 @@ void check_late_lengths() {
 void check_errors() {
     test::device_buffer<std::byte> memory(1 << 16);
     test::device_buffer<int> numbers(16);
-    cuda::cache_ref<coded> c;
+    cuda::cache_ref<quantized> c;
     c.kv_heads = 2;
     float16* const x = reinterpret_cast<float16*>(memory.get());
-    const auto refused = [&](const cuda::cache_ref<coded>& cache, int heads, int d, std::size_t bytes,
+    const auto refused = [&](const cuda::cache_ref<quantized>& cache, int heads, int d, std::size_t bytes,
                              const char* words) {
-        const auto s = cuda::attend<coded, float16>(cache, {x, 1, heads, d}, {x, 1, heads, d}, {},
-                                                    memory.get(), bytes, nullptr);
+        const auto s = cuda::attend<quantized, float16>(cache, {x, 1, heads, d}, {x, 1, heads, d}, {},
+                                                        memory.get(), bytes, nullptr);
         CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words), "expected '%s', got '%s'",
               words, s.message);
         CHECK(cudaGetLastError() == cudaSuccess, "a refused call must not leave an error behind");
@@ -542,16 +542,16 @@ void check_errors() {
                                      const void* space, const char* words) {
         auto other = c;
         other.sequences = sequences;
-        const auto s = cuda::attend<coded, float16>(other, {x, tokens, 8, dim}, {x, tokens, 8, dim}, o,
-                                                    const_cast<void*>(space), 1 << 16, nullptr);
+        const auto s = cuda::attend<quantized, float16>(other, {x, tokens, 8, dim}, {x, tokens, 8, dim}, o,
+                                                        const_cast<void*>(space), 1 << 16, nullptr);
         CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words), "expected '%s', got '%s'",
               words, s.message);
     };
     refused_options(65536, 0, {.query_tokens = 65536}, memory.get(), "are 4294967296");
     refused_options(1, 1 << 30, {.query_tokens = 1 << 30}, memory.get(), "8589934592 query rows");
     const auto many_rows =
-        cuda::attend<coded, float16>(c, {x, 1 << 20, 128, dim}, {x, 1 << 20, 128, dim},
-                                     {.query_tokens = 1 << 20}, memory.get(), 1 << 16, nullptr);
+        cuda::attend<quantized, float16>(c, {x, 1 << 20, 128, dim}, {x, 1 << 20, 128, dim},
+                                         {.query_tokens = 1 << 20}, memory.get(), 1 << 16, nullptr);
     CHECK(many_rows.code == cudaErrorInvalidValue &&
               std::strstr(many_rows.message, "1048576 query tokens are too many"),
           "got '%s'", many_rows.message);
@@ -565,22 +565,22 @@ void check_errors() {
     auto none = c;
     none.sequences = none.table_columns = 0;
     none.tokens = none.block_table = nullptr;
-    CHECK((cuda::attend<coded, float16>(none, {nullptr, 0, 8, dim}, {nullptr, 0, 8, dim}, {}, nullptr, 0,
-                                        nullptr)),
+    CHECK((cuda::attend<quantized, float16>(none, {nullptr, 0, 8, dim}, {nullptr, 0, 8, dim}, {}, nullptr, 0,
+                                            nullptr)),
           "no sequences");
     c.key_pages += 4;
     refused(c, 8, 128, 0, "16 bytes");
     c.key_pages -= 4;
 
     // What others have left behind is not taken for an error of the launch.
-    const std::size_t bytes = cuda::attend_workspace_bytes<coded, float16>(4);
+    const std::size_t bytes = cuda::attend_workspace_bytes<quantized, float16>(4);
     test::device_buffer<std::byte> workspace(bytes);
     workspace.clear();
     void* none_left = nullptr;
     CHECK(cudaMalloc(&none_left, std::size_t{1} << 60) != cudaSuccess, "so much memory");
     CHECK(cudaPeekAtLastError() != cudaSuccess, "the error is not kept");
-    const auto s =
-        cuda::attend<coded, float16>(c, {x, 1, 8, 128}, {x, 1, 8, 128}, {}, workspace.get(), bytes, nullptr);
+    const auto s = cuda::attend<quantized, float16>(c, {x, 1, 8, 128}, {x, 1, 8, 128}, {}, workspace.get(),
+                                                    bytes, nullptr);
     CHECK(s, "an older error is reported as '%s'", s.message);
     (void)cudaGetLastError();
     CUDA_OK(cudaDeviceSynchronize());

@@ -33,11 +33,11 @@ const builtin_format* builtin_formats(std::size_t* count) {
 }  // namespace kvq::inline v0_2
 
 const device_formats& kvq::c::compiled_formats() {
-    using of = named<64>;
+    using of = named<64, 64>;
     static const device_formats all = {
         kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
         kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
-        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16, of::int8>()};
+        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16, named<64>::int8>()};
     return all;
 }
 
@@ -90,6 +90,7 @@ kvq_cuda_cache_options device_options() {
     o.layers = layers;
     o.kv_heads = kv_heads;
     o.head_dim = dim;
+    o.page_tokens = 64;
     o.formats = "kivi-4-g64, int8";
     o.recent = 40;
     o.max_batch = 3;
@@ -149,8 +150,10 @@ struct both {
     std::vector<kvq_sequence*> host;
     tokens x;
     double worst = 0.0;
+    int page_tokens;
 
-    both(kvq_cuda_cache_options o, kvq_cache_options h) {
+    both(kvq_cuda_cache_options o, kvq_cache_options h)
+        : page_tokens(h.page_tokens == 0 ? kvq::default_page_tokens : h.page_tokens) {
         CUDA_OK(cudaStreamCreate(&stream));
         o.allocator = &memory.functions;
         OK(kvq_cuda_cache_create(&o, stream, &gpu));
@@ -272,7 +275,7 @@ struct both {
                 for (const kvq_role role : {KVQ_KEY, KVQ_VALUE}) {
                     kvq_format* f = nullptr;
                     OK(kvq_cache_get_format(cpu, role, m.key_format, &f));
-                    const kvq_page_shape shape = {role, 64, kv_heads, dim, layer, 0};
+                    const kvq_page_shape shape = {role, page_tokens, kv_heads, dim, layer, 0};
                     std::size_t bytes = 0;
                     OK(kvq_format_page_bytes(f, &shape, &bytes, nullptr));
                     CHECK(bytes > 0 && std::memcmp(role == KVQ_KEY ? m.keys : m.values,
@@ -466,10 +469,11 @@ void several_widths() {
     OK(kvq_statistics_free(sums));
 }
 
-/// ALiBi, with learned sinks beside it: prompts are steps of several tokens.
+/// ALiBi, with learned sinks beside it: prompts are steps of several tokens. Pages of the default size on both sides.
 void alibi() {
     kvq_cuda_cache_options o = device_options();
     kvq_cache_options h = host_options();
+    o.page_tokens = h.page_tokens = 0;
     o.formats = "kivi-4-g64";
     o.alibi = 1;
     kvq_cuda_cache* none = nullptr;
@@ -494,7 +498,7 @@ void alibi() {
     kvq_attend_options b;
     KVQ_INIT(b);
     b.mods = &mods;
-    for (int i = 0; i < 3; ++i) c.step(40, -1, &a, &b);
+    for (int i = 0; i < 5; ++i) c.step(40, -1, &a, &b);
     for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
     a.sink_logits = device_logits.get();
     a.lse = lse.get();
@@ -502,6 +506,11 @@ void alibi() {
     mods.sink_heads = q_heads;
     for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
     for (const int row : {0, 1}) c.same_bytes(row, "ALiBi");
+    kvq_cuda_cache_info info;
+    KVQ_INIT(info);
+    OK(kvq_cuda_cache_get_info(c.gpu, &info));
+    CHECK(info.page_tokens == kvq::default_page_tokens && info.quantized > 0,
+          "pages of %d, %zu bytes of them", info.page_tokens, info.quantized);
 
     const kvq_tensor k = c.x.keys(2), v = c.x.values(2), q = c.x.queries(2), out = c.x.outputs(2);
     OK(kvq_cuda_cache_begin_step(c.gpu, c.rows.data(), 2, 1, c.stream));
@@ -587,7 +596,7 @@ void pages_of_the_caller() {
     constexpr int sequences = 2, lengths[] = {180, 120}, committed[] = {2, 1}, page = 64, sinks = 4,
                   columns = 4, ring = 3, all = lengths[0] + lengths[1], added[] = {5, 3}, many = 8;
     kvq_cuda_kernels* kernels = nullptr;
-    OK(kvq_cuda_kernels_find("kivi-4-g64,int8", dim, 0, nullptr, &kernels));
+    OK(kvq_cuda_kernels_find("kivi-4-g64,int8", dim, page, nullptr, &kernels));
     kvq_cache_options h = host_options();
     h.layers = 1;
     kvq_cache* cpu = nullptr;
@@ -807,11 +816,14 @@ void pages_of_the_caller() {
         return kvq_cuda_pages_attend(kernels, &l, &tq, &to_device, &options, workspace.get(), bytes, stream);
     };
     kvq_cuda_kernels* none = nullptr;
-    REFUSED(kvq_cuda_kernels_find("std4", dim, 0, nullptr, &none), KVQ_ERROR_ARGUMENT,
+    REFUSED(kvq_cuda_kernels_find("std4", dim, page, nullptr, &none), KVQ_ERROR_ARGUMENT,
             "build it with KVQ_CUDA_FORMATS=std4");
-    REFUSED(kvq_cuda_kernels_find("int8", 80, 0, nullptr, &none), KVQ_ERROR_ARGUMENT, "none for 80");
-    REFUSED(kvq_cuda_kernels_find(nullptr, dim, 0, nullptr, &none), KVQ_ERROR_HANDLE, "formats is NULL");
-    REFUSED(kvq_cuda_kernels_find("int8", dim, 0, "fp32", &none), KVQ_ERROR_ARGUMENT,
+    REFUSED(kvq_cuda_kernels_find("int8", 80, page, nullptr, &none), KVQ_ERROR_ARGUMENT,
+            "none for 80 and 64; build it with KVQ_CUDA_HEAD_DIMS=80");
+    REFUSED(kvq_cuda_kernels_find("int8", dim, 0, nullptr, &none), KVQ_ERROR_ARGUMENT,
+            "none for 64 and 128; build it with KVQ_CUDA_PAGE_TOKENS=128");
+    REFUSED(kvq_cuda_kernels_find(nullptr, dim, page, nullptr, &none), KVQ_ERROR_HANDLE, "formats is NULL");
+    REFUSED(kvq_cuda_kernels_find("int8", dim, page, "fp32", &none), KVQ_ERROR_ARGUMENT,
             "neither fp16 nor bf16");
     std::size_t n = 0;
     REFUSED(kvq_cuda_kernels_page_bytes(kernels, "std4", 0, 2, &n, &n), KVQ_ERROR_ARGUMENT, "format is std4");

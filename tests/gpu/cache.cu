@@ -218,10 +218,10 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count)
     c.q.upload(x);
     for (int layer = 0; layer < layers; ++layer) {
         c.out.poison();
-        const cuda::status s =
-            c.gpu.prefill(layer, token_view<const float16>(c.q.get(), n, q_heads, dim), c.rows(c.k, layer, n),
-                          c.rows(c.v, layer, n), token_view<float16>(c.out.get(), n, q_heads, dim),
-                          {.window = window, .window_sinks = keeps_sinks}, c.stream);
+        const cuda::status s = c.gpu.prefill(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n),
+                                             token_view<const float16>(c.q.get(), n, q_heads, dim),
+                                             token_view<float16>(c.out.get(), n, q_heads, dim),
+                                             {.window = window, .window_sinks = keeps_sinks}, c.stream);
         CHECK(s, "%s, step %d: %s", name, step, s.message);
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto got = c.out.download();

@@ -79,6 +79,7 @@ engine_options options_for(const std::string& format, int chunk) {
     engine_options o;
     o.format = format;
     o.recent = 64;
+    o.page_tokens = 64;
     o.max_batch = 3;
     o.max_tokens = 512;
     o.chunk = chunk;

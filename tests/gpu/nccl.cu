@@ -447,9 +447,9 @@ void check_prompt(const prompt_case& c, unsigned seed) {
                 const cuda::prefill_options options{.softcap = c.softcap, .lse = lse.get()};
                 // Of the first layer in float, of the second one in half floats.
                 OK(layer == 0
-                       ? prompt.prefill(layer, qv, kv, vv, token_view<float>(out.get(), count, q_heads, dim),
+                       ? prompt.prefill(layer, kv, vv, qv, token_view<float>(out.get(), count, q_heads, dim),
                                         options, stream)
-                       : prompt.prefill(layer, qv, kv, vv,
+                       : prompt.prefill(layer, kv, vv, qv,
                                         token_view<float16>(half.get(), count, q_heads, dim), options,
                                         stream));
                 OK(g.wait(stream, "for the outputs"));
@@ -474,9 +474,9 @@ void check_prompt(const prompt_case& c, unsigned seed) {
                     k_1(x[0].rows(x[0].keys[l], everything, {0, heads})),
                     v_1(x[0].rows(x[0].values[l], everything, {0, heads})), out_1(q.size());
                 const test::device_buffer<float> lse_1(x[0].at(tokens * q_heads));
-                OK(one.cache.prefill(layer, token_view<const float16>(query_1.get(), tokens, q_heads, dim),
-                                     token_view<const float16>(k_1.get(), tokens, heads, dim),
+                OK(one.cache.prefill(layer, token_view<const float16>(k_1.get(), tokens, heads, dim),
                                      token_view<const float16>(v_1.get(), tokens, heads, dim),
+                                     token_view<const float16>(query_1.get(), tokens, q_heads, dim),
                                      token_view<float16>(out_1.get(), tokens, q_heads, dim),
                                      {.softcap = c.softcap, .lse = lse_1.get()}, stream));
                 CUDA_OK(cudaStreamSynchronize(stream));
@@ -632,7 +632,7 @@ void check_prompt_refusals() {
         const auto attempt = [&](int layer, const token_view<const float16>& queries,
                                  const token_view<const float16>& keys, const cuda::prefill_options& options,
                                  const char* part) {
-            REFUSED(prompt.prefill(layer, queries, keys, kv, to, options, stream), part);
+            REFUSED(prompt.prefill(layer, keys, kv, queries, to, options, stream), part);
         };
         attempt(2, q, kv, {}, "layer 2 is not among the 2 layers");
         attempt(0, q.slice(1, n - 1), kv, {}, "tokens of the chunk, but q has");
@@ -643,7 +643,7 @@ void check_prompt_refusals() {
         attempt(0, q, kv, {.softcap = -1.0f}, "softcap -1");
         attempt(0, {x.get(), n, 4, 32}, kv, {}, "32, 64, 64, 64 channels");
         // Refusals have changed nothing.
-        for (int layer = 0; layer < layers; ++layer) OK(prompt.prefill(layer, q, kv, kv, to, {}, stream));
+        for (int layer = 0; layer < layers; ++layer) OK(prompt.prefill(layer, kv, kv, q, to, {}, stream));
         OK(g.wait(stream, "for outputs"));
     });
 }
@@ -971,7 +971,7 @@ void check_silence(int ranks) {
         const test::device_buffer<float16> x(static_cast<std::size_t>(n * 4 * dim)), y(x.size());
         const token_view<const float16> kv(x.get(), n, 2, dim);
         const auto step = [&](int layer) {
-            return prompt.prefill(layer, token_view<const float16>(x.get(), n, 4, dim), kv, kv,
+            return prompt.prefill(layer, kv, kv, token_view<const float16>(x.get(), n, 4, dim),
                                   token_view<float16>(y.get(), n, 4, dim), {}, stream);
         };
         cuda::status s = step(0);

@@ -240,16 +240,16 @@ std::vector<float> dequantized_page(const pool<Format>& p, const std::vector<std
 }
 
 /// Window pages -> quantized pages -> pages of another scheme, byte by byte; then dequantizing.
-template <class Window, class Coded, class Other>
+template <class Window, class Quantized, class Other>
 void check_requantize(const char* name) {
     using T = typename Window::keys::value_type;
-    test::rng r(11u + Coded::page_tokens);
+    test::rng r(11u + Quantized::page_tokens);
     constexpr int heads = 2, pages = 4, page_tokens = Window::page_tokens;
     const int n = pages * page_tokens;
     const std::vector<float> k = rounded<T>(hostile_values(r, n, heads * Window::head_dim));
     const std::vector<float> v = rounded<T>(hostile_values(r, n, heads * Window::value_dim));
     pool<Window> window(heads, pages);
-    pool<Coded> coded(heads, pages + 1);
+    pool<Quantized> quantized(heads, pages + 1);
     pool<Other> other(heads, pages);
     std::vector<T> kt, vt;
     for (const float x : k) kt.push_back(T(x));
@@ -265,35 +265,37 @@ void check_requantize(const char* name) {
     const test::device_buffer<int> from(std::vector<int>{0, 1, -1, 3}), to(std::vector<int>{4, 0, 2, 1});
     test::device_buffer<unsigned> bad(1);
     bad.clear();
-    auto status = cuda::requantize_pages(window.ref, coded.ref, from.get(), to.get(), 4, bad.get(), nullptr);
+    auto status =
+        cuda::requantize_pages(window.ref, quantized.ref, from.get(), to.get(), 4, bad.get(), nullptr);
     CHECK(status, "%s: %s", name, status.message);
     CUDA_OK(cudaDeviceSynchronize());
-    auto quantized_keys = coded.keys.download(), quantized_values = coded.values.download();
+    auto quantized_keys = quantized.keys.download(), quantized_values = quantized.values.download();
     const int source[3] = {0, 1, 3}, target[3] = {4, 0, 1};
     const int k_row = heads * Window::head_dim, v_row = heads * Window::value_dim;
     unsigned expected_bad = 0;
     for (int i = 0; i < 3; ++i) {
         const auto kp = tokens_of(k, source[i] * page_tokens, page_tokens, k_row),
                    vp = tokens_of(v, source[i] * page_tokens, page_tokens, v_row);
-        compare_page(coded, quantized_keys, quantized_values, target[i], kp, vp, "commit", name);
+        compare_page(quantized, quantized_keys, quantized_values, target[i], kp, vp, "commit", name);
         for (const float x : kp) expected_bad += !kvq::detail::is_finite(x);
         for (const float x : vp) expected_bad += !kvq::detail::is_finite(x);
     }
     CHECK(bad.download()[0] == expected_bad, "%s: counted %u not finite, expected %u", name,
           bad.download()[0], expected_bad);
-    CHECK(quantized_keys[2 * coded.keys.size() / static_cast<std::size_t>(pages + 1) + 5] == std::byte{0xff},
+    CHECK(quantized_keys[2 * quantized.keys.size() / static_cast<std::size_t>(pages + 1) + 5] ==
+              std::byte{0xff},
           "%s: a page that was not named changed", name);
 
     const test::device_buffer<int> again(std::vector<int>{4, 0, 1}), places(std::vector<int>{0, 1, 2});
-    status = cuda::requantize_pages(coded.ref, other.ref, again.get(), places.get(), 3, nullptr, nullptr);
+    status = cuda::requantize_pages(quantized.ref, other.ref, again.get(), places.get(), 3, nullptr, nullptr);
     CHECK(status, "%s: %s", name, status.message);
     CUDA_OK(cudaDeviceSynchronize());
     const auto other_keys = other.keys.download(), other_values = other.values.download();
     for (int i = 0; i < 3; ++i)
         compare_page(other, other_keys, other_values, i,
-                     dequantized_page<Coded, tensor::key>(coded, quantized_keys, target[i]),
-                     dequantized_page<Coded, tensor::value>(coded, quantized_values, target[i]), "requantize",
-                     name);
+                     dequantized_page<Quantized, tensor::key>(quantized, quantized_keys, target[i]),
+                     dequantized_page<Quantized, tensor::value>(quantized, quantized_values, target[i]),
+                     "requantize", name);
 
     // Dequantizing: two sequences, one of which has a page that this format does not hold.
     const std::vector<int> table = {4, 0, 1, -1}, lengths = {2 * page_tokens - 3, 2 * page_tokens};
@@ -302,12 +304,12 @@ void check_requantize(const char* name) {
     const int rows = 1 + lengths[0] + lengths[1];
     test::device_buffer<float> ko(static_cast<std::size_t>(rows * k_row)),
         vo(static_cast<std::size_t>(rows * v_row));
-    coded.ref.block_table = table_device.get();
-    coded.ref.tokens = lengths_device.get();
-    coded.ref.sequences = 2;
-    coded.ref.table_columns = 2;
-    status = cuda::dequantize_tokens<Coded, float>(
-        coded.ref, token_view<float>(ko.get(), rows, heads, Window::head_dim),
+    quantized.ref.block_table = table_device.get();
+    quantized.ref.tokens = lengths_device.get();
+    quantized.ref.sequences = 2;
+    quantized.ref.table_columns = 2;
+    status = cuda::dequantize_tokens<Quantized, float>(
+        quantized.ref, token_view<float>(ko.get(), rows, heads, Window::head_dim),
         token_view<float>(vo.get(), rows, heads, Window::value_dim), starts.get(), nullptr);
     CHECK(status, "%s: %s", name, status.message);
     CUDA_OK(cudaDeviceSynchronize());
@@ -320,26 +322,27 @@ void check_requantize(const char* name) {
                 equal && got[static_cast<std::size_t>(first * row + i)] == want[static_cast<std::size_t>(i)];
         CHECK(equal, "%s: dequantized %s differ", name, what);
     };
-    same(kh, k_row, dequantized_page<Coded, tensor::key>(coded, quantized_keys, 4), 1, page_tokens, "keys");
-    same(vh, v_row, dequantized_page<Coded, tensor::value>(coded, quantized_values, 0), 1 + page_tokens,
-         page_tokens - 3, "values");
-    same(vh, v_row, dequantized_page<Coded, tensor::value>(coded, quantized_values, 1), 1 + lengths[0],
-         page_tokens, "values");
+    same(kh, k_row, dequantized_page<Quantized, tensor::key>(quantized, quantized_keys, 4), 1, page_tokens,
+         "keys");
+    same(vh, v_row, dequantized_page<Quantized, tensor::value>(quantized, quantized_values, 0),
+         1 + page_tokens, page_tokens - 3, "values");
+    same(vh, v_row, dequantized_page<Quantized, tensor::value>(quantized, quantized_values, 1),
+         1 + lengths[0], page_tokens, "values");
     CHECK(std::isnan(kh[static_cast<std::size_t>((1 + lengths[0] + page_tokens) * k_row)]),
           "%s: a page that is not held was dequantized", name);
     std::printf("  requantize %s\n", name);
 }
 
-/// A decode loop: window pages are coded on the device as soon as they lie behind the recent window.
+/// A decode loop: window pages are quantized on the device as soon as they lie behind the recent window.
 /// Steps of `step` tokens; the second sequence starts late, and a fresh page comes to it later than a page is due: `second` are
-/// coded.
+/// quantized.
 void check_commit(int step, int second) {
     using window = cuda::format<full<float16>, full<float16>, 64, 32>;
-    using coded = cuda::kivi_format<4, 32, 64, 32>;
+    using quantized = cuda::kivi_format<4, 32, 64, 32>;
     test::rng r(3);
     constexpr int heads = 2, recent = 20, sequences = 2, columns = 4;
     pool<window> w(heads, 8);
-    pool<coded> c(heads, 8);
+    pool<quantized> c(heads, 8);
     test::device_buffer<int> wt(std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7}), ct(std::vector<int>(8, -1)),
         fresh(2);
     test::device_buffer<int> lengths(std::vector<int>{0, 0});
@@ -385,15 +388,15 @@ void check_commit(int step, int second) {
             cuda::commit_full_pages(w.ref, c.ref, wt.get(), ct.get(), recent, fresh.get(), nullptr, nullptr);
         CHECK(status, "%s", status.message);
         CUDA_OK(cudaDeviceSynchronize());
-        const auto after = fresh.download(), coded_table = ct.download(), window_table = wt.download();
+        const auto after = fresh.download(), quantized_table = ct.download(), window_table = wt.download();
         for (int b = 0; b < sequences; ++b) {
             const int done = committed[b], page = columns * b + done;
             const bool due = now[b] >= (done + 1) * 32 + recent && fresh_pages[b] >= 0;
             CHECK(after[b] == (due ? -2 - page : fresh_pages[b]), "sequence %d of %d tokens: fresh page %d",
                   b, now[b], after[b]);
             if (!due) continue;
-            CHECK(coded_table[page] == fresh_pages[b] && window_table[page] == -1, "tables %d %d",
-                  coded_table[page], window_table[page]);
+            CHECK(quantized_table[page] == fresh_pages[b] && window_table[page] == -1, "tables %d %d",
+                  quantized_table[page], window_table[page]);
             const auto keys = c.keys.download(), values = c.values.download();
             compare_page(c, keys, values, fresh_pages[b], tokens_of(k[b], 32 * done, 32, heads * 64),
                          tokens_of(v[b], 32 * done, 32, heads * 64), "commit", "kivi4");
@@ -402,7 +405,7 @@ void check_commit(int step, int second) {
             if (!spare[b].empty()) spare[b].pop_back();
         }
     }
-    CHECK(committed[0] == 3 && committed[1] == second, "%d and %d pages were coded", committed[0],
+    CHECK(committed[0] == 3 && committed[1] == second, "%d and %d pages were quantized", committed[0],
           committed[1]);
     std::printf("  commit on the device, %d tokens a step\n", step);
 }

@@ -1,4 +1,4 @@
-// Attention over the presets' formats, with coded parameters, token scales and widths that differ between channels.
+// Attention over the presets' formats, with 8-bit parameters, token scales and widths that differ between channels.
 #include <kvq/backends/cuda/pages.cuh>
 
 #include "attention_test.cuh"
@@ -8,9 +8,9 @@ using namespace kvq;
 
 namespace {
 
-template <int Bits, int Group, class Params = coded>
+template <int Bits, int Group, class Params = byte_params>
 using keys = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, min_max, Params>;
-template <int Bits, class Params = coded, int Group = 0>
+template <int Bits, class Params = byte_params, int Group = 0>
 using values = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, min_max, Params, token_scales<Params>>;
 
 /// What the device dequantizes is what the CPU dequantizes, bit for bit.
@@ -71,11 +71,11 @@ int main() {
 #endif
 #if !defined(PART) || PART == 2
     check_format<cuda::format<keys<3, 64>, values<2, params<float16>>, 96, 64>, float16>(
-        "3 bit coded, 2 bit fp16, dim 96");
-    check_format<cuda::format<keys<2, 0, params<bfloat16>>, values<3, coded, 64>, 128, 128>, float>(
-        "2 bit bf16, 3 bit coded in groups of 64");
+        "3 bit, 8-bit parameters, 2 bit fp16, dim 96");
+    check_format<cuda::format<keys<2, 0, params<bfloat16>>, values<3, byte_params, 64>, 128, 128>, float>(
+        "2 bit bf16, 3 bit, 8-bit parameters in groups of 64");
     check_format<cuda::format<values<4>, keys<4, 0>, 256, 16>, float16>(
-        "factors of keys: outside the warp kernel");
+        "token scales of keys: outside the warp kernel");
     check_dequantize<cuda::format<keys<4, 20>, values<4>, 72, 40>>("odd shapes");
     check_format<cuda::format<keys<4, 20>, values<4>, 72, 40>, float16>("outside: odd shapes");
 #endif

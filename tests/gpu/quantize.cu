@@ -171,35 +171,37 @@ void compare(const pool<Format>& got, const host_pages<Format>& expected, const 
     bytes(got.values.download(), expected.values, Format::value_block_bytes, "value");
 }
 
-/// 16- or 32-bit pages -> Coded, and from there -> Other if that is another format. Statistics: 0 none, 1 for plans, 2 for
+/// 16- or 32-bit pages -> Quantized, and from there -> Other if that is another format. Statistics: 0 none, 1 for plans, 2 for
 /// feedback too.
-template <class T, class Coded, class Other = Coded>
+template <class T, class Quantized, class Other = Quantized>
 void check(const char* name, int with = 0) {
     using window_format =
-        cuda::format<full<T>, full<T>, Coded::head_dim, Coded::page_tokens, Coded::value_dim>;
+        cuda::format<full<T>, full<T>, Quantized::head_dim, Quantized::page_tokens, Quantized::value_dim>;
     test::rng r(seed);
     constexpr int heads = 2, kinds = static_cast<int>(numbers::count), pages = kinds;
     host_pages<window_format> window;
-    host_pages<Coded> coded;
+    host_pages<Quantized> quantized;
     host_pages<Other> other;
     if (with > 0) {
-        const calibration c = statistics(r, heads, Coded::head_dim, with > 1);
+        const calibration c = statistics(r, heads, Quantized::head_dim, with > 1);
         const auto scheme = [&](auto& keys) {
             using S = std::remove_reference_t<decltype(keys)>;
             if constexpr (std::constructible_from<S, const calibration&>) keys = S(c);
         };
-        scheme(coded.key_scheme);
+        scheme(quantized.key_scheme);
         scheme(other.key_scheme);
     }
     for (int p = 0; p < pages; ++p)
         for (int h = 0; h < heads; ++h)
             window.add(
-                h, make_numbers(r, static_cast<numbers>(p % kinds), Coded::page_tokens, Coded::head_dim),
-                make_numbers(r, static_cast<numbers>(p % kinds), Coded::page_tokens, Coded::value_dim));
+                h,
+                make_numbers(r, static_cast<numbers>(p % kinds), Quantized::page_tokens, Quantized::head_dim),
+                make_numbers(r, static_cast<numbers>(p % kinds), Quantized::page_tokens,
+                             Quantized::value_dim));
     for (std::size_t i = 0; i < window.key_numbers.size(); ++i)
-        coded.add(static_cast<int>(i) % heads, window.key_numbers[i], window.value_numbers[i]);
+        quantized.add(static_cast<int>(i) % heads, window.key_numbers[i], window.value_numbers[i]);
     pool<window_format> from(heads, pages, device_statistics<window_format>(window.key_scheme, heads));
-    pool<Coded> to(heads, pages, device_statistics<Coded>(coded.key_scheme, heads));
+    pool<Quantized> to(heads, pages, device_statistics<Quantized>(quantized.key_scheme, heads));
     from.keys.upload(window.keys);
     from.values.upload(window.values);
     std::vector<int> all(pages);
@@ -210,12 +212,12 @@ void check(const char* name, int with = 0) {
     auto status = cuda::requantize_pages(from.ref, to.ref, list.get(), list.get(), pages, bad.get(), nullptr);
     CHECK(status, "%s: %s", name, status.message);
     CUDA_OK(cudaDeviceSynchronize());
-    compare(to, coded, name, "coded");
-    CHECK(bad.download()[0] == coded.bad, "%s: %u numbers are not finite, expected %u", name,
-          bad.download()[0], coded.bad);
-    if constexpr (!std::is_same_v<Coded, Other>) {
-        for (std::size_t i = 0; i < coded.key_numbers.size(); ++i)
-            other.add(static_cast<int>(i) % heads, coded.key_numbers[i], coded.value_numbers[i]);
+    compare(to, quantized, name, "quantized");
+    CHECK(bad.download()[0] == quantized.bad, "%s: %u numbers are not finite, expected %u", name,
+          bad.download()[0], quantized.bad);
+    if constexpr (!std::is_same_v<Quantized, Other>) {
+        for (std::size_t i = 0; i < quantized.key_numbers.size(); ++i)
+            other.add(static_cast<int>(i) % heads, quantized.key_numbers[i], quantized.value_numbers[i]);
         pool<Other> third(heads, pages, device_statistics<Other>(other.key_scheme, heads));
         status = cuda::requantize_pages(to.ref, third.ref, list.get(), list.get(), pages, nullptr, nullptr);
         CHECK(status, "%s: %s", name, status.message);
@@ -226,22 +228,23 @@ void check(const char* name, int with = 0) {
 }
 
 /// Many sequences in a decode loop, a page of some of them due at every step.
-template <class Coded>
+template <class Quantized>
 void check_commit(int sequences, int steps) {
-    using window_format = cuda::format<full<float16>, full<float16>, Coded::head_dim, Coded::page_tokens>;
+    using window_format =
+        cuda::format<full<float16>, full<float16>, Quantized::head_dim, Quantized::page_tokens>;
     test::rng r(seed);
-    constexpr int heads = 2, recent = 5, page_tokens = Coded::page_tokens, columns = 3;
+    constexpr int heads = 2, recent = 5, page_tokens = Quantized::page_tokens, columns = 3;
     host_pages<window_format> window;
-    host_pages<Coded> coded, none;
-    coded.key_scheme = typename Coded::keys(statistics(r, heads, Coded::head_dim, true));
+    host_pages<Quantized> quantized, none;
+    quantized.key_scheme = typename Quantized::keys(statistics(r, heads, Quantized::head_dim, true));
     const int pages = sequences * columns;
     for (int i = 0; i < pages * heads; ++i)
         window.add(
             i % heads,
-            make_numbers(r, i % 5 ? numbers::ordinary : numbers::hostile, page_tokens, Coded::head_dim),
-            make_numbers(r, numbers::ordinary, page_tokens, Coded::head_dim));
+            make_numbers(r, i % 5 ? numbers::ordinary : numbers::hostile, page_tokens, Quantized::head_dim),
+            make_numbers(r, numbers::ordinary, page_tokens, Quantized::head_dim));
     pool<window_format> from(heads, pages, device_statistics<window_format>(window.key_scheme, heads));
-    pool<Coded> to(heads, pages, device_statistics<Coded>(coded.key_scheme, heads));
+    pool<Quantized> to(heads, pages, device_statistics<Quantized>(quantized.key_scheme, heads));
     from.keys.upload(window.keys);
     from.values.upload(window.values);
 
@@ -265,7 +268,7 @@ void check_commit(int sequences, int steps) {
         next.clear();
         fresh.clear();
         for (int b = 0; b < sequences; ++b) {
-            int i = 0;  // the oldest page that is not coded
+            int i = 0;  // the oldest page that is not quantized
             while (i < columns && expected_window[static_cast<std::size_t>(b * columns + i)] < 0) ++i;
             const bool due = lengths[static_cast<std::size_t>(b)] >= recent + (i + 1) * page_tokens;
             const bool given = b % 7 != 3;  // some have no page to go to
@@ -277,16 +280,17 @@ void check_commit(int sequences, int steps) {
             for (std::size_t h = 0; h < heads; ++h) {
                 const auto block = [&](const auto& scheme, const block_shape& s, const std::vector<float>& x,
                                        std::vector<std::byte>& all) {
-                    const auto bytes = quantized_block(scheme, s, {layer, static_cast<int>(h)}, x, coded.bad);
+                    const auto bytes =
+                        quantized_block(scheme, s, {layer, static_cast<int>(h)}, x, quantized.bad);
                     std::copy(bytes.begin(), bytes.end(),
                               all.begin() +
                                   static_cast<std::ptrdiff_t>(
                                       (static_cast<std::size_t>(fresh.back()) * heads + h) * bytes.size()));
                 };
-                block(coded.key_scheme, Coded::key_shape(), window.key_numbers[page * heads + h],
+                block(quantized.key_scheme, Quantized::key_shape(), window.key_numbers[page * heads + h],
                       expected_keys);
-                block(coded.value_scheme, Coded::value_shape(), window.value_numbers[page * heads + h],
-                      expected_values);
+                block(quantized.value_scheme, Quantized::value_shape(),
+                      window.value_numbers[page * heads + h], expected_values);
             }
             expected_quantized[entry] = fresh.back();
             expected_window[entry] = -1;
@@ -308,12 +312,12 @@ void check_commit(int sequences, int steps) {
     CHECK(quantized_device.download() == expected_quantized, "table of quantized pages");
     CHECK(to.keys.download() == expected_keys, "keys of %d committed pages", committed);
     CHECK(to.values.download() == expected_values, "values of %d committed pages", committed);
-    CHECK(bad.download()[0] == coded.bad, "%u numbers are not finite, expected %u", bad.download()[0],
-          coded.bad);
+    CHECK(bad.download()[0] == quantized.bad, "%u numbers are not finite, expected %u", bad.download()[0],
+          quantized.bad);
     std::printf("  %d pages of %d sequences committed in %d steps\n", committed, sequences, steps);
 }
 
-template <int Bits, int Group, class Encoder, class Params = coded, class TokenScales = no_token_scales>
+template <int Bits, int Group, class Encoder, class Params = byte_params, class TokenScales = no_token_scales>
 using encoded_grid = channel_grid<kvq::grid{.bits = {Bits}, .group = Group}, Encoder, Params, TokenScales>;
 template <class K, class V, int D, int P, int VD = D>
 using f = cuda::format<K, V, D, P, VD>;
@@ -352,17 +356,19 @@ int main(int argc, char** argv) {
     check<bfloat16, f<encoded_grid<1, 16, least_squares_below_3_bits, params<float>>,
                       encoded_grid<7, 32, mean_corrected<enclosing>, params<float>>, 64, 48>>(
         "below 3 bits, corrected enclosing, fp32 parameters, page 48");
-    check<float, f<encoded_grid<4, 20, mean_corrected<error_feedback<min_max>>>,
-                   encoded_grid<3, 0, mean_corrected<shrink_search>, coded, token_scales<params<bfloat16>>>,
-                   72, 40>>("corrected feedback, corrected search with bf16 factors, odd shape", 2);
+    check<float,
+          f<encoded_grid<4, 20, mean_corrected<error_feedback<min_max>>>,
+            encoded_grid<3, 0, mean_corrected<shrink_search>, byte_params, token_scales<params<bfloat16>>>,
+            72, 40>>("corrected feedback, corrected search with bf16 token scales, odd shape", 2);
     check<float16, f<encoded_grid<5, 10, error_feedback<shrink_search, least_squares>, params<bfloat16>>,
-                     encoded_grid<6, 7, least_squares, coded, token_scales<coded>>, 13, 17, 9>>(
+                     encoded_grid<6, 7, least_squares, byte_params, token_scales<byte_params>>, 13, 17, 9>>(
         "very odd shape", 2);
 #endif
 #if !defined(PART) || PART == 4
-    check<float16, f<encoded_grid<2, 16, error_feedback<least_squares>, coded, token_scales<params<float>>>,
-                     encoded_grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<coded>>,
-                     256, 16>>("factors of keys, dim 256, page 16", 2);
+    check<float16,
+          f<encoded_grid<2, 16, error_feedback<least_squares>, byte_params, token_scales<params<float>>>,
+            encoded_grid<1, 16, mean_corrected<least_squares>, params<float16>, token_scales<byte_params>>,
+            256, 16>>("token scales of keys, dim 256, page 16", 2);
     check<float16, cuda::preset_format<std4, 256, 256>>("std4, dim 256, page 256: part by part", 2);
     check<bfloat16, cuda::preset_format<low2, 256, 256>>("low2, dim 256, page 256: part by part", 1);
     check<float16, f<encoded_grid<3, 12, min_max>, full<float16>, 256, 256>>(

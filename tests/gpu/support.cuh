@@ -154,7 +154,7 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
     }
 }
 
-/// A batch of sequences whose pages the CPU coded; dequantized values beside them.
+/// A batch of sequences whose pages the CPU quantized; dequantized values beside them.
 template <class Format>
 struct quantized_batch {
     using F = Format;
@@ -249,7 +249,7 @@ private:
     }
 };
 
-/// A coded batch in device memory.
+/// A quantized batch in device memory.
 template <class Format>
 struct device_batch {
     device_buffer<std::byte> keys, values;

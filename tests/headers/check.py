@@ -7,8 +7,9 @@ check.py <include folder> [--without simd|eigen|io|mpi|ggml|nccl]... [--together
 With g++ and clang++: every *.hpp by itself, included twice, after macros that other people's headers define
 (poison.hpp). Headers that need xsimd, Eigen, nlohmann-json, MPI or ggml are left out with --without, and go unpoisoned.
 --together leaves this out: what a header forgets to include, a second compiler misses as well.
-With nvcc: everything that must be usable from device code in one translation unit, and headers for NCCL by themselves.
-The other *.cuh are compiled by themselves with clang++ and the instructions of tests/gpu/emulated: nvcc takes longer.
+With nvcc: everything that must be usable from device code in one translation unit, and by themselves headers for NCCL and
+the one with the instructions of devices (ptx.cuh). The other *.cuh are compiled by themselves with clang++, and tests/gpu/emulated
+in place of ptx.cuh: nvcc takes longer.
 "By itself": headers are compiled in chains. Each header of a chain includes the one before it, and therefore sees nothing
 that it does not include. A chain is one translation unit, and there are a quarter as many chains as headers.
 With all of them: every header in one translation unit, behind the standard library and macros that it cannot take
@@ -183,7 +184,7 @@ def main():
     graph = include_graph(root)
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         if "nvcc" in os.path.basename(compiler):
-            alone = [header for header in device_headers if header.startswith(THIRD_PARTY["nccl"])]
+            alone = [header for header in device_headers if header.startswith(THIRD_PARTY["nccl"]) or header == "backends/cuda/ptx.cuh"]
             groups = [[header for header in headers if header.startswith(DEVICE)], *graph.chains(alone)]
             jobs = [pool.submit(compile_device, compiler, flags, include, group, folder) for group in groups if group]
             everything = groups[0] + [header for header in device_headers if header not in alone]

@@ -5,17 +5,31 @@
 #include <cmath>
 #include <kvq/format/find_format.hpp>
 #include <kvq/kvq.hpp>
+#include <kvq/schemes/presets.hpp>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "support/random.hpp"
 
+// The static library shows the parts of every instruction set that it has (src/builtin_formats.cpp); the shared one hides them.
+#if defined(KVQ_EVERY_LEVEL)
+#include <kvq/backends/simd/arch.hpp>
+
+#include "kvq_levels.inc"
+
+using add_entry = void (*)(void*, const kvq::builtin_format*);
+#define KVQ_DECLARE_PART(level, part) extern "C" void kvq_builtin_##level##_##part(void*, add_entry);
+#define KVQ_DECLARE(level) KVQ_PARTS(KVQ_DECLARE_PART, level)
+KVQ_LEVELS(KVQ_DECLARE)
+#endif
+
 namespace {
 
 constexpr kvq::tensor roles[] = {kvq::tensor::key, kvq::tensor::value};
 
-const char* text(kvq::tensor role) { return role == kvq::tensor::key ? "keys" : "values"; }
+std::string text(kvq::tensor role) { return role == kvq::tensor::key ? "keys" : "values"; }
 
 /// Calls f(name, role, format) for every built-in format and tensor.
 template <class F>
@@ -27,37 +41,83 @@ void each_format(F&& f) {
     });
 }
 
+/// Calls f(name, role, format) for the built-in formats of every instruction set that the library has and this CPU can run. The shared
+/// library shows those of the best one only. Returns the number of instruction sets.
+template <class F>
+int each_format_of_every_level(F&& f) {
+#if defined(KVQ_EVERY_LEVEL)
+    int levels = 0;
+    const auto call = [&](const std::vector<kvq::builtin_format>& list) {
+        ++levels;
+        for (const kvq::builtin_format& entry : list)
+            for (const kvq::tensor role : roles)
+                if (role == kvq::tensor::key ? entry.keys : entry.values)
+                    f(std::string(entry.name), role, entry.make(entry.group, nullptr, 0));
+    };
+    const add_entry add = [](void* to, const kvq::builtin_format* entry) {
+        static_cast<std::vector<kvq::builtin_format>*>(to)->push_back(*entry);
+    };
+#define KVQ_ADD_PART(level, part) kvq_builtin_##level##_##part(&list, add);
+#define KVQ_CALL(level)                                  \
+    if (kvq::arch::level::available()) {                 \
+        std::vector<kvq::builtin_format> list;           \
+        KVQ_PARTS(KVQ_ADD_PART, level)                   \
+        call(list);                                      \
+    } else {                                             \
+        MESSAGE(#level " is not run on this processor"); \
+    }
+    KVQ_LEVELS(KVQ_CALL)
+    return levels;
+#else
+    each_format(f);
+    return 1;
+#endif
+}
+
 }  // namespace
 
-TEST_CASE("every name is there once for each tensor, and the list is the documented one") {
+TEST_CASE("every name is there once for each tensor, and every preset is among them") {
     std::set<std::string> names[2];
     each_format([&](const std::string& name, kvq::tensor role, const kvq::format& f) {
         INFO(name, " for ", text(role));
         CHECK(names[role == kvq::tensor::value].insert(name).second);
         CHECK(f.supports(role));
     });
-    std::set<std::string> expected{"fp16", "bf16", "fp32",   "int8", "ref8", "hi6",
-                                   "std5", "std4", "std4-h", "mix4", "low3", "low2"};
+    std::set<std::string> expected{"fp16", "bf16", "fp32", "int8"};
+    kvq::for_each_preset([&]<class Preset>(Preset) { expected.insert(Preset::name); });
+    std::set<std::string> without_groups = expected;
     for (int bits = 1; bits <= 8; ++bits)
-        for (const char* group : {"-g32", "-g64", "-g128"})
-            for (const char* family : {"affine-", "kivi-"})
+        for (const char* family : {"affine-", "kivi-"}) {
+            without_groups.insert(family + std::to_string(bits));
+            for (const char* group : {"-g32", "-g64", "-g128"})
                 expected.insert(family + std::to_string(bits) + group);
+        }
     CHECK(names[0] == expected);
     CHECK(names[1] == expected);
+    // What KVQ_LIBRARY_FORMATS may name (src/CMakeLists.txt).
+    std::istringstream known(KVQ_KNOWN_NAMES);
+    std::set<std::string> accepted;
+    for (std::string name; known >> name;) accepted.insert(name);
+    CHECK(accepted == without_groups);
 }
 
 TEST_CASE("every built-in format quantizes, dequantizes and attends in vectors, for every usual head_dim") {
-    each_format([&](const std::string& name, kvq::tensor role, const kvq::format& f) {
+    std::set<std::string> backends;
+    const auto check = [&](const std::string& name, kvq::tensor role, const kvq::format& f) {
+        backends.insert(f.backend());
         for (const int dim : {48, 64, 80, 96, 128, 192, 256})
             for (const int tokens : {64, 128}) {
                 const auto d = f.describe({role, tokens, dim});
                 INFO(name, " for ", text(role), ", ", tokens, " tokens of ", dim, " channels, on ",
-                     f.backend());
+                     std::string(f.backend()));
                 CHECK(d.quantize);
                 CHECK(d.dequantize);
                 CHECK(d.attend);
             }
-    });
+    };
+    const int levels = each_format_of_every_level(check);
+    CHECK(levels >= 1);
+    CHECK(backends.size() == static_cast<std::size_t>(levels));
 }
 
 TEST_CASE("a cache of every format takes a prompt in chunks and decodes, near the 16-bit one") {

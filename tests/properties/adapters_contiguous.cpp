@@ -346,8 +346,8 @@ TEST_CASE_TEMPLATE("a sequence takes its tokens from contiguous buffers and give
         }
 
     // Quantized pages: rounded once from what dequantize() gives.
-    test::typed_cache<kvq::int8> coded(shape, {.page_tokens = 8});
-    auto quantized = coded.new_sequence();
+    test::typed_cache<kvq::int8> eight_bits(shape, {.page_tokens = 8});
+    auto quantized = eight_bits.new_sequence();
     kvq::append_to(quantized, 0, buffers.view());
     const auto exact = test::dequantized(quantized, shape, 0, kvq::tensor::key);
     kvq::contiguous_cache<T> rounded({.heads = 2, .head_dim = 12, .value_dim = 5});

@@ -206,7 +206,7 @@ TEST_CASE("append and trim leave everything as it was when a scheme runs out of 
             work(twin);
             REQUIRE(contents(cache, sequence) == contents(cache, twin));
         }
-        // Nor has any failure cost an original.
+        // Nor has any failure cost a 16-bit copy.
         const int back = std::min(options.rollback, sequence.tokens());
         sequence.trim(sequence.tokens() - back);
         twin.trim(twin.tokens() - back);

@@ -130,7 +130,7 @@ TEST_CASE("outlier channels, large scores and tiny values stay within the bound"
     }
 }
 
-TEST_CASE_TEMPLATE("NaN and infinities that were coded do not reach the output", C, test::kivi_cache,
+TEST_CASE_TEMPLATE("NaN and infinities that were quantized do not reach the output", C, test::kivi_cache,
                    test::int8_cache, test::product_cache, test::rotated_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -188,7 +188,7 @@ TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row o
 }
 
 TEST_CASE("decode step by step gives the rows of a prefill") {
-    // Nothing is coded, so that both see the same values. Chunks of 7 tokens, 14 query rows, sum floats in different orders, hence
+    // Nothing is quantized, so that both see the same values. Chunks of 7 tokens, 14 query rows, sum floats in different orders, hence
     // a few float roundings; more rows may be multiplied as integers (kernels/word_product.hpp), within the bound.
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

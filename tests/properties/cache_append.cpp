@@ -85,7 +85,7 @@ TEST_CASE("input format and strides do not matter, only values do") {
     CHECK(contents(cache, sequence, true) == bytes);
 }
 
-TEST_CASE_TEMPLATE("pages are coded when they lie behind the recent window, sinks never", C,
+TEST_CASE_TEMPLATE("pages are quantized when they lie behind the recent window, sinks never", C,
                    KVQ_TEST_CACHES) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
@@ -121,7 +121,7 @@ TEST_CASE_TEMPLATE("pages are coded when they lie behind the recent window, sink
 }
 
 TEST_CASE_TEMPLATE(
-    "what is in the window is the input rounded once; what is coded is the scheme's x^ of that", C,
+    "what is in the window is the input rounded once; what is quantized is the scheme's x^ of that", C,
     KVQ_TEST_CACHES) {
     using window = typename C::window;
     const auto seed = test::seed();

@@ -159,7 +159,7 @@ TEST_CASE("a fork takes no page; the second request on a shared prefix costs onl
         CHECK(a.at(e).values == b.at(e).values);
     }
 
-    // And it is what a sequence of its own would hold, as far as pages were not coded by the first request meanwhile.
+    // And it is what a sequence of its own would hold, as far as pages were not quantized by the first request meanwhile.
     auto alone = cache.new_sequence();
     append(alone, 2, s, 0, prefix);
     append(alone, 2, second_words, 0, question + answer);

@@ -19,11 +19,11 @@ template <class Sequence>
 int quantized_tokens(const Sequence& sequence, int layer) {
     if (sequence.tokens(layer) == 0) return 0;
     const auto pages = sequence.pages(layer);
-    int coded = 0;
+    int quantized = 0;
     for (int e = 0; e < pages.entries(); ++e)
         if (pages.at(e).keys->format != 0 || pages.at(e).values->format != 0)
-            coded = pages.at(e).first_token + pages.at(e).tokens;
-    return coded;
+            quantized = pages.at(e).first_token + pages.at(e).tokens;
+    return quantized;
 }
 
 }  // namespace
@@ -124,7 +124,7 @@ TEST_CASE_TEMPLATE("histories of trims of any depth: no token ever takes the val
         auto cache = test::make_cache<C>(shape, options);
         const test::stream s(random, shape, 200);
         auto sequence = cache.new_sequence();
-        // What a number has ever been: originals may be what an earlier, deep trim had left.
+        // What a value has ever been: 16-bit copies may be what an earlier, deep trim had left.
         std::vector<std::vector<float>> seen[2];
         for (auto& of : seen) of.resize(200 * 6);
         for (int step = 0; step < 80; ++step) {

@@ -73,7 +73,7 @@ TEST_CASE("the parts of usage(): an example that can be checked by hand") {
     CHECK(sequence.usage().slack == 2 * window_page / 16 * 15);
 }
 
-TEST_CASE("not_finite counts what was coded, once per number") {
+TEST_CASE("not_finite counts what was quantized, once per value") {
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 8};
     test::kivi_cache cache(shape, {.sinks = 1, .recent = 4, .page_tokens = 8});
     test::generator random(test::seed());
@@ -81,11 +81,11 @@ TEST_CASE("not_finite counts what was coded, once per number") {
     const auto at = [](auto& t, int token, int head, int channel) -> float& {
         return t.view().at(token, head)[channel];
     };
-    at(s.k, 0, 0, 0) = NAN;        // a sink: never coded
+    at(s.k, 0, 0, 0) = NAN;        // a sink: never quantized
     at(s.k, 3, 1, 2) = NAN;        // page 0
     at(s.k, 3, 1, 3) = INFINITY;   // page 0
     at(s.v, 9, 0, 7) = -1e9f;      // page 1: beyond the 16-bit window, so an infinity
-    at(s.v, 30, 0, 0) = INFINITY;  // not yet coded
+    at(s.v, 30, 0, 0) = INFINITY;  // not yet quantized
     auto sequence = cache.new_sequence();
     append(sequence, 2, s, 0, 33);
     CHECK(sequence.usage().not_finite == 2 * 3);

@@ -13,7 +13,7 @@ namespace channel_grid_tests {
 
 namespace {
 
-using kvq::coded;
+using kvq::byte_params;
 using kvq::enclosing;
 using kvq::float16;
 using kvq::least_squares;
@@ -45,7 +45,7 @@ void for_each_channel(const S& scheme, const kvq::block_shape& shape, const std:
     for (int g = 0; g < tokens.groups(); ++g) {
         scheme.template load<loads>(shape, block.data(), g, scales.data(), biases.data());
         double step = 0;
-        if constexpr (std::is_same_v<typename S::parameters, kvq::channel_parameters<coded>>)
+        if constexpr (std::is_same_v<typename S::parameters, kvq::channel_parameters<byte_params>>)
             step = static_cast<double>(static_cast<float>(kvq::detail::load_as<kvq::bfloat16>(
                 block.data() + scheme.parameter_offset(shape) +
                 2 * slot_count * static_cast<std::size_t>(tokens.groups()) + 6 * static_cast<std::size_t>(g) +
@@ -78,11 +78,11 @@ double evaluation(const channel& ch, double y) {
 
 }  // namespace
 
-#define KVQ_ENCLOSING_GRIDS                                                               \
-    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, enclosing>,                    \
-        kvq::channel_grid<kvq::grid{.bits = {2}}, enclosing, coded, token_scales<coded>>, \
-        kvq::channel_grid<kvq::grid{.bits = {3}, .group = 7}, enclosing, params<float>,   \
-                          token_scales<params<float16>>>,                                 \
+#define KVQ_ENCLOSING_GRIDS                                                                           \
+    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, enclosing>,                                \
+        kvq::channel_grid<kvq::grid{.bits = {2}}, enclosing, byte_params, token_scales<byte_params>>, \
+        kvq::channel_grid<kvq::grid{.bits = {3}, .group = 7}, enclosing, params<float>,               \
+                          token_scales<params<float16>>>,                                             \
         kvq::channel_grid<kvq::grid{.bits = {8}, .group = 32}, enclosing>
 
 TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING_GRIDS) {
@@ -102,7 +102,7 @@ TEST_CASE_TEMPLATE("enclosing: |x - x^| <= factor * scale / 2", S, KVQ_ENCLOSING
 
 TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to nearest cuts off", S,
                    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
-                   kvq::channel_grid<kvq::grid{.bits = {3}}, min_max, coded, token_scales<coded>>,
+                   kvq::channel_grid<kvq::grid{.bits = {3}}, min_max, byte_params, token_scales<byte_params>>,
                    kvq::channel_grid<kvq::grid{.bits = {8}, .group = 5}>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
@@ -124,7 +124,8 @@ TEST_CASE_TEMPLATE("min_max: half a step and what rounding stored parameters to 
 TEST_CASE_TEMPLATE(
     "mean_corrected: errors of a channel average to at most half a step of biases", S,
     kvq::channel_grid<kvq::grid{.bits = {2}, .group = 64}, mean_corrected<least_squares>>,
-    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<min_max>, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<min_max>, byte_params,
+                      token_scales<byte_params>>,
     kvq::channel_grid<kvq::grid{.bits = {4}, .group = 33}, mean_corrected<enclosing>, params<float>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
@@ -142,12 +143,12 @@ TEST_CASE_TEMPLATE(
     });
 }
 
-TEST_CASE_TEMPLATE(
-    "any input: every byte written, the same from every backend, finite numbers back", S,
-    kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::error_feedback<min_max>>,
-    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, coded, token_scales<coded>>,
-    kvq::channel_grid<kvq::grid{.bits = {7}, .group = 5}, kvq::shrink_search, params<float16>,
-                      token_scales<params<float16>>>) {
+TEST_CASE_TEMPLATE("any input: every byte written, the same from every backend, finite numbers back", S,
+                   kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::error_feedback<min_max>>,
+                   kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, byte_params,
+                                     token_scales<byte_params>>,
+                   kvq::channel_grid<kvq::grid{.bits = {7}, .group = 5}, kvq::shrink_search, params<float16>,
+                                     token_scales<params<float16>>>) {
     const S scheme;
     test::for_random_shapes(scheme, 40, 140, [&](test::generator& random, const kvq::block_shape& shape) {
         auto x = test::hostile_block(random, shape);
@@ -198,7 +199,7 @@ TEST_CASE("a scale per token keeps tokens of any size as precise as the others")
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::channel_grid<kvq::grid{.bits = {4}}, min_max, coded, token_scales<coded>> dual;
+    const kvq::channel_grid<kvq::grid{.bits = {4}}, min_max, byte_params, token_scales<byte_params>> dual;
     for (const auto role : {kvq::tensor::key, kvq::tensor::value}) {
         const kvq::block_shape shape{role, 64, 64};
         auto x = test::random_block(random, shape);
@@ -227,7 +228,8 @@ TEST_CASE("a scale per token keeps tokens of any size as precise as the others")
 TEST_CASE_TEMPLATE(
     "zero is zero, and one constant everywhere is nearly exact", S,
     kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
-    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {2}}, mean_corrected<least_squares>, byte_params,
+                      token_scales<byte_params>>,
     kvq::channel_grid<kvq::grid{.bits = {8}}, min_max, params<float16>, token_scales<params<float16>>>) {
     const S scheme;
     INFO(scheme.name());
@@ -248,7 +250,7 @@ TEST_CASE("blocks beyond 1024 tokens or channels are refused") {
 
 TEST_CASE_TEMPLATE(
     "value() is what dequantize() gives", S, kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}>,
-    kvq::channel_grid<kvq::grid{.bits = {5}, .group = 20}, min_max, coded, token_scales<coded>>,
+    kvq::channel_grid<kvq::grid{.bits = {5}, .group = 20}, min_max, byte_params, token_scales<byte_params>>,
     kvq::channel_grid<kvq::grid{.bits = {8}}, min_max, params<float16>, token_scales<params<float16>>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

@@ -106,7 +106,7 @@ TEST_CASE_TEMPLATE("the longest context fits its budget at every length, and one
     }
     C cache(shape);
     CHECK(kvq::longest_context(cache, 10) == -1);
-    // A short context, none of which is coded yet, holds nothing for a moment but what it keeps.
+    // A short context, none of which is quantized yet, holds nothing for a moment but what it keeps.
     C small(shape, {.sinks = 4, .recent = 20, .page_tokens = 16});
     for (int n = 1; n <= 30; ++n) {
         const auto f = kvq::footprint(small, n);

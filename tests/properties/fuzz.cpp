@@ -271,7 +271,7 @@ private:
         REQUIRE(error < 5e-4);
     }
 
-    /// Pages that are not what they were have been coded anew: their tokens may be off by half a step more.
+    /// Pages that are not what they were have been quantized anew: their tokens may be off by half a step more.
     void account(std::size_t i) {
         model& m = models_[i];
         const auto& spans = kvq::detail::sequence_access::tracks(sequences_[i])[0].spans;

@@ -12,7 +12,7 @@
 using test::append;
 using test::contents;
 
-TEST_CASE("pages of an allocated pool do not overlap, and all bytes come back as one piece") {
+TEST_CASE("pages of an allocated pool do not overlap, and all bytes come back as one range") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -68,7 +68,7 @@ TEST_CASE("pages of an allocated pool do not overlap, and all bytes come back as
     }
 }
 
-TEST_CASE("a refusal names the longest free piece") {
+TEST_CASE("a refusal names the longest free range") {
     kvq::page_pool pool(std::pmr::get_default_resource(), 640, true);
     std::vector<kvq::page_ref> pages;
     for (int i = 0; i < 5; ++i) pages.push_back(pool.allocate(64, 0, 1));
@@ -76,12 +76,12 @@ TEST_CASE("a refusal names the longest free piece") {
     pages.erase(pages.begin() + 1);
     try {
         (void)pool.allocate(128, 0, 1);
-        FAIL("no piece is long enough");
+        FAIL("no range is long enough");
     } catch (const kvq::out_of_memory& e) {
         CHECK(std::string(e.what()) ==
               "kvq: a page of 192 bytes does not fit: 384 of a budget of 640 bytes are in use, and the "
               "longest free "
-              "piece has 128");
+              "range has 128");
     }
     CHECK_THROWS_AS(
         kvq::cache({1, 1, 8}, {.keys = {test::made<kvq::scalar>(kvq::int8{})}, .preallocate = true}),

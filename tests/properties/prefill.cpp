@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <kvq/backends/simd.hpp>
 #include <kvq/core/thread_pool.hpp>
 #include <kvq/policy/ring.hpp>
@@ -409,36 +410,51 @@ TEST_CASE_TEMPLATE(
 }
 
 TEST_CASE(
-    "a preset's cache holds at most what a 16-bit cache of the same options holds, and its 16-bit copies") {
+    "a cache of a preset, int8 or kivi holds at most what a 16-bit cache of the same options holds, and its "
+    "16-bit copies") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 48};
     for (const int page_tokens : {32, 64, 128}) {
         const kvq::cache_options options{.sinks = 4, .recent = 32, .page_tokens = page_tokens};
-        test::kivi_cache kivi(shape, options);
-        test::int8_cache int8(shape, options);
-        test::plain_cache plain(shape, options);
+        test::typed_cache<kvq::full<kvq::float16>> plain(shape, options);
+        std::deque<kvq::cache> caches;
+        const auto add = [&](kvq::format keys, kvq::format values) {
+            kvq::cache_options of = options;
+            of.keys = {std::move(keys)};
+            of.values = {std::move(values)};
+            caches.emplace_back(shape, of);
+        };
+        using kivi = kvq::kivi<4, 32>;
+        add(test::made<kvq::simd<>>(kvq::int8{}), test::made<kvq::simd<>>(kvq::int8{}));
+        add(test::made<kvq::simd<>>(kivi::keys{}), test::made<kvq::simd<>>(kivi::values{}));
+        kvq::for_each_preset([&](auto preset) {
+            add(test::made<kvq::scalar>(typename decltype(preset)::keys{}),
+                test::made<kvq::scalar>(typename decltype(preset)::values{}));
+        });
         const test::stream s(random, shape, 500);
-        auto a = kivi.new_sequence();
-        auto b = int8.new_sequence();
         auto full = plain.new_sequence();
+        std::vector<kvq::sequence> sequences;
+        for (kvq::cache& cache : caches) sequences.push_back(cache.new_sequence());
         for (int n = 1; n <= 500; ++n) {
-            append(a, 2, s, n - 1, 1);
-            append(b, 2, s, n - 1, 1);
             append(full, 2, s, n - 1, 1);
-            INFO(n, " tokens in pages of ", page_tokens);
-            REQUIRE(a.usage().bytes - a.usage().rollback - a.usage().bookkeeping <=
-                    full.usage().bytes - full.usage().bookkeeping);
-            REQUIRE(b.usage().bytes - b.usage().rollback - b.usage().bookkeeping <=
-                    full.usage().bytes - full.usage().bookkeeping);
-            // The headers of the copies are what bookkeeping differs by.
-            REQUIRE(a.usage().bookkeeping - full.usage().bookkeeping <=
-                    a.usage().rollback / (2 * 48 * static_cast<std::size_t>(page_tokens) * 2) *
-                        sizeof(kvq::page));
+            const kvq::usage_report f = full.usage();
+            for (std::size_t i = 0; i < caches.size(); ++i) {
+                append(sequences[i], 2, s, n - 1, 1);
+                const kvq::usage_report u = sequences[i].usage();
+                INFO(caches[i].options().keys[0].name(), ", ", n, " tokens in pages of ", page_tokens);
+                REQUIRE(u.bytes - u.rollback - u.bookkeeping <= f.bytes - f.bookkeeping);
+                // The headers of the copies are what bookkeeping differs by.
+                REQUIRE(u.bookkeeping - f.bookkeeping <=
+                        u.rollback / (2 * 48 * static_cast<std::size_t>(page_tokens) * 2) *
+                            sizeof(kvq::page));
+            }
             // A short sequence does not hold whole pages.
-            REQUIRE(full.usage().slack <= 4u * 2 * 2 * 48 * kvq::page_geometry::window_step);
+            REQUIRE(f.slack <= 4u * 2 * 2 * 48 * kvq::page_geometry::window_step);
         }
+        // What was compared are quantized pages.
+        for (std::size_t i = 0; i < caches.size(); ++i) REQUIRE(sequences[i].usage().quantized > 0);
     }
 }
 

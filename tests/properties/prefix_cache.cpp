@@ -368,10 +368,10 @@ TEST_CASE("the 16-bit copies are gone once a quantized entry is all that is left
         return bytes;
     };
     const std::size_t page = cache.page_bytes(kvq::tensor::key, 0, 8),
-                      coded = cache.page_bytes(kvq::tensor::key, 2, 8);
+                      quantized = cache.page_bytes(kvq::tensor::key, 2, 8);
     const auto pages = [](int tokens) { return static_cast<std::size_t>(2 * 2 * tokens / 8); };
-    REQUIRE(coded < page);
-    CHECK(bytes_for(64) == pages(64) * kvq::page_pool::allocation(coded));
+    REQUIRE(quantized < page);
+    CHECK(bytes_for(64) == pages(64) * kvq::page_pool::allocation(quantized));
     CHECK(bytes_for(56) == pages(56) * kvq::page_pool::allocation(page));
 }
 
@@ -459,10 +459,10 @@ TEST_CASE(
     CHECK(cache.bytes_in_use() == tight.byte_budget);
     live.pop_back();
     CHECK(store.store(ids(0, 160), live[0]) == store_outcome::stored);
-    const std::size_t coded = store.bytes();
+    const std::size_t quantized = store.bytes();
     live.clear();
-    CHECK(cache.bytes_in_use() == coded);
-    CHECK(store.release(1) == coded);
+    CHECK(cache.bytes_in_use() == quantized);
+    CHECK(store.release(1) == quantized);
     CHECK(store.statistics().evictions == 1);
     CHECK(cache.bytes_in_use() == 0);
 }

@@ -129,7 +129,7 @@ TEST_CASE("the dry run is the truth after any history: trims, forks, and pages t
         CHECK(test::same(planned, done));
         CHECK(done.bytes_after == cache.bytes_in_use());
     };
-    {  // An original that becomes useless within the call: a page behind it was coded long ago.
+    {  // A 16-bit copy that becomes useless within the call: a page behind it was quantized long ago.
         kvq::cache_options options{.recent = 1, .page_tokens = 4, .rollback = 18};
         options.layers = {{0, 2}};
         ladder_cache cache(shape, options);

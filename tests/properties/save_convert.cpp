@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact where bytes are kept, the schemes' own bounds where they are coded again. Restoring into a cache
+// Comparison family: exact where bytes are kept, the schemes' own bounds where they are quantized again. Restoring into a cache
 // with other formats, options or parameters.
 #include <doctest/doctest.h>
 
@@ -106,7 +106,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
         append(fresh, 2, s, 0, 85);
         CHECK(copy.usage().bytes == fresh.usage().bytes);
         const auto y = test::dequantized(copy, shape, 1, kvq::tensor::key);
-        // Coded twice with 8 bits: off by half a step twice, a step being range / 255 of a token.
+        // Quantized twice with 8 bits: off by half a step twice, a step being range / 255 of a token.
         for (int t = 0; t < 85; ++t)
             for (int h = 0; h < 2; ++h) {
                 float lo = x.view().at(t, h)[0], hi = lo;

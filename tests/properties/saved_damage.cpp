@@ -232,7 +232,7 @@ TEST_CASE("a file that contradicts itself is refused, even under a right seal") 
 }
 
 TEST_CASE("a quantized page that would lie in the window is refused") {
-    // A deep trim leaves a page coded that a sequence of this length would not have coded yet.
+    // A deep trim leaves a page quantized that a sequence of this length would not have quantized yet.
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 4};
     cache_type cache(shape, {.sinks = 1, .recent = 2, .page_tokens = 4, .rollback = 0});
     test::generator random(test::seed());

@@ -205,7 +205,7 @@ TEST_CASE(
     CHECK(fitted > 0);
 }
 
-TEST_CASE("after a deep trim, a page that is coded already takes part") {
+TEST_CASE("after a deep trim, a page that is quantized already takes part") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -362,16 +362,16 @@ TEST_CASE("usage rows add up to the usage report") {
         test::append(sequence, 3, s, 0, random.between(0, 300));
         cache.requantize(sequence, test::random_request(random, 3, 300));
         const kvq::usage_report u = sequence.usage();
-        std::size_t coded = 0, window = 0, slack = 0;
+        std::size_t quantized = 0, window = 0, slack = 0;
         std::vector<int> tokens(6);
         for (const kvq::usage_row& row : kvq::usage_rows(sequence)) {
-            (row.format == 0 ? window : coded) += row.codes + row.parameters;
+            (row.format == 0 ? window : quantized) += row.codes + row.parameters;
             slack += row.slack;
             tokens[static_cast<std::size_t>(2 * row.layer + static_cast<int>(row.role))] += row.tokens;
             CHECK(!row.scheme.empty());
             CHECK(row.bookkeeping == static_cast<std::size_t>(row.pages) * sizeof(kvq::page));
         }
-        CHECK(coded == u.quantized);
+        CHECK(quantized == u.quantized);
         CHECK(window == u.window);
         CHECK(slack == u.slack);
         for (const int n : tokens) CHECK(n == sequence.tokens());

@@ -26,6 +26,59 @@ static_assert(kvq::detail::requantizing<kvq::std4::keys> &&
               !kvq::detail::requantizing<baselines::centred<kvq::std4::keys>> &&
               kvq::detail::requantizing<kvq::std4_h::keys>);
 
+using requantized = kvq::low2::keys;
+static_assert(kvq::detail::requantizing<requantized>);
+/// A requantize() of its own goes with the quantize() that is inherited.
+struct own_requantize : requantized {
+    using attends_as = own_requantize;
+    std::uint32_t requantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,
+                             float* scales_of_tokens, std::byte* block) const {
+        return requantized::requantize(s, id, values, scales_of_tokens, block);
+    }
+};
+static_assert(kvq::detail::requantizing<own_requantize>);
+/// A quantize() of its own, whatever kind of function it is, does not go with the requantize() that is inherited.
+struct own_quantize : requantized {
+    using attends_as = own_quantize;
+    std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,
+                           std::byte* block) const {
+        return requantized::quantize(s, id, values, block);
+    }
+};
+struct static_quantize : requantized {
+    using attends_as = static_quantize;
+    static std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, float* values,
+                                  std::byte* block) {
+        return requantized{}.quantize(s, id, values, block);
+    }
+};
+struct template_quantize : requantized {
+    using attends_as = template_quantize;
+    template <class Value>
+    std::uint32_t quantize(const kvq::block_shape& s, const kvq::block_id& id, Value* values,
+                           std::byte* block) const {
+        return requantized::quantize(s, id, values, block);
+    }
+};
+struct overloaded_quantize : own_quantize {
+    using attends_as = overloaded_quantize;
+    using own_quantize::quantize;
+    std::uint32_t quantize(const kvq::block_shape&, std::nullptr_t) const { return 0; }
+};
+static_assert(kvq::kv_scheme<own_quantize> && !kvq::detail::requantizing<own_quantize>);
+static_assert(kvq::kv_scheme<static_quantize> && !kvq::detail::requantizing<static_quantize>);
+static_assert(kvq::kv_scheme<template_quantize> && !kvq::detail::requantizing<template_quantize>);
+static_assert(kvq::kv_scheme<overloaded_quantize> && !kvq::detail::requantizing<overloaded_quantize>);
+/// Unless the scheme says that they belong together; a type derived from it has to say so again.
+struct own_pair : template_quantize {
+    using attends_as = own_pair;
+    using requantizes_as = own_pair;
+};
+struct derived_from_pair : own_pair {
+    using attends_as = derived_from_pair;
+};
+static_assert(kvq::detail::requantizing<own_pair> && !kvq::detail::requantizing<derived_from_pair>);
+
 /// A random orthogonal matrix: Gram-Schmidt in double.
 std::vector<float> random_rotation(test::generator& random, int n) {
     const auto dim = static_cast<std::size_t>(n);

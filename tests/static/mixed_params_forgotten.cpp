@@ -1,4 +1,4 @@
-// expect: kvq::channel_grid: parameters are `coded` or params<P>, such as params<float16>
+// expect: kvq::channel_grid: parameters are `byte_params` or params<P>, such as params<float16>
 // SPDX-License-Identifier: MIT
 #include <kvq/format/make_format.hpp>
 #include <kvq/schemes/channel_grid.hpp>

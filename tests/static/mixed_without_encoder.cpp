@@ -4,5 +4,5 @@
 #include <kvq/schemes/channel_grid.hpp>
 
 const auto made = kvq::make_format<
-    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, kvq::coded>,
+    kvq::channel_grid<kvq::grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}, kvq::byte_params>,
     kvq::scalar>();

@@ -111,9 +111,9 @@ private:
 static_assert(kvq::key_scheme<magnitude_bytes> && kvq::value_scheme<magnitude_bytes>);
 static_assert(!kvq::foldable<magnitude_bytes> && !std::is_default_constructible_v<magnitude_bytes>);
 
-/// x^[t][c] = factor[t] * (scale[c] * code + bias[c]),  scale[c] = super * 2^(-coded[c] / 8).
+/// x^[t][c] = token_scale[t] * (scale[c] * code + bias[c]),  scale[c] = super * 2^(-step[c] / 8).
 ///
-///   block = [codes][super: float, padded][coded scales: 1 byte][biases: float16][factors: float16]
+///   block = [codes][super: float, padded][steps: 1 byte][biases: float16][token_scales: float16]
 template <int Bits>
 struct product_scheme {
     using attends_as = product_scheme;
@@ -146,23 +146,23 @@ struct product_scheme {
                     largest = std::fmax(largest, std::fabs(row[c]));
                 else
                     ++not_finite;
-            const kvq::float16 factor =
+            const kvq::float16 token_scale =
                 kvq::detail::round_up_to<kvq::float16>(largest > 0.0f ? largest : 1.0f);
-            kvq::detail::store_as(block + at.factors + 2 * static_cast<std::size_t>(t), factor);
-            for (int c = 0; c < s.dim; ++c) row[c] = row[c] / static_cast<float>(factor);
+            kvq::detail::store_as(block + at.token_scales + 2 * static_cast<std::size_t>(t), token_scale);
+            for (int c = 0; c < s.dim; ++c) row[c] = row[c] / static_cast<float>(token_scale);
         }
         float super = 0.0f;
         for (int c = 0; c < s.dim; ++c) super = std::fmax(super, wanted_scale(s, values, c));
         kvq::detail::store_as(block + at.super, super);
         for (int c = 0; c < s.dim; ++c) {
             const float wanted = wanted_scale(s, values, c);
-            int coded = 255;
-            if (wanted > 0.0f) coded = std::min(255, 1 + static_cast<int>(8.0f * std::log2(super / wanted)));
-            while (coded > 0 && dequantized_scale(super, coded) < wanted) --coded;
-            block[at.scales + static_cast<std::size_t>(c)] = static_cast<std::byte>(coded);
+            int step = 255;
+            if (wanted > 0.0f) step = std::min(255, 1 + static_cast<int>(8.0f * std::log2(super / wanted)));
+            while (step > 0 && dequantized_scale(super, step) < wanted) --step;
+            block[at.scales + static_cast<std::size_t>(c)] = static_cast<std::byte>(step);
             const kvq::float16 bias = kvq::detail::round_down<kvq::float16>(lowest(s, values, c));
             kvq::detail::store_as(block + at.biases + 2 * static_cast<std::size_t>(c), bias);
-            const float scale = dequantized_scale(super, coded), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+            const float scale = dequantized_scale(super, step), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
             for (int t = 0; t < s.tokens; ++t) {
                 const int code = kvq::detail::affine_code(values[t * s.dim + c], bias, inverse, top);
                 const bool key = s.role == kvq::tensor::key;
@@ -179,7 +179,7 @@ struct product_scheme {
         for (int t = 0; t < s.tokens; ++t)
             for (int c = 0; c < s.dim; ++c)
                 values[t * s.dim + c] =
-                    factor(s, block, t) *
+                    token_scale(s, block, t) *
                     kvq::detail::affine_value(
                         static_cast<int>(kvq::unpack_code(layout, block, key ? t : c, key ? c : t)),
                         scale(s, block, c), bias(s, block, c));
@@ -190,7 +190,7 @@ struct product_scheme {
                         float* scales, float* biases) const {
         for (int r = 0; r < s.rows(); ++r)
             if (s.role == kvq::tensor::key) {
-                scales[r] = factor(s, block, r);
+                scales[r] = token_scale(s, block, r);
             } else {
                 scales[r] = scale(s, block, r);
                 biases[r] = bias(s, block, r);
@@ -204,13 +204,13 @@ struct product_scheme {
                 scales[c] = scale(s, block, c);
                 biases[c] = bias(s, block, c);
             } else {
-                scales[c] = factor(s, block, c);
+                scales[c] = token_scale(s, block, c);
             }
     }
 
 private:
     struct section_offsets {
-        std::size_t super, scales, biases, factors, end;
+        std::size_t super, scales, biases, token_scales, end;
     };
     section_offsets sections(const kvq::block_shape& s) const noexcept {
         const auto padded = [](std::size_t n) { return (n + 15) / 16 * 16; };
@@ -219,14 +219,14 @@ private:
         o.super = padded(codes(s).bytes());
         o.scales = o.super + 16;
         o.biases = o.scales + padded(dim);
-        o.factors = o.biases + padded(2 * dim);
-        o.end = o.factors + padded(2 * tokens);
+        o.token_scales = o.biases + padded(2 * dim);
+        o.end = o.token_scales + padded(2 * tokens);
         return o;
     }
-    static float dequantized_scale(float super, int coded) noexcept {
+    static float dequantized_scale(float super, int step) noexcept {
         constexpr float eighth[8] = {1.0f,        0.917004043f, 0.840896415f, 0.771105413f,
                                      0.70710678f, 0.648419777f, 0.594603558f, 0.545253866f};
-        return super * std::ldexp(eighth[coded & 7], -(coded / 8));
+        return super * std::ldexp(eighth[step & 7], -(step / 8));
     }
     static float lowest(const kvq::block_shape& s, const float* values, int c) noexcept {
         float lo = std::numeric_limits<float>::infinity();
@@ -241,8 +241,8 @@ private:
             if (kvq::detail::is_finite(values[t * s.dim + c])) hi = std::fmax(hi, values[t * s.dim + c]);
         return (hi - bias) / static_cast<float>(top);
     }
-    float factor(const kvq::block_shape& s, const std::byte* block, int t) const noexcept {
-        return kvq::detail::load_as<kvq::float16>(block + sections(s).factors +
+    float token_scale(const kvq::block_shape& s, const std::byte* block, int t) const noexcept {
+        return kvq::detail::load_as<kvq::float16>(block + sections(s).token_scales +
                                                   2 * static_cast<std::size_t>(t));
     }
     float bias(const kvq::block_shape& s, const std::byte* block, int c) const noexcept {

@@ -53,7 +53,7 @@ using affine_scheme = kvq::affine<Bits, Granularity, kvq::params<P>>;
 #define KVQ_TEST_WINDOW_SCHEMES kvq::int8, kvq::kivi<4>::keys, test::odd_values
 #else
 #define KVQ_TEST_BACKEND_SCHEMES KVQ_TEST_SCHEMES
-/// What is coded and dequantized from and to every type of window.
+/// What is quantized and dequantized from and to every type of window.
 #define KVQ_TEST_WINDOW_SCHEMES                                                                \
     kvq::int8, kvq::kivi<4>::keys, kvq::kivi<4>::values, kvq::kivi<3>::values, kvq::affine<3>, \
         test::affine_scheme<2, kvq::per_token<32>>, test::affine_scheme<1, kvq::per_token<0>>, \

@@ -84,7 +84,9 @@ TEST_CASE("allocation: no cut into widths within the words has less error") {
     CHECK_THROWS_AS(kvq::allocate_widths(two, wide, 1), kvq::error);
 }
 
-TEST_CASE("importances are drawn together by what their spread owes to the text, and keep their order") {
+TEST_CASE(
+    "importances are drawn together by the part of their spread that comes from the text, and keep their "
+    "order") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -119,7 +119,7 @@ TEST_CASE_TEMPLATE("levels for the normal are those of Lloyd's iteration", T, ba
         CHECK(std::fabs(static_cast<double>(T::levels[i]) - wanted[i]) < 2e-7);
 }
 
-TEST_CASE("nearest level: no other level is nearer, ties go up, NaN is coded as 0") {
+TEST_CASE("nearest level: no other level is nearer, ties go up, NaN is quantized as 0") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

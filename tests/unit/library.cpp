@@ -56,7 +56,7 @@ TEST_CASE("fold: row parameters where they remain, column parameters where they 
     static_assert(symmetric_keys.row_scale && !symmetric_keys.row_bias);
 }
 
-TEST_CASE("page geometry: sinks, whole pages behind the recent window, when each is coded") {
+TEST_CASE("page geometry: sinks, whole pages behind the recent window, when each is quantized") {
     constexpr kvq::page_geometry g{.sinks = 4, .recent = 10, .page_tokens = 16};
     static_assert(g.pages(0) == 0 && g.pages(4) == 0 && g.pages(5) == 1 && g.pages(20) == 1 &&
                   g.pages(21) == 2);

@@ -1,6 +1,7 @@
 """A small torch model over kvq against the CPU engine of examples/llama: stories15M, or another llama2.c checkpoint, greedily.
 
-Runs where KVQ_STORIES is the checkpoint, KVQ_STORIES_TOKENIZER its tokenizer and KVQ_LLAMA the program kvq_llama; else it is skipped.
+Runs where KVQ_STORIES is the checkpoint, KVQ_STORIES_TOKENIZER its tokenizer and KVQ_LLAMA the program kvq_llama; else it is skipped. CTest sets them
+to the model of examples/llama/data (bindings/python/stories); docs/guide/python.md says how to run it with stories15M.
 """
 import os
 import re

@@ -467,7 +467,7 @@ private:
             o.scale = scale;
             o.softcap = shape_.attention_softcap;
             o.window = shape_.window(layer);
-            check(cache_.prefill(layer, queries(n), k, v, outputs(n), o, stream_.get));
+            check(cache_.prefill(layer, k, v, queries(n), outputs(n), o, stream_.get));
             return;
         }
         check(cache_.append(layer, k, v, stream_.get));

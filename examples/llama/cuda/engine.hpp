@@ -7,6 +7,8 @@
 
 #include "weights_source.hpp"
 
+#include <kvq/core/shape.hpp>
+
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -38,11 +40,11 @@ struct format_tier {
 struct engine_options {
     std::string format = "std4";  // of the pages; "fp16" and "bf16": everything stays as the activations are
     int sinks = 4, recent = 128;  // tokens in 16 bit
-    int page_tokens = 64;
-    int max_batch = 1;   // sequences of a decode step
-    int max_tokens = 0;  // of one sequence; 0: the model's context
-    int chunk = 512;     // tokens of a prompt in one forward pass
-    bool graphs = true;  // decode steps are captured and replayed
+    int page_tokens = kvq::default_page_tokens;  // that of a compiled format
+    int max_batch = 1;                           // sequences of a decode step
+    int max_tokens = 0;                          // of one sequence; 0: the model's context
+    int chunk = 512;                             // tokens of a prompt in one forward pass
+    bool graphs = true;                          // decode steps are captured and replayed
     // Memory of the cache. pool: pages for so many tokens and sequences are allocated up front, and graphs stay valid while they suffice.
     int pool_tokens = 0, pool_sequences = 0;
     bool growing = true;

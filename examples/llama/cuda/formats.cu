@@ -1,12 +1,17 @@
-// Kernels of one format: -DFORMAT=0 to 4, -DHEAD_DIM=64 or 128, -DTYPE=bfloat16 or float16. The last one has pages of two formats, for step down.
+// Kernels of one format: -DFORMAT=0 to 4, -DHEAD_DIM=64 or 128, -DTYPE=bfloat16 or float16, -DPAGE_TOKENS=64 for other pages than of 128
+// tokens. The last format has pages of two, for step down.
 #include "formats.cuh"
 
 #ifndef PAGE_TOKENS
-#define PAGE_TOKENS 64
+#define PAGE_TOKENS kvq::default_page_tokens
 #endif
 
 namespace llama::device {
 namespace {
+
+static_assert(HEAD_DIM % 32 == 0 && HEAD_DIM <= 256 && PAGE_TOKENS % 32 == 0,
+              "prompts have kernels for heads of a multiple of 32 channels, up to 256, and pages of a "
+              "multiple of 32 tokens");
 
 using namespace kvq;
 

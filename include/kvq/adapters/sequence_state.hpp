@@ -54,10 +54,10 @@ struct sequence_table::access {
             summed(s.of->positions.data(), s.of->positions.size() * sizeof(std::int32_t));
             const std::uint32_t checksum = sum.value();
             put(sink, &checksum, sizeof checksum);
-            int pieces = 0;  // a message comes in three
+            int sent = 0;  // a message comes in three
             for (int layer = 0; layer < table.cache_->shape().layers; ++layer)
                 send_pages(s.of->tokens, layer, [&](const void* data, std::size_t bytes) {
-                    if (pieces++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
+                    if (sent++ % 3 == 0) put(sink, &page_follows, sizeof page_follows);
                     put(sink, data, bytes);
                 });
             put(sink, &no_page_follows, sizeof no_page_follows);

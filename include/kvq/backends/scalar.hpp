@@ -10,8 +10,8 @@
 //       x^ of all tokens, rounded once to T: token t starts at out + t * stride
 //   quantize_values(scheme, shape, id, values, block)
 //       scheme::quantize; values: [tokens][dim], scratch afterwards
-//   requantize_values(scheme, shape, id, values, factors, block)
-//       the same for values that were quantized before: scheme::requantize, or quantize for a scheme without it; factors: the token
+//   requantize_values(scheme, shape, id, values, token_scales, block)
+//       the same for values that were quantized before: scheme::requantize, or quantize for a scheme without it; token_scales: the token
 //       scales of their last block, scratch afterwards, or null
 //   write_tokens<Window>(shape, block, tokens, stride, count, at)
 //       writes `count` tokens, `stride` elements apart, to tokens [at, at + count) of a window block
@@ -54,9 +54,9 @@ struct scalar : detail::plain_loads {
 
     template <kv_scheme Scheme>
     static std::uint32_t requantize_values(const Scheme& scheme, const block_shape& shape, block_id id,
-                                           float* values, float* factors, std::byte* block) {
+                                           float* values, float* token_scales, std::byte* block) {
         if constexpr (detail::requantizing<Scheme>)
-            return scheme.requantize(shape, id, values, factors, block);
+            return scheme.requantize(shape, id, values, token_scales, block);
         else
             return scheme.quantize(shape, id, values, block);
     }

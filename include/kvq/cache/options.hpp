@@ -1,7 +1,7 @@
-// The options of a cache, and the report of its memory.
+// The options of a cache.
 //
 // Of n tokens the first `sinks` and at least the last `recent` stay in the window format; whole pages between them are quantized.
-// Contract: cache() checks every option and names the one that is out of range; usage() counts every allocation of a sequence.
+// Contract: cache() checks every option and names the one that is out of range.
 #pragma once
 
 #include <cstddef>
@@ -29,28 +29,14 @@ struct cache_options {
     int page_tokens = default_page_tokens;  ///< tokens per page; multiples of 32 waste no bytes
     int rollback = 16;  ///< a trim by up to this many tokens is exact even if their pages are quantized
     std::size_t byte_budget = page_pool::no_budget;  ///< for all pages, headers included
-    /// Allocates byte_budget when the cache is made, in one piece; pages take multiples of 64 bytes of it. Pages of several sizes
-    /// may leave free pieces that fit none of them: then kvq::out_of_memory comes before the budget is used up.
+    /// Allocates byte_budget when the cache is made, at once; pages take multiples of 64 bytes of it. Pages of several sizes
+    /// may leave free ranges that fit none of them: then kvq::out_of_memory comes before the budget is used up.
     bool preallocate = false;
     std::vector<layer_format> layers = {};  ///< empty: the first listed format everywhere
     /// How the model rotates keys before they are appended: once for all layers, or once per layer; a layer without positions has a
     /// rotary_embedding{}. Empty: not known, so that keys cannot move (sequence::erase, shift and splice).
     std::vector<rotary_embedding> rotary = {};
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
-};
-
-/// Bytes held by a sequence. Shared pages count in every sequence that holds them (the pool counts them once).
-struct usage_report {
-    std::size_t quantized = 0;    ///< data of quantized pages
-    std::size_t window = 0;       ///< data of 16/32-bit pages: sinks, recent, and pages not yet quantized
-    std::size_t slack = 0;        ///< part of `window` that holds no token yet
-    std::size_t rollback = 0;     ///< 16-bit copies kept so that a short trim is exact
-    std::size_t bookkeeping = 0;  ///< page headers and tables
-    std::size_t workspace = 0;    ///< scratch for quantizing
-    std::size_t reserved = 0;    ///< for the next step (cache::reserve): pages with their headers, and tables
-    std::size_t bytes = 0;       ///< sum of all of the above except `slack`
-    std::size_t not_finite = 0;  ///< NaN and infinities quantized so far
-    int tokens = 0;              ///< of the longest layer
 };
 
 namespace detail {

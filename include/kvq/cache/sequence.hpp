@@ -23,6 +23,7 @@
 #include <span>
 
 #include "draft.hpp"
+#include "usage_report.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 

@@ -29,10 +29,10 @@ public:
         : message_("kvq: a page of " + std::to_string(wanted) +
                    " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +
                    std::to_string(budget) + " bytes are in use") {}
-    /// The same when the memory was allocated up front: `longest` bytes are free in one piece.
+    /// The same when the memory was allocated up front: `longest` bytes are free in one range.
     KVQ_INLINE out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget, std::size_t longest)
         : out_of_memory(wanted, in_use, budget) {
-        message_ += ", and the longest free piece has " + std::to_string(longest);
+        message_ += ", and the longest free range has " + std::to_string(longest);
     }
     const char* what() const noexcept override { return message_.c_str(); }
 

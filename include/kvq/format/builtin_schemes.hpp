@@ -3,7 +3,7 @@
 //   add_builtin_part<Backend, Part>(list)             appends the entries of one part
 //   add_builtin_part<Backend, Part, Wanted>(list)     those whose names, without a group size, Wanted accepts; others are not compiled
 //
-// A new built-in scheme is one line here.
+// A new built-in scheme is one line here; so that KVQ_LIBRARY_FORMATS may name it, also one in src/CMakeLists.txt.
 #pragma once
 
 #include <span>

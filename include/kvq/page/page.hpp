@@ -1,4 +1,4 @@
-// A page: `page_tokens` tokens of one layer's K or V, all kv heads, in one piece of memory; and the pool of pages.
+// A page: `page_tokens` tokens of one layer's K or V, all kv heads, in one allocation; and the pool of pages.
 //
 //   page data = kv_heads blocks, one after the other (docs/reference/format.md); relocatable, no pointers inside
 //
@@ -75,7 +75,7 @@ class page_pool {
 public:
     static constexpr std::size_t no_budget = (std::numeric_limits<std::size_t>::max)();
 
-    /// preallocate: the budget, which must be a number of bytes then, is allocated now, in one piece for all pages.
+    /// preallocate: the budget, which must be a number of bytes then, is allocated now, at once for all pages.
     explicit page_pool(std::pmr::memory_resource* memory, std::size_t budget = no_budget,
                        bool preallocate = false)
         : memory_(memory), budget_(budget) {

@@ -1,9 +1,9 @@
 // Storage of the scales and biases of channels, and of token scales, in a block.
 //
 //   channel_parameters<params<P>>   [scales][biases], each [group][slot] of type P
-//   channel_parameters<coded>       the same in one byte each (quant/coded.hpp), then 3 bfloat16 per group:
+//   channel_parameters<byte_params>       the same in one byte each (quant/byte_params.hpp), then 3 bfloat16 per group:
 //                                   scale unit, first bias, bias step
-//   token_scales<coded>            one byte per token: 31/16 for the token with the largest token scale, down to 2^-15
+//   token_scales<byte_params>            one byte per token: 31/16 for the token with the largest token scale, down to 2^-15
 //   token_scales<params<P>>        one P per token
 //
 // Slots: pack/tile_layout.hpp; token scales are indexed by token slot. Functions that store return the stored parameters for the
@@ -14,7 +14,7 @@
 #include <string>
 
 #include "../core/text.hpp"
-#include "coded.hpp"
+#include "byte_params.hpp"
 #include "params.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -93,8 +93,8 @@ struct channel_parameters<params<P>> {
 };
 
 template <>
-struct channel_parameters<coded> {
-    static short_text name() { return coded::name; }
+struct channel_parameters<byte_params> {
+    static short_text name() { return byte_params::name; }
     KVQ_HD static constexpr std::size_t bytes(int groups, int slot_count) noexcept {
         return static_cast<std::size_t>(2 * groups * slot_count) +
                shared_bytes * static_cast<std::size_t>(groups);
@@ -210,21 +210,21 @@ concept token_scale_policy = requires {
 };
 
 template <>
-struct token_scales<coded> {
+struct token_scales<byte_params> {
     static constexpr bool present = true;
     static short_text name() { return "-dual"; }
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
         return static_cast<std::size_t>(slot_count);
     }
-    KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
+    KVQ_HD static void store(std::byte* at, int first, float* scales, int n) noexcept {
         for (int i = 0; i < n; ++i) {
             const unsigned code =
-                detail::token_scale_float::code(factors[i], 1.0f, parameter_rounding::nearest);
+                detail::token_scale_float::code(scales[i], 1.0f, parameter_rounding::nearest);
             at[first + i] = static_cast<std::byte>(code);
-            factors[i] = detail::token_scale_float::value(code);
+            scales[i] = detail::token_scale_float::value(code);
         }
     }
-    KVQ_HD static float factor(const std::byte* at, int slot) noexcept {
+    KVQ_HD static float token_scale(const std::byte* at, int slot) noexcept {
         return detail::token_scale_float::value(static_cast<unsigned>(at[slot]));
     }
     template <class Backend>
@@ -240,14 +240,14 @@ struct token_scales<params<P>> {
     KVQ_HD static constexpr std::size_t bytes(int slot_count) noexcept {
         return sizeof(P) * static_cast<std::size_t>(slot_count);
     }
-    KVQ_HD static void store(std::byte* at, int first, float* factors, int n) noexcept {
+    KVQ_HD static void store(std::byte* at, int first, float* scales, int n) noexcept {
         for (int i = 0; i < n; ++i) {
-            const P p(detail::larger(factors[i], detail::token_scale_float::smallest));
+            const P p(detail::larger(scales[i], detail::token_scale_float::smallest));
             detail::store_as(at + sizeof(P) * static_cast<std::size_t>(first + i), p);
-            factors[i] = static_cast<float>(p);
+            scales[i] = static_cast<float>(p);
         }
     }
-    KVQ_HD static float factor(const std::byte* at, int slot) noexcept {
+    KVQ_HD static float token_scale(const std::byte* at, int slot) noexcept {
         return static_cast<float>(detail::load_as<P>(at + sizeof(P) * static_cast<std::size_t>(slot)));
     }
     template <class Backend>
@@ -257,9 +257,9 @@ struct token_scales<params<P>> {
 };
 
 template <class Params>
-struct channel_parameters : channel_parameters<coded> {
+struct channel_parameters : channel_parameters<byte_params> {
     static_assert(std::is_void_v<Params>,
-                  "kvq::channel_grid: parameters are `coded` or params<P>, such as params<float16>");
+                  "kvq::channel_grid: parameters are `byte_params` or params<P>, such as params<float16>");
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

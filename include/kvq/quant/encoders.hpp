@@ -21,7 +21,7 @@
 #include <string>
 
 #include "../core/text.hpp"
-#include "coded.hpp"
+#include "byte_params.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
 

@@ -5,7 +5,7 @@
 //   token scales  Tokens keep their last token scales. Tokens without any get fitted ones; each is then replaced by the near stored
 //                 value for which the token's values lie best on the channels' grids.
 //
-// With parameters that are `settled` (quant/coded.hpp), values from a page of the format that went through other formats of smaller
+// With parameters that are `settled` (quant/byte_params.hpp), values from a page of the format that went through other formats of smaller
 // steps get their first codes back.
 // Contract: an encoder that stores its parameters outside of the range does so here as well, and keeps no grids. Sums are double over
 // exact products, in a fixed order: the same bits from every compiler. Cost: grids about 3 passes, token scales 6 in each of 4 turns.
@@ -87,25 +87,26 @@ struct grid_keeper {
 };
 
 /// Grids of up to `most` channels, fitted to tokens that are divided by their token scales.
-class factor_grids {
+class token_scale_grids {
 public:
     static constexpr int most = 1024;
 
-    void fit(const float* values, int tokens, int dim, int top, const float* factors) noexcept {
+    void fit(const float* values, int tokens, int dim, int top, const float* token_scales) noexcept {
         dim_ = dim;
         top_ = static_cast<float>(top);
         for (int c = 0; c < dim; c += chunk)
-            fit_chunk(values + c, tokens, dim, smaller(chunk, dim - c), top, factors, c);
+            fit_chunk(values + c, tokens, dim, smaller(chunk, dim - c), top, token_scales, c);
     }
-    /// Sum of squared errors of a token with token scale `factor`.
-    double error(const float* x, float factor) const noexcept {
+    /// Sum of squared errors of a token with token scale `token_scale`.
+    double error(const float* x, float token_scale) const noexcept {
         const rounded_products product;
-        const float inverse = 1.0f / factor;
+        const float inverse = 1.0f / token_scale;
         interleaved_sum sum;
         const auto add = [&](int c, int part) {
             const float value = is_finite(x[c]) ? x[c] : 0.0f;
             const float code = code_of(product(value, inverse), first_[c], inverse_[c], top_, product);
-            const auto e = static_cast<double>(value - product(factor, first_[c] + product(scale_[c], code)));
+            const auto e =
+                static_cast<double>(value - product(token_scale, first_[c] + product(scale_[c], code)));
             sum.part[part] += e * e;
         };
         int c = 0;
@@ -125,7 +126,7 @@ private:
     }
 
     /// Fits the range and refits it once.
-    void fit_chunk(const float* values, int tokens, int dim, int n, int top, const float* factors,
+    void fit_chunk(const float* values, int tokens, int dim, int n, int top, const float* token_scales,
                    int at) noexcept {
         const rounded_products product;
         float lo[chunk], hi[chunk];
@@ -133,7 +134,7 @@ private:
         float *const first = first_ + at, *const scale = scale_ + at, *const inverse = inverse_ + at;
         const auto y = [&](int t, int c) {
             const float x = values[t * dim + c];
-            return product(is_finite(x) ? x : 0.0f, 1.0f / factors[t]);
+            return product(is_finite(x) ? x : 0.0f, 1.0f / token_scales[t]);
         };
         for (int c = 0; c < n; ++c) lo[c] = hi[c] = y(0, c);
         for (int t = 1; t < tokens; ++t)
@@ -174,20 +175,21 @@ private:
 /// stored values, they do not change: they were settled before. Equal token scales replace them if they have less error.
 /// values: [tokens][dim], at most 1024 tokens and channels. Grids of more than 6 bits are too fine
 /// to distinguish token scales: nothing changes.
-inline void settle_token_scales(const float* values, int tokens, int dim, int top, float* factors) noexcept {
+inline void settle_token_scales(const float* values, int tokens, int dim, int top,
+                                float* token_scales) noexcept {
     constexpr int turns = 4, widest = 63;
     if (top > widest) return;
     bool stored = true;
     for (int t = 0; t < tokens; ++t) {
-        const float factor =
-            token_scale_float::value(token_scale_float::code(factors[t], 1.0f, parameter_rounding::nearest));
-        stored = stored && factor == factors[t];
-        factors[t] = factor;
+        const float token_scale = token_scale_float::value(
+            token_scale_float::code(token_scales[t], 1.0f, parameter_rounding::nearest));
+        stored = stored && token_scale == token_scales[t];
+        token_scales[t] = token_scale;
     }
     if (stored) return;
-    factor_grids grids;
+    token_scale_grids grids;
     // A fit can fail for a channel with few values other than zero.
-    float equal[factor_grids::most];
+    float equal[token_scale_grids::most];
     for (int t = 0; t < tokens; ++t) equal[t] = token_scale_float::largest;
     const auto errors_of = [&](const float* tried) {
         grids.fit(values, tokens, dim, top, tried);
@@ -195,22 +197,22 @@ inline void settle_token_scales(const float* values, int tokens, int dim, int to
         for (int t = 0; t < tokens; ++t) sum += grids.error(values + t * dim, tried[t]);
         return sum;
     };
-    if (errors_of(equal) < errors_of(factors))
-        for (int t = 0; t < tokens; ++t) factors[t] = equal[t];
+    if (errors_of(equal) < errors_of(token_scales))
+        for (int t = 0; t < tokens; ++t) token_scales[t] = equal[t];
     for (int turn = 0; turn < turns; ++turn) {
-        grids.fit(values, tokens, dim, top, factors);
+        grids.fit(values, tokens, dim, top, token_scales);
         bool moved = false;
         for (int t = 0; t < tokens; ++t) {
             const auto code =
-                static_cast<int>(token_scale_float::code(factors[t], 1.0f, parameter_rounding::nearest));
-            double least = grids.error(values + t * dim, factors[t]);
+                static_cast<int>(token_scale_float::code(token_scales[t], 1.0f, parameter_rounding::nearest));
+            double least = grids.error(values + t * dim, token_scales[t]);
             for (const int beside : {code - 1, code + 1}) {
                 if (beside < 0 || beside > 255) continue;
-                const float factor = token_scale_float::value(static_cast<unsigned>(beside));
-                const double error = grids.error(values + t * dim, factor);
+                const float token_scale = token_scale_float::value(static_cast<unsigned>(beside));
+                const double error = grids.error(values + t * dim, token_scale);
                 if (!(error < least)) continue;
                 least = error;
-                factors[t] = factor;
+                token_scales[t] = token_scale;
                 moved = true;
             }
         }

@@ -19,19 +19,19 @@ KVQ_HD inline float inverse_size(double squares, int n) noexcept {
     return squares > 0.0 ? static_cast<float>(smaller(std::sqrt(n / squares), 0x1p100)) : 0.0f;
 }
 /// A token scale after scaling: the largest one becomes 31/16, and none is smaller than the smallest stored value.
-KVQ_HD inline float scaled_factor(float factor, float largest) noexcept {
-    return largest > 0.0f ? larger(rounded_quotient(factor, largest) * token_scale_float::largest,
+KVQ_HD inline float scaled_token_scale(float token_scale, float largest) noexcept {
+    return largest > 0.0f ? larger(rounded_quotient(token_scale, largest) * token_scale_float::largest,
                                    token_scale_float::smallest)
                           : token_scale_float::largest;
 }
-inline void scale_factors(float* factors, int tokens) noexcept {
+inline void normalize_token_scales(float* token_scales, int tokens) noexcept {
     float largest = 0.0f;
-    for (int t = 0; t < tokens; ++t) largest = larger(largest, factors[t]);
-    for (int t = 0; t < tokens; ++t) factors[t] = scaled_factor(factors[t], largest);
+    for (int t = 0; t < tokens; ++t) largest = larger(largest, token_scales[t]);
+    for (int t = 0; t < tokens; ++t) token_scales[t] = scaled_token_scale(token_scales[t], largest);
 }
 
-/// values: [tokens][dim], at most 1024 channels; factors: output, one token scale per token.
-inline void fit_token_scales(const float* values, int tokens, int dim, float* factors,
+/// values: [tokens][dim], at most 1024 channels; token_scales: output, one token scale per token.
+inline void fit_token_scales(const float* values, int tokens, int dim, float* token_scales,
                              int iterations = 8) noexcept {
     double sums[1024];
     float weights[1024];
@@ -39,11 +39,11 @@ inline void fit_token_scales(const float* values, int tokens, int dim, float* fa
         const auto y = static_cast<double>((is_finite(x) ? x : 0.0f) * by);
         return y * y;
     };
-    for (int t = 0; t < tokens; ++t) factors[t] = 1.0f;
+    for (int t = 0; t < tokens; ++t) token_scales[t] = 1.0f;
     for (int i = 0; i < iterations; ++i) {
         for (int c = 0; c < dim; ++c) sums[c] = 0.0;
         for (int t = 0; t < tokens; ++t) {
-            const float inverse = 1.0f / factors[t];
+            const float inverse = 1.0f / token_scales[t];
             for (int c = 0; c < dim; ++c) sums[c] += square(values[t * dim + c], inverse);
         }
         for (int c = 0; c < dim; ++c) weights[c] = inverse_size(sums[c], tokens);
@@ -56,9 +56,9 @@ inline void fit_token_scales(const float* values, int tokens, int dim, float* fa
             for (; c + interleaved_sum::parts <= dim; c += interleaved_sum::parts)
                 for (int k = 0; k < interleaved_sum::parts; ++k) add(c + k, k);
             for (int k = 0; c + k < dim; ++k) add(c + k, k);
-            factors[t] = static_cast<float>(std::sqrt(sum.total() / dim));
+            token_scales[t] = static_cast<float>(std::sqrt(sum.total() / dim));
         }
-        scale_factors(factors, tokens);
+        normalize_token_scales(token_scales, tokens);
     }
 }
 

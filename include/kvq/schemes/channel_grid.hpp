@@ -6,7 +6,7 @@
 //
 // Contract: codes are rounded to nearest, ties to even, from the stored parameters and y = x / r_t. With min_max, y lies inside
 // its grid: |x - x^| <= r_t * scale_c / 2 (plus float evaluation, about 3e-7 |x|). scale_c is at most the channel's range of y over
-// 2^B - 1, enlarged by the rounding of stored parameters. 8-bit parameters (`coded`): one step of biases (the range of the group's
+// 2^B - 1, enlarged by the rounding of stored parameters. 8-bit parameters (`byte_params`): one step of biases (the range of the group's
 // minima / 255) over 2^B - 1, then a factor of 33/32, and at least 1/250 of the group's largest scale. fp16: one rounding each.
 // Other encoders: quant/encoders.hpp. NaN and infinities never set parameters or token scales; NaN is quantized as the value
 // nearest zero; infinities and magnitudes above 2^100 saturate. At most 1024 tokens and channels per block.
@@ -53,9 +53,10 @@ struct grid_columns {
 }  // namespace detail
 
 /// Options: widths and groups, as in channel_grid<grid{.bits = {4}, .group = 64}> or
-/// channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>; Encoder: quant/encoders.hpp; Params: coded (8 bits) or
-/// params<P>; TokenScales: no_token_scales, or token_scales<coded or params<P>> with one width. Several widths are for keys.
-template <grid Options, class Encoder = min_max, class Params = coded, class TokenScales = no_token_scales>
+/// channel_grid<grid{.bits = {4, 2, 0}, .average_eighths = 16, .group = 64}>; Encoder: quant/encoders.hpp; Params: byte_params or
+/// params<P>; TokenScales: no_token_scales, or token_scales<byte_params or params<P>> with one width. Several widths are for keys.
+template <grid Options, class Encoder = min_max, class Params = byte_params,
+          class TokenScales = no_token_scales>
 struct channel_grid : detail::channel_codes<Options> {
 private:
     using codes_type = detail::channel_codes<Options>;
@@ -76,7 +77,7 @@ public:
                   "be an encoder, such as min_max");
     static_assert(token_scale_policy<TokenScales>,
                   "kvq::channel_grid<grid{...}, encoder, parameters, token scales>: token scales are "
-                  "no_token_scales, token_scales<coded> or token_scales<params<P>>");
+                  "no_token_scales, token_scales<byte_params> or token_scales<params<P>>");
     static_assert(!several_widths || !TokenScales::present,
                   "kvq::channel_grid: keys of several widths have no token scales");
 
@@ -127,7 +128,7 @@ public:
                                   float* out) requires(TokenScales::present) {
         const grouped_axis tokens = token_axis(s);
         for (int t = 0; t < s.tokens; ++t)
-            out[t] = TokenScales::factor(block + token_scale_offset(s), tokens.slot(t));
+            out[t] = TokenScales::token_scale(block + token_scale_offset(s), tokens.slot(t));
     }
 
     void dequantize(const block_shape& s, block_id id, const std::byte* block, float* values) const {
@@ -158,7 +159,7 @@ public:
         const float y = value_of(s, codes_type::code(s, block, token, channel), block, token, channel);
         if constexpr (TokenScales::present)
             return detail::rounded_product(
-                y, TokenScales::factor(block + token_scale_offset(s), token_axis(s).slot(token)));
+                y, TokenScales::token_scale(block + token_scale_offset(s), token_axis(s).slot(token)));
         else
             return y;
     }

@@ -21,6 +21,8 @@
 //       quantize() for values that were quantized before; token_scales: those of their last block, one each, may be overwritten; or null.
 //       Repeated conversions with other schemes in between must not drift (quant/grid_keeper.hpp). A type with a quantize() of its own does
 //       not inherit the requantize() of its base: quantize() is called
+//   using requantizes_as = the scheme itself      only where quantize() or requantize() is static, overloaded or a template: requantize()
+//       belongs to this quantize(). Without it, it is not called
 //   void read_token_scales(block_shape, const std::byte* block, float* token_scales) const
 //       the token scales in a block, for the requantize() of another scheme
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
@@ -89,17 +91,20 @@ template <class C, class R, class... A>
 C declared_in(R (C::*)(A...) const);
 template <class C, class R, class... A>
 C declared_in(R (C::*)(A...) const noexcept);
-/// Does the requantize() of S belong to its quantize()? A derived type that has a quantize() of its own and inherits requantize() would be
-/// requantized as its base is.
+/// Does the requantize() of S belong to its quantize()? Not if a derived type has a quantize() of its own and inherits requantize(): it
+/// would be requantized as its base is. Of a member that is static, overloaded or a template the class is unknown.
 template <class S>
-constexpr bool requantizes_as_it_quantizes = true;
-template <class S>
-requires requires {
-    declared_in(&S::quantize);
-    declared_in(&S::requantize);
-}
-constexpr bool requantizes_as_it_quantizes<S> =
-    std::same_as<decltype(declared_in(&S::quantize)), decltype(declared_in(&S::requantize))>;
+inline constexpr bool requantizes_as_it_quantizes = [] {
+    if constexpr (requires { typename S::requantizes_as; })
+        return std::same_as<typename S::requantizes_as, S>;
+    else if constexpr (requires {
+                           declared_in(&S::quantize);
+                           declared_in(&S::requantize);
+                       })
+        return std::is_base_of_v<decltype(declared_in(&S::quantize)), decltype(declared_in(&S::requantize))>;
+    else
+        return false;
+}();
 
 /// The same rule as for attends_as: a derived type that does not name itself has only quantize() and dequantize().
 template <class S>
@@ -109,8 +114,8 @@ concept requantizing = read_by_attention<S> && requantizes_as_it_quantizes<S> &&
 };
 template <class S>
 concept with_token_scales = read_by_attention<S> &&
-    requires(const S s, block_shape shape, const std::byte* in, float* factors) {
-    s.read_token_scales(shape, in, factors);
+    requires(const S s, block_shape shape, const std::byte* in, float* token_scales) {
+    s.read_token_scales(shape, in, token_scales);
 };
 }  // namespace detail
 

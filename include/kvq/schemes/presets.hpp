@@ -35,7 +35,7 @@ using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
 
 /// Values of the presets: per channel over the page, one token scale, least squares and corrected mean.
-template <int Bits, class Params = coded>
+template <int Bits, class Params = byte_params>
 using preset_values =
     channel_grid<grid{.bits = {Bits}}, mean_corrected<least_squares>, Params, token_scales<Params>>;
 
@@ -66,7 +66,7 @@ struct std4 {
 /// nothing from a matrix; they are those of std4.
 struct std4_h {
     static constexpr const char* name = "std4-h";
-    using keys = hadamard<channel_grid<std4::keys::options, min_max, coded, token_scales<coded>>>;
+    using keys = hadamard<channel_grid<std4::keys::options, min_max, byte_params, token_scales<byte_params>>>;
     using values = std4::values;
 };
 struct mix4 {

@@ -88,7 +88,7 @@ class Cache(Handle):
     layer_formats  {layer: (keys, values)} by name, None for the first one of the cache
     rotary         how keys were rotated, for all layers or one per layer; None: keys cannot move
     statistics     for all keys whose format takes them
-    preallocate    byte_budget is allocated at once, in one piece
+    preallocate    byte_budget is allocated when the cache is made
 
     Takes no memory for pages yet, unless `preallocate`. The memory of a closed cache stays until its last sequence is closed.
     """

@@ -158,7 +158,7 @@ class Cache(Handle):
                     "fp16" or "bf16": nothing is quantized. kvq.cuda.formats() says what there is
     dtype           of the window, and of k, v, q and out: torch.float16 or torch.bfloat16
     device          of torch; None: the current one
-    page_tokens     None: 64
+    page_tokens     None: 128
     sinks           first tokens, always in 16 bit; None: 4
     recent          at least so many newest tokens are in 16 bit; None: 64
     rollback        a trim by up to so many tokens is exact; None: 16

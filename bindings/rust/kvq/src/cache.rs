@@ -96,7 +96,7 @@ pub struct CacheOptions {
     pub layer_formats: Vec<(Option<String>, Option<String>)>,
     /// Empty: keys cannot move. One entry is for all layers.
     pub rotary: Vec<Rotary>,
-    /// byte_budget is allocated at once, in one piece.
+    /// byte_budget is allocated when the cache is made.
     pub preallocate: bool,
 }
 impl CacheOptions {

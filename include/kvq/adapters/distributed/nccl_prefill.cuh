@@ -2,7 +2,7 @@
 //
 //   cuda::context_prefill prompt;  s = prompt.open(group, q_heads);
 //   s = prompt.begin(cache, id, split, n, stream);                       the next n tokens; this rank computes K, V, Q of prompt.own()
-//   for each layer: s = prompt.prefill(layer, q, k, v, out, {}, stream);      rows of own()
+//   for each layer: s = prompt.prefill(layer, k, v, q, out, {}, stream);      rows of own()
 //   s = group.wait(stream, "for the outputs");
 //
 // A layer: queries go to the ranks that hold keys in front of them; each attends over its pages and over its new tokens in 16 bit
@@ -91,8 +91,8 @@ public:
     /// One layer. q, out: [own_tokens][q_heads][head_dim], k, v: [own_tokens][kv_heads][head_dim]; T: the type of the cache, Out: any float
     /// type. Of the options scale, softcap and lse count; lse: [own_tokens][q_heads], of the whole context.
     template <class T, class Out>
-    status prefill(int layer, const token_view<const T>& q, const token_view<const T>& k,
-                   const token_view<const T>& v, const token_view<Out>& out, prefill_options options,
+    status prefill(int layer, const token_view<const T>& k, const token_view<const T>& v,
+                   const token_view<const T>& q, const token_view<Out>& out, prefill_options options,
                    cudaStream_t stream) {
         if (status s = check(layer, float_type_of<T>, q, k, v, out, options); !s) return s;
         float* const lse = std::exchange(options.lse, nullptr);
@@ -294,7 +294,7 @@ private:
             const auto part = [&](const token_view<const T>& x, int dim) {
                 return keys > 0 ? x.slice(0, keys) : token_view<const T>(nullptr, 0, shape.kv_heads, dim);
             };
-            if (status s = cache_->prefill_part(layer, q, part(k, shape.head_dim), part(v, width() - 2),
+            if (status s = cache_->prefill_part(layer, part(k, shape.head_dim), part(v, width() - 2), q,
                                                 options, stream);
                 !s)
                 return s;

@@ -71,7 +71,7 @@ inline std::string take_text(message& m) {
 }
 
 /// In front of every message of pages.
-struct piece_of_layer {
+struct part_of_layer {
     std::int32_t layer = 0;
     std::int32_t last = 0;  ///< 1: the layer ends with this message
 };
@@ -139,12 +139,12 @@ private:
     void send(const sequence& s, int layer) {
         const std::uint64_t bytes = detail::layer_bytes(s, layer);
         report_.bytes += bytes;
-        message m = piece(detail::smaller(bytes + bytes / 8, std::uint64_t{most_bytes}));
+        message m = part(detail::smaller(bytes + bytes / 8, std::uint64_t{most_bytes}));
         send_pages(s, layer, [&](const void* data, std::size_t n) {
             const auto* from = static_cast<const std::byte*>(data);
             while (n > 0) {
                 if (m.size() == most_bytes) {
-                    send(std::exchange(m, piece(most_bytes)), false);
+                    send(std::exchange(m, part(most_bytes)), false);
                     channel_.over().progress();
                 }
                 const std::size_t now = detail::smaller(n, most_bytes - m.size());
@@ -156,14 +156,14 @@ private:
         send(std::move(m), true);
         channel_.over().progress();
     }
-    static message piece(std::size_t bytes) {
+    static message part(std::size_t bytes) {
         message m;
         m.reserve(bytes);
-        m.add(detail::piece_of_layer{});
+        m.add(detail::part_of_layer{});
         return m;
     }
     void send(message m, bool last) {
-        const detail::piece_of_layer head{layer_, last ? 1 : 0};
+        const detail::part_of_layer head{layer_, last ? 1 : 0};
         std::memcpy(m.data(), &head, sizeof(head));
         channel_.send(to_, message_kind::pages, std::move(m));
     }
@@ -205,7 +205,7 @@ public:
         const auto more = [&] {
             while (m.left() == 0 && !last) {
                 m = channel_.receive(from_, message_kind::pages);
-                const auto head = m.take<detail::piece_of_layer>();
+                const auto head = m.take<detail::part_of_layer>();
                 detail::expect(head.layer == layer_, "pages of layer ", head.layer, " came where layer ",
                                layer_, " was expected");
                 last = head.last != 0;

@@ -2,7 +2,7 @@
 //
 //   line     the chunks of an item: those of its first part, then those of the second, ... (mixed_cache.cuh), measured in units of about
 //            1 KB; shares are cut as in schedule.cuh, wherever parts begin. A chunk belongs to who has its first unit
-//   warp     has a piece of its team's share: mostly chunks of one format, so that warps of a block fetch the instructions of all formats
+//   warp     has a part of its team's share: mostly chunks of one format, so that warps of a block fetch the instructions of all formats
 //            at the same time. attend_part, one function per format, has a ring of its own in the same shared memory and leaves
 //            finished rows, which are added up: they do not depend on the format
 //   team     merged as in merge.cuh
@@ -378,13 +378,13 @@ __device__ __forceinline__ void attend_part(
     rows.add(state.finished());
 }
 
-/// A warp's piece of its team's part of an item: units [begin, end) of the item. Where the last format begins within it, warps of the team
-/// have chunks of that format only or none of it, if that makes no piece much longer than equal ones: instructions and the ring's first
+/// A warp's share of its team's part of an item: units [begin, end) of the item. Where the last format begins within it, warps of the team
+/// have chunks of that format only or none of it, if that makes no share much longer than equal ones: instructions and the ring's first
 /// chunk would be waited for twice.
-struct warp_piece {
+struct warp_share {
     int begin, end;
 
-    __device__ __forceinline__ warp_piece(const item_part& item, const warp_team& team, int last_format) {
+    __device__ __forceinline__ warp_share(const item_part& item, const warp_team& team, int last_format) {
         const int share = item.to - item.from, before = larger(0, last_format - item.from),
                   behind = item.to - kvq::detail::larger(last_format, item.from);
         begin = item.from, end = item.to;
@@ -432,15 +432,15 @@ __device__ __forceinline__ void visit_parts(const mixed_args<T, Formats...>& m, 
         if (chunks.count > 0) before = part_begin[I] + chunks.count * memory::template units<format>;
         if (I + 1 < parts) last_format = before;
     });
-    const warp_piece piece(item, team, last_format);
+    const warp_share share(item, team, last_format);
     static_for<parts>([&](auto i) {
         constexpr int I = decltype(i)::value;
         const auto& part = get<I>(m.parts);
         using format = typename std::remove_cvref_t<decltype(part)>::format_type;
         constexpr int units = memory::template units<format>;
         const auto& chunks = get<I>(ranges);
-        const int from = ceil_div(larger(piece.begin - part_begin[I], 0), units),
-                  to = smaller(ceil_div(larger(piece.end - part_begin[I], 0), units), chunks.count);
+        const int from = ceil_div(larger(share.begin - part_begin[I], 0), units),
+                  to = smaller(ceil_div(larger(share.end - part_begin[I], 0), units), chunks.count);
         if (from < to) f(part, i, chunks, from, to);
     });
 }

@@ -257,7 +257,7 @@ __device__ __forceinline__ void attend_chunks(const attention_args<Format, T>& a
         return shown_tokens{0, memory::tokens, shift};
     };
     // Once for chunks that every row sees all of, and once for others: branches around what is rare would cut the instructions of
-    // the former into pieces. Windows have few chunks: for them less code counts more.
+    // the former into parts. Windows have few chunks: for them less code counts more.
     const auto handle = [&](auto kind) {
         constexpr bool rare = decltype(kind)::value;
         if constexpr (Feed::reads_cuts && !keys::joined && !Feed::reads_sinks) {

@@ -94,10 +94,10 @@ struct attention_memory {
                    round_up((parts * (note_words + 2 * rows) + warps * (1 + 2 * rows)) * 4, 128);
         }
     };
-    /// 12 warps instead of 8 pay where units are small, and where instructions are many (coded parameters) and chunks are short enough
+    /// 12 warps instead of 8 pay where units are small, and where instructions are many (8-bit parameters) and chunks are short enough
     /// for an item to be shared well; keys of mixed widths wait so often that they pay whatever the chunk.
     static constexpr bool many_pay =
-        Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::coded && tokens <= 64));
+        Rows4 == 1 && (keys::mixed || slot_bytes <= 3072 || (keys::has_byte_params && tokens <= 64));
     /// One large thread block per multiprocessor leaves the fewest partial states and shares the work of an item best. Two
     /// units per warp are under way instead of three where memory is short, then warps take turns with the output.
     static constexpr size chosen = [] {

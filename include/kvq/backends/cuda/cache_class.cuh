@@ -78,8 +78,8 @@ public:
     /// append() of a prompt's tokens behind their attention: they see each other, and all that is in the window, in 16 bit, and quantized pages
     /// as they are, without scratch memory (prefill.cuh). After begin_prompt(). q, out: [new_tokens][q_heads][head_dim].
     template <class T>
-    status prefill(int layer, const token_view<const T>& q, const token_view<const T>& k,
-                   const token_view<const T>& v, const token_view<T>& out, const prefill_options& options,
+    status prefill(int layer, const token_view<const T>& k, const token_view<const T>& v,
+                   const token_view<const T>& q, const token_view<T>& out, const prefill_options& options,
                    cudaStream_t stream) {
         if (status s = check_layer(layer, float_type_of<T>); !s) return s;
         if (!step_.prompt)
@@ -89,8 +89,8 @@ public:
             return detail::bad_value("q, k, v, out have %d, %d, %d, %d tokens, but the prompt has %d",
                                      q.tokens, k.tokens, v.tokens, out.tokens, step_.new_tokens);
         if (status s = format_.functions->prefill(
-                view_before_prompt(layer), detail::untyped_view(q), detail::untyped_view(k),
-                detail::untyped_view(v), detail::untyped_view(out), words_.as<int>() + prompt_at() + 2,
+                view_before_prompt(layer), detail::untyped_view(k), detail::untyped_view(v),
+                detail::untyped_view(q), detail::untyped_view(out), words_.as<int>() + prompt_at() + 2,
                 step_.new_tokens, options, stream);
             !s)
             return s;
@@ -99,15 +99,15 @@ public:
     /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any number of them, or none, then also
     /// after a begin_step() of one sequence. options.lead says which of them a query sees. Before append().
     template <class T>
-    status prefill_part(int layer, const token_view<const T>& q, const token_view<const T>& k,
-                        const token_view<const T>& v, const prefill_options& options, cudaStream_t stream) {
+    status prefill_part(int layer, const token_view<const T>& k, const token_view<const T>& v,
+                        const token_view<const T>& q, const prefill_options& options, cudaStream_t stream) {
         if (status s = check_layer(layer, float_type_of<T>); !s) return s;
         if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
             return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens",
                                      step_.rows, k.tokens, step_.prompt ? step_.new_tokens : 0);
         return format_.functions->prefill(
-            step_.prompt ? view_before_prompt(layer) : view(layer), detail::untyped_view(q),
-            detail::untyped_view(k), detail::untyped_view(v),
+            step_.prompt ? view_before_prompt(layer) : view(layer), detail::untyped_view(k),
+            detail::untyped_view(v), detail::untyped_view(q),
             detail::untyped_view(token_view<const T>(nullptr, q.tokens, q.heads, q.dim)), nullptr, q.tokens,
             options, stream);
     }

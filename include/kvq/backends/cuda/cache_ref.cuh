@@ -27,14 +27,14 @@ inline constexpr bool is_composed = false;
 template <class B, class L, class G, class P>
 inline constexpr bool is_composed<scheme<B, L, G, P>> = true;
 
-/// How parameters are stored: coded, or the type of params<P>.
+/// How parameters are stored: byte_params, or the type of params<P>.
 template <class Params>
 struct storage {
     using type = void;
 };
 template <>
-struct storage<coded> {
-    using type = coded;
+struct storage<byte_params> {
+    using type = byte_params;
 };
 template <class P>
 struct storage<params<P>> {
@@ -46,7 +46,7 @@ template <class Params>
 using stored_as = typename storage<Params>::type;
 
 template <class P>
-inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, coded>;
+inline constexpr bool is_stored = float_format<P> || std::is_same_v<P, byte_params>;
 template <class S>
 inline constexpr bool is_grid = false;
 template <grid Options, class Encoder, class Params, class TokenScales>
@@ -73,7 +73,7 @@ constexpr std::size_t block_bytes_of(const block_shape& s) {
 }  // namespace detail
 
 /// Schemes that kernels know: full<T>, scheme<bits, levels, granularity, params> with parameters in a float format, and
-/// channel_grid with parameters that are coded or in a float format, and any encoder.
+/// channel_grid with parameters of 8 bits or of a float format, and any encoder.
 template <class S>
 concept device_scheme = full_precision<S> || detail::is_grid<S> || detail::is_mixed<S> ||
     (detail::is_composed<S>&& float_format<typename S::parameter>);

@@ -5,12 +5,12 @@
 //   values  rows = channels, columns = tokens          one run per tile of 32 channels (+ parameters)
 //
 // Lane (g, t) owns rows 4g..4g+3 of every tile (one 16-byte load: rows g and g+8 of two m16 tiles) and the t-th quarter of
-// the columns. The four quarters of a plane lie whole lines of 128 bytes apart, that is in the same banks; so the 16-byte pieces
-// of a line are stored at piece ^ 2t, which makes every load of a warp conflict-free.
+// the columns. The four quarters of a plane lie whole lines of 128 bytes apart, that is in the same banks; so the 16-byte vectors
+// of a line are stored at vector ^ 2t, which makes every load of a warp conflict-free.
 // Copies are fastest where bytes lie as far behind a line of 128 bytes in shared memory as in device memory and sectors of 32
 // bytes stay whole. So a chunk of blocks that do not start on lines begins as far behind its slot ("skewed"), its copies start
-// on lines, and t is that of the line of shared memory that a piece falls into.
-// Contract: bytes arrive unchanged; rows or columns beyond the block may hold anything finite-coded, never foreign memory.
+// on lines, and t is that of the line of shared memory that a vector falls into.
+// Contract: bytes arrive unchanged; rows or columns beyond the block may hold any finite codes, never foreign memory.
 #pragma once
 
 #include "code_words.cuh"
@@ -28,8 +28,8 @@ struct lane_id {
 /// What the channels of run `r` share, in a chunk at `at` whose first token is `first` of its page.
 template <class Chunk>
 __device__ __forceinline__ group_line<typename Chunk::parameter> line_of(std::uint32_t at, int first, int r) {
-    if constexpr (Chunk::coded)
-        return group_line<kvq::coded>::load(
+    if constexpr (Chunk::has_byte_params)
+        return group_line<kvq::byte_params>::load(
             at + Chunk::shared_at +
             6u * static_cast<std::uint32_t>((Chunk::tokens == Chunk::page ? 0 : first / Chunk::group) + r));
     else
@@ -65,26 +65,27 @@ struct code_chunk {
     static constexpr int width = parameter_width<parameter>;
     static constexpr int run_bytes = run * width;
     static constexpr int section = runs * run_bytes;
-    static constexpr bool coded = std::is_same_v<parameter, kvq::coded>;
-    static constexpr int shared_bytes = coded ? 6 * ceil_div(page, group) : 0;  // in the page
+    static constexpr bool has_byte_params = std::is_same_v<parameter, kvq::byte_params>;
+    static constexpr int shared_bytes = has_byte_params ? 6 * ceil_div(page, group) : 0;  // in the page
 
     // Token scales, which stand behind parameters of channels.
-    using factor = typename traits::factor;
-    static constexpr bool has_token_scales = !std::is_same_v<factor, void>;
-    static constexpr int factor_width = [] {
+    using token_scale_type = typename traits::token_scale_type;
+    static constexpr bool has_token_scales = !std::is_same_v<token_scale_type, void>;
+    static constexpr int token_scale_width = [] {
         if constexpr (has_token_scales)
-            return parameter_width<factor>;
+            return parameter_width<token_scale_type>;
         else
             return 0;
     }();
-    static constexpr int factor_skew = shared_bytes % 16;  // they start so far behind a piece of 16 bytes
+    static constexpr int token_scale_skew =
+        shared_bytes % 16;  // they start so far behind a vector of 16 bytes
     static constexpr bool centred = token_parameters || full || scheme::code_bits > 4;  // see fold_rows
     /// Are the weights of tokens multiplied by anything?
     static constexpr bool scales_tokens = token_parameters || has_token_scales;
     /// By how much these numbers are too large where they are read.
     static constexpr int scale_lift = [] {
         if constexpr (has_token_scales)
-            return factor_lift<factor>;
+            return token_scale_lift<token_scale_type>;
         else
             return 1;
     }();
@@ -128,7 +129,7 @@ struct code_chunk {
         } else {
             constexpr int bits = scheme::code_bits;
             if (sets == 2) return bits == 2 ? 4 : 0;
-            return byte_sums_fit && bits < (coded ? 5 : 4) ? 8 - bits : 0;
+            return byte_sums_fit && bits < (has_byte_params ? 5 : 4) ? 8 - bits : 0;
         }
     }
     KVQ_HD static constexpr int set_weight(int sets) {
@@ -158,10 +159,10 @@ struct code_chunk {
     static constexpr int bias_at = scale_at + section;
     static constexpr int shared_at = bias_at + (traits::has_bias ? section : 0);
     static constexpr bool whole =
-        coded && Tokens == page;  // all behind the codes in one piece, as in the page
-    static constexpr int factor_at =
-        shared_at + (whole ? shared_bytes : round_up(shared_bytes, 16) + factor_skew);
-    static constexpr int bytes = round_up(factor_at + Tokens * factor_width, 16);
+        has_byte_params && Tokens == page;  // all behind the codes in one run, as in the page
+    static constexpr int token_scale_at =
+        shared_at + (whole ? shared_bytes : round_up(shared_bytes, 16) + token_scale_skew);
+    static constexpr int bytes = round_up(token_scale_at + Tokens * token_scale_width, 16);
     /// Blocks that do not start on lines of 128 bytes, see above; not where quarters differ, which is rare.
     static constexpr bool skewed =
         MaySkew && aligned && tile_height == 32 && last_height == 32 &&
@@ -173,7 +174,7 @@ struct code_chunk {
         const bool shape_fits = dim % 16 == 0 && (page == 16 || page % 32 == 0) && Tokens >= 16 &&
                                 page % Tokens == 0 && (!key || Tokens % tile_height == 0);
         if (full) return shape_fits && traits::columns_per_unit == 2;
-        bool groups_fit = !has_token_scales || (!key && coded == (factor_width == 1));
+        bool groups_fit = !has_token_scales || (!key && has_byte_params == (token_scale_width == 1));
         if (!token_parameters && group != page)
             groups_fit = group % 32 == 0 && page % group == 0 && (Tokens % group == 0 || group % Tokens == 0);
         if (!token_parameters && !key) groups_fit = groups_fit && group % Tokens == 0;
@@ -184,8 +185,9 @@ struct code_chunk {
         return shape_fits && groups_fit && cuts_fit;
     }();
 
-    /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte pieces are permuted as well.
-    static constexpr bool permuted = key && !full && !token_parameters && !coded && run_bytes % 64 == 0;
+    /// Channel parameters of keys are read by lanes 128 bytes apart, so their 16-byte vectors are permuted as well.
+    static constexpr bool permuted =
+        key && !full && !token_parameters && !has_byte_params && run_bytes % 64 == 0;
     __device__ __forceinline__ static std::uint32_t parameter_byte(int at) {
         return static_cast<std::uint32_t>(permuted ? at ^ ((at >> 7 & 3) << 4) : at);
     }
@@ -193,16 +195,16 @@ struct code_chunk {
     // ---- to shared memory ----
 
     /// Starts copying the chunk that begins at token `first` of `block` to `to`, which is as far behind its slot as the block is
-    /// behind a line if the chunk is skewed. bytes_of_piece: 16, or 0 where there is no block. All lanes of a warp together.
+    /// behind a line if the chunk is skewed. vector_bytes: 16, or 0 where there is no block. All lanes of a warp together.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
-                                                std::uint32_t bytes_of_piece, const head_type& = {}) {
+                                                std::uint32_t vector_bytes, const head_type& = {}) {
         const int skew = skewed ? static_cast<int>(to >> 4 & 7u) : 0;
         const std::uint32_t slot = to - 16u * static_cast<std::uint32_t>(skew);
         const std::byte* const from = block + (lane - skew) * 16;
         if constexpr (key && aligned && traits::plane_count == 1 && tile_height == 32) {
             // Tiles follow each other.
             copy_lines<0, tiles * lines, 32>(slot, from + static_cast<std::size_t>(first) * (lines * 4), skew,
-                                             lane, bytes_of_piece);
+                                             lane, vector_bytes);
         } else {
             static_for<tiles>([&](auto tile) {
                 constexpr int T = decltype(tile)::value;
@@ -220,12 +222,12 @@ struct code_chunk {
                         line = static_cast<std::size_t>(behind + (Tokens == page ? 0 : first / columns));
                     }
                     copy_lines<p, n, height>(slot + T * tile_height * lines * 4 + before * (height * 4),
-                                             from + line * (height * 4), skew, lane, bytes_of_piece);
+                                             from + line * (height * 4), skew, lane, vector_bytes);
                 });
             });
         }
         if constexpr (!full)
-            copy_parameters(to, block + traits::scale_offset(shape), first, lane, bytes_of_piece);
+            copy_parameters(to, block + traits::scale_offset(shape), first, lane, vector_bytes);
     }
 
     // ---- from shared memory ----
@@ -335,13 +337,14 @@ struct code_chunk {
     __device__ __forceinline__ static float4 scales(std::uint32_t at, int r, int index) {
         return load_scales<parameter>(at + scale_at + parameter_byte((r * run + index) * width));
     }
-    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int index) requires(!coded) {
+    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r,
+                                                    int index) requires(!has_byte_params) {
         return load_parameters<parameter>(at + bias_at + parameter_byte((r * run + index) * width));
     }
     /// Of eight, where `index` is a multiple of eight.
     __device__ __forceinline__ static void eight_scales(std::uint32_t at, int r, int index, float4& a,
                                                         float4& b) {
-        if constexpr (coded) {
+        if constexpr (has_byte_params) {
             const uint2 v = load_shared_8(at + static_cast<std::uint32_t>(scale_at + r * run + index));
             a = small_halves<kvq::detail::scale_float>(v.x).floats();
             b = small_halves<kvq::detail::scale_float>(v.y).floats();
@@ -350,10 +353,10 @@ struct code_chunk {
         }
     }
     __device__ __forceinline__ static void eight_biases(std::uint32_t at, int r, int index, float4& a,
-                                                        float4& b) requires(!coded) {
+                                                        float4& b) requires(!has_byte_params) {
         load_eight<parameter>(at + bias_at, (r * run + index) * width, a, b);
     }
-    /// Codes of coded biases, four to a word.
+    /// Codes of 8-bit biases, four to a word.
     __device__ __forceinline__ static std::uint32_t bias_bytes(std::uint32_t at, int r, int index) {
         return load_shared_4(at + static_cast<std::uint32_t>(bias_at + r * run + index));
     }
@@ -365,8 +368,8 @@ struct code_chunk {
     /// What the weights of four tokens are multiplied by, in run `r`, times scale_lift.
     __device__ __forceinline__ static float4 token_scales(std::uint32_t at, int r, int token) {
         if constexpr (has_token_scales)
-            return load_factors<factor, factor_skew % 4>(
-                at + static_cast<std::uint32_t>(factor_at + token * factor_width));
+            return load_token_scales<token_scale_type, token_scale_skew % 4>(
+                at + static_cast<std::uint32_t>(token_scale_at + token * token_scale_width));
         else
             return scales(at, r, token);
     }
@@ -414,19 +417,20 @@ struct code_chunk {
         }
     }
 
-    /// Zeroes the parameters of tokens outside [from, to), for the same reason. Coded factors are never NaN.
+    /// Zeroes the parameters of tokens outside [from, to), for the same reason. 8-bit token scales are never NaN.
     static constexpr bool clears_parameters =
-        !full && (token_parameters || (has_token_scales && !std::is_same_v<factor, kvq::coded>));
+        !full &&
+        (token_parameters || (has_token_scales && !std::is_same_v<token_scale_type, kvq::byte_params>));
     __device__ __forceinline__ static void clear_parameters(std::uint32_t at, const lane_id& id, int from,
                                                             int to) requires(clears_parameters) {
-        constexpr int size = token_parameters ? width : factor_width;
+        constexpr int size = token_parameters ? width : token_scale_width;
         constexpr int n = token_parameters ? runs * run : Tokens;
 #pragma unroll 1
         for (int i = id.lane; i < n; i += warp_size) {
             const int token = i % Tokens;
             if (token >= from && token < to) continue;
             for (int part = 0; part < (token_parameters && traits::has_bias ? 2 : 1); ++part) {
-                const int section_at = !token_parameters ? factor_at : part ? bias_at : scale_at;
+                const int section_at = !token_parameters ? token_scale_at : part ? bias_at : scale_at;
                 const std::uint32_t address = at + static_cast<std::uint32_t>(section_at + i * size);
                 if constexpr (size == 4)
                     store_word(address, 0);
@@ -437,15 +441,15 @@ struct code_chunk {
     }
 
 private:
-    /// Copies `Lines` lines of plane `Plane` that follow each other to `to`; `from`: of the lane's first piece. Lanes whose first
-    /// piece lies before the lines take one behind the others: there t is 0.
+    /// Copies `Lines` lines of plane `Plane` that follow each other to `to`; `from`: of the lane's first vector. Lanes whose first
+    /// vector lies before the lines take one behind the others: there t is 0.
     template <int Plane, int Lines, int Height>
     __device__ __forceinline__ static void copy_lines(std::uint32_t to, const std::byte* from,
                                                       [[maybe_unused]] int skew, int lane,
-                                                      std::uint32_t bytes_of_piece) {
-        constexpr int pieces = Lines * Height / 4, turns = ceil_div(pieces, warp_size);
+                                                      std::uint32_t vector_bytes) {
+        constexpr int vectors = Lines * Height / 4, turns = ceil_div(vectors, warp_size);
         constexpr int of_quarter = lane_lines(Plane), last = last_quarter(Plane);
-        constexpr bool full_turns = pieces % warp_size == 0;
+        constexpr bool full_turns = vectors % warp_size == 0;
         static_assert(!skewed || Lines % ((last + 1) * of_quarter) == 0);
         static_for<turns>([&](auto i) {
             constexpr int I = decltype(i)::value;
@@ -459,7 +463,7 @@ private:
                     t = ((lane / 8 + 4 * I) / of_quarter) & last;
             }
             int at = ((lane * 16) ^ (t << 5)) + I * 512, distance = I * 512;
-            bool inside = full_turns || I * warp_size + lane - skew < pieces;
+            bool inside = full_turns || I * warp_size + lane - skew < vectors;
             if constexpr (skewed && I == 0) {
                 if (lane < skew) {
                     inside = full_turns;
@@ -467,46 +471,46 @@ private:
                     distance = turns * 512;
                 }
             }
-            if (inside) copy_async(to + static_cast<std::uint32_t>(at), from + distance, bytes_of_piece);
+            if (inside) copy_async(to + static_cast<std::uint32_t>(at), from + distance, vector_bytes);
         });
     }
 
     /// Everything behind the codes; `from`: the scales of the block. As few copies as there are lanes for.
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* from, int first,
-                                                           int lane, std::uint32_t bytes_of_piece) {
-        constexpr int sections = traits::has_bias ? 2 : 1, pieces_of_section = section / 16;
+                                                           int lane, std::uint32_t vector_bytes) {
+        constexpr int sections = traits::has_bias ? 2 : 1, section_vectors = section / 16;
         constexpr int page_section =
             static_cast<int>(traits::bias_offset(shape) - traits::scale_offset(shape));
-        constexpr int shared_pieces = (whole ? bytes - shared_at : round_up(shared_bytes, 16)) / 16;
-        constexpr int last_pieces =
-            has_token_scales && !whole ? round_up(factor_skew + Tokens * factor_width, 16) / 16 : 0;
-        constexpr int behind = sections * pieces_of_section, pieces = behind + shared_pieces + last_pieces;
-        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
-            const int piece = decltype(i)::value * warp_size + lane;
-            const bool bias = sections == 2 && piece >= pieces_of_section;
-            const int byte = (piece - (bias ? pieces_of_section : 0)) * 16;
+        constexpr int shared_vectors = (whole ? bytes - shared_at : round_up(shared_bytes, 16)) / 16;
+        constexpr int last_vectors =
+            has_token_scales && !whole ? round_up(token_scale_skew + Tokens * token_scale_width, 16) / 16 : 0;
+        constexpr int behind = sections * section_vectors, vectors = behind + shared_vectors + last_vectors;
+        static_for<ceil_div(vectors, warp_size)>([&](auto i) {
+            const int vector = decltype(i)::value * warp_size + lane;
+            const bool bias = sections == 2 && vector >= section_vectors;
+            const int byte = (vector - (bias ? section_vectors : 0)) * 16;
             int at = scale_at + (bias ? section : 0) + static_cast<int>(parameter_byte(byte)),
                 source = (bias ? page_section : 0) + byte;
             if constexpr (token_parameters)
                 source += (runs == 1 ? 0 : byte / run_bytes * ((page - run) * width)) + first * width;
             else
                 source += first / group * run_bytes;
-            if constexpr (shared_pieces + last_pieces > 0) {
+            if constexpr (shared_vectors + last_vectors > 0) {
                 constexpr int end = sections * page_section;  // of the parameters
-                if (piece >= behind) {
-                    at = shared_at + (piece - behind) * 16;
-                    source = end + (piece - behind) * 16;
+                if (vector >= behind) {
+                    at = shared_at + (vector - behind) * 16;
+                    source = end + (vector - behind) * 16;
                 }
-                if constexpr (last_pieces > 0) {
-                    if (piece >= behind + shared_pieces) {
-                        const int distance = (piece - behind - shared_pieces) * 16 - factor_skew;
-                        at = factor_at + distance;
-                        source = end + shared_bytes + distance + first * factor_width;
+                if constexpr (last_vectors > 0) {
+                    if (vector >= behind + shared_vectors) {
+                        const int distance = (vector - behind - shared_vectors) * 16 - token_scale_skew;
+                        at = token_scale_at + distance;
+                        source = end + shared_bytes + distance + first * token_scale_width;
                     }
                 }
             }
-            if (pieces % warp_size == 0 || piece < pieces)
-                copy_async(to + static_cast<std::uint32_t>(at), from + source, bytes_of_piece);
+            if (vectors % warp_size == 0 || vector < vectors)
+                copy_async(to + static_cast<std::uint32_t>(at), from + source, vector_bytes);
         });
     }
 
@@ -522,7 +526,7 @@ private:
             const int quarter = id.t / sharers(Plane) & last_quarter(Plane);
             const auto behind = static_cast<std::uint32_t>(quarter * (of_quarter * 128));
             if constexpr (skewed) {
-                // The piece may fall into the next line, and behind the quarter's last one into the next quarter.
+                // The vector may fall into the next line, and behind the quarter's last one into the next quarter.
                 const std::uint32_t in_line = (at & 127u) + 16u * static_cast<std::uint32_t>(id.g);
                 std::uint32_t t = static_cast<std::uint32_t>(quarter);
                 if constexpr ((line + 1) % of_quarter == 0)

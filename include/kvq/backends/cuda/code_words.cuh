@@ -70,7 +70,7 @@ struct code_words_of {
 template <class S>
 struct word_traits : code_words_of<S::code_bits> {  // scheme<...>
     using parameter = typename S::parameter;
-    using factor = void;  // of tokens, besides parameters of channels
+    using token_scale_type = void;  // of tokens, besides parameters of channels
     static constexpr bool token_parameters = S::granularity_type::on_tokens;
     static constexpr int group = S::granularity_type::group;
     static constexpr bool has_bias = S::levels::has_bias;
@@ -87,7 +87,7 @@ requires(Options.bits.count() == 1) struct word_traits<channel_grid<Options, Enc
     : code_words_of<Options.bits[0]> {
     using grid = channel_grid<Options, Encoder, Params, TokenScales>;
     using parameter = stored_as<Params>;
-    using factor = stored_as<TokenScales>;
+    using token_scale_type = stored_as<TokenScales>;
     static constexpr bool token_parameters = false;
     static constexpr int group = Options.group;
     static constexpr bool has_bias = true;
@@ -110,7 +110,7 @@ template <class T>
 struct word_traits<kvq::full<T>> {
     static constexpr bool full = true;
     using parameter = float16;
-    using factor = void;
+    using token_scale_type = void;
     static constexpr bool token_parameters = true;
     static constexpr int group = 0;
     static constexpr bool has_bias = false;

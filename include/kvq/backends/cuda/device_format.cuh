@@ -99,7 +99,7 @@ struct device_functions {
                      const attention_options&, void* workspace, std::size_t workspace_bytes, cudaStream_t,
                      const void* score);
     /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
-    status (*prefill)(const layer_view&, const untyped_view& q, const untyped_view& k, const untyped_view& v,
+    status (*prefill)(const layer_view&, const untyped_view& k, const untyped_view& v, const untyped_view& q,
                       const untyped_view& out, const int* starts, int new_tokens, const prefill_options&,
                       cudaStream_t);
     const char* score_type;  // of the score modifier: its type_mark
@@ -262,17 +262,20 @@ struct device_table {
         return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
                                stream, *static_cast<const Score*>(score));
     }
-    static status prefill(const layer_view& l, const untyped_view& q, const untyped_view& k,
-                          const untyped_view& v, const untyped_view& out, const int* starts, int new_tokens,
+    static status prefill(const layer_view& l, const untyped_view& k, const untyped_view& v,
+                          const untyped_view& q, const untyped_view& out, const int* starts, int new_tokens,
                           const prefill_options& options, cudaStream_t stream) {
-        if constexpr (head_dim == value_dim && prefills<window_format> && (prefills<Formats> && ...))
-            return cuda::prefill<T>(mix(l, numbers{}), q.as<const T>(), k.as<const T>(), v.as<const T>(),
+        constexpr const char* reason = [] {
+            const char* first = no_prefill<window_format>;
+            ((first = first != nullptr ? first : no_prefill<Formats>), ...);
+            return first;
+        }();
+        if constexpr (reason == nullptr)
+            return cuda::prefill<T>(mix(l, numbers{}), k.as<const T>(), v.as<const T>(), q.as<const T>(),
                                     out.as<T>(), starts, new_tokens, options, stream);
         else
-            return bad_value(
-                "prefill has no kernels for these formats (sizes that are no multiples of 32, or 7 bits "
-                "among "
-                "several widths of keys): append, then attend");
+            return bad_value("prefill has no kernels for the formats of this cache (%s): append, then attend",
+                             reason);
     }
     static std::size_t workspace_bytes(int group, int query_tokens) {
         return attend_workspace_bytes<mix_type, T, Score>(group, query_tokens);

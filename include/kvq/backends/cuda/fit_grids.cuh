@@ -125,7 +125,7 @@ __device__ __forceinline__ double widened_code(float code) {
     return __hiloint2double(0x43300000, bits) - 0x1p52;
 }
 
-/// Sums of n numbers of a line (0: none) coded on a grid. All lanes of a warp.
+/// Sums of n numbers of a line (0: none) quantized on a grid. All lanes of a warp.
 __device__ __forceinline__ refit_sums sums_on_grid(const grid_line& line, int n, const grid_range& r, int q) {
     const kvq::detail::grid_steps grid(r, line.top);
     double error[2] = {}, products[2] = {};

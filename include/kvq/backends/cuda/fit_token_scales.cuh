@@ -3,7 +3,7 @@
 //   channels   one thread adds up a channel's squares, token by token, as the CPU does
 //   tokens     one thread adds up one of the eight parts of two tokens' sums
 //
-// Contract: the same factors as on the CPU, bit for bit.
+// Contract: the same token scales as on the CPU, bit for bit.
 #pragma once
 
 #include "../../quant/token_scales.hpp"
@@ -12,11 +12,11 @@
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Scratch in shared memory, by token slot and by channel.
-struct factor_scratch {
-    float* inverse;  // [slots] 1 / factor
-    float* weight;   // [dim] 1 / w
-    double* parts;   // [8][slots]
-    float* factor;   // [slots]
+struct token_scale_scratch {
+    float* inverse;      // [slots] 1 / token_scale
+    float* weight;       // [dim] 1 / w
+    double* parts;       // [8][slots]
+    float* token_scale;  // [slots]
 };
 
 /// In double, where the product is exact: fused with a sum or not, it is the same.
@@ -28,7 +28,7 @@ __device__ __forceinline__ double square(float x) {
 /// The two sums of one iteration over channels [first, first + count) (first: a multiple of 8), whose numbers lie at
 /// values[channel - first][stride]; what is no token of a slot, or not finite, is 0. All threads of a block; ends with a barrier.
 template <int Threads, int Slots>
-__device__ __forceinline__ void add_squares(const factor_scratch& s, const float* values, int stride,
+__device__ __forceinline__ void add_squares(const token_scale_scratch& s, const float* values, int stride,
                                             int first, int count, int tokens) {
     for (int c = static_cast<int>(threadIdx.x); c < count; c += Threads) {
         const float* const x = values + c * stride;
@@ -61,27 +61,27 @@ __device__ __forceinline__ void add_squares(const factor_scratch& s, const float
     __syncthreads();
 }
 
-/// TokenScales from the sums over all channels: s.inverse, and f(slot, factor). valid(slot): is there a token? Ends with a barrier.
+/// TokenScales from the sums over all channels: s.inverse, and f(slot, token_scale). valid(slot): is there a token? Ends with a barrier.
 template <int Threads, int Slots, class Valid, class F>
-__device__ __forceinline__ void scale_factors(const factor_scratch& s, int dim, const Valid& valid,
-                                              const F& f) {
+__device__ __forceinline__ void normalize_token_scales(const token_scale_scratch& s, int dim,
+                                                       const Valid& valid, const F& f) {
     const int thread = static_cast<int>(threadIdx.x);
     for (int t = thread; t < Slots; t += Threads) {
         double sum = 0.0;
 #pragma unroll
         for (int part = 0; part < 8; ++part) sum += s.parts[part * Slots + t];
-        s.factor[t] = valid(t) ? static_cast<float>(std::sqrt(sum / dim)) : 0.0f;
+        s.token_scale[t] = valid(t) ? static_cast<float>(std::sqrt(sum / dim)) : 0.0f;
     }
     __syncthreads();
     float largest = 0.0f;
-    for (int t = thread % warp_size; t < Slots; t += warp_size) largest = fmaxf(largest, s.factor[t]);
+    for (int t = thread % warp_size; t < Slots; t += warp_size) largest = fmaxf(largest, s.token_scale[t]);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     __syncthreads();
     for (int t = thread; t < Slots; t += Threads) {
-        const float factor = kvq::detail::scaled_factor(s.factor[t], largest);
-        s.inverse[t] = valid(t) ? __fdiv_rn(1.0f, factor) : 0.0f;
-        s.factor[t] = f(t, factor);
+        const float token_scale = kvq::detail::scaled_token_scale(s.token_scale[t], largest);
+        s.inverse[t] = valid(t) ? __fdiv_rn(1.0f, token_scale) : 0.0f;
+        s.token_scale[t] = f(t, token_scale);
     }
     __syncthreads();
 }

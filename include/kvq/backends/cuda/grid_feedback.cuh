@@ -4,7 +4,7 @@
 //   owed by channels behind the eight: their errors times matrix rows, added from the last channel on, as the CPU adds them
 //   inside the eight: one after the other, in registers
 //
-// The matrix rows of the next eight channels are on their way while these are coded.
+// The matrix rows of the next eight channels are on their way while these are quantized.
 // Contract: the same codes as on the CPU; errors take the place of numbers, 0 where a number is not finite.
 #pragma once
 

@@ -1,8 +1,8 @@
 // Shared memory of a thread block that quantizes a block of channel_grid, of one width or several, and where it must go step by step.
 //
-//   numbers    of the channels that are fitted together, all tokens; then of the tokens that are coded together, all channels
+//   numbers    of the channels that are fitted together, all tokens; then of the tokens that are quantized together, all channels
 //   lines      of every channel and group of tokens: grid, 1 / scale, sum of errors, number of finite members
-//   tokens     factors and the sums that make them
+//   tokens     token scales and the sums that make them
 //   feedback   codes (errors take the place of numbers) and the matrix rows of eight channels, twice
 //
 // Pages of 128 tokens x 128 channels fit at once, and two thread blocks on a multiprocessor. Larger ones are read several times,
@@ -45,11 +45,11 @@ struct grid_memory {
 
     // Offsets; doubles first, what is read 16 bytes at a time on multiples of 16.
     static constexpr int sums = 0;
-    static constexpr int inverse_factors = sums + (has_sums ? round_up(8 * lines, 16) : 0);
-    static constexpr int weights = inverse_factors + (has_token_scales<S> ? 4 * slot_count : 0);
+    static constexpr int inverse_token_scales = sums + (has_sums ? round_up(8 * lines, 16) : 0);
+    static constexpr int weights = inverse_token_scales + (has_token_scales<S> ? 4 * slot_count : 0);
     static constexpr int parts = weights + (has_token_scales<S> ? round_up(4 * dim, 16) : 0);
-    static constexpr int factors = parts + (has_token_scales<S> ? 64 * slot_count : 0);
-    static constexpr int biases = factors + (has_token_scales<S> ? 4 * slot_count : 0);
+    static constexpr int token_scales = parts + (has_token_scales<S> ? 64 * slot_count : 0);
+    static constexpr int biases = token_scales + (has_token_scales<S> ? 4 * slot_count : 0);
     static constexpr int scales = biases + 4 * lines;
     static constexpr int inverses = scales + 4 * lines;
     static constexpr int members = inverses + 4 * lines;

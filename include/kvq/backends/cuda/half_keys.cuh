@@ -29,7 +29,7 @@ template <class Chunk, int Rows4>
 inline constexpr bool dequantizes_keys = [] {
     if constexpr (Chunk::mixed) {
         return false;
-    } else if constexpr (Chunk::full || Chunk::token_parameters || Chunk::coded) {
+    } else if constexpr (Chunk::full || Chunk::token_parameters || Chunk::has_byte_params) {
         return false;
     } else {
         return std::is_same_v<typename Chunk::parameter, float16> && Chunk::traits::plane_count == 1 &&

@@ -29,7 +29,7 @@ inline constexpr bool takes_halves = [] {
     } else {
         constexpr int bits = Values::scheme::code_bits, sets = Values::token_parameters ? Values::runs : 1;
         constexpr bool half_parameters =
-            Values::coded ||
+            Values::has_byte_params ||
             (std::is_same_v<typename Values::parameter, float16> && !Values::has_token_scales);
         return half_parameters && (bits == 4 || bits < 3) &&
                (Rows4 == 4 || (Values::scales_tokens && (bits == 4 || sets > 1)));
@@ -257,11 +257,11 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
             if constexpr (traits::has_bias) load_units<Values>(bias, id, load(Values::bias_at));
         } else if constexpr (scaled) {
             load_units<Values>(scale, id, [&](auto& part, int token) {
-                constexpr int skew = Values::factor_skew % 4;
+                constexpr int skew = Values::token_scale_skew % 4;
 #pragma unroll
                 for (auto& four : part) {
-                    four = small_halves<kvq::detail::token_scale_float>(load_factor_codes<skew>(
-                        slot + static_cast<std::uint32_t>(Values::factor_at + token)));
+                    four = small_halves<kvq::detail::token_scale_float>(load_token_scale_codes<skew>(
+                        slot + static_cast<std::uint32_t>(Values::token_scale_at + token)));
                     token += 4;
                 }
             });
@@ -297,7 +297,7 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                 total[n] = dots[m][i] * (1.0f / Values::scale_lift);
                 shift[n] = line.unit *
                            fmaf(-0.5f * codes, rounded[m][i], traits::has_bias ? middle * total[n] : 0.0f);
-                if constexpr (Values::coded) {
+                if constexpr (Values::has_byte_params) {
                     slope[n] = total[n] * line.step;
                     base[n] = fmaf(-raised, slope[n], total[n] * line.first);
                 }
@@ -327,7 +327,7 @@ __device__ __forceinline__ void add_values(half_state<Values, Rows4>& state,
                             const int m = n / 2, i = 2 * (r % 2) + n % 2;
                             float& output = state.output[T][m][r / 2][i];
                             const float y = fmaf(products[m][r / 2][i], codes * line.unit, shift[n]);
-                            if constexpr (Values::coded)
+                            if constexpr (Values::has_byte_params)
                                 output = fmaf(parameters.bias[r], slope[n],
                                               fmaf(y, parameters.scale[r], output + base[n]));
                             else if constexpr (traits::has_bias)

@@ -50,21 +50,22 @@ struct joined_chunk : code_chunk<Role, two_pages<Format>, 2 * Format::page_token
                 constexpr int n = base::plane_lines(p), of_quarter = base::lane_lines(p);
                 const std::uint32_t begin = to + T * base::tile_height * base::lines * 4 +
                                             traits::first_line(p, base::units) * height * 4;
-                constexpr int of_line = height / 4, pieces = n * of_line;
+                constexpr int of_line = height / 4, vectors = n * of_line;
                 // Where the plane begins in a page's block.
                 constexpr int page_units = base::key ? base::units : base::units / 2;
                 constexpr int page_height = base::key ? 16 : height;
                 constexpr int source = T * base::tile_height * traits::lines(page_units) * 4 +
                                        traits::first_line(p, page_units) * page_height * 4;
-                static_for<ceil_div(pieces, warp_size)>([&](auto i) {
+                static_for<ceil_div(vectors, warp_size)>([&](auto i) {
                     const int number = decltype(i)::value * warp_size + lane;
-                    const int line = number / of_line, piece = number % of_line;
-                    const bool behind = base::key ? piece >= of_line / 2 : line >= n / 2;
+                    const int line = number / of_line, vector = number % of_line;
+                    const bool behind = base::key ? vector >= of_line / 2 : line >= n / 2;
                     const std::byte* const block = behind ? second : first;
-                    const int from = base::key ? line * 64 + piece % (of_line / 2) * 16
-                                               : (line - (behind ? n / 2 : 0)) * page_height * 4 + piece * 16;
+                    const int from = base::key
+                                         ? line * 64 + vector % (of_line / 2) * 16
+                                         : (line - (behind ? n / 2 : 0)) * page_height * 4 + vector * 16;
                     const int turned = height == 32 ? (line / of_quarter & base::last_quarter(p)) << 5 : 0;
-                    if (block != nullptr && (pieces % warp_size == 0 || number < pieces))
+                    if (block != nullptr && (vectors % warp_size == 0 || number < vectors))
                         copy_async(begin + static_cast<std::uint32_t>((number * 16) ^ turned),
                                    block + source + from);
                 });
@@ -76,9 +77,9 @@ struct joined_chunk : code_chunk<Role, two_pages<Format>, 2 * Format::page_token
 private:
     __device__ __forceinline__ static void copy_parameters(std::uint32_t to, const std::byte* first,
                                                            const std::byte* second, int lane) {
-        constexpr int of_section = base::section / 16, pieces = (traits::has_bias ? 2 : 1) * of_section;
+        constexpr int of_section = base::section / 16, vectors = (traits::has_bias ? 2 : 1) * of_section;
         constexpr int of_page = base::run_bytes / 2;  // of one run
-        static_for<ceil_div(pieces, warp_size)>([&](auto i) {
+        static_for<ceil_div(vectors, warp_size)>([&](auto i) {
             const int number = decltype(i)::value * warp_size + lane;
             const bool bias = number >= of_section;
             const int byte = (number - (bias ? of_section : 0)) * 16;
@@ -86,7 +87,7 @@ private:
             const std::byte* const block = behind ? second : first;
             const std::size_t section =
                 bias ? traits::bias_offset(page_shape) : traits::scale_offset(page_shape);
-            if (block != nullptr && (pieces % warp_size == 0 || number < pieces))
+            if (block != nullptr && (vectors % warp_size == 0 || number < vectors))
                 copy_async(to + static_cast<std::uint32_t>((bias ? base::bias_at : base::scale_at) + byte),
                            block + section + byte / base::run_bytes * of_page + byte % of_page);
         });

@@ -7,7 +7,7 @@
 //   16-bit:     x' / max|x'| = high + low, each rounded to the key's own type
 //
 // Lane (g, t) ends up with rows (tokens) 4g..4g+3 of every tile for query row lane_row(n, t): no exchange, no reduction.
-// Contract: |x' - pieces| <= 2^-16 max|x'| (codes), 2^-20 (fp16), 2^-16 (bf16); integer sums are exact.
+// Contract: |x' - (high, low)| <= 2^-16 max|x'| (codes), 2^-20 (fp16), 2^-16 (bf16); integer sums are exact.
 // Parameters of channels are multiplied into the query once per group of tokens; those of tokens into the scores.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
-/// Do the pieces of a row lie in two tiles of columns? Then a lane folds one row of 8 and keeps both pieces.
+/// Do the high and the low bytes of a row lie in two tiles of columns? Then a lane folds one row of 8 and keeps both.
 template <int Rows4>
 inline constexpr bool split_rows = Rows4 % 2 == 0;
 
@@ -38,7 +38,7 @@ struct byte_sums {
 template <class Chunk>
 struct folded_row {
     static constexpr int groups = Chunk::column_groups;
-    std::uint32_t pieces[groups][2 * Chunk::pairs];
+    std::uint32_t words[groups][2 * Chunk::pairs];
     // For the lane's own row lane_row(n, t), not for column g:
     float step[groups];
     float sum[groups];  // of x', where tokens have biases
@@ -64,7 +64,7 @@ struct max_floats {
     __device__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-/// Where byte `at` of query row `row` lies in shared memory: lanes of different t read pieces 128 bytes apart, lanes of
+/// Where byte `at` of query row `row` lies in shared memory: lanes of different t read 16 bytes that lie 128 bytes apart, lanes of
 /// different g neighbouring rows.
 template <int Dim>
 __device__ __forceinline__ std::uint32_t query_byte(int row, int at) {
@@ -133,10 +133,10 @@ struct fold_part {
     }
 };
 
-/// Coded biases are integers under two numbers of their group, first + step * code. So what the query adds up with them is a sum of
+/// 8-bit biases are integers under two numbers of their group, first + step * code. So what the query adds up with them is a sum of
 /// integers, four channels in two instructions; the query becomes such numbers (as x above) once per item.
 template <class Part>
-struct query_pieces {
+struct query_bytes {
     static constexpr bool split = Part::split;
     std::uint32_t high[Part::rows][Part::units], low[Part::rows][Part::units];
     float step[Part::rows], sum[Part::rows];
@@ -174,7 +174,7 @@ struct query_pieces {
         return static_cast<float>(256 * h + l);
     }
     /// What belongs to the product of a whole row besides.
-    __device__ __forceinline__ float rest(const group_line<coded>& line, int m) const {
+    __device__ __forceinline__ float rest(const group_line<byte_params>& line, int m) const {
         return fmaf(128.0f, line.step, line.first) * sum[m];
     }
 };
@@ -185,7 +185,7 @@ struct key_query {
     __device__ __forceinline__ key_query(std::uint32_t, int, float, const lane_id&) {}
 };
 template <class Chunk, int Rows4>
-requires(Chunk::coded) struct key_query<Chunk, Rows4> : query_pieces<fold_part<Chunk, Rows4>> {
+requires(Chunk::has_byte_params) struct key_query<Chunk, Rows4> : query_bytes<fold_part<Chunk, Rows4>> {
     __device__ __forceinline__ key_query(std::uint32_t rows, int stride, float, const lane_id& id) {
         this->template prepare<Chunk::dim>(rows, stride, fold_part<Chunk, Rows4>(id));
     }
@@ -200,7 +200,7 @@ template <class Chunk, int Rows4>
 __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
                                           std::uint32_t slot, [[maybe_unused]] int first,
                                           [[maybe_unused]] int run,
-                                          [[maybe_unused]] const key_query<Chunk, Rows4>& pieces,
+                                          [[maybe_unused]] const key_query<Chunk, Rows4>& query_row,
                                           const lane_id& id) {
     using traits = typename Chunk::traits;
     using part_type = fold_part<Chunk, Rows4>;
@@ -217,7 +217,7 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
         constexpr int G = decltype(column_group)::value;
         int channel[own_units];
         [[maybe_unused]] float4 scale[own_units], bias[own_units];
-        [[maybe_unused]] std::uint32_t codes[own_units];  // of coded biases
+        [[maybe_unused]] std::uint32_t codes[own_units];  // of 8-bit biases
 #pragma unroll
         for (int i = 0; i < own_units; ++i) channel[i] = part.channel(i, G);
         if constexpr (columns) {
@@ -226,7 +226,7 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
 #pragma unroll
                 for (int i = 0; i < own_units; i += 2) {
                     Chunk::eight_scales(slot, run, channel[i], scale[i], scale[i + 1]);
-                    if constexpr (Chunk::coded)
+                    if constexpr (Chunk::has_byte_params)
                         Chunk::eight_bias_bytes(slot, run, channel[i], codes[i], codes[i + 1]);
                     else if constexpr (traits::has_bias)
                         Chunk::eight_biases(slot, run, channel[i], bias[i], bias[i + 1]);
@@ -235,7 +235,7 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
 #pragma unroll
                 for (int i = 0; i < own_units; ++i) {
                     scale[i] = Chunk::scales(slot, run, channel[i]);
-                    if constexpr (Chunk::coded)
+                    if constexpr (Chunk::has_byte_params)
                         codes[i] = Chunk::bias_bytes(slot, run, channel[i]);
                     else if constexpr (traits::has_bias)
                         bias[i] = Chunk::biases(slot, run, channel[i]);
@@ -259,7 +259,7 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                 } else {
                     float4 q = load_parameters<float>(at);
                     if (!inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
-                    if constexpr (columns && traits::has_bias && !Chunk::coded) {
+                    if constexpr (columns && traits::has_bias && !Chunk::has_byte_params) {
                         // Four short chains instead of a long one.
                         dots.x = fmaf(q.x, bias[i].x, dots.x), dots.y = fmaf(q.y, bias[i].y, dots.y);
                         dots.z = fmaf(q.z, bias[i].z, dots.z), dots.w = fmaf(q.w, bias[i].w, dots.w);
@@ -295,13 +295,13 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
 #pragma unroll
             for (int i = 0; i < own_units; ++i) {
                 if constexpr (split) {
-                    to[2 * m].pieces[G][i] = high[i];
-                    to[2 * m + 1].pieces[G][i] = low[i];
+                    to[2 * m].words[G][i] = high[i];
+                    to[2 * m + 1].words[G][i] = low[i];
                 } else {
                     const std::uint32_t own = parity ? low[i] : high[i];
                     const std::uint32_t received = __shfl_xor_sync(~0u, parity ? high[i] : low[i], 4);
-                    to[m].pieces[G][i] = parity ? received : own;
-                    to[m].pieces[G][own_units + i] = parity ? own : received;
+                    to[m].words[G][i] = parity ? received : own;
+                    to[m].words[G][own_units + i] = parity ? own : received;
                 }
             }
             // Scalars of the row move to the lanes whose own row it is.
@@ -311,14 +311,14 @@ __device__ __forceinline__ void fold_rows(folded_row<Chunk> (&to)[Rows4], std::u
                     0.5f * static_cast<float>((1 << Chunk::scheme::code_bits) - 1);
                 if constexpr (columns && traits::has_bias) {
                     float dot;
-                    if constexpr (Chunk::coded)
-                        dot = pieces.dot(codes, m) * (pieces.step[m] * line.step);
+                    if constexpr (Chunk::has_byte_params)
+                        dot = query_row.dot(codes, m) * (query_row.step[m] * line.step);
                     else
                         dot = (dots.x + dots.y) + (dots.z + dots.w);
                     if constexpr (Chunk::centred)
                         dot = fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
                     offset = over_row<split>(dot, add_floats{});
-                    if constexpr (Chunk::coded) offset += pieces.rest(line, m);
+                    if constexpr (Chunk::has_byte_params) offset += query_row.rest(line, m);
                 }
                 if constexpr ((!columns && traits::has_bias) || traits::zero_code != 0) {
                     total += __shfl_xor_sync(~0u, total, 1);
@@ -360,8 +360,8 @@ __device__ __forceinline__ void score_tile(float (&scores)[Rows4][4], const fold
                 auto& sums = all_sums[decltype(set)::value];
 #pragma unroll
                 for (int n = 0; n < Rows4; ++n) {
-                    const std::uint32_t b0 = query[n].pieces[G][decltype(unit_a)::value],
-                                        b1 = query[n].pieces[G][decltype(unit_b)::value];
+                    const std::uint32_t b0 = query[n].words[G][decltype(unit_a)::value],
+                                        b1 = query[n].words[G][decltype(unit_b)::value];
                     if constexpr (Chunk::full) {
                         using T = typename Chunk::scheme::value_type;
                         mma_values<T>(sums[0][n], a.x, a.y, b.x, b.y, b0, b1);

@@ -2,12 +2,12 @@
 // where one width ends and the next begins differs between heads.
 //
 //   query    permuted once per item (place = order of the plan), folded once per group of tokens, as everywhere
-//   pieces   lie in shared memory, [tile of columns][column][quad], since their numbers are found at run time
+//   bytes    high and low ones lie in shared memory, [tile of columns][column][quad], since their numbers are found at run time
 //   scores   one width after the other, a step of 8 quads (one product) at a time: lane (g, t) takes quads 2t and 2t + 1 of the
 //            step, whatever its width. Codes are shifted to the top of their bytes (scales are those of such codes), so that a
 //            fixed-point step weighs the same in every column and all widths share their sums.
 //
-// A segment's pieces start at a multiple of a step; what lies between is zero, and with it whatever a step reads behind the codes.
+// A segment's bytes start at a multiple of a step; what lies between is zero, and with it whatever a step reads behind the codes.
 // Contract: as key_product.cuh; any plan of the scheme, and none.
 #pragma once
 
@@ -40,15 +40,15 @@ struct mixed_chunk {
     static constexpr int row_words = scheme::row_words(dim);
 
     using parameter = stored_as<typename scheme::params_type>;
-    static constexpr bool coded = std::is_same_v<parameter, kvq::coded>;
+    static constexpr bool has_byte_params = std::is_same_v<parameter, kvq::byte_params>;
     static constexpr int width = parameter_width<parameter>;
     static constexpr int runs = larger(1, Tokens / group);
     static constexpr int run_bytes = dim * width, section = runs * run_bytes;
     static constexpr int page_section = ceil_div(page, group) * run_bytes;
-    static constexpr int shared_bytes = coded ? 6 * ceil_div(page, group) : 0;
+    static constexpr int shared_bytes = has_byte_params ? 6 * ceil_div(page, group) : 0;
 
     // Shared memory: as in the page, with Tokens rows. Where blocks do not start on lines of 128 bytes, the codes' last one is not
-    // shared with parameters, since its pieces are permuted. The last step of the last width may read three lines too many.
+    // shared with parameters, since its vectors are permuted. The last step of the last width may read three lines too many.
     static constexpr bool skewed = Format::key_block_bytes % std::size_t{128} != 0;  // as in chunk.cuh
     static constexpr int codes_bytes = Tokens * row_words * 4;
     static constexpr int scale_at = codes_bytes + (skewed ? 128 : 0);
@@ -57,7 +57,7 @@ struct mixed_chunk {
     static constexpr int bytes = larger(shared_at + round_up(shared_bytes, 16), codes_bytes + 3 * 128);
     static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
-    // Scratch: the pieces.
+    // Scratch: high and low bytes.
     static constexpr int step_quads = 8;
     /// Most steps that a plan can have.
     static constexpr int most_steps = [] {
@@ -91,8 +91,8 @@ struct mixed_chunk {
 
     /// Starts copying, as code_chunk::copy does.
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
-                                                std::uint32_t bytes_of_piece, const head_type& head) {
-        constexpr int pieces = codes_bytes / 16, turns = ceil_div(pieces, warp_size);
+                                                std::uint32_t vector_bytes, const head_type& head) {
+        constexpr int vectors = codes_bytes / 16, turns = ceil_div(vectors, warp_size);
         // Where widths begin in the slot, and how much farther they begin in the block.
         unsigned begin[count];
         int distance[count];
@@ -106,16 +106,16 @@ struct mixed_chunk {
                 words += own;
             });
         }
-        int piece = lane;
-        if constexpr (skewed) piece -= static_cast<int>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
+        int vector = lane;
+        if constexpr (skewed) vector -= static_cast<int>(reinterpret_cast<std::uintptr_t>(block) >> 4 & 7u);
         static_for<turns>([&](auto i) {
             constexpr int I = decltype(i)::value;
             int ahead = I * warp_size;
             if constexpr (I == 0 && skewed) {
-                if (piece < 0) ahead = turns * warp_size;
+                if (vector < 0) ahead = turns * warp_size;
             }
-            const auto at = static_cast<unsigned>(piece + ahead) * 16;
-            if (pieces % warp_size == 0 || at < pieces * 16) {
+            const auto at = static_cast<unsigned>(vector + ahead) * 16;
+            if (vectors % warp_size == 0 || at < vectors * 16) {
                 int source = static_cast<int>(at);
                 if constexpr (Tokens != page) {
                     int farther = distance[0];
@@ -124,11 +124,11 @@ struct mixed_chunk {
                         if (at >= begin[w]) farther = distance[w];
                     source += farther;
                 }
-                copy_async(swizzle(to + at), block + source, bytes_of_piece);
+                copy_async(swizzle(to + at), block + source, vector_bytes);
             }
         });
-        constexpr int section_pieces = section / 16,
-                      all = 2 * section_pieces + round_up(shared_bytes, 16) / 16;
+        constexpr int section_vectors = section / 16,
+                      all = 2 * section_vectors + round_up(shared_bytes, 16) / 16;
         const std::byte* const parameters =
             block + scheme::parameter_offset(shape) + first / group * run_bytes;
         static_for<ceil_div(all, warp_size)>([&](auto i) {
@@ -137,8 +137,7 @@ struct mixed_chunk {
             if (at >= section) source += page_section - section;
             if (at >= 2 * section) source += page_section - section - first / group * run_bytes;
             if (all % warp_size == 0 || at < all * 16)
-                copy_async(to + static_cast<std::uint32_t>(scale_at + at), parameters + source,
-                           bytes_of_piece);
+                copy_async(to + static_cast<std::uint32_t>(scale_at + at), parameters + source, vector_bytes);
         });
     }
 
@@ -146,11 +145,12 @@ struct mixed_chunk {
         return load_scales<parameter>(at +
                                       static_cast<std::uint32_t>(scale_at + r * run_bytes + channel * width));
     }
-    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r, int channel) requires(!coded) {
+    __device__ __forceinline__ static float4 biases(std::uint32_t at, int r,
+                                                    int channel) requires(!has_byte_params) {
         return load_parameters<parameter>(
             at + static_cast<std::uint32_t>(bias_at + r * run_bytes + channel * width));
     }
-    /// Codes of coded biases, four to a word.
+    /// Codes of 8-bit biases, four to a word.
     __device__ __forceinline__ static std::uint32_t bias_bytes(std::uint32_t at, int r, int channel) {
         return load_shared_4(at + static_cast<std::uint32_t>(bias_at + r * run_bytes + channel));
     }
@@ -163,7 +163,7 @@ using chunk =
                        std::conditional_t<(Tokens > Format::page_tokens), joined_chunk<Role, Format>,
                                           code_chunk<Role, Format, Tokens>>>;
 
-/// What a fold leaves in registers; the pieces are in scratch.
+/// What a fold leaves in registers; high and low bytes are in scratch.
 template <class Format, int Tokens>
 struct folded_row<mixed_chunk<Format, Tokens>> {
     static constexpr int runs = smaller(mixed_chunk<Format, Tokens>::runs, 2);
@@ -246,15 +246,15 @@ struct mixed_part {
     }
 };
 template <class Format, int Tokens, int Rows4>
-requires(mixed_chunk<Format, Tokens>::coded) struct key_query<mixed_chunk<Format, Tokens>, Rows4>
-    : query_pieces<mixed_part<mixed_chunk<Format, Tokens>, Rows4>> {
+requires(mixed_chunk<Format, Tokens>::has_byte_params) struct key_query<mixed_chunk<Format, Tokens>, Rows4>
+    : query_bytes<mixed_part<mixed_chunk<Format, Tokens>, Rows4>> {
     __device__ __forceinline__ key_query(std::uint32_t rows, int stride, float, const lane_id& id) {
         this->template prepare<Format::head_dim>(rows, stride,
                                                  mixed_part<mixed_chunk<Format, Tokens>, Rows4>(id));
     }
 };
 
-/// fold_rows() of key_product.cuh for mixed widths. Index: of the run among those whose pieces are there together.
+/// fold_rows() of key_product.cuh for mixed widths. Index: of the run among those whose bytes are there together.
 template <int Index, class Chunk, int Rows4>
 __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::uint32_t rows, int stride,
                                            std::uint32_t slot, int first, int run,
@@ -270,19 +270,19 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
     const auto line = line_of<Chunk>(slot, first, run);
     float4 scale[own];
     [[maybe_unused]] float4 bias[own];
-    [[maybe_unused]] std::uint32_t codes[own];  // of coded biases
+    [[maybe_unused]] std::uint32_t codes[own];  // of 8-bit biases
 #pragma unroll
     for (int i = 0; i < own; ++i) {
         const int channel = part.channel(i, 0);
         const float unit = head.factor(i);
         scale[i] = Chunk::scales(slot, run, channel);
         scale[i] = {scale[i].x * unit, scale[i].y * unit, scale[i].z * unit, scale[i].w * unit};
-        if constexpr (Chunk::coded)
+        if constexpr (Chunk::has_byte_params)
             codes[i] = Chunk::bias_bytes(slot, run, channel);
         else
             bias[i] = Chunk::biases(slot, run, channel);
     }
-    if constexpr (Index == 0) __syncwarp();  // other lanes may still read the pieces before
+    if constexpr (Index == 0) __syncwarp();  // other lanes may still read the bytes before
 #pragma unroll
     for (int m = 0; m < part_type::rows; ++m) {
         const std::uint32_t row =
@@ -293,7 +293,7 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
         for (int i = 0; i < own; ++i) {
             float4 q = load_parameters<float>(row + query_byte<dim>(own_row, 4 * part.channel(i, 0)));
             if (!part.inside[i]) q = {0.0f, 0.0f, 0.0f, 0.0f};
-            if constexpr (!Chunk::coded)
+            if constexpr (!Chunk::has_byte_params)
                 dot += fmaf(q.x, bias[i].x, q.y * bias[i].y) + fmaf(q.z, bias[i].z, q.w * bias[i].w);
             x[i][0] = q.x * scale[i].x, x[i][1] = q.y * scale[i].y;
             x[i][2] = q.z * scale[i].z, x[i][3] = q.w * scale[i].w;
@@ -315,11 +315,11 @@ __device__ __forceinline__ void fold_mixed(folded_row<Chunk> (&to)[Rows4], std::
             }
         }
         [[maybe_unused]] constexpr float middle = 0.5f * static_cast<float>((1 << Chunk::code_bits) - 1);
-        if constexpr (Chunk::coded) dot = query.dot(codes, m) * (query.step[m] * line.step);
+        if constexpr (Chunk::has_byte_params) dot = query.dot(codes, m) * (query.step[m] * line.step);
         if constexpr (Chunk::centred)
             dot = fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
         float offset = over_row<split>(dot, add_floats{});
-        if constexpr (Chunk::coded) offset += query.rest(line, m);
+        if constexpr (Chunk::has_byte_params) offset += query.rest(line, m);
 #pragma unroll
         for (int i = 0; i < (split ? 2 : 1); ++i) {
             folded_row<Chunk>& own_of = to[split ? 2 * m + i : m];
@@ -372,7 +372,7 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
                                             const folded_row<Chunk> (&query)[Rows4], std::uint32_t slot,
                                             const head_keys<Chunk, Rows4>& head, const lane_id& id) {
     constexpr int tiles_of_run = Chunk::tiles / Chunk::runs, Count = Runs * tiles_of_run;
-    std::uint32_t pieces = head.scratch + 4u * static_cast<std::uint32_t>(id.g * Chunk::stride + 2 * id.t);
+    std::uint32_t query_at = head.scratch + 4u * static_cast<std::uint32_t>(id.g * Chunk::stride + 2 * id.t);
     int sums[Count][2][Rows4][4] = {};
     std::uint32_t segment = slot + 16u * static_cast<std::uint32_t>(id.g);
     static_for<Chunk::count>([&](auto w) {
@@ -397,8 +397,8 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
 #pragma unroll
                 for (int i = 0; i < Runs * Rows4; ++i)
                     b[i / Rows4][i % Rows4] = load_shared_8(
-                        pieces + static_cast<std::uint32_t>(i / Rows4 * Chunk::run_scratch(Rows4) +
-                                                            i % Rows4 * (32 * Chunk::stride)));
+                        query_at + static_cast<std::uint32_t>(i / Rows4 * Chunk::run_scratch(Rows4) +
+                                                              i % Rows4 * (32 * Chunk::stride)));
                 static_for<Count>([&](auto in_run) {
                     constexpr int I = decltype(in_run)::value;
                     uint4 c{0, 0, 0, 0}, d{0, 0, 0, 0};
@@ -417,7 +417,7 @@ __device__ __forceinline__ void score_mixed(float (&scores)[Chunk::tiles][Rows4]
                         mma_codes_signed(sums[I][1][m], c.z, c.w, d.z, d.w, q.x, q.y);
                     }
                 });
-                pieces += 4 * Chunk::step_quads;
+                query_at += 4 * Chunk::step_quads;
                 static_for<planes::count>([&](auto plane) {
                     constexpr int P = decltype(plane)::value;
                     at[P] += 128 * (Chunk::step_quads / planes::quads_per_word(P));

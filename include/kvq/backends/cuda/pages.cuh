@@ -1,4 +1,4 @@
-// Whole pages on the device: commit (16-bit window -> coded), requantize (any scheme -> any other), dequantize to 16 bit.
+// Whole pages on the device: commit (16-bit window -> quantized), requantize (any scheme -> any other), dequantize to 16 bit.
 //
 //   requantize_pages   pairs of page numbers; committing is requantizing from a full<T> format
 //   commit_full_pages  decides on the device which sequences have just completed a page behind their recent window
@@ -103,14 +103,14 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quant
                      not_finite, page_memory);
 }
 
-/// The column of the oldest page of sequence b that is due: page i is coded when first_token + (i + 1) * page_tokens + recent
+/// The column of the oldest page of sequence b that is due: page i is quantized when first_token + (i + 1) * page_tokens + recent
 /// tokens are there (page/layer_pages.hpp). -1: none, or no page to code it to. The window's table names the pages that are not
-/// coded yet, and they follow each other.
+/// quantized yet, and they follow each other.
 template <class From, class To>
-__device__ __forceinline__ int due_page(const cache_ref<From>& window, const cache_ref<To>& coded, int recent,
-                                        const int* fresh, int b) {
+__device__ __forceinline__ int due_page(const cache_ref<From>& window, const cache_ref<To>& quantized,
+                                        int recent, const int* fresh, int b) {
     const int behind = (window.tokens[b] - window.first_token - recent) / From::page_tokens;
-    int i = smaller(behind, smaller(window.table_columns, coded.table_columns)) - 1;
+    int i = smaller(behind, smaller(window.table_columns, quantized.table_columns)) - 1;
     const auto waits = [&](int column) { return window.block_table[window.table_entry(b, column)] >= 0; };
     if (i < 0 || fresh[b] < 0 || !waits(i)) return -1;
     while (i > 0 && waits(i - 1)) --i;
@@ -121,8 +121,9 @@ __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cac
 /// due, the one gridDim.x further, and so on.
 template <class From, class To>
 __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quantizer<To>::threads)
-    commit_kernel(const __grid_constant__ cache_ref<From> window, const __grid_constant__ cache_ref<To> coded,
-                  int recent, const int* fresh, unsigned* not_finite) {
+    commit_kernel(const __grid_constant__ cache_ref<From> window,
+                  const __grid_constant__ cache_ref<To> quantized, int recent, const int* fresh,
+                  unsigned* not_finite) {
     constexpr int threads = page_quantizer<To>::threads, warps = threads / warp_size;
     extern __shared__ __align__(16) std::byte page_memory[];
     __shared__ int counts[warps], mine[threads];
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quant
     int seen = 0;  // sequences before that are due
     for (int first = 0; first < window.sequences; first += threads) {
         const int b = first + thread;
-        const bool due = b < window.sequences && due_page(window, coded, recent, fresh, b) >= 0;
+        const bool due = b < window.sequences && due_page(window, quantized, recent, fresh, b) >= 0;
         const unsigned mask = __ballot_sync(~0u, due);
         if (lane == 0) counts[warp] = __popc(mask);
         if (__syncthreads_or(due) == 0) continue;
@@ -149,8 +150,8 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quant
         seen = before;
         __syncthreads();
         for (int j = 0; j < jobs; ++j) {
-            const int sequence = mine[j], i = due_page(window, coded, recent, fresh, sequence);
-            requantize_block(window, coded, window.block_table[window.table_entry(sequence, i)],
+            const int sequence = mine[j], i = due_page(window, quantized, recent, fresh, sequence);
+            requantize_block(window, quantized, window.block_table[window.table_entry(sequence, i)],
                              fresh[sequence], static_cast<int>(blockIdx.y), blockIdx.z != 0, not_finite,
                              page_memory);
             __syncthreads();
@@ -158,17 +159,17 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quant
     }
 }
 
-/// Moves the entries of pages that commit_kernel coded from one table to the other.
+/// Moves the entries of pages that commit_kernel quantized from one table to the other.
 template <class From, class To>
 __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> window,
-                                     const __grid_constant__ cache_ref<To> coded, int recent, int* fresh,
-                                     int* window_table, int* coded_table) {
+                                     const __grid_constant__ cache_ref<To> quantized, int recent, int* fresh,
+                                     int* window_table, int* quantized_table) {
     const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (b >= window.sequences) return;
-    const int i = due_page(window, coded, recent, fresh, b);
+    const int i = due_page(window, quantized, recent, fresh, b);
     if (i < 0) return;
     int& from = window_table[window.table_entry(b, i)];
-    coded_table[coded.table_entry(b, i)] = fresh[b];
+    quantized_table[quantized.table_entry(b, i)] = fresh[b];
     fresh[b] = -2 - from;
     from = -1;
 }
@@ -241,39 +242,40 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
 }
 
 /// After tokens were added: codes the oldest window page of every sequence that has one wholly behind its `recent` tokens, into
-/// page fresh[b] of `coded`, and moves its entry from window_table to coded_table (the tables that the two refs name, writable).
-/// fresh[b] becomes -2 - (number of the window page that is free again); while it is negative nothing is coded, and the page
+/// page fresh[b] of `quantized`, and moves its entry from window_table to quantized_table (the tables that the two refs name, writable).
+/// fresh[b] becomes -2 - (number of the window page that is free again); while it is negative nothing is quantized, and the page
 /// waits. One page a call: enough after every step of up to page_tokens tokens; call again after longer ones.
-template <class Window, class Coded>
-status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Coded>& coded, int* window_table,
-                         int* coded_table, int recent, int* fresh, unsigned* not_finite,
-                         cudaStream_t stream) noexcept {
-    static_assert(detail::same_geometry<Window, Coded>,
+template <class Window, class Quantized>
+status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Quantized>& quantized,
+                         int* window_table, int* quantized_table, int recent, int* fresh,
+                         unsigned* not_finite, cudaStream_t stream) noexcept {
+    static_assert(detail::same_geometry<Window, Quantized>,
                   "kvq::cuda::commit_full_pages: both formats must have the same head sizes and page size");
     static_assert(full_precision<typename Window::keys> && full_precision<typename Window::values>,
                   "kvq::cuda::commit_full_pages: the window format must be full<T>");
     if (status s = detail::check_ref(window, true); !s) return s;
-    if (status s = detail::check_ref(coded, true); !s) return s;
-    if (window.kv_heads != coded.kv_heads || window.sequences != coded.sequences ||
-        window.first_token != coded.first_token)
+    if (status s = detail::check_ref(quantized, true); !s) return s;
+    if (window.kv_heads != quantized.kv_heads || window.sequences != quantized.sequences ||
+        window.first_token != quantized.first_token)
         return detail::bad_value("window and quantized pages are of different caches");
     if (recent < 0) return detail::bad_value("the recent window is %d tokens", recent);
     if (window.sequences == 0) return {};
-    if (fresh == nullptr || window_table != window.block_table || coded_table != coded.block_table)
+    if (fresh == nullptr || window_table != window.block_table || quantized_table != quantized.block_table)
         return detail::bad_value("tables must be those of the refs, and fresh pages must be given");
-    if (status s = detail::allow_shared_memory<Coded>(detail::commit_kernel<Window, Coded>); !s) return s;
-    using coder = detail::page_quantizer<Coded>;
+    if (status s = detail::allow_shared_memory<Quantized>(detail::commit_kernel<Window, Quantized>); !s)
+        return s;
+    using coder = detail::page_quantizer<Quantized>;
     const int columns = kvq::detail::smaller(window.sequences, kvq::detail::larger(1, 128 / window.kv_heads));
     const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(window.kv_heads), 2);
     if (status s = detail::launch("launching commit", detail::overlap::no,
-                                  detail::commit_kernel<Window, Coded>, grid, coder::threads,
-                                  coder::shared_bytes, stream, window, coded, recent, fresh, not_finite);
+                                  detail::commit_kernel<Window, Quantized>, grid, coder::threads,
+                                  coder::shared_bytes, stream, window, quantized, recent, fresh, not_finite);
         !s)
         return s;
     return detail::launch("launching commit", detail::overlap::no,
-                          detail::commit_tables_kernel<Window, Coded>,
+                          detail::commit_tables_kernel<Window, Quantized>,
                           dim3(static_cast<unsigned>((window.sequences + 127) / 128)), 128, 0, stream, window,
-                          coded, recent, fresh, window_table, coded_table);
+                          quantized, recent, fresh, window_table, quantized_table);
 }
 
 /// Writes x^ of token t of sequence b to row starts[b] + t of `keys` and `values` (either may have null data): the layout of

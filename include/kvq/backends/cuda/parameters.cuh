@@ -1,12 +1,12 @@
 // Parameters of four tokens or channels at a time, from shared memory to registers.
 //
 //   P = float16, bfloat16, float     as they are stored
-//   P = coded                        bytes under three numbers of the group (quant/coded.hpp): scales come in units of
+//   P = byte_params                        bytes under three numbers of the group (quant/byte_params.hpp): scales come in units of
 //                                    group_line::unit, which folds into a product's last factor; biases = first + step * code
 //
-// Two bytes at a time are permuted and multiplied to where half floats have their bits (scales, factors), or each is put behind the
+// Two bytes at a time are permuted and multiplied to where half floats have their bits (scales, token scales), or each is put behind the
 // point of 2^15, which is subtracted (biases).
-// Contract: unit * scales and factors are exactly those that the CPU dequantizes (the products are exact, see coded.hpp); codes of
+// Contract: unit * scales and token scales are exactly those that the CPU dequantizes (the products are exact, see byte_params.hpp); codes of
 // biases are integers, and first + step * code is left to who adds them up.
 #pragma once
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ byte_words split_bytes(std::uint32_t y0, std::uint32_
 }
 
 template <class P>
-inline constexpr int parameter_width = std::is_same_v<P, coded> ? 1 : static_cast<int>(sizeof(P));
+inline constexpr int parameter_width = std::is_same_v<P, byte_params> ? 1 : static_cast<int>(sizeof(P));
 
 /// What the channels of a group share.
 template <class P>
@@ -40,7 +40,7 @@ struct group_line {
     __device__ __forceinline__ static group_line load(std::uint32_t) { return {}; }
 };
 template <>
-struct group_line<coded> {
+struct group_line<byte_params> {
     float unit, first, step;
     __device__ __forceinline__ static group_line load(std::uint32_t at) {
         return {__uint_as_float(load_shared_2(at) << 16), __uint_as_float(load_shared_2(at + 2) << 16),
@@ -99,26 +99,27 @@ __device__ __forceinline__ float4 load_parameters(std::uint32_t at) {
 }
 template <class P>
 __device__ __forceinline__ float4 load_scales(std::uint32_t at) {
-    if constexpr (std::is_same_v<P, coded>)
+    if constexpr (std::is_same_v<P, byte_params>)
         return small_halves<kvq::detail::scale_float>(load_shared_4(at)).floats();
     else
         return load_parameters<P>(at);
 }
 
-/// Codes of the factors of four neighbouring tokens. They may start at any even address: Skew says how far from a word.
+/// Codes of the token scales of four neighbouring tokens. They may start at any even address: Skew says how far from a word.
 template <int Skew>
-__device__ __forceinline__ std::uint32_t load_factor_codes(std::uint32_t at) {
+__device__ __forceinline__ std::uint32_t load_token_scale_codes(std::uint32_t at) {
     static_assert(Skew == 0 || Skew == 2);
     const std::uint32_t word = load_shared_4(at - Skew);
     return Skew == 2 ? __byte_perm(word, load_shared_4(at + 2), 0x5432) : word;
 }
 template <class P>
-inline constexpr int factor_lift = std::is_same_v<P, coded> ? half_lift<kvq::detail::token_scale_float> : 1;
-/// TokenScales of four neighbouring tokens, times factor_lift.
+inline constexpr int token_scale_lift =
+    std::is_same_v<P, byte_params> ? half_lift<kvq::detail::token_scale_float> : 1;
+/// TokenScales of four neighbouring tokens, times token_scale_lift.
 template <class P, int Skew>
-__device__ __forceinline__ float4 load_factors(std::uint32_t at) {
-    if constexpr (std::is_same_v<P, coded>) {
-        return small_halves<kvq::detail::token_scale_float>(load_factor_codes<Skew>(at)).floats();
+__device__ __forceinline__ float4 load_token_scales(std::uint32_t at) {
+    if constexpr (std::is_same_v<P, byte_params>) {
+        return small_halves<kvq::detail::token_scale_float>(load_token_scale_codes<Skew>(at)).floats();
     } else {
         static_assert(Skew == 0);
         return load_parameters<P>(at);

@@ -21,9 +21,6 @@ namespace kvq::inline KVQ_TAGGED::cuda {
 
 namespace detail {
 
-template <class Format>
-inline constexpr bool prefills = makes_tiles<tensor::key, Format>&& makes_tiles<tensor::value, Format>;
-
 /// Is this kernel there? It is empty, and needs hardly any registers, where it was not compiled for sm_90a.
 template <class Kernel>
 bool has_warpgroup_products(Kernel* kernel) noexcept {
@@ -60,25 +57,24 @@ status launch_prefill(Kernel* kernel, const Args& args, dim3 grid, int cluster, 
 
 }  // namespace detail
 
-/// history: the sequences before their new tokens (lengths do not count these). q, k, v, out: rows starts[b] to starts[b + 1] - 1 are
+/// history: the sequences before their new tokens (lengths do not count these). k, v, q, out: rows starts[b] to starts[b + 1] - 1 are
 /// the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences + 1], device memory. most_new_tokens: of one sequence.
 /// starts null: one sequence, whose queries are all rows of q and whose new tokens are all rows of k and v (options.lead).
 /// With options.state_out, out may be a null pointer.
 /// Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256 / group new tokens read the cache once.
 template <class T, class... Parts>
-status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& q,
-               const token_view<const T>& k, const token_view<const T>& v, const token_view<T>& out,
+status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
+               const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,
                const int* starts, int most_new_tokens, const prefill_options& options,
                cudaStream_t stream) noexcept {
     using first_format = typename std::tuple_element_t<0, std::tuple<Parts...>>::format_type;
     constexpr int dim = first_format::head_dim;
-    static_assert(((Parts::format_type::head_dim == dim && Parts::format_type::value_dim == dim) && ...),
-                  "kvq::cuda::prefill: keys and values of all parts must have the same head_dim");
+    static_assert(((Parts::format_type::head_dim == dim) && ...),
+                  "kvq::cuda::prefill: all parts must have the same head_dim");
     static_assert(
         (detail::prefills<typename Parts::format_type> && ...),
-        "kvq::cuda::prefill: pages must have 16 tokens or a multiple of 32 (keys of several widths: "
-        "a multiple of 32, without widths of 7 bits), groups a multiple of 32, head_dim too; other "
-        "formats go through dequantize_tokens");
+        "kvq::cuda::prefill: no kernels for these pages (detail::no_tiles says why): other formats go "
+        "through dequantize_tokens");
     const auto& cache = detail::get<0>(history.parts).cache;
     if (status s = detail::check_mix(history); !s) return s;
     if (q.dim != dim || k.dim != dim || v.dim != dim || out.dim != dim)

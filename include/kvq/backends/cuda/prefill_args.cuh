@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention_args.cuh"
-#include "prefill_mixed.cuh"
+#include "prefill_cells.cuh"
 
 namespace kvq::inline KVQ_TAGGED::cuda {
 
@@ -111,11 +111,11 @@ struct prefill_args {
                 kvq::detail::smaller(block.last_query + 1, block.new_tokens)};
     }
     /// What tokens 16 lane to 16 lane + 15 of a tile of pages show: bit i, does token i? Whole where no page hides a token.
-    struct shown_piece {
+    struct shown_slice {
         int shift = 0;
         unsigned tokens = 0xffffu;
     };
-    __device__ __forceinline__ shown_piece piece(const prefill_block& block, int position, int lane,
+    __device__ __forceinline__ shown_slice slice(const prefill_block& block, int position, int lane,
                                                  int tile) const {
         if (lane >= tile / 16) return {};
         const shown_tokens s = cuts.at(block.sequence, cuts.of(block.sequence), position + 16 * lane, 16);
@@ -125,14 +125,14 @@ struct prefill_args {
     __device__ __forceinline__ bool hides_tokens(const prefill_block& block, int position, int tile) const {
         if (position >= block.cut_place) return false;
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        return __any_sync(0xffffffffu, window > 0 || piece(block, position, lane, tile).tokens != 0xffffu);
+        return __any_sync(0xffffffffu, window > 0 || slice(block, position, lane, tile).tokens != 0xffffu);
     }
     /// tile_note::cut of a tile. All lanes of a warp.
-    __device__ __forceinline__ int cut(const prefill_block& block, int position, int count, int pieces,
+    __device__ __forceinline__ int cut(const prefill_block& block, int position, int count, int slices,
                                        bool sinks, int tile) const {
         const int all = (1 << tile / 16) - 1;
         const bool partly =
-            count < tile || (pieces & all) != all ||
+            count < tile || (slices & all) != all ||
             position + tile - 1 > block.history + block.first_query ||
             (window > 0 && !sinks && position < block.history + block.last_query - window + 1);
         const bool hides = hides_tokens(block, position, tile);

@@ -94,7 +94,7 @@ struct mixed_cells {
 
     /// Asks for parameters.
     template <class Source>
-    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int, int warp, int) {
+    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int) {
         if (!source.any(tile)) return;
         constexpr std::size_t scales = S::parameter_offset(shape),
                               biases = scales + std::size_t{groups * dim * parameter_width<P>};
@@ -111,7 +111,7 @@ struct mixed_cells {
     /// Dequantizes the cells whose parameters were fetched to the tile at `to`; `table`: of this warp.
     template <class Source>
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
-                                          int, std::uint32_t table, int warp, int lane) const {
+                                          std::uint32_t table, int warp, int lane) const {
         if (!source.any(tile)) return;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
@@ -174,33 +174,5 @@ private:
         return multiply_add_halves(code, scale, bias);
     }
 };
-
-/// The cells of a warp of a tile of this format.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Stride = TileRows>
-using cells_of = std::conditional_t<is_mixed<scheme_of<Role, Format>>,
-                                    mixed_cells<Format, TileRows, TileColumns, Warps, Stride>,
-                                    cell_batch<Role, Format, TileRows, TileColumns, Warps,
-                                               tile_cells<TileRows, TileColumns, Warps>::each, Stride>>;
-
-/// Can tiles be made of pages of this format?
-template <tensor Role, class Format>
-inline constexpr bool makes_tiles = [] {
-    using S = scheme_of<Role, Format>;
-    using traits = word_traits<S>;
-    constexpr int page = Format::page_tokens, dim = dim_of<Role, Format>;
-    constexpr bool shape_fits = (page == 16 || page % 32 == 0) && dim % 32 == 0 && dim <= 256;
-    if constexpr (is_mixed<S>) {
-        // A row of codes of a cell lies in one page; offsets of codes have 16 bits; the table has two planes.
-        constexpr int group = S::options.group;
-        return shape_fits && page % 32 == 0 && (group % 32 == 0 || group >= page) && most_planes<S> <= 2 &&
-               S::parameter_offset(shape_of<Role, Format>) <= 65536;
-    } else if constexpr (traits::full) {
-        return shape_fits && sizeof(typename S::value_type) == 2;
-    } else {
-        constexpr int axis = traits::token_parameters ? dim : page;
-        return shape_fits && (traits::group == 0 || traits::group >= axis || traits::group % 32 == 0) &&
-               !(Role == tensor::key && !std::is_same_v<typename traits::factor, void>);
-    }
-}();
 
 }  // namespace kvq::inline KVQ_TAGGED::cuda::detail

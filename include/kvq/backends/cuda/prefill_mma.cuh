@@ -18,10 +18,10 @@ inline constexpr int mma_tile = 64, mma_warps = 8, mma_threads = 32 * mma_warps;
 template <int Dim, int Rows>
 struct mma_shape {
     static constexpr int warp_rows = Rows / mma_warps;
-    static constexpr int strips = warp_rows / 16;                  // of 16 rows
-    static constexpr int pieces = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
-    static constexpr int query = 0, query_bytes = Rows * pieces * 128;
-    static constexpr int key_bytes = mma_tile * pieces * 128, value_bytes = Dim * 128;
+    static constexpr int strips = warp_rows / 16;                         // of 16 rows
+    static constexpr int column_blocks = kvq::detail::ceil_div(Dim, 64);  // of 64 columns
+    static constexpr int query = 0, query_bytes = Rows * column_blocks * 128;
+    static constexpr int key_bytes = mma_tile * column_blocks * 128, value_bytes = Dim * 128;
     static constexpr int keys = query + query_bytes, values = keys + 2 * key_bytes;
     static constexpr int tables = values + 2 * value_bytes;
     static constexpr int bytes = tables + mma_warps * key_table_bytes;
@@ -159,32 +159,32 @@ struct mma_rows {
         tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
                                            page_at(range.first));
         int next_page = page_at(range.first + tile);
-        key_cells.fetch(keys_of, next, 0, warp, lane);
-        value_cells.fetch(values_of, next, 0, value_warp, lane);
+        key_cells.fetch(keys_of, next, warp, lane);
+        value_cells.fetch(values_of, next, value_warp, lane);
         __syncthreads();
-        key_cells.store(keys_of, keys(buffer), next, 0, table, warp, lane);
-        value_cells.store(values_of, values(buffer), next, 0, table, value_warp, lane);
+        key_cells.store(keys_of, keys(buffer), next, table, warp, lane);
+        value_cells.store(values_of, values(buffer), next, table, value_warp, lane);
         __syncthreads();
 #pragma unroll 1
         for (int first = range.first; first < range.end; first += tile) {
             const int count = next.count,
-                      pieces = static_cast<int>(__ballot_sync(0xffffffffu, next.page >= 0));
+                      slices = static_cast<int>(__ballot_sync(0xffffffffu, next.page >= 0));
             const bool more = first + tile < range.end;
             next = tile_tokens::of(first + tile, kvq::detail::smaller(tile, range.end - first - tile),
                                    next_page);
             next_page = page_at(first + 2 * tile);
-            if (more) key_cells.fetch(keys_of, next, 0, warp, lane);
+            if (more) key_cells.fetch(keys_of, next, warp, lane);
             const int at = part.cache.first_token + first;
-            const tile_note note{at, count, pieces, a.cut(block, at, count, pieces, sinks, tile)};
+            const tile_note note{at, count, slices, a.cut(block, at, count, slices, sinks, tile)};
             float s[strips][tile / 2];
             scores(s);
             if (more) {
-                key_cells.store(keys_of, keys(buffer ^ 1), next, 0, table, warp, lane);
-                value_cells.fetch(values_of, next, 0, value_warp, lane);
+                key_cells.store(keys_of, keys(buffer ^ 1), next, table, warp, lane);
+                value_cells.fetch(values_of, next, value_warp, lane);
             }
             weigh(s, note);
             add_values(s);
-            if (more) value_cells.store(values_of, values(buffer ^ 1), next, 0, table, value_warp, lane);
+            if (more) value_cells.store(values_of, values(buffer ^ 1), next, table, value_warp, lane);
             __syncthreads();
             buffer ^= 1;
         }

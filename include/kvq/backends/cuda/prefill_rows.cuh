@@ -17,11 +17,11 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 struct tile_note {
     int position;  // of its first token
     int count;     // tokens that exist
-    int pieces;    // bit i: tokens 16 i to 16 i + 15 are held
+    int slices;    // bit i: tokens 16 i to 16 i + 15 are held
     int cut;  // some row does not see all of it; 2: the tile is sinks, which every row sees; + 4: prefill_args::hides_tokens
 
     __device__ __forceinline__ void store(std::uint32_t at) const {
-        store_shared_16(at, {__int_as_float(position), __int_as_float(count), __int_as_float(pieces),
+        store_shared_16(at, {__int_as_float(position), __int_as_float(count), __int_as_float(slices),
                              __int_as_float(cut)});
     }
     __device__ __forceinline__ static tile_note load(std::uint32_t at) {
@@ -75,14 +75,14 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
         return (1u << kvq::detail::larger(kvq::detail::smaller(n, 16), 0)) - 1u;
     };
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    typename Args::shown_piece own;
-    if ((note.cut & 4) != 0) own = a.piece(block, note.position, lane, 2 * N);
-    own.tokens = (note.pieces >> lane & 1) == 0 ? 0u : own.tokens & bits_below(note.count - 16 * lane);
+    typename Args::shown_slice own;
+    if ((note.cut & 4) != 0) own = a.slice(block, note.position, lane, 2 * N);
+    own.tokens = (note.slices >> lane & 1) == 0 ? 0u : own.tokens & bits_below(note.count - 16 * lane);
     const bool all = a.window == 0 || (note.cut & 2) != 0;
 #pragma unroll
-    for (int piece = 0; piece < N / 8; ++piece) {
-        const int at = note.position + 16 * piece + __shfl_sync(0xffffffffu, own.shift, piece);
-        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, piece), sinks = bits_below(a.sinks - at);
+    for (int slice = 0; slice < N / 8; ++slice) {
+        const int at = note.position + 16 * slice + __shfl_sync(0xffffffffu, own.shift, slice);
+        const unsigned shown = __shfl_sync(0xffffffffu, own.tokens, slice), sinks = bits_below(a.sinks - at);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int end = position[r] + 1 - at;
@@ -91,7 +91,7 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
 #pragma unroll
             for (int k = 0; k < 4; ++k)
                 if ((seen & 1u << (k / 2 * 8 + k % 2)) == 0)
-                    s[8 * piece + k / 2 * 4 + 2 * r + k % 2] = -INFINITY;
+                    s[8 * slice + k / 2 * 4 + 2 * r + k % 2] = -INFINITY;
         }
     }
 }

@@ -4,7 +4,7 @@
 //   values  rows = channels, columns = tokens           O = P V   sums over columns
 //
 // A block of a page is a matrix of that form already (docs/reference/format.md): a word holds neighbouring columns of one row, so nothing is
-// transposed. A tile is cut into pieces of 64 columns, [piece][row][64 halves]; the 16 bytes of columns 8c to 8c + 7 of row r stand at
+// transposed. A tile is cut into blocks of 64 columns, [block][row][64 halves]; the 16 bytes of columns 8c to 8c + 7 of row r stand at
 // place c ^ (r % 8) of the row's 128 bytes (the 128-byte swizzle of wgmma; loads of 8 rows meet all banks).
 // A warp dequantizes cells of 32 rows and 32 columns: a lane has a row. Parameters of columns go through a small table of the warp.
 //
@@ -19,7 +19,7 @@
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
 /// Tokens per entry of the list of pages of a tile; page sizes are multiples of it.
-inline constexpr int piece_tokens = 16;
+inline constexpr int slice_tokens = 16;
 
 /// Where a tile's columns 8 octet to 8 octet + 7 of a row stand.
 template <int Rows>
@@ -79,15 +79,15 @@ struct blocks_in_memory {
 
     /// The page to read for a token of a tile, if there is any.
     __device__ __forceinline__ int page(const tile_tokens& tile, int token_of_tile) const {
-        const int number = __shfl_sync(0xffffffffu, tile.page, token_of_tile / piece_tokens);
+        const int number = __shfl_sync(0xffffffffu, tile.page, token_of_tile / slice_tokens);
         return number < 0 ? tile.any : number;
     }
     __device__ __forceinline__ static bool any(const tile_tokens& tile) { return tile.any >= 0; }
-    /// Bit i: token first + i of a tile exists and is held. `first` begins a piece.
+    /// Bit i: token first + i of a tile exists and is held. `first` begins a slice.
     __device__ __forceinline__ static std::uint32_t existing(const tile_tokens& tile, int first) {
-        const unsigned pieces = __ballot_sync(0xffffffffu, tile.page >= 0) >> first / piece_tokens;
+        const unsigned slices = __ballot_sync(0xffffffffu, tile.page >= 0) >> first / slice_tokens;
         return existing_columns(tile.count - first) &
-               ((pieces & 1u ? 0xffffu : 0u) | (pieces & 2u ? 0xffff0000u : 0u));
+               ((slices & 1u ? 0xffffu : 0u) | (slices & 2u ? 0xffff0000u : 0u));
     }
 
     __device__ __forceinline__ block_in_memory block(int number, int) const {
@@ -99,7 +99,7 @@ struct blocks_in_memory {
 template <class P, bool HasBias>
 struct stored_pair {
     std::uint32_t scale = 0, bias = 0;
-    std::uint32_t numbers[3] = {};  // of the group, for coded parameters: scale unit, first bias, bias step
+    std::uint32_t numbers[3] = {};  // of the group, for 8-bit parameters: scale unit, first bias, bias step
 
     /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are. All in bytes.
     template <class Block>
@@ -109,12 +109,12 @@ struct stored_pair {
         const Block own = block.from(static_cast<std::size_t>(at * width));
         scale = own.template get<width>(static_cast<int>(scales));
         if constexpr (HasBias) bias = own.template get<width>(static_cast<int>(biases));
-        if constexpr (std::is_same_v<P, coded>)
+        if constexpr (std::is_same_v<P, byte_params>)
 #pragma unroll
             for (int i = 0; i < 3; ++i) numbers[i] = block.template get<2>(group_numbers + 2 * i);
     }
     __device__ __forceinline__ float2 floats() const {
-        if constexpr (std::is_same_v<P, coded>)
+        if constexpr (std::is_same_v<P, byte_params>)
             return {unpack_half<bfloat16, 0>(numbers[0]) * kvq::detail::scale_float::value(scale),
                     fmaf(unpack_half<bfloat16, 0>(numbers[2]), static_cast<float>(bias),
                          unpack_half<bfloat16, 0>(numbers[1]))};
@@ -169,14 +169,14 @@ struct tile_cells {
     }
 };
 
-/// The words of cells first to first + Count - 1 of a warp, on their way from pages to a tile. Stride: rows of the tile in shared memory,
-/// which others may fill the rest of.
-template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Count,
-          int Stride = TileRows>
+/// The words of a warp's cells, on their way from pages to a tile. Stride: rows of the tile in shared memory, which others may fill the rest
+/// of.
+template <tensor Role, class Format, int TileRows, int TileColumns, int Warps, int Stride>
 struct cell_batch {
     using S = scheme_of<Role, Format>;
     using traits = word_traits<S>;
     using cells = tile_cells<TileRows, TileColumns, Warps>;
+    static constexpr int count = cells::each;
     static constexpr bool key = Role == tensor::key;
     static constexpr bool full = traits::full;
     static constexpr block_shape shape = shape_of<Role, Format>;
@@ -209,17 +209,17 @@ struct cell_batch {
     // Whose are the parameters: the rows' or the columns'?
     static constexpr bool row_parameters = !full && key == traits::token_parameters;
     static constexpr bool column_parameters = !full && !row_parameters;
-    static constexpr bool token_scales = !key && !std::is_same_v<typename traits::factor, void>;
+    static constexpr bool token_scales = !key && !std::is_same_v<typename traits::token_scale_type, void>;
     static constexpr bool has_table = column_parameters || token_scales;
     static constexpr int tables = key && page == 16 ? 2 : 1;  // rows of two pages
     /// Cells below each other whose columns have the same parameters.
     static constexpr int cells_per_set = [] {
-        if (!column_parameters) return Count;
+        if (!column_parameters) return count;
         if (key && page % group != 0) return 1;  // a group ends where a page does
         const int together = group % 128 == 0 ? 4 : group % 64 == 0 ? 2 : 1;
-        return Count % together == 0 && cells::each % together == 0 ? together : 1;
+        return count % together == 0 ? together : 1;
     }();
-    static constexpr int sets = Count / cells_per_set;
+    static constexpr int sets = count / cells_per_set;
 
     struct nothing {
         using P = void;
@@ -245,8 +245,8 @@ struct cell_batch {
     cell_batch() = default;
     __device__ __forceinline__ explicit cell_batch(const lane_channel&) {}
 
-    std::uint32_t word[Count][words];
-    [[no_unique_address]] std::conditional_t<row_parameters, set_type[Count][parts], nothing> of_rows;
+    std::uint32_t word[count][words];
+    [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], nothing> of_rows;
     [[no_unique_address]] std::conditional_t<column_parameters, set_type[sets][tables], nothing> of_columns;
     std::uint32_t token_scale;
 
@@ -273,30 +273,29 @@ struct cell_batch {
     /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first token). No load hangs on a
     /// condition of its own, and none is waited for here: store() zeroes values of tokens that do not exist.
     template <class Source>
-    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int first, int warp,
-                                          int lane) {
+    __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int lane) {
         if (!source.any(tile)) {
             *this = {};
             return;
         }
         const int column = cells::column(warp);
 #pragma unroll
-        for (int i = 0; i < Count; ++i) {
-            if (!cells::exists(warp, first + i)) break;
-            const int row = cells::row(warp, first + i);
+        for (int i = 0; i < count; ++i) {
+            if (!cells::exists(warp, i)) break;
+            const int row = cells::row(warp, i);
             fetch_words(source, tile, row, column, lane, i);
             if constexpr (column_parameters && !direct<Source>)
                 if (i % cells_per_set == 0)
 #pragma unroll
                     for (int t = 0; t < tables; ++t) {
-                        const int token_in_tile = key ? row + t * piece_tokens : column + lane;
+                        const int token_in_tile = key ? row + t * slice_tokens : column + lane;
                         load_set(of_columns[i / cells_per_set][t],
                                  source.block(source.page(tile, token_in_tile), token_in_tile),
                                  (tile.first + token_in_tile) % page, key ? column + lane : row);
                     }
         }
         if constexpr (token_scales) {
-            constexpr int width = parameter_width<typename traits::factor>;
+            constexpr int width = parameter_width<typename traits::token_scale_type>;
             const auto block = source.block(source.page(tile, column + lane), column + lane);
             token_scale = block.from(static_cast<std::size_t>((tile.first + column + lane) % page * width))
                               .template get<width>(static_cast<int>(S::token_scale_offset(shape)));
@@ -306,12 +305,12 @@ struct cell_batch {
     /// Dequantizes the cells that were fetched to the tile at `to`; `table`: of this warp.
     template <class Source>
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
-                                          int first, std::uint32_t table, int warp, int lane) const {
+                                          std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
         const std::uint32_t existing = key ? 0xffffffffu : source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
-            if (!cells::exists(warp, first + set * cells_per_set)) break;
+            if (!cells::exists(warp, set * cells_per_set)) break;
             if constexpr (has_table && !direct<Source>) {
                 __syncwarp();
                 fill_table(table, set, lane);
@@ -324,12 +323,12 @@ struct cell_batch {
 #pragma unroll
                     for (int part = 0; part < parts; ++part)
                         of_row[i][part] = of_rows[set * cells_per_set + i][part].halves();
-            const int row = cells::row(warp, first + set * cells_per_set);
+            const int row = cells::row(warp, set * cells_per_set);
             std::uint32_t parameters[octet_parts];
             if constexpr (direct<Source>)
                 find_columns(parameters, source, tile, row, column, lane);
             else
-                parameters[0] = table + (tables == 2 && lane >= piece_tokens ? 192u : 0u);
+                parameters[0] = table + (tables == 2 && lane >= slice_tokens ? 192u : 0u);
             const auto load_octet = [&](auto number) {
                 constexpr int octet = decltype(number)::value;
                 if constexpr (direct<Source>)
@@ -349,7 +348,7 @@ struct cell_batch {
 #pragma unroll
                 for (int i = 0; i < cells_per_set; ++i) {
                     const int cell = set * cells_per_set + i;
-                    if (!cells::exists(warp, first + cell)) break;
+                    if (!cells::exists(warp, cell)) break;
                     store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
                                        existing, shared[octet % 2], of_row[i], cell);
                 }
@@ -399,12 +398,12 @@ private:
                 if constexpr (has_low) store_half_word(at + 128, h.low);
             }
             if constexpr (token_scales) {
-                using factor = typename traits::factor;
+                using token_scale_type = typename traits::token_scale_type;
                 float scale;
-                if constexpr (std::is_same_v<factor, coded>)
+                if constexpr (std::is_same_v<token_scale_type, byte_params>)
                     scale = kvq::detail::token_scale_float::value(token_scale);
-                else if constexpr (sizeof(factor) == 2)
-                    scale = unpack_half<factor, 0>(token_scale);
+                else if constexpr (sizeof(token_scale_type) == 2)
+                    scale = unpack_half<token_scale_type, 0>(token_scale);
                 else
                     scale = __uint_as_float(token_scale);
                 store_half_word(at + 192, to_half(scale));
@@ -413,7 +412,7 @@ private:
     }
     /// What the columns of an octet share.
     struct octet_parameters {
-        uint4 scale, bias, low, factor;
+        uint4 scale, bias, low, token_scale;
     };
     /// From an octet's place in the table or in a block, which has these sections.
     template <std::size_t Scales, std::size_t Biases, std::size_t Lows>
@@ -424,7 +423,7 @@ private:
             if constexpr (traits::has_bias) p.bias = load_shared_16(at + static_cast<std::uint32_t>(Biases));
             if constexpr (has_low) p.low = load_shared_16(at + static_cast<std::uint32_t>(Lows));
         }
-        if constexpr (token_scales) p.factor = load_shared_16(at + 192);
+        if constexpr (token_scales) p.token_scale = load_shared_16(at + 192);
         return p;
     }
     /// Columns of a cell may lie in two pages of 16 tokens.
@@ -437,7 +436,7 @@ private:
 #pragma unroll
         for (int part = 0; part < octet_parts; ++part) {
             const int token_in_tile =
-                key ? row + (tables == 2 ? lane & piece_tokens : 0) : column + part * page_columns;
+                key ? row + (tables == 2 ? lane & slice_tokens : 0) : column + part * page_columns;
             const int token = (tile.first + token_in_tile) % page;
             const int number = key ? token / group * dim + column : row / group * page + token;
             at[part] = source.block(0, token_in_tile).at + static_cast<std::uint32_t>(number * 2);
@@ -477,8 +476,8 @@ private:
             const std::uint32_t s[4] = {scale.x, scale.y, scale.z, scale.w};
             [[maybe_unused]] const std::uint32_t b[4] = {bias.x, bias.y, bias.z, bias.w},
                                                  l[4] = {low.x, low.y, low.z, low.w},
-                                                 f[4] = {shared.factor.x, shared.factor.y, shared.factor.z,
-                                                         shared.factor.w};
+                                                 f[4] = {shared.token_scale.x, shared.token_scale.y,
+                                                         shared.token_scale.z, shared.token_scale.w};
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
                 const std::uint32_t code = multiply_add_halves(x[k], 0x3c003c00u, raised);

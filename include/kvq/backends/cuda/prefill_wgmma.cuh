@@ -150,9 +150,9 @@ struct tile_producer {
             const wgmma_stage s = next_stage();
             if (key && leads) {
                 const int position = part.cache.first_token + first,
-                          pieces = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
-                const tile_note note{position, count, pieces,
-                                     a.cut(block, position, count, pieces, sinks, wgmma_tile)};
+                          slices = static_cast<int>(__ballot_sync(0xffffffffu, page >= 0));
+                const tile_note note{position, count, slices,
+                                     a.cut(block, position, count, slices, sinks, wgmma_tile)};
                 if (lane == 0) note.store(s.note);
             }
             own_cells<format> cells(channel);
@@ -209,9 +209,9 @@ private:
     __device__ __forceinline__ void ask(const cache_ref<Format>& cache, int page, int number) {
         using blocks = blocks_in_slot<Role, Format>;
         if constexpr (blocks::fit) {
-            constexpr int pieces = kvq::detail::smaller(half_tile, Format::page_tokens) / piece_tokens;
+            constexpr int slices = kvq::detail::smaller(half_tile, Format::page_tokens) / slice_tokens;
             const int own =
-                __shfl_sync(0xffffffffu, page, place.rank * (half_tile / piece_tokens) + lane * pieces);
+                __shfl_sync(0xffffffffu, page, place.rank * (half_tile / slice_tokens) + lane * slices);
             const bool held = lane < blocks::count && own >= 0;
             const unsigned all = __ballot_sync(0xffffffffu, held);
             const std::uint32_t to = slot(number), barrier = slot_barrier(number);
@@ -244,10 +244,10 @@ private:
             ++read;
         } else {
             const int own_page =
-                __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / piece_tokens));
+                __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / slice_tokens));
             dequantize_from(cells, blocks_in_memory<Role, Format>{cache, block.kv_head},
                             tile_tokens::of(first + place.rank * half_tile, count,
-                                            lane < half_tile / piece_tokens ? own_page : -1),
+                                            lane < half_tile / slice_tokens ? own_page : -1),
                             s);
         }
     }
@@ -258,8 +258,8 @@ private:
             place.tiles + static_cast<std::uint32_t>(memory::tables + (key ? warp * key_table_bytes
                                                                            : role_warps * key_table_bytes +
                                                                                  warp * value_table_bytes));
-        cells.fetch(source, half, 0, warp, lane);
-        cells.store(source, own_half(s), half, 0, table, warp, lane);
+        cells.fetch(source, half, warp, lane);
+        cells.store(source, own_half(s), half, table, warp, lane);
     }
     /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
     __device__ __forceinline__ void share(const wgmma_stage& s) const {

@@ -19,7 +19,7 @@
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
 
-/// Unsigned codes times signed pieces (keys x query).
+/// Unsigned codes times signed high and low bytes (keys x query).
 __device__ __forceinline__ void mma_codes_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1,
                                                  std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
                                                  std::uint32_t b1) {
@@ -29,7 +29,7 @@ __device__ __forceinline__ void mma_codes_signed(int (&d)[4], std::uint32_t a0, 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// Unsigned codes times unsigned pieces (values x weights).
+/// Unsigned codes times unsigned high and low bytes (values x weights).
 __device__ __forceinline__ void mma_codes_unsigned(int (&d)[4], std::uint32_t a0, std::uint32_t a1,
                                                    std::uint32_t a2, std::uint32_t a3, std::uint32_t b0,
                                                    std::uint32_t b1) {

@@ -4,7 +4,7 @@
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
 //
 // Formulas are those of quant/; sums of doubles go in the order that is part of the contract, each by one thread after the other
-// number. Where a page holds NaN or infinities, finite members move together for the fit, and numbers are read again to be coded.
+// number. Where a page holds NaN or infinities, finite members move together for the fit, and numbers are read again to be quantized.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
@@ -32,8 +32,8 @@ public:
           head_(head),
           block_(target.template block<Role>(to, head)),
           shared_(shared),
-          factors_{at<float>(memory::inverse_factors), at<float>(memory::weights), at<double>(memory::parts),
-                   at<float>(memory::factors)} {
+          token_scales_{at<float>(memory::inverse_token_scales), at<float>(memory::weights),
+                        at<double>(memory::parts), at<float>(memory::token_scales)} {
         if constexpr (is_mixed<S>) {
             plan_ = target.key_plan(head);
             quads_ = quads_of<S, dim>(plan_);
@@ -163,7 +163,7 @@ private:
         float* const to = numbers();
         const int stride = numbers_stride(count);
         __syncthreads();
-        if constexpr (slot_count != memory::tokens) {  // factors need zeros where there is no token
+        if constexpr (slot_count != memory::tokens) {  // token scales need zeros where there is no token
             for (int i = thread(); i < places * stride; i += Threads) to[i] = 0.0f;
             __syncthreads();
         }
@@ -194,13 +194,13 @@ private:
         return __syncthreads_or(bad != 0) != 0;
     }
 
-    /// Numbers over the factors of their tokens. Begins and ends with a barrier.
+    /// Values over the scales of their tokens. Begins and ends with a barrier.
     __device__ __forceinline__ void divide(int, int places, int count, int slot = 0) const {
         const int stride = numbers_stride(count), quads = count / 4;
         for (int i = thread(); i < places * quads; i += Threads) {
             const int t = i % quads * 4;
             auto& x = *reinterpret_cast<float4*>(numbers() + i / quads * stride + t);
-            const auto f = *reinterpret_cast<const float4*>(factors_.factor + slot + t);
+            const auto f = *reinterpret_cast<const float4*>(token_scales_.token_scale + slot + t);
             x = {__fdiv_rn(x.x, f.x), __fdiv_rn(x.y, f.y), __fdiv_rn(x.z, f.z), __fdiv_rn(x.w, f.w)};
         }
         __syncthreads();
@@ -209,21 +209,23 @@ private:
     /// Returns whether any number is not finite.
     __device__ __forceinline__ bool fit_token_scales() {
         for (int t = thread(); t < slot_count; t += Threads)
-            factors_.inverse[t] = holds_token(t) ? 1.0f : 0.0f;
+            token_scales_.inverse[t] = holds_token(t) ? 1.0f : 0.0f;
         bool dirty = false;
         constexpr int iterations = 8;
         for (int i = 0; i < iterations; ++i) {
             for (int first = 0; first < dim; first += memory::fit_channels) {
                 const int count = smaller(memory::fit_channels, dim - first);
                 if (!memory::whole || i == 0) dirty |= read<true>(first, count, 0, slot_count, i == 0);
-                add_squares<Threads, slot_count>(factors_, numbers(), numbers_stride(slot_count), first,
+                add_squares<Threads, slot_count>(token_scales_, numbers(), numbers_stride(slot_count), first,
                                                  count, memory::tokens);
             }
-            scale_factors<Threads, slot_count>(factors_, dim, holds_token, [&](int slot, float factor) {
-                if (i == iterations - 1 && holds_token(slot))
-                    S::token_scale_type::store(block_ + S::token_scale_offset(shape()), slot, &factor, 1);
-                return factor;
-            });
+            normalize_token_scales<Threads, slot_count>(
+                token_scales_, dim, holds_token, [&](int slot, float token_scale) {
+                    if (i == iterations - 1 && holds_token(slot))
+                        S::token_scale_type::store(block_ + S::token_scale_offset(shape()), slot,
+                                                   &token_scale, 1);
+                    return token_scale;
+                });
         }
         return dirty;
     }
@@ -313,7 +315,7 @@ private:
     __device__ __forceinline__ void for_each_group(const Values& values, const Line& line, const F& f) const {
         for (int g = 0; g < groups; ++g) {
             float lo = INFINITY, hi = -INFINITY;
-            if constexpr (std::is_same_v<parameters, channel_parameters<coded>>) {
+            if constexpr (std::is_same_v<parameters, channel_parameters<byte_params>>) {
                 for (int c = thread() % warp_size; c < dim; c += warp_size) {
                     const float x = values(g * dim + c);
                     lo = fminf(lo, x);
@@ -458,7 +460,7 @@ private:
     int from_, head_;
     std::byte* block_;
     std::byte* shared_;
-    factor_scratch factors_;
+    token_scale_scratch token_scales_;
     unsigned not_finite_ = 0;
     const float* matrix_ = nullptr;
     const std::uint16_t* plan_ = nullptr;

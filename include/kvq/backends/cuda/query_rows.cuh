@@ -16,8 +16,8 @@ namespace kvq::inline KVQ_TAGGED::cuda::detail {
 template <class Memory, class Format, class T>
 struct query_rows {
     static constexpr int per_load = 8;  // channels of one thread
-    static constexpr int pieces = Memory::rows * Format::head_dim / per_load;
-    static constexpr int loads = ceil_div(pieces, Memory::team_threads);  // of the smallest teams
+    static constexpr int vectors = Memory::rows * Format::head_dim / per_load;
+    static constexpr int loads = ceil_div(vectors, Memory::team_threads);  // of the smallest teams
     T values[loads][per_load];
 
     __device__ __forceinline__ void fetch(const attention_args<Format, T>& a, const item_part& item,
@@ -25,10 +25,10 @@ struct query_rows {
         const int first_row = item.row_block * Memory::rows;
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
-            const int piece = i * team.threads() + team.thread();
-            const int row = first_row + piece / (Format::head_dim / per_load);
-            const int channel = piece % (Format::head_dim / per_load) * per_load;
-            if (piece < pieces && row < a.rows) {
+            const int vector = i * team.threads() + team.thread();
+            const int row = first_row + vector / (Format::head_dim / per_load);
+            const int channel = vector % (Format::head_dim / per_load) * per_load;
+            if (vector < vectors && row < a.rows) {
                 const T* const from =
                     a.q.at(a.row_token(item.sequence, row), a.row_head(item.kv_head, row)) + channel;
                 if (reinterpret_cast<std::uintptr_t>(from) % 16 == 0) {
@@ -60,19 +60,19 @@ struct query_rows {
         // A rolled loop that moves the next values to the first place would be shorter, but nvcc 13.0 then loses the third load.
 #pragma unroll
         for (int i = 0; i < loads; ++i) {
-            const int piece = i * team.threads() + team.thread();
-            if (piece < pieces) bad |= store_piece<Reads>(values[i], query, piece, scale, plan);
+            const int vector = i * team.threads() + team.thread();
+            if (vector < vectors) bad |= store_vector<Reads>(values[i], query, vector, scale, plan);
         }
         return bad;
     }
 
 private:
     template <class Reads>
-    __device__ __forceinline__ static unsigned store_piece(const T (&from)[per_load], float* query, int piece,
-                                                           float scale,
-                                                           [[maybe_unused]] const std::uint16_t* plan) {
-        const int row = piece / (Format::head_dim / per_load),
-                  byte = piece % (Format::head_dim / per_load) * per_load * 4;
+    __device__ __forceinline__ static unsigned store_vector(const T (&from)[per_load], float* query,
+                                                            int vector, float scale,
+                                                            [[maybe_unused]] const std::uint16_t* plan) {
+        const int row = vector / (Format::head_dim / per_load),
+                  byte = vector % (Format::head_dim / per_load) * per_load * 4;
         std::byte* const to = reinterpret_cast<std::byte*>(query + row * Format::head_dim);
         float x[per_load], zero = 0.0f;
 #pragma unroll

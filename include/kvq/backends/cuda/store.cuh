@@ -4,9 +4,9 @@
 //   to one of its own
 //
 // For full<T> formats and for schemes with parameters per token. (Parameters per channel need a whole group of tokens: such
-// tokens go to 16-bit window pages first and are coded when a page is full: pages.cuh.)
+// tokens go to 16-bit window pages first and are quantized when a page is full: pages.cuh.)
 // Of many tokens, one thread block takes 32 of one head and tensor; of few, which are usually one per sequence, each warp takes
-// one. 32 tokens that fill 32 slots in a row are coded as a tile, others one by one (store_tile.cuh, store_token.cuh); only the
+// one. 32 tokens that fill 32 slots in a row are quantized as a tile, others one by one (store_tile.cuh, store_token.cuh); only the
 // bits of their own codes are changed, so tokens of a call may share bytes.
 // Contract: a page whose slots have all been written holds the bytes that the CPU writes for the same tokens.
 #pragma once
@@ -252,11 +252,11 @@ __global__ void __launch_bounds__(store_threads, 8)
 template <class Format, class T>
 status store(const cache_ref<Format>& cache, const token_view<const T>& k, const token_view<const T>& v,
              const long long* mapping, unsigned* not_finite, cudaStream_t stream) noexcept {
-    static_assert(
-        detail::word_traits<typename Format::keys>::token_parameters &&
-            detail::word_traits<typename Format::values>::token_parameters,
-        "kvq::cuda::store: schemes with parameters per channel are coded a page at a time; store into 16-bit "
-        "window pages and use commit_full_pages or requantize_pages");
+    static_assert(detail::word_traits<typename Format::keys>::token_parameters &&
+                      detail::word_traits<typename Format::values>::token_parameters,
+                  "kvq::cuda::store: schemes with parameters per channel are quantized a page at a time; "
+                  "store into 16-bit "
+                  "window pages and use commit_full_pages or requantize_pages");
     if (status s = detail::check_ref(cache, false); !s) return s;
     if (k.tokens != v.tokens) return detail::bad_value("k has %d tokens but v has %d", k.tokens, v.tokens);
     if (k.heads != cache.kv_heads || v.heads != cache.kv_heads || k.dim != Format::head_dim ||

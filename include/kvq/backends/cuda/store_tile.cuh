@@ -33,9 +33,9 @@ __device__ __forceinline__ W window_value(T x) {
 template <class S, int Dim, int PageTokens>
 struct store_traits {
     using words = word_traits<S>;
-    static constexpr bool coded = !words::full;
-    static constexpr int group = !coded || words::group == 0 || words::group > Dim ? Dim : words::group;
-    static constexpr int groups = coded ? ceil_div(Dim, group) : 1;
+    static constexpr bool quantized = !words::full;
+    static constexpr int group = !quantized || words::group == 0 || words::group > Dim ? Dim : words::group;
+    static constexpr int groups = quantized ? ceil_div(Dim, group) : 1;
     /// Whole tiles: 32 tokens of a page, groups and words that do not overlap.
     static constexpr bool tiles =
         PageTokens % 32 == 0 && Dim % 16 == 0 && group % 8 == 0 &&
@@ -131,7 +131,7 @@ struct store_memory {
     static constexpr int dim = dim_of<Role, Format>;
     using parameters =
         tile_parameters<store_traits<scheme_of<Role, Format>, dim, Format::page_tokens>::groups>;
-    /// While one is coded the other one is filled; rows of 4-byte numbers and long ones leave space for one only.
+    /// While one is quantized the other one is filled; rows of 4-byte numbers and long ones leave space for one only.
     static constexpr int row_buffers = 64 * store_rows<T, dim>::row_bytes <= 20480 ? 2 : 1;
     alignas(16) std::byte rows[row_buffers][32 * store_rows<T, dim>::row_bytes];
     alignas(16) parameters tile;
@@ -200,7 +200,7 @@ __device__ __forceinline__ unsigned store_tile(
     unsigned not_finite = 0;
     bool clean = true;
     const float2* parameters = nullptr;  // [group][32]
-    if constexpr (store::coded) {
+    if constexpr (store::quantized) {
         const auto fit = [&](float lo, float hi, int g) {
             if (lo > hi) lo = hi = 0.0f;  // nothing finite
             const auto stored = fit_range<S>(lo, hi);
@@ -244,7 +244,7 @@ __device__ __forceinline__ unsigned store_tile(
     if constexpr (Role == tensor::key) {
         // lane = token; the tile of these 32 tokens is one run of lines, of which every warp writes some
         auto* const to = reinterpret_cast<std::uint32_t*>(block) + first * lines + lane;
-        if constexpr (!store::coded) {
+        if constexpr (!store::quantized) {
             using W = typename S::value_type;
 #pragma unroll 4
             for (int i = warp; i < dim / 8; i += store_warps) {
@@ -279,7 +279,8 @@ __device__ __forceinline__ unsigned store_tile(
     } else {
         // lane = 4 neighbouring channels, which are rows of a tile of 32 channels; the warps share channels and tokens
         constexpr int step = traits::units_per_step;
-        constexpr int steps = store::coded ? 8 / step : 16;  // of a tile: words of quads, or pairs of tokens
+        constexpr int steps =
+            store::quantized ? 8 / step : 16;  // of a tile: words of quads, or pairs of tokens
         constexpr int lanes = dim / 4, parts = ceil_div(lanes, warp_size);
 #pragma unroll 4
         for (int job = warp; job < steps * parts; job += store_warps) {
@@ -290,7 +291,7 @@ __device__ __forceinline__ unsigned store_tile(
             const auto write = [&](int vector, const std::uint32_t(&w)[4]) {
                 *reinterpret_cast<uint4*>(to + vector * height) = uint4{w[0], w[1], w[2], w[3]};
             };
-            if constexpr (!store::coded) {
+            if constexpr (!store::quantized) {
                 using W = typename S::value_type;
                 T a[4], b[4];
                 const std::byte* const from = rows + 2 * i * row_bytes + channel * width;

@@ -33,7 +33,7 @@ struct plain_row {
         for (int i = 0; i < per_lane; ++i)
             if (i * warp_size + lane < dim) numbers[i] = from[i * warp_size + lane];
     }
-    /// Stores the token. False: it must be coded carefully, and nothing was stored.
+    /// Stores the token. False: it must be quantized carefully, and nothing was stored.
     __device__ __forceinline__ bool store(std::byte* block, int token, int lane) const {
         constexpr block_shape s = shape_of<Role, Format>;
         std::uint32_t odd = 0;
@@ -61,7 +61,7 @@ struct plain_row {
     }
 };
 
-/// The numbers of a token that is coded: quad i * 32 + lane is quad i of a lane.
+/// The numbers of a token that is quantized: quad i * 32 + lane is quad i of a lane.
 template <tensor Role, class Format, class T>
 struct quantized_row {
     using S = scheme_of<Role, Format>;

@@ -261,7 +261,7 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     using words = weight_words<Values>;
     constexpr int quads_of_tile = Keys::tile_height / 4;
     const bool idle = Keys::tile_height == 16 && id.g >= 4;
-    // Where the pieces of the n-th row of this lane go.
+    // Where the high and low bytes of the n-th row of this lane go.
     constexpr bool split = split_rows<Rows4>;
     constexpr std::uint32_t to_low = 4u * (split ? words::row_set : words::stride);
     const auto column_of = [&](int set, int n) {
@@ -358,7 +358,7 @@ __device__ __forceinline__ void store_weights(const float (&s)[Keys::tiles][Rows
     });
 }
 
-/// Parameters of the lane's four channels of tile `Tile`; codes of coded biases come raised.
+/// Parameters of the lane's four channels of tile `Tile`; codes of 8-bit biases come raised.
 struct channel_numbers {
     float scale[4], bias[4];
 };
@@ -368,7 +368,7 @@ __device__ __forceinline__ channel_numbers channels_of(std::uint32_t slot, const
     const int channel = Tile * 32 + smaller(4 * id.g, height - 4);
     const float4 s = Values::scales(slot, 0, channel);
     float4 b{0.0f, 0.0f, 0.0f, 0.0f};
-    if constexpr (Values::coded)
+    if constexpr (Values::has_byte_params)
         b = raised_codes(Values::bias_bytes(slot, 0, channel));
     else if constexpr (Values::traits::has_bias)
         b = Values::biases(slot, 0, channel);
@@ -415,9 +415,9 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                 total[n] = 256 * both.high + both.low;
             }
         }
-        // Coded biases: total * (first + step * code) = base + slope * (raised + code).
+        // 8-bit biases: total * (first + step * code) = base + slope * (raised + code).
         [[maybe_unused]] float base[Rows4], slope[Rows4];
-        if constexpr (Values::coded) {
+        if constexpr (Values::has_byte_params) {
 #pragma unroll
             for (int n = 0; n < Rows4; ++n) {
                 const float weight = static_cast<float>(total[n]) * factors.step[S][n];
@@ -468,7 +468,7 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                             if constexpr (traits::zero_code != 0)
                                 whole -= unit * traits::zero_code * total[n];
                             const float step = factors.step[S][n] * (line.unit * (1.0f / unit));
-                            if constexpr (Values::coded) {
+                            if constexpr (Values::has_byte_params) {
                                 output = fmaf(static_cast<float>(whole) * step, parameters.scale[r],
                                               output + base[n]);
                                 output = fmaf(parameters.bias[r], slope[n], output);

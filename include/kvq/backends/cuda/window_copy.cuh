@@ -38,23 +38,23 @@ template <tensor Role, class Format>
 __device__ __attribute__((noinline)) void copy_window(std::uint32_t to, const std::byte* page,
                                                       const std::byte* second, int first, bool sinks) {
     using unit = code_chunk<Role, Format, 32>;
-    constexpr int lines = unit::lines, of_line = 8, pieces = unit::tiles * lines * of_line;
+    constexpr int lines = unit::lines, of_line = 8, vectors = unit::tiles * lines * of_line;
     constexpr int of_quarter = unit::lane_lines(0), last = unit::last_quarter(0);
 #pragma unroll 2
-    for (int i = static_cast<int>(threadIdx.x) % warp_size; i < pieces; i += warp_size) {
-        const int piece = i % of_line, line = i / of_line % lines, tile = i / (of_line * lines);
+    for (int i = static_cast<int>(threadIdx.x) % warp_size; i < vectors; i += warp_size) {
+        const int vector = i % of_line, line = i / of_line % lines, tile = i / (of_line * lines);
         const std::byte* block = page;
         int at;  // in units of 16 bytes
         if (Role == tensor::key) {
-            at = (first / 32 * lines + line) * of_line + piece;
+            at = (first / 32 * lines + line) * of_line + vector;
             if (sinks) {
-                at = line * (of_line / 2) + piece % (of_line / 2);
-                if (piece >= of_line / 2) block = second;
+                at = line * (of_line / 2) + vector % (of_line / 2);
+                if (vector >= of_line / 2) block = second;
             }
         } else {
-            at = (tile * unit::page_lines + first / 2 + line) * of_line + piece;
+            at = (tile * unit::page_lines + first / 2 + line) * of_line + vector;
             if (sinks) {
-                at = (tile * (lines / 2) + line % (lines / 2)) * of_line + piece;
+                at = (tile * (lines / 2) + line % (lines / 2)) * of_line + vector;
                 if (line >= lines / 2) block = second;
             }
         }

@@ -68,7 +68,7 @@ private:
         if constexpr (has_token_scales)
             if (g == 0)
                 Scheme::token_scale_type::template load<Backend>(from_ + scheme_.token_scale_offset(shape_),
-                                                                 tokens_.padded_size(), factor_);
+                                                                 tokens_.padded_size(), token_scale_);
     }
 
     /// Calls f(column, codes) for the columns of quads [first, end) of n rows; first begins a step.
@@ -117,7 +117,7 @@ private:
                          bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
             const auto put = [&](int t, ints code) KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
-                if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(factor_[t]));
+                if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(token_scale_[t]));
                 out.put(out.at(t, c), x, n);
             };
             if (n == width)
@@ -134,12 +134,13 @@ private:
         for (int part = 0; part < size;) {
             const int n = rows_of_part<width>(size, part), row = first + part;
             alignas(64) std::byte columns[most * 4 * width];  // a vector of tokens for every place
-            floats factor = Lanes::splat_float(1.0f);
-            if constexpr (has_token_scales) factor = Lanes::load_floats(factor_ + tokens_.slot(row), n);
+            floats token_scale = Lanes::splat_float(1.0f);
+            if constexpr (has_token_scales)
+                token_scale = Lanes::load_floats(token_scale_ + tokens_.slot(row), n);
             if (n == width)
-                dequantize_columns<false>(row, n, factor, columns);
+                dequantize_columns<false>(row, n, token_scale, columns);
             else
-                dequantize_columns<true>(row, n, factor, columns);
+                dequantize_columns<true>(row, n, token_scale, columns);
             for (int c = 0; c < shape_.dim; c += width) {
                 const int channels = detail::smaller(width, shape_.dim - c);
                 ints square[width];
@@ -155,9 +156,9 @@ private:
     }
 
     template <bool Partial>
-    KVQ_INLINE void dequantize_columns(int row, int n, floats factor, std::byte* columns) const {
+    KVQ_INLINE void dequantize_columns(int row, int n, floats token_scale, std::byte* columns) const {
         const auto put = [&](int place, floats x) KVQ_INLINE_LAMBDA {
-            if constexpr (has_token_scales) x = Lanes::multiply(x, factor);
+            if constexpr (has_token_scales) x = Lanes::multiply(x, token_scale);
             Lanes::store(columns + place * 4 * width, Lanes::as_ints(x));
         };
         const auto put_code = [&](int place, ints code) KVQ_INLINE_LAMBDA {
@@ -185,7 +186,7 @@ private:
     const grouped_axis tokens_;
     const std::byte* const from_;
     int place_[most];
-    alignas(64) float scale_[most], bias_[most], factor_[most];
+    alignas(64) float scale_[most], bias_[most], token_scale_[most];
 };
 
 }  // namespace kvq::inline KVQ_TAGGED::kernels

@@ -107,23 +107,23 @@ private:
 
     void divide_by_token_scales() {
         using token_scales_of = typename Scheme::token_scale_type;
-        float factor[most];
+        float token_scales[most];
         if (known_scales_)
-            std::memcpy(factor, known_scales_, sizeof(float) * static_cast<std::size_t>(shape_.tokens));
+            std::memcpy(token_scales, known_scales_, sizeof(float) * static_cast<std::size_t>(shape_.tokens));
         else
-            token_scale_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, factor);
+            token_scale_fit<Lanes>::run(values_, shape_.tokens, shape_.dim, token_scales);
         if constexpr (keeper::keeps)
-            if (again_) scheme_.settle_token_scales(shape_, values_, factor);
+            if (again_) scheme_.settle_token_scales(shape_, values_, token_scales);
         for (int g = 0; g < tokens_.groups(); ++g)
             token_scales_of::store(to_ + scheme_.token_scale_offset(shape_), tokens_.group_begin(g),
-                                   factor + g * tokens_.group, tokens_.group_size(g));
+                                   token_scales + g * tokens_.group, tokens_.group_size(g));
         for (int t = 0; t < shape_.tokens; ++t) {
-            const floats by = Lanes::splat_float(factor[t]);
+            const floats by = Lanes::splat_float(token_scales[t]);
             float* const x = token(t);
             int c = 0;
             for (; c + width <= shape_.dim; c += width)
                 Lanes::store_floats(x + c, Lanes::divide(Lanes::load_floats(x + c), by));
-            for (; c < shape_.dim; ++c) x[c] /= factor[t];
+            for (; c < shape_.dim; ++c) x[c] /= token_scales[t];
         }
     }
 

@@ -19,22 +19,22 @@ public:
     static constexpr int width = Lanes::width;
     static constexpr int most_channels = 256, most_tokens = 256;
 
-    /// values: [tokens][dim]; factors: output, `tokens` token scales.
-    static void run(const float* values, int tokens, int dim, float* factors, int iterations = 8) {
+    /// values: [tokens][dim]; token_scales: output, `tokens` token scales.
+    static void run(const float* values, int tokens, int dim, float* token_scales, int iterations = 8) {
         alignas(64) float weights[most_channels + step], inverse[most_tokens];
         for (int c = dim; c < dim + step; ++c) weights[c] = 0.0f;
-        for (int t = 0; t < tokens; ++t) factors[t] = 1.0f;
+        for (int t = 0; t < tokens; ++t) token_scales[t] = 1.0f;
         for (int i = 0; i < iterations; ++i) {
-            for (int t = 0; t < tokens; ++t) inverse[t] = 1.0f / factors[t];
+            for (int t = 0; t < tokens; ++t) inverse[t] = 1.0f / token_scales[t];
             for (int c = 0; c < dim; c += width)
                 if (c + width <= dim)
                     weigh<true>(values + c, tokens, dim, width, inverse, weights + c);
                 else
                     weigh<false>(values + c, tokens, dim, dim - c, inverse, weights + c);
             for (int t = 0; t < tokens; ++t)
-                factors[t] =
+                token_scales[t] =
                     static_cast<float>(std::sqrt(sum_channels(values + t * dim, dim, weights) / dim));
-            detail::scale_factors(factors, tokens);
+            detail::normalize_token_scales(token_scales, tokens);
         }
     }
 

@@ -17,8 +17,8 @@
 namespace kvq::inline KVQ_TAGGED {
 
 /// Tag: 8-bit parameters with bfloat16 parameters shared by the channels of a group. 16 bits per channel and group.
-struct coded {
-    static constexpr const char* name = "coded";
+struct byte_params {
+    static constexpr const char* name = "coded";  // part of the names of schemes in saved files
 };
 
 /// Rounding of stored parameters. outside: scales up and biases down, so that a group stays inside its grid. settled: to nearest

@@ -84,7 +84,8 @@ TEST_CASE("biases: on the line, nearest or not above, the range always inside") 
 }
 
 TEST_CASE_TEMPLATE("what is stored is what is loaded, for any groups and slots", P,
-                   kvq::channel_parameters<kvq::coded>, kvq::channel_parameters<kvq::params<kvq::float16>>,
+                   kvq::channel_parameters<kvq::byte_params>,
+                   kvq::channel_parameters<kvq::params<kvq::float16>>,
                    kvq::channel_parameters<kvq::params<float>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
