@@ -11,6 +11,7 @@
 #include <kvq/backends/simd.hpp>
 #include <kvq/cache/preset_options.hpp>
 #include <kvq/cache/sequence.hpp>
+#include <kvq/schemes/full.hpp>
 #include <kvq/schemes/int8.hpp>
 #include <kvq/schemes/kivi.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -28,13 +29,16 @@ struct scheme {
 };
 
 const std::vector<scheme>& schemes() {
-    static const std::vector<scheme> all{{"int8", kvq::make_formats<kvq::int8>()},
+    static const std::vector<scheme> all{{"bf16", kvq::make_formats<kvq::full<kvq::bfloat16>>()},
+                                         {"int8", kvq::make_formats<kvq::int8>()},
                                          {"affine-4-g64", kvq::make_formats<kvq::affine<4>>()},
                                          {"kivi-4-g64", kvq::make_formats<kvq::kivi<4, 64>>()},
+                                         {"kivi-3-g64", kvq::make_formats<kvq::kivi<3, 64>>()},
                                          {"kivi-2-g64", kvq::make_formats<kvq::kivi<2, 64>>()},
                                          {"low2", kvq::make_formats<kvq::low2>()},
                                          {"low3", kvq::make_formats<kvq::low3>()},
                                          {"std4", kvq::make_formats<kvq::std4>()},
+                                         {"std4-h", kvq::make_formats<kvq::std4_h>()},
                                          {"mix4", kvq::make_formats<kvq::mix4>()},
                                          {"std5", kvq::make_formats<kvq::std5>()},
                                          {"hi6", kvq::make_formats<kvq::hi6>()},

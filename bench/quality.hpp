@@ -108,6 +108,11 @@ inline void add_statistics(kvq::calibration& statistics, const std::vector<bench
     }
 }
 
+inline bool has_layer(const std::vector<bench::layer_dump>& layers, int layer) {
+    return std::any_of(layers.begin(), layers.end(),
+                       [&](const bench::layer_dump& l) { return l.layer == layer; });
+}
+
 /// Variance of the logarithm of a channel's importance from one text to another, over the channels of a head; mean over heads.
 /// What kvq::text_doubt stands for.
 inline double text_variance(const kvq::calibration& a, const kvq::calibration& b) {
@@ -238,7 +243,11 @@ inline void run(const std::vector<std::string>& paths, const std::vector<std::st
         sequence s{read(path), {}};
         known_statistics statistics{empty_statistics(s.layers), empty_statistics(s.layers)};
         if (statistics_paths.empty()) add_statistics(statistics.text, s.layers, 2);
-        for (const std::string& other : statistics_paths) add_statistics(statistics.text, read(other), 1);
+        for (const std::string& other : statistics_paths) {
+            std::vector<bench::layer_dump> known = read(other);
+            std::erase_if(known, [&](const bench::layer_dump& l) { return !has_layer(s.layers, l.layer); });
+            add_statistics(statistics.text, known, 1);
+        }
         add_statistics(statistics.own, s.layers, 2, 512);  // errors are those of the second half
         if (sequences.empty()) judged = empty_statistics(s.layers);
         add_statistics(judged, s.layers, 1);
@@ -364,7 +373,8 @@ inline int run_program(int argc, char** argv, const std::vector<listed_format>& 
         ->capture_default_str();
     app.add_option(
         "--statistics", statistics_paths,
-        "gather what schemes named +stats use from these dumps, not from the first half of each sequence");
+        "gather what schemes named +stats use from these dumps (of the layers that are judged), not from the "
+        "first half of each sequence");
     app.add_option("--layers", chosen.layers, "only these layers of the dumps, separated by commas")
         ->delimiter(',');
     app.add_flag("--json", chosen.json, "one JSON object a line");

@@ -182,17 +182,28 @@ def transfer(*words):
             groups[-1].append(word)
     for name, *texts in groups:
         labels, runs = texts[0::2], [read(path) for path in texts[1::2]]
-        variance = [next(iter(run.values()))["text_variance"] for run in runs]
-        print(f"{name}; statistics from: " + ", ".join(f"{label} ({v:.3f})" for label, v in zip(labels, variance)) + "\n")
+        heads = []
+        for label, run in zip(labels, runs):
+            variance = next(iter(run.values())).get("text_variance")
+            heads.append(label if variance is None else f"{label} ({variance:.3f})")
+        # What a cache has from the beginning of the sequence itself does not depend on the text.
+        own = any(scheme + "+self" in runs[0] for scheme in TRANSFER_SCHEMES)
+        print(f"{name}; statistics from: " + ", ".join(heads) + "\n")
         rows = []
         for scheme in TRANSFER_SCHEMES:
+            if scheme not in runs[0]:
+                continue
             row = [f"`{scheme}+stats`"]
             for key, form in (("kld", ".2e"), ("out", ".4f")):
                 plain = runs[0][scheme][key]
                 row.append(format(plain, form))
                 row += [f"{run[scheme + '+stats'][key] / plain:.2f}" for run in runs]
+                if own:
+                    self = runs[0].get(scheme + "+self")
+                    row.append(f"{self[key] / plain:.2f}" if self else "–")
             rows.append(row)
-        print_table(("scheme", "KLD without", *labels, "output error without", *labels), rows)
+        columns = [*labels, "`+self`"] if own else labels
+        print_table(("scheme", "KLD without", *columns, "output error without", *columns), rows)
         print()
 
 
