@@ -442,8 +442,8 @@ private:
             const int format = choice.formats[e];
             const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
             const bound_product product = product_of(keys, format, shape, rows, s.key_spaces);
-            const int space =
-                product.functions.estimates_first ? 0 : format;  // the window transforms nothing
+            // Format 0 is the window's: queries without a transform.
+            const int space = product.functions.estimates_first ? 0 : format;
             product.functions.estimate_scores(
                 keys[format].scheme(), shape, {layer, rows.head},
                 pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head),

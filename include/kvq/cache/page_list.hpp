@@ -22,8 +22,8 @@ struct borrowed_pages {
     const std::byte* values = nullptr;
     int key_format = 0;    ///< index in cache::table(tensor::key)
     int value_format = 0;  ///< index in cache::table(tensor::value)
-    int key_capacity =
-        0;  ///< tokens that the page has memory for; of a quantized page: those of a whole page
+    /// Tokens that the page has memory for. A quantized page has memory for page_tokens.
+    int key_capacity = 0;
     int value_capacity = 0;
     int skip = 0;            ///< tokens before the first shown one
     int tokens = 0;          ///< shown tokens, at least 1
