@@ -261,8 +261,17 @@ int main(int argc, char** argv) {
         const auto take = [&]<class Scheme>(const char* name, const Scheme*) {
             if (wanted(name)) formats.emplace_back(name, kvq::make_formats<Scheme>());
         };
-        take("fp16", static_cast<const kvq::full<kvq::float16>*>(nullptr));
-        take("affine-4-g64", static_cast<const kvq::affine<4, kvq::per_token<64>>*>(nullptr));
+        const auto take_bounded = [&]<class Scheme>(const char* name, const char* bounded_name,
+                                                    const Scheme* scheme) {
+            take(name, scheme);
+            if (!wanted(bounded_name)) return;
+            const kvq::format f = kvq::make_format<Scheme>();
+            formats.emplace_back(bounded_name, kvq::format_pair{kvq::with_bounds(f), f});
+        };
+        take_bounded("fp16", "fp16-bounds", static_cast<const kvq::full<kvq::float16>*>(nullptr));
+        take_bounded("int8", "int8-bounds", static_cast<const kvq::int8*>(nullptr));
+        take_bounded("affine-4-g64", "affine-4-g64-bounds",
+                     static_cast<const kvq::affine<4, kvq::per_token<64>>*>(nullptr));
         take("kivi-4-g64", static_cast<const kvq::kivi<4, 64>*>(nullptr));
         take("kivi-4-g128", static_cast<const kvq::kivi<4, 128>*>(nullptr));
         take("kivi-2-g64", static_cast<const kvq::kivi<2, 64>*>(nullptr));

@@ -159,7 +159,7 @@ inline void bench_select(const named_formats& formats, const part_settings& s,
     if (!s.json)
         std::printf(
             "%s, q/kv heads %d/%d, head_dim %d, pages of %d, %d thread(s), keys in segments\n"
-            "%-14s %8s %-22s %10s %9s %8s %8s %9s\n",
+            "%-20s %8s %-22s %10s %9s %8s %8s %9s\n",
             kvq::simd<>::name(), s.q_heads, s.kv_heads, s.head_dim, s.page_tokens, s.threads, "scheme",
             "tokens", "reads", "us", "vs dense", "K pages", "V pages", "error");
     for (const int tokens : lengths)
@@ -195,7 +195,7 @@ inline void bench_select(const named_formats& formats, const part_settings& s,
                                             .dump()
                                             .c_str());
                 else
-                    std::printf("%-14s %8d %-22s %10.1f %8.2fx %7.1f%% %7.1f%% %9.1e\n", scheme.c_str(),
+                    std::printf("%-20s %8d %-22s %10.1f %8.2fx %7.1f%% %7.1f%% %9.1e\n", scheme.c_str(),
                                 tokens, what.c_str(), time * 1e-3, ns[0] / time, 100.0 * key_share,
                                 100.0 * value_share, error);
                 std::fflush(stdout);

@@ -206,7 +206,7 @@ bool run(const std::vector<std::string>& paths, const settings& s, const std::ve
                                         .c_str());
             else
                 std::printf(
-                    "%-14s best %-5d pages read %5.1f %%  kept %6.2f %%  best possible %6.2f %%  KL %.2e  "
+                    "%-19s best %-5d pages read %5.1f %%  kept %6.2f %%  best possible %6.2f %%  KL %.2e  "
                     "error %.4f\n",
                     name.c_str(), budgets[b], 100.0 * share(m.read, m.pages), 100.0 * m.kept / n,
                     100.0 * m.best / n, m.divergence / n, error);
@@ -228,7 +228,7 @@ bool run(const std::vector<std::string>& paths, const settings& s, const std::ve
                                         .c_str());
             else
                 std::printf(
-                    "%-14s without %-6g values skipped %5.1f %%  left out %.1e, at most %.1e  error %.1e, "
+                    "%-19s without %-6g values skipped %5.1f %%  left out %.1e, at most %.1e  error %.1e, "
                     "%.2f of its bound\n",
                     name.c_str(), static_cast<double>(masses[i]), 100.0 * (1.0 - share(m.read, m.pages)),
                     mean, m.most_left_out, error, m.of_bound);
@@ -263,12 +263,17 @@ int main(int argc, char** argv) {
         ->capture_default_str();
     app.add_flag("--json", s.json, "one JSON object a line");
     CLI11_PARSE(app, argc, argv);
+    const auto int8 = kvq::make_format<kvq::int8>(),
+               affine4 = kvq::make_format<kvq::affine<4, kvq::per_token<64>>>();
     try {
         return run(paths, s, budgets, masses,
                    {{"kivi-4-g64", kvq::make_formats<kvq::kivi<4, 64>>()},
                     {"std4", kvq::make_formats<kvq::std4>()},
                     {"low2", kvq::make_formats<kvq::low2>()},
-                    {"affine-4-g64", kvq::make_formats<kvq::affine<4, kvq::per_token<64>>>()}})
+                    {"int8", {int8, int8}},
+                    {"int8-bounds", {kvq::with_bounds(int8), int8}},
+                    {"affine-4-g64", {affine4, affine4}},
+                    {"affine-4-g64-bounds", {kvq::with_bounds(affine4), affine4}}})
                    ? 0
                    : 1;
     } catch (const std::exception& error) {

@@ -61,6 +61,12 @@ std::pair<double, double> pages(kvq::sequence& sequence, int layer, tokens_in q,
     return {read, left_out};
 }
 
+/// int8 has no parameters per channel, by which pages could be ranked.
+kvq::cache_options bounded(const kvq::format& int8) {
+    kvq::cache_options options{.keys = kvq::with_bounds(int8), .values = int8};
+    return options;
+}
+
 void requests(kvq::cache& cache, std::vector<kvq::sequence>& sequences, std::vector<tokens_in>& q,
               std::vector<tokens_out>& out, std::vector<kvq::token_tree>& trees, int layer,
               kvq::thread_pool& executor, kvq::workspace& workspace) {
@@ -214,6 +220,23 @@ int main() {
                          return at == 5998 ? j < 64 || (j >= 512 && j < 768) : j >= 4032 && j < 4096;
                      }) < near,
                "a list of ranges for each query");
+
+        kvq::cache with_bounds(shape, bounded(kvq::make_format<kvq::int8, kvq::scalar>()));
+        auto ranked = with_bounds.new_sequence();
+        ranked.append(0, k.in(), v.in());
+        std::vector<kvq::chosen_tokens> chosen;
+        kvq::selection_report report{.chosen = &chosen};
+        ranked.attend(0, q.in(), out.out(), kvq::selected_pages{.tokens = 1024, .report = &report});
+        const auto shown = [&](int j) {
+            return std::any_of(chosen.begin(), chosen.end(), [&](const kvq::chosen_tokens& run) {
+                return run.tokens.begin <= j && j < run.tokens.end;
+            });
+        };
+        expect(report.pages == 47 && report.read == 8 + 3,
+               "1024 tokens: 8 of 47 pages, the first one and the last two");
+        expect(!shown(1500) && !shown(2500), "tokens without weight are not read");
+        expect(error(ranked, q, out, 5999, [&](int at, int j) { return j <= at && shown(j); }) < near,
+               "the chosen pages are a mask");
     }
     {  // Trees: what is kept is what appending the path alone gives.
         const tensor k(505, 1, dim, random), v(505, 1, dim, random), q(5, q_heads, dim, random);

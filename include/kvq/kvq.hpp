@@ -15,6 +15,7 @@
 #include "cache/usage.hpp"
 #include "estimate/bytes.hpp"
 #include "estimate/footprint.hpp"
+#include "format/bounds.hpp"
 #include "io/page_transfer.hpp"
 #include "schemes/int8.hpp"
 #include "schemes/kivi.hpp"

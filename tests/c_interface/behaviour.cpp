@@ -884,6 +884,14 @@ TEST_CASE("the list of formats, descriptions, the options of a cache, frequencie
     CHECK(d.attend == described.attend);
     CHECK(d.holds_values == 0);
     OK(kvq_format_free(f));
+    OK(kvq_format_find("int8", KVQ_KEY, nullptr, &f));
+    OK(kvq_format_describe(f, KVQ_KEY, 64, 128, &d));
+    const std::size_t without_bounds = d.block_bytes;
+    OK(kvq_format_free(f));
+    OK(kvq_format_find("int8-bounds", KVQ_KEY, nullptr, &f));
+    OK(kvq_format_describe(f, KVQ_KEY, 64, 128, &d));
+    CHECK(d.block_bytes == without_bounds + 4 * 128);
+    OK(kvq_format_free(f));
 
     auto o = init<kvq_cache_options>();
     o.layers = 3;

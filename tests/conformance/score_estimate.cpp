@@ -42,12 +42,18 @@ void check_estimates(test::generator& random, const kvq::format& portable, const
         std::vector<float> copy = values, scratch(shape.values());
         const kvq::format_functions& f = portable.functions();
         f.quantize_values(portable.scheme(), shape, id, copy.data(), block.data());
+        if (f.estimates_first) {  // the block holds the bounds
+            copy = values;
+            std::vector<std::byte> same(block.size());
+            vectors.functions().quantize_values(vectors.scheme(), shape, id, copy.data(), same.data());
+            CHECK(same == block);
+        }
         std::vector<float> keys(shape.values());
         f.dequantize(portable.scheme(), shape, id, block.data(), kvq::float_type::fp32, keys.data(), dim,
                      scratch.data());
         const std::vector<float> q = random.normals(static_cast<std::size_t>(rows * dim), 2.0f);
         std::vector<float> turned = q;
-        if (f.transforms)
+        if (f.transforms && !f.estimates_first)
             for (int i = 0; i < rows; ++i)
                 f.transform_query(portable.scheme(), shape, id, turned.data() + i * dim);
         const int first = random.between(0, shape.tokens - 1), end = random.between(first + 1, shape.tokens);
@@ -120,6 +126,81 @@ TEST_CASE_TEMPLATE("estimates of keys with a plan of widths", Scheme, kvq::low2:
         check_estimates(random, kvq::make_format<kvq::scalar>(scheme), kvq::make_format<kvq::simd<>>(scheme),
                         dim);
     }
+}
+
+TEST_CASE_TEMPLATE("stored bounds of keys without parameters of channels", Scheme, kvq::int8, kvq::affine<3>,
+                   kvq::hadamard<kvq::affine<4>>, test::magnitude_bytes) {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const auto scheme = test::make_scheme<Scheme>();
+    check_estimates(random, kvq::with_bounds(kvq::make_format<kvq::scalar>(scheme)),
+                    kvq::with_bounds(kvq::make_format<kvq::simd<>>(scheme)));
+}
+
+TEST_CASE("stored bounds of 16- and 32-bit keys: zeros, values beyond fp16, infinities and NaN") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    const std::vector<float> special{0.0f,  -0.0f, 1e-10f, -1e-10f,  65504.0f,  -65504.0f,     65505.0f,
+                                     -1e5f, 3e38f, -3e38f, infinity, -infinity, std::nanf(""), 1.0009f};
+    const auto check = [&]<class Scheme>(const Scheme& scheme) {
+        const kvq::format formats[] = {kvq::with_bounds(kvq::make_format<kvq::scalar>(scheme)),
+                                       kvq::with_bounds(kvq::make_format<kvq::simd<>>(scheme))};
+        for (int round = 0; round < test::rounds(25); ++round) {
+            const kvq::block_shape shape{kvq::tensor::key, random.pick(std::vector<int>{1, 2, 7, 32}),
+                                         random.pick(std::vector<int>{1, 3, 8, 40, 64, 67})};
+            const auto dim = static_cast<std::size_t>(shape.dim);
+            std::vector<float> values(shape.values());
+            for (std::size_t i = 0; i < values.size(); ++i)
+                values[i] = round % 3 == 0 ? random.normal()
+                                           : random.pick(special) * (random.one_in(2) ? 1.0f : -1.0f);
+            std::vector<std::byte> blocks[2];
+            std::vector<float> keys(values.size());
+            for (int i = 0; i < 2; ++i) {
+                const kvq::format& f = formats[i];
+                std::vector<float> copy = values;
+                blocks[i].assign(f.block_bytes(shape), std::byte{0xcd});
+                f.functions().quantize_values(f.scheme(), shape, {}, copy.data(), blocks[i].data());
+                f.functions().dequantize(f.scheme(), shape, {}, blocks[i].data(), kvq::float_type::fp32,
+                                         keys.data(), shape.dim, copy.data());
+            }
+            CHECK(blocks[0] == blocks[1]);
+            const std::size_t inner = Scheme{}.block_bytes(shape);
+            REQUIRE(blocks[0].size() == inner + kvq::detail::round_up(4 * dim, std::size_t{16}));
+            for (std::size_t c = 0; c < dim; ++c) {
+                const auto bound = [&](std::size_t at) {
+                    return static_cast<float>(
+                        kvq::detail::load_as<kvq::float16>(blocks[0].data() + inner + 2 * at));
+                };
+                const float low = bound(c), high = bound(dim + c);
+                float least = infinity, most = -infinity;
+                bool finite = true;
+                for (std::size_t t = 0; t < static_cast<std::size_t>(shape.tokens); ++t) {
+                    const float x = keys[t * dim + c];
+                    finite = finite && kvq::detail::is_finite(x);
+                    least = std::fmin(least, x);
+                    most = std::fmax(most, x);
+                }
+                INFO("channel ", c, ": ", least, " to ", most, ", bounds ", low, " to ", high);
+                if (!finite) {
+                    CHECK(low == -infinity);
+                    CHECK(high == infinity);
+                    continue;
+                }
+                CHECK(low <= least);
+                CHECK(high >= most);
+                // Rounded once.
+                if (std::fabs(least) <= 65504.0f)
+                    CHECK(least - low <= std::fmax(0x1p-24f, std::fabs(least) * 0x1p-10f));
+                if (std::fabs(most) <= 65504.0f)
+                    CHECK(high - most <= std::fmax(0x1p-24f, std::fabs(most) * 0x1p-10f));
+            }
+        }
+    };
+    check(kvq::full<kvq::float16>{});
+    check(kvq::full<float>{});
 }
 
 TEST_CASE("formats without parameters of channels have no estimate") {

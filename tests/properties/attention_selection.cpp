@@ -158,7 +158,7 @@ C random_cache(test::generator& random, kvq::cache_shape& shape) {
 }  // namespace
 
 TEST_CASE_TEMPLATE("chosen pages are those of a mask, bit for bit", C, test::kivi_cache, test::mixed_cache,
-                   test::rotated_cache, test::custom_cache) {
+                   test::rotated_cache, test::custom_cache, test::bounded_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -224,13 +224,68 @@ TEST_CASE_TEMPLATE("chosen pages are those of a mask, bit for bit", C, test::kiv
     CHECK(hidden > 0);
 }
 
-TEST_CASE("the best pages are read, and what is always read: pages in 16 bit, the first and the last two") {
+TEST_CASE("stored bounds hold for every shown key, after any history") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    int pages = 0;
+    for (int round = 0; round < 40; ++round) {
+        kvq::cache_shape shape;
+        test::bounded_cache cache = random_cache<test::bounded_cache>(random, shape);
+        auto sequence = random_sequence(cache, random, shape, 250);
+        auto fork = sequence.fork();
+        fork.trim(random.between(1, fork.tokens()));
+        const kvq::tensor keys = kvq::tensor::key;
+        const int layer = random.between(0, shape.layers - 1), dim = shape.head_dim;
+        const std::vector<float> q = random.normals(static_cast<std::size_t>(dim), 2.0f);
+        for (const kvq::sequence* s : {&sequence, &fork}) {
+            const kvq::layer_pages held = s->pages(layer);
+            for (int e = 0; e < held.entries(); ++e) {
+                const auto entry = held.at(e);
+                const kvq::page& p = *entry.keys;
+                const kvq::format& f = cache.table(keys)[p.format];
+                if (!f.functions().estimates_first) continue;
+                ++pages;
+                const kvq::block_shape block{keys, p.tokens, dim};
+                std::vector<float> moved = q, scratch(f.functions().estimate_floats(f.scheme(), block));
+                if (entry.shift != 0) (*cache.rotations().at(layer))(moved.data(), 1, dim, -entry.shift);
+                test::tensor<float> x(entry.tokens, shape.kv_heads, dim);
+                s->dequantize(layer, keys, entry.first_token, x.view());
+                for (int h = 0; h < shape.kv_heads; ++h) {
+                    float bound = 0.0f;
+                    f.functions().estimate_scores(
+                        f.scheme(), block, {layer, h},
+                        p.data() + f.block_bytes(block) * static_cast<std::size_t>(h), moved.data(), dim, 1,
+                        entry.skip, entry.skip + entry.tokens, 1.0f, &bound, 0, scratch.data());
+                    for (int t = 0; t < entry.tokens; ++t) {
+                        double score = 0.0, terms = 0.0;
+                        for (int c = 0; c < dim; ++c) {
+                            const double term = static_cast<double>(q[static_cast<std::size_t>(c)]) *
+                                                static_cast<double>(x.view().at(t, h)[c]);
+                            score += term;
+                            terms += std::fabs(term);
+                        }
+                        INFO("round ", round, ", ", f.name(), ", page ", e, ", token ", t);
+                        REQUIRE(static_cast<double>(bound) >= score - 1e-5 * terms);
+                    }
+                }
+            }
+        }
+    }
+    CHECK(pages > 100);
+}
+
+TEST_CASE_TEMPLATE(
+    "the best pages are read, and what is always read: pages in 16 bit, the first and the last two", C,
+    test::kivi_cache, test::typed_cache<test::bounded<kvq::int8> KVQ_COMMA kvq::int8>,
+    test::typed_cache<test::bounded<kvq::full<kvq::float16>> KVQ_COMMA kvq::int8>,
+    test::typed_cache<test::bounded<test::rotated> KVQ_COMMA kvq::int8>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::cache_shape shape{1, 1, 32};
     for (int round = 0; round < 20; ++round) {
-        test::kivi_cache cache(shape, {.sinks = 4, .recent = 16, .page_tokens = 32});
+        C cache = test::make_cache<C>(shape, {.sinks = 4, .recent = 16, .page_tokens = 32});
         test::stream s(random, shape, 20 * 32 + 4 + 16);
         const auto q = test::random_tensor(random, 1, 2, shape.head_dim);
         // The keys of two pages lie in the direction of the queries.
@@ -294,9 +349,11 @@ TEST_CASE("values of pages that are not chosen, or skipped, are not read; keys o
     for (float& x : q.values()) x *= 6.0f;
     test::typed_cache<kvq::affine<4, kvq::per_channel<>>, counting> estimated(shape, {.page_tokens = 32});
     test::typed_cache<counting, counting> plain(shape, {.page_tokens = 32});
-    auto a = estimated.new_sequence(), b = plain.new_sequence();
+    test::typed_cache<test::bounded<counting>, counting> bounded(shape, {.page_tokens = 32});
+    auto a = estimated.new_sequence(), b = plain.new_sequence(), c = bounded.new_sequence();
     append(a, 1, s, 0, 640);
     append(b, 1, s, 0, 640);
+    append(c, 1, s, 0, 640);
     CHECK(reads(a, q, kvq::causal{}) == 2 * 20);
     CHECK(reads(b, q, kvq::causal{}) == 4 * 20);
     // 3 pages and that of the query.
@@ -304,6 +361,8 @@ TEST_CASE("values of pages that are not chosen, or skipped, are not read; keys o
     CHECK(reads(a, q, kvq::selected_pages{96}) == 2 * 6);
     // Keys of those three bound the sums, the others are ranked by their scores, then 6 pages are read.
     CHECK(reads(b, q, kvq::selected_pages{96}) == 2 * (3 + 17 + 2 * 6));
+    // Stored bounds rank the others.
+    CHECK(reads(c, q, kvq::selected_pages{96}) == 2 * (3 + 2 * 6));
     const std::vector<kvq::token_range> ranges{{0, 32}, {320, 330}, {639, 640}};
     CHECK(reads(b, q, kvq::token_ranges{ranges}) == 4 * 3);
     kvq::skipping_report report;

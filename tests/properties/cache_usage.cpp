@@ -13,7 +13,7 @@ using test::attention_bits;
 using test::contents;
 
 TEST_CASE_TEMPLATE("usage() accounts for every byte that a sequence takes, after any history", C,
-                   KVQ_TEST_CACHES) {
+                   KVQ_TEST_CACHES, test::bounded_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

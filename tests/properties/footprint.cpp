@@ -10,8 +10,8 @@
 
 using test::append;
 
-TEST_CASE_TEMPLATE("footprint() equals what a cache allocates, at once or token by token", C,
-                   KVQ_TEST_CACHES) {
+TEST_CASE_TEMPLATE("footprint() equals what a cache allocates, at once or token by token", C, KVQ_TEST_CACHES,
+                   test::bounded_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -146,7 +146,7 @@ TEST_CASE("every field of a message comes back, and every damage is noticed") {
 }
 
 TEST_CASE_TEMPLATE("a sequence sent page by page is the same in another cache, now and later", C,
-                   test::kivi_cache, test::mixed_cache, test::custom_cache) {
+                   test::kivi_cache, test::mixed_cache, test::custom_cache, test::bounded_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

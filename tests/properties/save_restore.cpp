@@ -56,7 +56,7 @@ kvq::cache_options options_for(test::generator& random, int layers) {
 }  // namespace
 
 TEST_CASE_TEMPLATE("a restored sequence is the saved one, now and later", C, test::kivi_cache,
-                   test::mixed_cache, test::custom_cache, test::rotated_cache) {
+                   test::mixed_cache, test::custom_cache, test::rotated_cache, test::bounded_cache) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

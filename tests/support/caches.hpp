@@ -29,6 +29,11 @@ using custom_cache =
 using product_cache = test::typed_cache<product_scheme<7>, product_scheme<7>, kvq::scalar, float>;
 using rotated_cache = test::typed_cache<rotated, rotated, kvq::scalar, kvq::bfloat16>;
 using plain_cache = test::typed_cache<kvq::full<kvq::float16>>;
+/// Stored bounds for keys of every kind that has no others: codes, values, behind a transform, of a user; and keys that have them.
+using bounded_cache = test::typed_cache<
+    test::formats<bounded<kvq::affine<4>>, bounded<kvq::full<kvq::float16>>, bounded<rotated>,
+                  bounded<magnitude_bytes>, bounded<kvq::int8>, kvq::affine<4, kvq::per_channel<>>>,
+    test::formats<kvq::int8, kvq::affine<2>>>;
 
 }  // namespace test
 
@@ -62,9 +67,17 @@ namespace test {
 /// Schemes that are made by make_scheme.
 template <class Table>
 struct table_maker;
+template <class S>
+struct scheme_maker {
+    static S make() { return make_scheme<S>(); }
+};
+template <class S>
+struct scheme_maker<bounded<S>> {
+    static bounded<S> make() { return bounded<S>(make_scheme<S>()); }
+};
 template <class... S>
 struct table_maker<scheme_tuple<S...>> {
-    static scheme_tuple<S...> make() { return scheme_tuple<S...>(make_scheme<S>()...); }
+    static scheme_tuple<S...> make() { return scheme_tuple<S...>(scheme_maker<S>::make()...); }
 };
 
 template <class Cache>

@@ -28,6 +28,17 @@ template <class Backend, class Scheme>
 kvq::format made(const Scheme& scheme) {
     return made_once<Backend>(kvq::detail::with_any_group<Scheme>::of(scheme));
 }
+/// Stands for the format of a scheme with stored bounds of keys.
+template <class Scheme>
+struct bounded {
+    Scheme inner;
+    bounded() requires std::is_default_constructible_v<Scheme> : inner() {}
+    explicit bounded(Scheme scheme) : inner(std::move(scheme)) {}
+};
+template <class Backend, class Scheme>
+kvq::format made(const bounded<Scheme>& of) {
+    return kvq::with_bounds(made<Backend>(of.inner));
+}
 
 /// The schemes of one tensor, with their state.
 template <class... Schemes>

@@ -85,6 +85,33 @@ TEST_CASE("a name takes any group size, and the pages are those of the type with
     CHECK_THROWS_AS(kvq::per_token<kvq::any_group>(-1), kvq::error);
 }
 
+TEST_CASE("bounds of keys are a part of a format's name, and are taken where keys have no others") {
+    const auto plain = kvq::find_format("int8", kvq::tensor::key),
+               bounded = kvq::find_format("int8-bounds", kvq::tensor::key);
+    CHECK(std::string(bounded.name()) == std::string(plain.name()) + "-bounds");
+    CHECK((plain.functions().estimate_scores == nullptr));
+    CHECK((bounded.functions().estimate_scores != nullptr));
+    for (const int dim : {1, 17, 64, 128}) {
+        const kvq::block_shape keys{kvq::tensor::key, 60, dim}, values{kvq::tensor::value, 60, dim};
+        CHECK(bounded.block_bytes(keys) ==
+              plain.block_bytes(keys) + static_cast<std::size_t>((4 * dim + 15) / 16 * 16));
+        CHECK(bounded.block_bytes(values) == plain.block_bytes(values));
+    }
+    CHECK(kvq::with_bounds(bounded).is(bounded));
+    CHECK(std::string(kvq::find_format("int8-bounds", kvq::tensor::value).name()) == plain.name());
+    CHECK(std::string(kvq::find_format("kivi-4-g32-bounds", kvq::tensor::key).name()) ==
+          "affine4-channel-g32-fp16");
+    const auto only = kvq::make_format<values_only, kvq::scalar>();
+    CHECK(kvq::with_bounds(only).is(only));
+    CHECK(contains(message_of([] { (void)kvq::with_bounds(kvq::format{}); }), "not an empty one"));
+    CHECK(contains(message_of([] { (void)kvq::find_format("int9-bounds", kvq::tensor::key); }),
+                   "there is no format \"int9\""));
+    // 16-bit values with bounds are pages of their own, with the same values.
+    const auto halves = kvq::find_format("fp16-bounds", kvq::tensor::key);
+    CHECK(!halves.holds_values());
+    CHECK(kvq::cache(shape, {.keys = halves}).target_format(kvq::tensor::key, 0) == 1);
+}
+
 TEST_CASE("an unknown name is refused with the names that are most like it") {
     const auto message = message_of([] { (void)kvq::find_format("kivi-5-g32", kvq::tensor::key); });
     CHECK(contains(message, "there is no format \"kivi-5-g32\" for keys"));

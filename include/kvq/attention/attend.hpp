@@ -442,10 +442,12 @@ private:
             const int format = choice.formats[e];
             const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
             const bound_product product = product_of(keys, format, shape, rows, s.key_spaces);
+            // Format 0 is the window's: queries without a transform.
+            const int space = product.functions.estimates_first ? 0 : format;
             product.functions.estimate_scores(
                 keys[format].scheme(), shape, {layer, rows.head},
                 pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head),
-                queries_for(rows, entry.shift, format, s), plan.dim, rows.n, entry.skip,
+                queries_for(rows, entry.shift, space, s), plan.dim, rows.n, entry.skip,
                 entry.skip + entry.tokens, page_choice::spread, score, distance(p, *next.keys), s.estimate);
             if (mods.changes_scores())
                 for (int i = 0; i < rows.n; ++i) {

@@ -4,8 +4,8 @@
 //   skipped_values{.mass = 1e-3f}    values of pages whose weights are at most so much of a row, together, are not read
 //
 // selected_pages acts like a mask that attention makes: its outputs are those of dense attention under a mask that shows the
-// chosen pages, bit for bit. Pages are ranked by an estimate of their scores from parameters alone (format_functions::estimate_scores);
-// Tang et al., arXiv 2406.10774, rank by an upper bound from minima and maxima that are stored for it.
+// chosen pages, bit for bit. Pages are ranked by an estimate of their scores from parameters alone (format_functions::estimate_scores), or
+// from stored minima and maxima of channels (format/bounds.hpp); Tang et al., arXiv 2406.10774, rank by the upper bound of the latter.
 // skipped_values keeps all scores, so that maximum, sum and log-sum-exp of a row stay exact: |error of a channel| <= mass left out *
 // largest |value| of the channel, and mass left out <= `mass` for every row.
 // Contract: which pages are read depends on the sequence, the queries and the options, not on threads or other members of a batch.
@@ -50,8 +50,8 @@ struct skipping_report {
 /// Queries attend to the best pages. A page is chosen for all query heads of a kv head and all rows of a block of queries (one token in
 /// decode), by its estimated weight in all of them. Always read: 16-bit pages (sinks and recent tokens), the first page, the last two, and pages
 /// that hold tokens of the queries.
-/// Where a page of keys has a format without an estimate (no parameters per channel), pages are ranked by their scores themselves, so
-/// that keys are read and values of other pages are not.
+/// Where a page of keys has a format without an estimate (neither parameters per channel nor with_bounds()), pages are ranked by their
+/// scores themselves, so that keys are read and values of other pages are not.
 struct selected_pages {
     int tokens;  ///< at least 1: the best ceil(tokens / page_tokens) pages
     selection_report* report = nullptr;

@@ -2,6 +2,7 @@
 //
 //   format keys = find_format("kivi-4-g64", tensor::key);      any group size: "kivi-4-g48"
 //   for_each_format([](const builtin_format& f) { ... });
+//   find_format("int8-bounds", tensor::key)                    with bounds, for selected_pages (format/bounds.hpp)
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics (quant/calibration.hpp)
 //
@@ -17,6 +18,7 @@
 
 #include "../cache/preset_options.hpp"
 #include "../quant/calibration.hpp"
+#include "bounds.hpp"
 #include "builtin_format.hpp"
 
 namespace kvq::inline KVQ_TAGGED {
@@ -82,6 +84,13 @@ inline found_format find_builtin(std::string_view name, tensor role) {
          "; the nearest of ", count, " are ", names_like(name, role));
 }
 
+/// NAME of "NAME-bounds"; else empty.
+inline std::string_view name_before_bounds(std::string_view name) noexcept {
+    constexpr std::string_view ending = "-bounds";
+    return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
+}
+inline format bounded(const format& f, tensor role) { return role == tensor::key ? with_bounds(f) : f; }
+
 }  // namespace detail
 
 /// Calls f(const builtin_format&) for every built-in format.
@@ -92,12 +101,17 @@ void for_each_format(F&& f) {
     for (std::size_t i = 0; i < count; ++i) f(formats[i]);
 }
 
+/// "NAME-bounds": format NAME; as keys with_bounds() (format/bounds.hpp).
 [[nodiscard]] inline format find_format(std::string_view name, tensor role) {
+    if (const auto inner = detail::name_before_bounds(name); !inner.empty())
+        return detail::bounded(find_format(inner, role), role);
     const auto [entry, group] = detail::find_builtin(name, role);
     return entry->make(group, nullptr, 0);
 }
 /// The format made from statistics, if it takes them; else the same as without them.
 [[nodiscard]] inline format find_format(std::string_view name, tensor role, const calibration& statistics) {
+    if (const auto inner = detail::name_before_bounds(name); !inner.empty())
+        return detail::bounded(find_format(inner, role, statistics), role);
     const auto [entry, group] = detail::find_builtin(name, role);
     if (!entry->takes_statistics) return entry->make(group, nullptr, 0);
     const std::vector<std::byte> saved = statistics.save();

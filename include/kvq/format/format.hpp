@@ -40,6 +40,12 @@ struct backend_functions {
     void (*close_tiles)(void* state);
     /// 16-bit values on this backend, the usual window.
     const format& (*fp16)();
+
+    /// Bounds of the channels of values [tokens][dim], and an estimate of products from them (kernels/channel_ranges.hpp).
+    void (*find_bounds)(const float* values, int tokens, int dim, std::byte* bounds);
+    void (*estimate_within)(const std::byte* bounds, int dim, const float* x, std::ptrdiff_t x_stride,
+                            int rows, float spread, float* out, std::ptrdiff_t ahead, float* scratch);
+    std::size_t (*estimate_floats)(int dim);
 };
 
 /// Which functions of a format are vectorised for blocks of some shape; the others are portable loops, which are slower.
@@ -57,6 +63,7 @@ struct format_functions {
     bool keys, values;       ///< tensors that it can hold
     bool dequantizes_first;  ///< attention multiplies a dequantized copy, because codes cannot be folded
     bool transforms;         ///< transform_query and restore_output are not null
+    bool estimates_first;    ///< estimate_scores takes vectors before transform_query
     bool begins_once[2];     ///< K, V: begin() serves every block of a layer and head
     bool holds_values;       ///< full precision
     float_type value_type;   ///< type of the values, if holds_values
@@ -96,8 +103,9 @@ struct format_functions {
                    std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                    std::ptrdiff_t ahead, std::byte* workspace);
 
-    /// Null for formats whose keys have no parameters of channels. An estimate of the products of `rows` vectors with tokens [first, end) of
-    /// a block of keys, from parameters alone (kernels/score_estimate.hpp); with spread 1 it is at least the largest product.
+    /// Null for formats whose keys have neither parameters of channels nor bounds (format/bounds.hpp). An estimate of the products of
+    /// `rows` vectors with tokens [first, end) of a block of keys, from these alone (kernels/score_estimate.hpp); with spread 1 it is at
+    /// least the largest product.
     void (*estimate_scores)(const void* scheme, const block_shape&, block_id, const std::byte* block,
                             const float* x, std::ptrdiff_t x_stride, int rows, int first, int end,
                             float spread, float* out, std::ptrdiff_t ahead, float* scratch);

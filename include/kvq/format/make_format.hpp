@@ -71,13 +71,20 @@ struct backend_table {
     static void open_tiles(int rows, void* state) { ::new (state) session(rows); }
     static void close_tiles(void* state) { static_cast<session*>(state)->~session(); }
 
+    static std::size_t estimate_floats(int dim) {
+        return kernels::channel_bounds<Backend>::scratch_floats(dim);
+    }
+
     static constexpr backend_functions functions{Backend::name(),
                                                  query_rows<Backend>,
                                                  &softmax,
                                                  &load_query,
                                                  has_session ? &open_tiles : nullptr,
                                                  has_session ? &close_tiles : nullptr,
-                                                 &fp16_format<Backend>};
+                                                 &fp16_format<Backend>,
+                                                 &kernels::channel_bounds<Backend>::find,
+                                                 &kernels::channel_bounds<Backend>::estimate,
+                                                 &estimate_floats};
 };
 
 /// The functions of format_functions for one scheme and backend.
@@ -189,6 +196,7 @@ struct scheme_table {
         supports<Scheme>(tensor::value),
         !foldable<Scheme> && !segmented<Scheme> && !full_precision<Scheme>,
         transforming<Scheme>,
+        false,
         {product::folds_once(tensor::key), product::folds_once(tensor::value)},
         full_precision<Scheme>,
         value_type(),

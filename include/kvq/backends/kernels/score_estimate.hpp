@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "channel_ranges.hpp"
 #include "folded.hpp"
 
 namespace kvq::inline KVQ_TAGGED::kernels {
@@ -17,7 +18,6 @@ namespace kvq::inline KVQ_TAGGED::kernels {
 template <class Backend, class Scheme>
 class score_estimate {
     using lanes = typename Backend::lanes;
-    using floats = typename lanes::floats;
 
     static constexpr bool folded_columns() {
         if constexpr (foldable<Scheme> && detail::supports<Scheme>(tensor::key))
@@ -66,9 +66,10 @@ public:
                     float middle[query_block], half[query_block];
                     const int slot = of.cols.group_begin(cg);
                     with_queries(queries, [&](auto n) {
-                        sum_channels<decltype(n)::value>(scale + slot, bias + slot,
-                                                         x + i * x_stride + cg * of.cols.group, x_stride,
-                                                         of.cols.group_size(cg), spread, middle, half);
+                        sum_ranges<lanes, decltype(n)::value, has_bias(), has_token_scales()>(
+                            scale + slot, bias + slot, middle_code(), half_codes(),
+                            x + i * x_stride + cg * of.cols.group, x_stride, of.cols.group_size(cg), spread,
+                            middle, half);
                     });
                     float least = 1.0f, most = 1.0f;
                     if constexpr (has_token_scales()) {
@@ -150,49 +151,6 @@ private:
             scheme.columns(shape).template load<Backend>(block, row_group, scale, bias, tops);
         else
             scheme.template col_parameters<Backend>(shape, id, block, row_group, scale, bias);
-    }
-
-    /// Sums over the channels of a column group, for `Rows` vectors. Without token scales `middle` is the estimate and `half` is 0.
-    template <int Rows>
-    static void sum_channels(const float* scale, const float* bias, const float* x, std::ptrdiff_t x_stride,
-                             int n, float spread, float* middle, float* half) {
-        floats m[Rows], h[Rows];
-        for (int r = 0; r < Rows; ++r) m[r] = h[r] = lanes::splat_float(0.0f);
-        const floats to_middle = lanes::splat_float(middle_code()),
-                     to_half = lanes::splat_float(half_codes());
-        int c = 0;
-        for (; c + lanes::width <= n; c += lanes::width) {
-            const floats s = lanes::load_floats(scale + c);
-            floats of_middle;
-            if constexpr (has_bias())
-                of_middle = lanes::multiply_add(s, to_middle, lanes::load_floats(bias + c));
-            else
-                of_middle = lanes::multiply(s, to_middle);
-            const floats of_half = lanes::multiply(s, to_half);
-            KVQ_UNROLL
-            for (int r = 0; r < Rows; ++r) {
-                const floats q = lanes::load_floats(x + r * x_stride + c);
-                m[r] = lanes::multiply_add(q, of_middle, m[r]);
-                h[r] = lanes::multiply_add(lanes::abs(q), of_half, h[r]);
-            }
-        }
-        for (int r = 0; r < Rows; ++r) {
-            if constexpr (has_token_scales()) {
-                middle[r] = lanes::sum(m[r]);
-                half[r] = lanes::sum(h[r]);
-            } else {
-                middle[r] = lanes::sum(lanes::multiply_add(h[r], lanes::splat_float(spread), m[r]));
-                half[r] = 0.0f;
-            }
-            for (int k = c; k < n; ++k) {
-                const float q = x[r * x_stride + k];
-                float at = scale[k] * middle_code();
-                if constexpr (has_bias()) at += bias[k];
-                middle[r] += q * at;
-                (has_token_scales() ? half[r] : middle[r]) +=
-                    (has_token_scales() ? 1.0f : spread) * (q < 0.0f ? -q : q) * scale[k] * half_codes();
-            }
-        }
     }
 };
 
