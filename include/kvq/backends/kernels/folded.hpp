@@ -168,7 +168,8 @@ KVQ_INLINE typename Lanes::floats load_rows(const float* from, int n) {
 }
 
 /// One column group of `Queries` operands, which share their loads of the parameters. Tiles: bytes are written in the layout of tiles.
-template <vector_form Form, bool Tiles, class Lanes, int Bits, int ZeroCode>
+/// Sums: of the bytes too, for codes with a zero. Widths of codes are no template parameter: code is the same for all.
+template <vector_form Form, bool Tiles, class Lanes, bool Sums>
 struct group_fold {
     fold_use use;
     const float* scale;  ///< of the group's columns, where use.col_scale
@@ -177,6 +178,7 @@ struct group_fold {
     std::ptrdiff_t scratch_stride;
     int before, size, after;  ///< columns of other groups; of the group; to the end of its last step
     int stride;  ///< words from one quad of an operand's bytes to the next, or from one 64 columns to the next
+    float top_code;  ///< largest code that the operand is multiplied with
 
     /// Words from one operand to the next.
     static constexpr int vector_words = !Tiles                      ? 2
@@ -246,7 +248,6 @@ private:
                 if constexpr (sums) sum[i] = Lanes::add(sum[i], v);
             }
         }
-        constexpr float top_code = (1 << Bits) - 1;
         float range = Form == vector_form::byte ? 127.0f : 32512.0f;
         if constexpr (Form == vector_form::word)
             range = detail::smaller(range, 0x1.fffffp30f / (top_code * static_cast<float>(size)));
@@ -287,9 +288,9 @@ private:
                 fixed[i] = Lanes::round(Lanes::multiply(Lanes::load_floats(scratch + i * scratch_stride + c),
                                                         Lanes::splat_float(inverse[i])));
                 high[i] = fixed[i];
-                if constexpr (Form == vector_form::two_bytes && (ZeroCode != 0 || !packs<Queries>))
+                if constexpr (Form == vector_form::two_bytes && (Sums || !packs<Queries>))
                     high[i] = Lanes::template shift_right_signed<8>(Lanes::add(fixed[i], Lanes::splat(128)));
-                if constexpr (ZeroCode != 0) {
+                if constexpr (Sums) {
                     sums[i] = Lanes::add(sums[i], fixed[i]);
                     high_sums[i] = Lanes::add(high_sums[i], high[i]);
                 }
@@ -309,7 +310,7 @@ private:
             }
             out += Lanes::width / 4 * stride;
         }
-        if constexpr (ZeroCode != 0) {
+        if constexpr (Sums) {
             KVQ_UNROLL
             for (int i = 0; i < Queries; ++i) {
                 s[i].high_sum = sum_words<Lanes>(high_sums[i]);
@@ -334,14 +335,14 @@ private:
                 for (int v = 0; v < vectors; ++v) {
                     fixed[v] =
                         Lanes::round(Lanes::multiply(Lanes::load_floats(row + c + v * Lanes::width), factor));
-                    if constexpr (ZeroCode != 0) {
+                    if constexpr (Sums) {
                         sum = Lanes::add(sum, fixed[v]);
                         high_sum = Lanes::add(high_sum, high_byte(fixed[v]));
                     }
                 }
                 store_row(reinterpret_cast<std::byte*>(to), fixed);
             }
-            if constexpr (ZeroCode != 0) {
+            if constexpr (Sums) {
                 s[i].high_sum = sum_words<Lanes>(high_sum);
                 if constexpr (Form == vector_form::two_bytes)
                     s[i].low_sum = sum_words<Lanes>(sum) - 256 * s[i].high_sum;
@@ -406,7 +407,7 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
                 scheme.template col_parameters<Backend>(shape, id, block, set, scale, bias);
         }
         for (int first = 0; first < n;) {
-            using group_type = group_fold<Form, Tiles, Lanes, Scheme::code_bits, Scheme::zero_code>;
+            using group_type = group_fold<Form, Tiles, Lanes, Scheme::zero_code != 0>;
             const int block_n = next_query_block(n - first);
             // Operands of a tile lie side by side, also those of the next query block.
             const int beside =
@@ -431,7 +432,8 @@ void fold_as(const Scheme& scheme, const fold_layout<Scheme::code_bits>& layout,
                                        begin - from,
                                        size,
                                        to - begin - size,
-                                       group_type::vector_words * beside};
+                                       group_type::vector_words * beside,
+                                       static_cast<float>((1 << Scheme::code_bits) - 1)};
                 const float* const source = x + first * x_stride + (dense ? begin : g * cols.group);
                 fold_scalars* const s = layout.scalars(memory) + (set * cols.groups() + g) * n + first;
                 if (block_n == query_block)
