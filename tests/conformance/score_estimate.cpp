@@ -96,7 +96,7 @@ void check_scheme(const Scheme& scheme) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    check_estimates(random, kvq::make_format<kvq::scalar>(scheme), kvq::make_format<kvq::simd<>>(scheme));
+    check_estimates(random, test::made<kvq::scalar>(scheme), test::made<kvq::simd<>>(scheme));
 }
 
 }  // namespace
@@ -122,9 +122,9 @@ TEST_CASE_TEMPLATE("estimates of keys with a plan of widths", Scheme, kvq::low2:
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (const int dim : {8, 64, 96}) {
-        const auto scheme = test::with_random_plan<Scheme>(random, {1, 1, dim});
-        check_estimates(random, kvq::make_format<kvq::scalar>(scheme), kvq::make_format<kvq::simd<>>(scheme),
-                        dim);
+        const auto statistics = test::random_statistics(random, {1, 1, dim});
+        check_estimates(random, test::made<kvq::scalar>(Scheme(statistics)),
+                        test::made_from<kvq::simd<>, Scheme>(statistics), dim);
     }
 }
 
@@ -134,8 +134,8 @@ TEST_CASE_TEMPLATE("stored bounds of keys without parameters of channels", Schem
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const auto scheme = test::make_scheme<Scheme>();
-    check_estimates(random, kvq::with_bounds(kvq::make_format<kvq::scalar>(scheme)),
-                    kvq::with_bounds(kvq::make_format<kvq::simd<>>(scheme)));
+    check_estimates(random, kvq::with_bounds(test::made<kvq::scalar>(scheme)),
+                    kvq::with_bounds(test::made<kvq::simd<>>(scheme)));
 }
 
 TEST_CASE("stored bounds of 16- and 32-bit keys: zeros, values beyond fp16, infinities and NaN") {
@@ -146,8 +146,8 @@ TEST_CASE("stored bounds of 16- and 32-bit keys: zeros, values beyond fp16, infi
     const std::vector<float> special{0.0f,  -0.0f, 1e-10f, -1e-10f,  65504.0f,  -65504.0f,     65505.0f,
                                      -1e5f, 3e38f, -3e38f, infinity, -infinity, std::nanf(""), 1.0009f};
     const auto check = [&]<class Scheme>(const Scheme& scheme) {
-        const kvq::format formats[] = {kvq::with_bounds(kvq::make_format<kvq::scalar>(scheme)),
-                                       kvq::with_bounds(kvq::make_format<kvq::simd<>>(scheme))};
+        const kvq::format formats[] = {kvq::with_bounds(test::made<kvq::scalar>(scheme)),
+                                       kvq::with_bounds(test::made<kvq::simd<>>(scheme))};
         for (int round = 0; round < test::rounds(25); ++round) {
             const kvq::block_shape shape{kvq::tensor::key, random.pick(std::vector<int>{1, 2, 7, 32}),
                                          random.pick(std::vector<int>{1, 3, 8, 40, 64, 67})};
@@ -205,10 +205,10 @@ TEST_CASE("stored bounds of 16- and 32-bit keys: zeros, values beyond fp16, infi
 
 TEST_CASE("formats without parameters of channels have no estimate") {
     const auto estimated = [](const kvq::format& f) { return f.functions().estimate_scores != nullptr; };
-    CHECK(!estimated(kvq::make_format<kvq::scalar>(kvq::affine<4>{})));
-    CHECK(!estimated(kvq::make_format<kvq::scalar>(kvq::int8{})));
-    CHECK(!estimated(kvq::make_format<kvq::scalar>(kvq::full<kvq::float16>{})));
-    CHECK(!estimated(kvq::make_format<kvq::scalar>(test::make_scheme<test::magnitude_bytes>())));
+    CHECK(!estimated(test::made<kvq::scalar>(kvq::affine<4>{})));
+    CHECK(!estimated(test::made<kvq::scalar>(kvq::int8{})));
+    CHECK(!estimated(test::made<kvq::scalar>(kvq::full<kvq::float16>{})));
+    CHECK(!estimated(test::made<kvq::scalar>(test::make_scheme<test::magnitude_bytes>())));
 }
 
 }  // namespace score_estimate_tests

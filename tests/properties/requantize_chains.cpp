@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "support/blocks.hpp"
+#include "support/typed_cache.hpp"
 
 namespace requantize_chains_tests {
 
@@ -72,7 +73,43 @@ void with_scheme(int index, F&& f) {
     (std::make_index_sequence<formats>{});
 }
 
-/// One block that is requantized step by step, on both backends: what cache/convert.hpp does, without the kernels of attention.
+/// What a backend does with blocks of a scheme, from the library's format or without the kernels of attention.
+template <class Backend, class S>
+struct backend_of {
+    static constexpr bool linked = test::library_has<Backend>() && test::built_in<test::any_group_scheme<S>>;
+
+    static std::uint32_t quantize(const S& s, const kvq::block_shape& block, const std::byte* from,
+                                  std::byte* to, float* scratch) {
+        if constexpr (linked)
+            return functions().quantize(format().scheme(), block, {}, kvq::float_type::fp16, from, to,
+                                        scratch);
+        else
+            return Backend::template quantize<kvq::float16>(s, block, {}, from, to, scratch);
+    }
+    static std::uint32_t requantize_values(const S& s, const kvq::block_shape& block, float* x,
+                                           float* token_scales, std::byte* to) {
+        if constexpr (linked)
+            return functions().requantize_values(format().scheme(), block, {}, x, token_scales, to);
+        else
+            return Backend::requantize_values(s, block, {}, x, token_scales, to);
+    }
+    static void dequantize(const S& s, const kvq::block_shape& block, const std::byte* from, float* x) {
+        if constexpr (linked)
+            functions().dequantize(format().scheme(), block, {}, from, kvq::float_type::fp32, x, block.dim,
+                                   x);
+        else
+            Backend::dequantize(s, block, {}, from, x, block.dim, x);
+    }
+
+private:
+    static const kvq::format& format() {
+        static const kvq::format made = test::made<Backend>(S{});
+        return made;
+    }
+    static const kvq::format_functions& functions() { return format().functions(); }
+};
+
+/// One block that is requantized step by step, on both backends: what cache/convert.hpp does.
 template <class Table>
 class chain {
 public:
@@ -111,16 +148,15 @@ private:
         std::uint32_t not_finite = 0;
         std::vector<float> x(block_.values());
         if (format_ == sixteen) {
-            with_scheme<Table>(format, [&](const auto& s) {
-                not_finite = Backend::template quantize<kvq::float16>(s, block_, {}, bytes_.data(), to.data(),
-                                                                      x.data());
+            with_scheme<Table>(format, [&]<class S>(const S& s) {
+                not_finite = backend_of<Backend, S>::quantize(s, block_, bytes_.data(), to.data(), x.data());
             });
             return not_finite;
         }
         float token_scales[kvq::detail::most_quantized];
         bool known = false;
         with_scheme<Table>(format_, [&]<class S>(const S& s) {
-            Backend::dequantize(s, block_, {}, bytes_.data(), x.data(), block_.dim, x.data());
+            backend_of<Backend, S>::dequantize(s, block_, bytes_.data(), x.data());
             if constexpr (kvq::detail::with_token_scales<S>) {
                 s.read_token_scales(block_, bytes_.data(), token_scales);
                 known = true;
@@ -132,9 +168,9 @@ private:
                                                          block_.tokens, 0);
             return not_finite;
         }
-        with_scheme<Table>(format, [&](const auto& s) {
-            not_finite = Backend::requantize_values(s, block_, {}, x.data(), known ? token_scales : nullptr,
-                                                    to.data());
+        with_scheme<Table>(format, [&]<class S>(const S& s) {
+            not_finite = backend_of<Backend, S>::requantize_values(s, block_, x.data(),
+                                                                   known ? token_scales : nullptr, to.data());
         });
         return not_finite;
     }

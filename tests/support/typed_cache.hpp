@@ -12,21 +12,38 @@
 #include <tuple>
 #include <vector>
 
+#include "library_formats.hpp"
+
 namespace test {
 
 template <class... Schemes>
 struct formats {};
 
-/// make_format; for the most usual schemes it is compiled once (below).
+/// make_format; for the most usual schemes it is compiled once (below, or by kvq::library).
 template <class Backend, class Scheme>
 kvq::format made_once(const Scheme& scheme) {
-    return kvq::make_format<Backend>(scheme);
+#if defined(KVQ_TEST_LIBRARY)
+    if constexpr (library_has<Backend>() && built_in<Scheme>)
+        return from_library(scheme);
+    else
+#endif
+        return kvq::make_format<Backend>(scheme);
 }
 template <class Scheme>
 using any_group_scheme = typename kvq::detail::with_any_group<Scheme>::type;
 template <class Backend, class Scheme>
 kvq::format made(const Scheme& scheme) {
     return made_once<Backend>(kvq::detail::with_any_group<Scheme>::of(scheme));
+}
+/// From statistics.
+template <class Backend, class Scheme>
+kvq::format made_from(const kvq::calibration& statistics) {
+#if defined(KVQ_TEST_LIBRARY)
+    if constexpr (library_has<Backend>() && built_in<Scheme>)
+        return from_library(Scheme(statistics), statistics.save());
+    else
+#endif
+        return kvq::make_format<Backend>(Scheme(statistics));
 }
 /// Stands for the format of a scheme with stored bounds of keys.
 template <class Scheme>

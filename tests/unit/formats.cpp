@@ -140,7 +140,8 @@ TEST_CASE("statistics make keys, where a format takes them") {
 TEST_CASE("caches of different formats have one type; backends may be mixed, with the same bytes") {
     std::vector<std::unique_ptr<kvq::cache>> caches;
     const auto scalar = kvq::make_formats<kvq::kivi<4, 32>, kvq::scalar>();
-    const auto simd = kvq::make_formats<kvq::kivi<4, 32>>();
+    const kvq::format_pair simd{test::made<kvq::simd<>>(kvq::kivi<4, 32>::keys{}),
+                                test::made<kvq::simd<>>(kvq::kivi<4, 32>::values{})};
     for (const auto& [keys, values] : {scalar, simd, kvq::format_pair{scalar.keys, simd.values}})
         caches.push_back(std::make_unique<kvq::cache>(
             shape, kvq::cache_options{.keys = keys, .values = values, .page_tokens = 32}));
