@@ -158,23 +158,33 @@ struct amx_backend {
 
 }  // namespace
 
-TEST_CASE_TEMPLATE("products in tiles: the bits of products in registers", Scheme,
-                   kvq::affine<1, kvq::per_token<0>>, kvq::affine<2, kvq::per_token<40>>,
-                   kvq::affine<3, kvq::per_channel<7>>, kvq::affine<4, kvq::per_token<32>>,
-                   kvq::affine<5, kvq::per_channel<0>>, kvq::affine<8, kvq::per_token<64>>, kvq::int8,
-                   mixed) {
+/// Of QueryBytes per value, `fewest` to `most` vectors: one query block of a tile and two.
+template <class Scheme, int QueryBytes>
+void check_shapes(int fewest, int most) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     for (int round = 0; round < 12; ++round) {
-        // Whole tiles and odd ends, in rows and in columns; one query block of a tile and two.
+        // Whole tiles and odd ends, in rows and in columns.
         constexpr int sizes[] = {160, 128, 96, 64, 36, 31, 4, 1};
         const bool keys = random.one_in(2) || !kvq::value_scheme<Scheme>;
         const kvq::block_shape shape{keys ? kvq::tensor::key : kvq::tensor::value, random.pick(sizes),
                                      random.pick(sizes)};
-        check<Scheme, 2>(random, shape, random.between(4, 17));
-        check<Scheme, 1>(random, shape, random.between(8, 16));
+        check<Scheme, QueryBytes>(random, shape, random.between(fewest, most));
     }
+}
+
+// Tiles take the codes as registers do, whatever the scheme, and the bytes of values as further rows. So every width, level and
+// direction of parameters comes once, in one or two bytes, and channels of mixed widths in both.
+TEST_CASE_TEMPLATE("products in tiles, two bytes per value: the bits of products in registers", Scheme,
+                   kvq::affine<3, kvq::per_channel<7>>, kvq::affine<4, kvq::per_token<32>>,
+                   kvq::affine<8, kvq::per_token<64>>, kvq::int8, mixed) {
+    check_shapes<Scheme, 2>(4, 17);
+}
+TEST_CASE_TEMPLATE("products in tiles, one byte per value: the bits of products in registers", Scheme,
+                   kvq::affine<1, kvq::per_token<0>>, kvq::affine<2, kvq::per_token<40>>,
+                   kvq::affine<5, kvq::per_channel<0>>, mixed) {
+    check_shapes<Scheme, 1>(8, 16);
 }
 
 #if defined(__x86_64__)
