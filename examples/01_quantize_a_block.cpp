@@ -34,4 +34,5 @@ int main() {
     show(kvq::affine<4, kvq::per_token<64>>{}, values, keys);
     show(kvq::kivi<4, 64>::keys{}, values, keys);
     show(kvq::kivi<2, 64>::keys{}, values, keys);
+    return 0;
 }

@@ -49,4 +49,5 @@ int main() {
     } catch (const kvq::error& e) {
         std::printf("%s\n", e.what());
     }
+    return 0;
 }

@@ -54,4 +54,5 @@ int main() {
     std::printf("%s + %s: %.2f bytes per token; out[0] = %f\n", my_keys{}.name().c_str(),
                 sign_only{}.name().c_str(), kvq::bytes_per_token<my_keys, sign_only>(cache.shape(), 64),
                 static_cast<double>(out[0]));
+    return 0;
 }

@@ -25,4 +25,5 @@ int main() {
     show("affine-4", kvq::make_formats<kvq::affine<4>, kvq::scalar>());
     show("kivi-4", kvq::make_formats<kvq::kivi<4>, kvq::scalar>());
     show("kivi-2", kvq::make_formats<kvq::kivi<2>, kvq::scalar>());
+    return 0;
 }

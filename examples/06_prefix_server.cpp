@@ -114,4 +114,5 @@ int main() {
         s.hits(), s.misses(), s.tokens_saved, asked, store.entries(), s.replaced, s.evictions);
     std::printf("%.1f times less memory than in 16 bit without sharing\n",
                 static_cast<double>(alone) / static_cast<double>(cache.bytes_in_use()));
+    return 0;
 }
