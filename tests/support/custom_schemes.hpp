@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <kvq/schemes/affine.hpp>
@@ -41,8 +42,15 @@ struct log8 {
 
 private:
     static float magnitude(int m) noexcept {
-        constexpr float quarter[4] = {1.0f, 1.18920712f, 1.41421356f, 1.68179283f};
-        return m == 0 ? 0.0f : std::ldexp(quarter[m & 3], m / 4 - 16);
+        // Computed once: tests convert each parameter many times.
+        static const auto all = [] {
+            constexpr float quarter[4] = {1.0f, 1.18920712f, 1.41421356f, 1.68179283f};
+            std::array<float, 128> values{};
+            for (int i = 1; i < 128; ++i)
+                values[static_cast<std::size_t>(i)] = std::ldexp(quarter[i & 3], i / 4 - 16);
+            return values;
+        }();
+        return all[static_cast<std::size_t>(m)];
     }
 };
 static_assert(sizeof(log8) == 1 && kvq::parameter_type<log8>);

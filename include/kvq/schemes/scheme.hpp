@@ -114,10 +114,14 @@ struct scheme {
         const bool rows = detail::on_rows<Granularity>(s.role);
         const grouped_axis lines = rows ? layout.rows() : layout.cols;
         const grouped_axis cut = rows ? layout.cols : layout.rows();
-        for (int r = 0; r < s.rows(); ++r)
-            for (int c = 0; c < s.cols(); ++c) {
-                const int g = (rows ? c : r) / cut.group;
-                const auto stored = load_parameters(s, block, g, lines.slot(rows ? r : c));
+        const std::byte* const scales = block + parameter_offset(s, 0, 0);
+        const std::size_t section = section_bytes(s);
+        const int slot_count = lines.padded_size(), row_count = s.rows(), col_count = s.cols();
+        for (int r = 0; r < row_count; ++r)
+            for (int c = 0; c < col_count; ++c) {
+                const int g = (rows ? c : r) / cut.group, slot = lines.slot(rows ? r : c);
+                const auto stored = load_parameters(
+                    scales + static_cast<std::size_t>(g * slot_count + slot) * sizeof(parameter), section);
                 values[index(s, r, c)] = Levels::template value<code_bits>(
                     static_cast<int>(unpack_code(layout, block, r, c)), static_cast<float>(stored.scale),
                     static_cast<float>(stored.bias));
@@ -226,7 +230,8 @@ private:
             for (int c = s.dim - 1; c >= 0; --c) {
                 const int row = s.role == tensor::key ? t : c, col = s.role == tensor::key ? c : t;
                 const int group = (rows ? col : row) / cut.group, slot = lines.slot(rows ? row : col);
-                const auto stored = load_parameters(s, block, group, slot);
+                const auto stored =
+                    load_parameters(block + parameter_offset(s, group, slot), section_bytes(s));
                 const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
                 const float x = values[t * s.dim + c];
                 const float wanted = x + static_cast<float>(owed[static_cast<std::size_t>(c)]);
@@ -251,7 +256,8 @@ private:
             each_group(s, [&](const value_group& g) {
                 const auto at = static_cast<std::size_t>(g.number * lines.padded_size() + g.slot);
                 if (counts[at] == 0) return;
-                auto stored = load_parameters(s, block, g.number, g.slot);
+                auto stored =
+                    load_parameters(block + parameter_offset(s, g.number, g.slot), section_bytes(s));
                 const double bias =
                     static_cast<double>(static_cast<float>(stored.bias)) + errors[at] / counts[at];
                 stored.bias = parameter(bounded(static_cast<float>(bias)));
@@ -270,12 +276,11 @@ private:
         return s.role == tensor::key ? row * s.dim + col : col * s.dim + row;
     }
 
-    stored_parameters<parameter> load_parameters(const block_shape& s, const std::byte* block, int group,
-                                                 int slot) const noexcept {
-        const std::byte* at = block + parameter_offset(s, group, slot);
+    /// at: a scale; `section`: bytes from a scale to its bias.
+    static stored_parameters<parameter> load_parameters(const std::byte* at, std::size_t section) noexcept {
         stored_parameters<parameter> stored;
         stored.scale = detail::load_as<parameter>(at);
-        if constexpr (Levels::has_bias) stored.bias = detail::load_as<parameter>(at + section_bytes(s));
+        if constexpr (Levels::has_bias) stored.bias = detail::load_as<parameter>(at + section);
         return stored;
     }
 
