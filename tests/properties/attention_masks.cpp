@@ -104,8 +104,8 @@ TEST_CASE_TEMPLATE("the result does not depend on the executor or the number of 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    // 5000 tokens are cut into chunks; few rows make the chunks tasks of their own, many rows do not.
-    for (const int tokens : {40, 5000})
+    // 2500 tokens are cut into chunks; few rows make the chunks tasks of their own, many rows do not.
+    for (const int tokens : {40, 2500})
         with_sequence<C>(random, tokens, [&](const auto& cache, const auto& sequence, int layer) {
             for (const int rows : {1, 3, 20}) {
                 const auto q = test::random_tensor(random, rows, 4, 48);

@@ -124,7 +124,7 @@ TEST_CASE_TEMPLATE("after reserve() a step over all layers takes no memory: any 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 8; ++round) {
+    for (int round = 0; round < 5; ++round) {
         test::counting_resource memory;
         auto shape = test::random_cache_shape(random, std::max(2, C::key_table::size), 8);
         shape.head_dim = 2 * ((shape.head_dim + 1) / 2);
@@ -249,7 +249,7 @@ TEST_CASE("a ring reserves its steps") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 12; ++round) {
+    for (int round = 0; round < 6; ++round) {
         test::counting_resource memory;
         const kvq::cache_shape shape{.layers = 3, .kv_heads = 2, .head_dim = 16};
         auto options = test::random_options(random);
