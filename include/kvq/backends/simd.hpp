@@ -77,7 +77,8 @@ struct simd {
         // Directly from a block of fp16, the usual window; from other types through float values, so that fewer kernels are compiled.
         if constexpr (kernels::range_scheme<Scheme> && std::same_as<Window, float16>)
             if (kernels::block_quantizer<lanes, Scheme>(scheme, shape, window, block).run()) return 0;
-        if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme>) {
+        if constexpr (kernels::codes_values<Scheme> || kernels::composed_scheme<Scheme> ||
+                      full_precision<Scheme>) {
             if (!kernels::read_tokens<lanes, Window>(shape, window, values, shape.dim))
                 full<Window>{}.dequantize(shape, id, window, values);
             return quantize_values(scheme, shape, id, values, block);
@@ -91,6 +92,13 @@ struct simd {
         if constexpr (kernels::transformed_scheme<Scheme>) {
             const std::uint32_t not_finite = kernels::transform_tokens<lanes>(scheme, shape, id, values);
             quantize_values<typename Scheme::inner_scheme>(scheme, shape, id, values, block);
+            return not_finite;
+        }
+        if constexpr (full_precision<Scheme>) {
+            std::uint32_t not_finite = 0;
+            for (std::size_t i = 0; i < shape.values(); ++i) not_finite += !detail::is_finite(values[i]);
+            std::memset(block, 0, scheme.block_bytes(shape));  // odd rows and columns leave gaps
+            write_tokens<typename Scheme::value_type>(shape, block, values, shape.dim, shape.tokens, 0);
             return not_finite;
         }
         if (quantizes_in_vectors(scheme, shape, id, values, block)) return 0;
