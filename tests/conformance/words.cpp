@@ -141,7 +141,7 @@ TEST_CASE("16-bit values times many vectors stay within half a step") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < test::rounds(60); ++round) {
         check_random<kvq::float16>(random);
         check_random<kvq::bfloat16>(random);
     }

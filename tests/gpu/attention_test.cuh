@@ -166,7 +166,7 @@ void check_format(const char* name) {
     const std::vector<int> ragged = {page + 1, 0, 1, page - 1, page, 3 * page + page / 2, 700};
     check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = ragged}, name, &worst, &state);
     check_attention<Format, T>(r, {.kv_heads = 3, .group = 1, .lengths = ragged}, name, &worst, &state);
-    check_attention<Format, T>(r, {.kv_heads = 1, .group = 5, .lengths = {2000, 5, 77}}, name, &worst,
+    check_attention<Format, T>(r, {.kv_heads = 1, .group = 5, .lengths = {many(2000), 5, 77}}, name, &worst,
                                &state);
     check_attention<Format, T>(r, {.kv_heads = 2, .group = 8, .lengths = ragged}, name, &worst, &state);
     check_attention<Format, T>(r, {.kv_heads = 1, .group = 16, .lengths = {300, 40}}, name, &worst, &state);
@@ -179,7 +179,7 @@ void check_format(const char* name) {
     check_attention<Format, T>(
         r, {.kv_heads = 2, .group = 2, .window = 100, .softcap = 5.0f, .lengths = {40, 900, page}}, name,
         &worst, &state);
-    check_attention<Format, T>(r, {.kv_heads = 1, .group = 4, .lengths = {6000}}, name, &worst, &state);
+    check_attention<Format, T>(r, {.kv_heads = 1, .group = 4, .lengths = {many(6000)}}, name, &worst, &state);
     check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = ragged, .holes = true}, name, &worst,
                                &state);
     check_attention<Format, T>(r,
@@ -191,8 +191,8 @@ void check_format(const char* name) {
                                 .holes = true},
                                name, &worst, &state);
     // Equal lengths, so that shares are cut on items: fewer items than thread blocks, and more.
-    check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = {1900, 1900, 1900}}, name, &worst,
-                               &state);
+    check_attention<Format, T>(r, {.kv_heads = 2, .group = 4, .lengths = std::vector<int>(3, many(1900))},
+                               name, &worst, &state);
     check_attention<Format, T>(r,
                                {.kv_heads = 4, .group = 2, .lengths = std::vector<int>(many(96), page + 5)},
                                name, &worst, &state);

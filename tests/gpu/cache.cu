@@ -24,7 +24,7 @@ constexpr int dim = 64, layers = 2, heads = 2, q_heads = 4;
 #ifndef PART
 #define PART 0
 #endif
-[[maybe_unused]] int long_run = PART == 0 ? 350 : 200, graph_steps = 100;
+[[maybe_unused]] int long_run = PART == 0 ? 350 : 120, graph_steps = 100;
 #endif
 #if PART == 0
 constexpr int page = 32;

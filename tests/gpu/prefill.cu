@@ -15,8 +15,10 @@ namespace {
 
 #ifdef __CUDACC__
 constexpr int repeats = 3, random_cases = 8;
+constexpr bool few = false;
 #else
 constexpr int repeats = 0, random_cases = 1;
+constexpr bool few = true;  // cases, where another format is checked with all of them
 #endif
 
 struct prefill_case {
@@ -282,8 +284,9 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             }
 }
 
+/// `few`: what else differs is the same as for other formats.
 template <class Quantized, class T>
-void check_format(const char* name) {
+void check_format(const char* name, bool few = false) {
     constexpr int page = Quantized::page_tokens, dim = Quantized::head_dim;
     using window = cuda::format<full<float16>, full<float16>, dim, page>;
     using sinks = cuda::format<full<float16>, full<float16>, dim, 16>;
@@ -294,6 +297,10 @@ void check_format(const char* name) {
         check_prefill<T, Quantized, window, sinks>(r, c, name, &worst);
     };
     check({.lengths = {0, 700, 132 + page, 131 + page, 3}, .new_tokens = {150, 40, 1, 0, 33}});
+    if (few) {
+        std::printf("%s: largest error %.2e, seed %u\n", name, worst, seed);
+        return;
+    }
     check({.kv_heads = 1, .group = 1, .lengths = {300}, .new_tokens = {200}});
     check({.kv_heads = 1,
            .group = 3,
@@ -379,11 +386,11 @@ int main() {
     check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64");
 #ifndef __CUDACC__
     emulated::device_shared_memory = 99 * 1024;  // launches that ask for more fail
-    check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64 on a device with 99 KB");
+    check_format<cuda::kivi_format<4, 64, 128, 64>, float16>("kivi-4-g64 on a device with 99 KB", few);
     emulated::device_shared_memory = emulated::most_shared_memory;
 #endif
-    check_format<cuda::preset_format<std4, 128, 128>, float16>("std4");
-    check_format<cuda::format<int8, int8, 128, 64>, float16>("int8");
+    check_format<cuda::preset_format<std4, 128, 128>, float16>("std4", few);
+    check_format<cuda::format<int8, int8, 128, 64>, float16>("int8", few);
     check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 64>, bfloat16>("bf16");
     check_format<
         cuda::format<channel_grid<kvq::grid{.bits = {8, 5, 2, 0}, .average_eighths = 28, .group = 32},

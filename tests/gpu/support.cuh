@@ -56,6 +56,14 @@ constexpr int repeats(int runs) {
     return std::min(runs, 2);
 #endif
 }
+/// The first number where kernels are emulated, the second one on a device.
+constexpr int emulated_or([[maybe_unused]] int emulated, [[maybe_unused]] int on_device) {
+#ifdef __CUDACC__
+    return on_device;
+#else
+    return emulated;
+#endif
+}
 /// A number of sequences of which every thread block has several, or their length: emulated, where there are three multiprocessors and each
 /// token takes long, a quarter.
 constexpr int many(int on_device) {

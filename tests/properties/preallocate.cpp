@@ -16,7 +16,7 @@ TEST_CASE("pages of an allocated pool do not overlap, and all bytes come back as
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < test::rounds(40); ++round) {
         test::counting_resource memory;
         const auto budget = static_cast<std::size_t>(random.between(0, 20000));
         {
@@ -93,7 +93,7 @@ TEST_CASE_TEMPLATE("a cache in memory allocated up front: same pages, and the fo
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 8; ++round) {
+    for (int round = 0; round < test::rounds(8); ++round) {
         test::counting_resource memory;
         const auto shape = test::random_cache_shape(random, C::key_table::size, 40);
         auto options = test::random_options(random);

@@ -59,7 +59,7 @@ TEST_CASE("the dry run says byte for byte what then happens, shared pages and th
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < test::rounds(60); ++round) {
         fixture f(random, random.between(1, 3));
         const int tokens = random.between(0, 300);
         const test::stream s(random, f.shape, tokens + 40);
@@ -142,7 +142,7 @@ TEST_CASE("the dry run is the truth after any history: trims, forks, and pages t
         one.trim(19);
         agree(cache, one, {.key = 2, .value = 2});
     }
-    for (int round = 0; round < 3000; ++round) {
+    for (int round = 0; round < test::rounds(3000); ++round) {
         INFO("round ", round);
         kvq::cache_options options{
             .recent = random.between(0, 4), .page_tokens = 4, .rollback = random.between(0, 20)};

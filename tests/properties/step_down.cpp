@@ -43,7 +43,7 @@ TEST_CASE("by age, every page has the format of its tier, and a second call find
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < test::rounds(40); ++round) {
         // Large enough that fewer bits are fewer bytes.
         const kvq::cache_shape shape{random.between(1, 4), random.between(1, 3), 32 * random.between(1, 2),
                                      0};
@@ -88,7 +88,7 @@ TEST_CASE("under a budget, the oldest page of the widest tier goes first, no fur
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < test::rounds(40); ++round) {
         kvq::cache_shape shape{2, 2, 48, 0};
         auto options = test::random_options(random);
         options.page_tokens = 16;
@@ -210,7 +210,7 @@ TEST_CASE("after a deep trim, a page that is quantized already takes part") {
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     int beyond = 0;
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < test::rounds(40); ++round) {
         auto options = test::random_options(random);
         options.page_tokens = 16;
         options.rollback = random.pick(std::vector<int>{0, 8});
@@ -293,7 +293,7 @@ TEST_CASE(
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (int round = 0; round < 40; ++round) {
+    for (int round = 0; round < test::rounds(40); ++round) {
         INFO("round ", round);
         const kvq::cache_shape shape = test::random_cache_shape(random, random.between(1, 4));
         test::counting_resource memory;

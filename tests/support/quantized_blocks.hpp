@@ -13,6 +13,15 @@
 
 namespace test {
 
+/// The bytes of a block, nothing behind them, and nothing behind the scratch memory. No template: checks take long to compile.
+inline void check_written(const std::vector<std::byte>& expected, const std::vector<std::byte>& got,
+                          const std::vector<float>& scratch, std::size_t values) {
+    const auto difference = std::mismatch(expected.begin(), expected.end(), got.begin());
+    CHECK(difference.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
+    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
+    for (std::size_t i = values; i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
+}
+
 /// The same bytes and count from a block of 16- or 32-bit values and from float values, and nothing else written.
 template <class Window, class Backend, class S>
 void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::block_id& id,
@@ -31,19 +40,14 @@ void check_block(const S& scheme, const kvq::block_shape& shape, const kvq::bloc
     const std::uint32_t counted =
         Backend::template quantize<Window>(scheme, shape, id, window.data(), got.data(), scratch.data());
     CHECK(counted == not_finite);
-    const auto difference = std::mismatch(expected.begin(), expected.end(), got.begin());
-    CHECK(difference.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
-    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
-    for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
+    check_written(expected, got, scratch, shape.values());
 
     // The same from float values.
     std::fill(got.begin(), got.end(), std::byte{0xcd});
     std::copy(rounded_before.begin(), rounded_before.end(), scratch.begin());
-    CHECK(Backend::quantize_values(scheme, shape, id, scratch.data(), got.data()) == not_finite);
-    const auto from_values = std::mismatch(expected.begin(), expected.end(), got.begin());
-    CHECK(from_values.first - expected.begin() == static_cast<std::ptrdiff_t>(expected.size()));
-    CHECK(std::count(got.end() - 64, got.end(), std::byte{0xcd}) == 64);
-    for (std::size_t i = shape.values(); i < scratch.size(); ++i) CHECK(scratch[i] == 1e30f);
+    const std::uint32_t of_values = Backend::quantize_values(scheme, shape, id, scratch.data(), got.data());
+    CHECK(of_values == not_finite);
+    check_written(expected, got, scratch, shape.values());
 }
 
 /// Equal bits; where both are NaN, equal payloads too.
