@@ -1,4 +1,4 @@
-// Runs kernels of CUDA on the CPU, one thread block after the other: a thread that waits is a fiber, and fibers change where threads wait
+// Runs kernels of CUDA on the CPU, one thread block after the other: every thread is a fiber, and fibers change where threads wait
 // for each other. So the kernels themselves can be tested where there is no GPU; it says nothing about speed.
 //
 //   warp    32 threads that meet at every instruction that exchanges numbers (shuffles, votes, products of tensor cores)
@@ -57,7 +57,7 @@ struct thread_state {
     int number = 0, lane = 0;
     warp_state* warp = nullptr;
     meeting at = meeting::none;
-    bool begun = false, done = false;
+    bool done = false;
     int turn = 0;  // of warp_state::words
     // At a barrier: its number, how many threads it waits for (0: all of the block), the thread's vote, and the result.
     bool waits = false;
@@ -124,10 +124,8 @@ inline void finish_copies(std::vector<async_copy>& copies) {
     copies.clear();
 }
 
-/// Runs the threads from `first` on until all of the warp stand at a barrier of the block or have ended. Did any run? begin(i) runs thread i
-/// and, as long as they wait for nobody, the next ones; it returns the last of them and its fiber.
-template <class Begin>
-bool run_warp(std::vector<thread_state>& threads, std::size_t first, std::size_t last, const Begin& begin) {
+/// Runs the threads from `first` on until all of the warp stand at a barrier of the block or have ended. Did any run?
+inline bool run_warp(std::vector<thread_state>& threads, std::size_t first, std::size_t last) {
     bool can = false;
     for (std::size_t i = first; i < last; ++i) {
         if (threads[i].waits) return false;
@@ -136,16 +134,9 @@ bool run_warp(std::vector<thread_state>& threads, std::size_t first, std::size_t
     while (can) {
         meeting at = meeting::none;
         std::size_t ended = 0;
-        const thread_state* waiting = nullptr;  // ran already
         for (std::size_t i = first; i < last; ++i) {
             thread_state& t = threads[i];
-            if (!t.begun) {
-                boost::context::fiber fiber = begin(i, last);
-                if (fiber) {
-                    thread->fiber = std::move(fiber);
-                    waiting = thread;
-                }
-            } else if (!t.done && &t != waiting) {
+            if (!t.done) {
                 thread = &t;
                 threadIdx = t.index;
                 t.fiber = std::move(t.fiber).resume();
@@ -203,27 +194,14 @@ void run_block(const dim3& index, const dim3& grid, const dim3& size, std::size_
         t.index = {static_cast<unsigned>(i) % size.x, static_cast<unsigned>(i) / size.x % size.y,
                    static_cast<unsigned>(i) / size.x / size.y};
         t.warp = &own.warps[i / warp_size];
+        t.fiber =
+            boost::context::fiber(std::allocator_arg, stacks, [&t, &kernel](boost::context::fiber&& from) {
+                t.scheduler = std::move(from);
+                kernel();
+                t.done = true;
+                return std::move(t.scheduler);
+            });
     }
-    const auto begin = [&](std::size_t i, std::size_t last) {
-        return boost::context::fiber(std::allocator_arg, stacks,
-                                     [&own, &kernel, i, last](boost::context::fiber&& from) {
-                                         boost::context::fiber scheduler = std::move(from);
-                                         for (std::size_t next = i; next < last; ++next) {
-                                             thread_state& t = own.threads[next];
-                                             // This one has waited, and others have begun since.
-                                             if (t.begun) break;
-                                             t.begun = true;
-                                             t.scheduler = std::move(scheduler);
-                                             thread = &t;
-                                             threadIdx = t.index;
-                                             kernel();
-                                             t.done = true;
-                                             scheduler = std::move(t.scheduler);
-                                         }
-                                         return scheduler;
-                                     })
-            .resume();
-    };
     const auto left = [&] {
         for (const thread_state& t : own.threads)
             if (!t.done) return true;
@@ -232,12 +210,9 @@ void run_block(const dim3& index, const dim3& grid, const dim3& size, std::size_
     while (left()) {
         bool ran = false;
         for (std::size_t first = 0; first < count && !ran; first += warp_size)
-            ran = run_warp(own.threads, first, first + warp_size < count ? first + warp_size : count, begin);
+            ran = run_warp(own.threads, first, first + warp_size < count ? first + warp_size : count);
         if (!ran) fail("threads wait at barriers for each other");
-        unsigned awaited = 0;
-        for (const thread_state& t : own.threads) awaited |= t.waits ? 1u << t.barrier : 0u;
-        for (int barrier = 0; barrier < barriers; ++barrier)
-            if ((awaited >> barrier & 1u) != 0) open_barrier(own.threads, barrier);
+        for (int barrier = 0; barrier < barriers; ++barrier) open_barrier(own.threads, barrier);
     }
     for (const thread_state& t : own.threads)
         if (!t.open.empty() || !t.groups.empty()) fail("copies are still under way at the end of the kernel");
