@@ -38,7 +38,8 @@ public:
         using detail::grid_fit;
         const grids range = range_of();
         bool kept[width] = {};
-        const grids own = keep ? find_grids(range, kept) : range;
+        grids own;
+        if (keep) own = find_grids(range, kept);
         bool searched = false, refitted = false, means = false;
         for (int i = 0; i < channels_; ++i) {
             const grid_fit f = fits.of(top_[i]);
@@ -47,6 +48,7 @@ public:
             refitted = refitted || (fitted && f == grid_fit::squares);
             means = means || top_[i] == 0;
         }
+        if (!keep && !searched && !means) return range;
         const grids found = searched ? search(range) : range, refit = refitted ? refine(found) : found,
                     mean = means ? mean_of() : range;
         grids r;
@@ -120,7 +122,8 @@ private:
     }
 
     /// detail::find_grid for every channel; kept: whether it found a grid.
-    grids find_grids(const grids& range, bool* kept) const {
+    // Functions of their own, here and below: what most channels do not need would slow down their ranges.
+    KVQ_NOINLINE grids find_grids(const grids& range, bool* kept) const {
         using detail::grid_guess;
         grids best = range;
         bool open[width];
@@ -170,7 +173,7 @@ private:
     }
 
     /// The range, or a narrower grid with less error.
-    grids search(const grids& range) {
+    KVQ_NOINLINE grids search(const grids& range) {
         grids best = range;
         sums of;
         pass<true, false>(range, of);
@@ -194,7 +197,7 @@ private:
     }
 
     /// Iterates: the best grid for the codes of the last grid; least_ has the errors of `best`.
-    grids refine(const grids& start) {
+    KVQ_NOINLINE grids refine(const grids& start) {
         grids best = start;
         bool open[width];
         for (int i = 0; i < width; ++i) open[i] = i < channels_ && top_[i] > 0;
