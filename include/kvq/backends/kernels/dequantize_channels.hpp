@@ -54,10 +54,9 @@ private:
 
     /// The place of every channel in the block.
     void find_places() {
-        float order[most];
-        for (int c = 0; c < shape_.dim; ++c) order[c] = static_cast<float>(c);
-        if constexpr (mixed) scheme_.transform_query(shape_, id_, order);
-        for (int place = 0; place < shape_.dim; ++place) place_[static_cast<int>(order[place])] = place;
+        int order[most];
+        channel_order(scheme_, shape_, id_, order);
+        for (int place = 0; place < shape_.dim; ++place) place_[order[place]] = place;
     }
 
     void load_parameters(int g) {

@@ -128,11 +128,9 @@ private:
 
     /// Channels of every token in the order of the scheme, which is asked once.
     void order_channels() {
-        float order[most], y[most];
-        for (int c = 0; c < shape_.dim; ++c) order[c] = static_cast<float>(c);
-        scheme_.transform_query(shape_, id_, order);
         int from[most];
-        for (int c = 0; c < shape_.dim; ++c) from[c] = static_cast<int>(order[c]);
+        channel_order(scheme_, shape_, id_, from);
+        float y[most];
         for (int t = 0; t < shape_.tokens; ++t) {
             float* const x = token(t);
             for (int c = 0; c < shape_.dim; ++c) y[c] = x[from[c]];
