@@ -67,14 +67,16 @@ TEST_CASE("a cache holds the same bytes on every backend, whatever its history")
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using keys = test::formats<kvq::affine<3, kvq::per_channel<7>>, kvq::int8, test::magnitude_bytes>;
-    using values = test::formats<kvq::affine<4, kvq::per_token<32>>, test::rotated>;
+    using keys = test::formats<kvq::affine<3, kvq::per_channel<7>>, kvq::int8, test::magnitude_bytes,
+                               kvq::full<kvq::bfloat16>>;
+    using values = test::formats<kvq::affine<4, kvq::per_token<32>>, test::rotated, kvq::full<float>>;
+    constexpr int layers = 5;
     using reference = test::typed_cache<keys, values, kvq::scalar>;
     using other = test::typed_cache<keys, values, native>;
     for (int round = 0; round < test::rounds(6); ++round) {
-        const auto shape = test::random_cache_shape(random, 3, 70);
+        const auto shape = test::random_cache_shape(random, layers, 70);
         auto options = test::random_options(random);
-        options.layers = test::rotate_formats<reference>(3);
+        options.layers = test::rotate_formats<reference>(layers);
         auto a = test::make_cache<reference>(shape, options);
         auto b = test::make_cache<other>(shape, options);
         auto x = a.new_sequence();
@@ -90,8 +92,8 @@ TEST_CASE("a cache holds the same bytes on every backend, whatever its history")
                 x.trim(cut);
                 y.trim(cut);
             } else {
-                test::append(x, 3, s, held, n);
-                test::append(y, 3, s, held, n);
+                test::append(x, layers, s, held, n);
+                test::append(y, layers, s, held, n);
             }
             REQUIRE(test::contents(a, x) == test::contents(b, y));
             REQUIRE(x.usage().not_finite == y.usage().not_finite);
