@@ -54,7 +54,7 @@ struct format_description {
     bool dequantize = false;  ///< to fp16 and fp32
     bool attend = false;      ///< products on the block itself, or on a copy that is dequantized in vectors
 
-    KVQ_INLINE bool all() const noexcept { return quantize && dequantize && attend; }
+    KVQ_NO_COPY bool all() const noexcept { return quantize && dequantize && attend; }
 };
 
 /// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks: schemes/concepts.hpp.
@@ -128,64 +128,64 @@ struct format_record {
     void (*destroy)(format_record*) = nullptr;
     std::atomic<std::uint32_t> references{1};
 
-    KVQ_INLINE format_record() noexcept = default;
+    KVQ_NO_COPY format_record() noexcept = default;
 };
 
 class format {
 public:
     /// An empty format; it can only be assigned to.
-    KVQ_INLINE format() = default;
-    KVQ_INLINE explicit format(format_record* owned) noexcept : record_(owned) {}
-    KVQ_INLINE format(const format& other) noexcept : record_(other.record_) {
+    KVQ_NO_COPY format() = default;
+    KVQ_NO_COPY explicit format(format_record* owned) noexcept : record_(owned) {}
+    KVQ_NO_COPY format(const format& other) noexcept : record_(other.record_) {
         if (record_) record_->references.fetch_add(1, std::memory_order_relaxed);
     }
-    KVQ_INLINE format(format&& other) noexcept : record_(other.record_) { other.record_ = nullptr; }
-    KVQ_INLINE format& operator=(const format& other) noexcept {
+    KVQ_NO_COPY format(format&& other) noexcept : record_(other.record_) { other.record_ = nullptr; }
+    KVQ_NO_COPY format& operator=(const format& other) noexcept {
         format copy(other);
         return *this = static_cast<format&&>(copy);
     }
-    KVQ_INLINE format& operator=(format&& other) noexcept {
+    KVQ_NO_COPY format& operator=(format&& other) noexcept {
         format_record* const mine = record_;
         record_ = other.record_;
         other.record_ = mine;
         return *this;
     }
-    KVQ_INLINE ~format() {
+    KVQ_NO_COPY ~format() {
         if (record_ && record_->references.fetch_sub(1, std::memory_order_acq_rel) == 1)
             record_->destroy(record_);
     }
-    KVQ_INLINE explicit operator bool() const noexcept { return record_ != nullptr; }
+    KVQ_NO_COPY explicit operator bool() const noexcept { return record_ != nullptr; }
 
     /// The name of the scheme, such as "affine4-g64-per-token-fp16".
-    KVQ_INLINE const char* name() const noexcept { return record_->name; }
+    KVQ_NO_COPY const char* name() const noexcept { return record_->name; }
     /// The name of the backend: "scalar", "avx2", ...
-    KVQ_INLINE const char* backend() const noexcept { return record_->functions->backend->name; }
-    KVQ_INLINE bool supports(tensor role) const noexcept {
+    KVQ_NO_COPY const char* backend() const noexcept { return record_->functions->backend->name; }
+    KVQ_NO_COPY bool supports(tensor role) const noexcept {
         return role == tensor::key ? record_->functions->keys : record_->functions->values;
     }
     /// True for fp32, fp16 and bf16, the formats of a window.
-    KVQ_INLINE bool holds_values() const noexcept { return record_->functions->holds_values; }
+    KVQ_NO_COPY bool holds_values() const noexcept { return record_->functions->holds_values; }
     /// Bytes of one head's block, a multiple of 16.
-    KVQ_INLINE std::size_t block_bytes(const block_shape& shape) const {
+    KVQ_NO_COPY std::size_t block_bytes(const block_shape& shape) const {
         return record_->functions->block_bytes(record_->scheme, shape);
     }
     /// Bits per value, parameters included, of a block with at least one token and channel.
-    KVQ_INLINE double bits(const block_shape& shape) const {
+    KVQ_NO_COPY double bits(const block_shape& shape) const {
         return 8.0 * static_cast<double>(block_bytes(shape)) / static_cast<double>(shape.values());
     }
 
     /// Which functions are fast for blocks of this shape: describe() runs the kernels on a block of zeros.
-    KVQ_INLINE format_description describe(const block_shape& shape) const {
+    KVQ_NO_COPY format_description describe(const block_shape& shape) const {
         return record_->functions->describe(record_->scheme, shape);
     }
 
     /// Are both formats copies of one format?
-    KVQ_INLINE bool is(const format& other) const noexcept { return record_ == other.record_; }
+    KVQ_NO_COPY bool is(const format& other) const noexcept { return record_ == other.record_; }
 
     /// The table and the state, for loops over blocks.
-    KVQ_INLINE const format_functions& functions() const noexcept { return *record_->functions; }
-    KVQ_INLINE const void* scheme() const noexcept { return record_->scheme; }
-    KVQ_INLINE const format_record& record() const noexcept { return *record_; }
+    KVQ_NO_COPY const format_functions& functions() const noexcept { return *record_->functions; }
+    KVQ_NO_COPY const void* scheme() const noexcept { return record_->scheme; }
+    KVQ_NO_COPY const format_record& record() const noexcept { return *record_; }
 
 private:
     format_record* record_ = nullptr;
