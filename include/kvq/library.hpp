@@ -1,5 +1,5 @@
-// The compiled library in C++: kvq.h with owners of handles, exceptions, spans and lambdas. It compiles in half a second, and the ABI is
-// that of kvq.h.
+// The compiled library in C++: kvq.h with owners of handles, exceptions, spans and lambdas, for engines that want the compile time and the
+// ABI of an ordinary library.
 //
 //   namespace library = kvq::library;
 //   library::cache_options o;                                  all members zero, which is the default of each

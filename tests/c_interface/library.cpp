@@ -699,6 +699,27 @@ TEST_CASE("errors carry the status and the message of the library, which are tho
                                     "." + std::to_string(KVQ_VERSION_PATCH));
 }
 
+TEST_CASE("options as designated initializers: functions set the size") {
+// The members that are not named are zero.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+    library::cache cache({.layers = layers, .kv_heads = kv_heads, .head_dim = dim, .keys = "std4"});
+    library::sequence s = cache.new_sequence();
+    test::generator random(1);
+    chunk c(random, 10);
+    library::mods window;
+    window.window = 3;
+    s.prefill(0, c.k.in(), c.v.in(), c.q.in(), c.out.out(), {.mods = &window});
+    kvq::cache same_cache({layers, kv_heads, dim}, kvq::preset("std4"));
+    kvq::sequence same = same_cache.new_sequence();
+    kvq::workspace space;
+    same.prefill(0, c.k.view(), c.v.view(), c.q.view(), c.same.view(), kvq::sliding_window{3},
+                 kvq::serial_executor{}, space);
+    CHECK(c.out.x == c.same.x);
+    CHECK(cache.info().recent == 32);
+#pragma GCC diagnostic pop
+}
+
 TEST_CASE("objects that were moved from hold nothing, and are refused") {
     test::generator random(1);
     twins both;
