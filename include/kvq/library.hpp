@@ -136,7 +136,7 @@ public:
     statistics(int32_t layers, int32_t kv_heads, int32_t head_dim, bool products = false)
         : owner(kvq_statistics_create, layers, kv_heads, head_dim, int32_t{products}) {}
     static statistics load(std::span<const std::byte> saved) {
-        return statistics(kvq_statistics_load, saved.data(), saved.size());
+        return {kvq_statistics_load, saved.data(), saved.size()};
     }
 
     void add_keys(int32_t layer, const tensor& k) { call(kvq_statistics_add_keys, layer, &k); }
@@ -157,7 +157,7 @@ public:
 class sequence : public detail::owner<kvq_sequence, kvq_sequence_free> {
 public:
     using owner::owner;
-    sequence fork() const { return sequence(kvq_sequence_fork, get()); }
+    sequence fork() const { return {kvq_sequence_fork, get()}; }
     int32_t tokens(int32_t layer = KVQ_ALL_LAYERS) const { return ask<int32_t>(kvq_sequence_tokens, layer); }
 
     void prefill(int32_t layer, const tensor& k, const tensor& v, const tensor& q, const tensor& out,
@@ -217,7 +217,7 @@ public:
     using owner::owner;
     explicit cache(kvq_cache_options options) : owner(kvq_cache_create, detail::sized(options)) {}
 
-    sequence new_sequence() { return sequence(kvq_sequence_create, get()); }
+    sequence new_sequence() { return {kvq_sequence_create, get()}; }
     kvq_cache_info info() const { return ask<kvq_cache_info>(kvq_cache_get_info); }
 
     /// name: NULL for the name by which the format was found.
@@ -231,7 +231,7 @@ public:
         return ask<int32_t>(kvq_cache_find_format, role, name);
     }
     format get_format(kvq_role role, int32_t index) const {
-        return format(kvq_cache_get_format, get(), role, index);
+        return {kvq_cache_get_format, get(), role, index};
     }
 
     size_t workspace_bytes(int32_t tokens, int32_t q_heads, int32_t q_tokens, int32_t threads) const {
@@ -277,10 +277,11 @@ public:
         detail::stream from{read};
         kvq_sequence* s = nullptr;
         from.check(kvq_sequence_restore(get(), detail::sized(options), from.read, &from, &s));
-        return sequence(s);
+        sequence restored(s);
+        return restored;
     }
     sequence restore_file(const char* path, kvq_save_options options = {}) {
-        return sequence(kvq_sequence_restore_file, get(), detail::sized(options), path);
+        return {kvq_sequence_restore_file, get(), detail::sized(options), path};
     }
 };
 
@@ -292,7 +293,7 @@ public:
     void accept(std::span<const std::byte> message) {
         call(kvq_receiver_accept, message.data(), message.size());
     }
-    sequence finish(int32_t tokens = -1) { return sequence(kvq_receiver_finish, get(), tokens); }
+    sequence finish(int32_t tokens = -1) { return {kvq_receiver_finish, get(), tokens}; }
 };
 
 // ---- prefix cache and ring -------------------------------------------------------------------------------------------
@@ -352,8 +353,8 @@ public:
     ring(const sequence& s, kvq_ring_options options)
         : owner(kvq_ring_create, s.get(), detail::sized(options)) {}
 
-    ring fork() const { return ring(kvq_ring_fork, get()); }
-    sequence held() const { return sequence(kvq_ring_held, get()); }
+    ring fork() const { return {kvq_ring_fork, get()}; }
+    sequence held() const { return {kvq_ring_held, get()}; }
     positions tokens(int32_t layer = KVQ_ALL_LAYERS) const {
         positions p{};
         call(kvq_ring_tokens, layer, &p.tokens, &p.first_token);

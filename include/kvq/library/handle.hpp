@@ -79,7 +79,7 @@ public:
     explicit owner(Handle* handle) noexcept : handle_(handle) {}
     /// The handle that a function of kvq.h makes.
     template <class... Parameters, class... Arguments>
-    explicit owner(kvq_status (*f)(Parameters...), Arguments... arguments)
+    owner(kvq_status (*f)(Parameters...), Arguments... arguments)
         : handle_(detail::ask<Handle*>(f, arguments...)) {}
     owner(owner&& other) noexcept : handle_(other.release()) {}
     owner& operator=(owner&& other) noexcept {
