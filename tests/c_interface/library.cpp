@@ -245,7 +245,9 @@ TEST_CASE("masks and score modifiers are lambdas, or the types of the headers") 
             for (int i = 0; i < n; ++i)
                 if (first_k + i < 64 || !third{}.mask(q_pos, first_k + i)) scores[i] = kvq::hidden_score;
         }
+        mutable int pages = 0;
         kvq::page_visibility mask_page(int, int, int, int end_k) const {
+            ++pages;
             return end_k <= 64 ? kvq::page_visibility::none : kvq::page_visibility::some;
         }
         void score_row(float* s, int n, int q_head, int q_pos, int first_k) const {
@@ -272,6 +274,7 @@ TEST_CASE("masks and score modifiers are lambdas, or the types of the headers") 
     const kvq::softcap cap{2.0f};
     check(library::mods().use(masking), third{});
     check(library::mods().use(in_rows), all_rows{});
+    CHECK(in_rows.pages > 0);
     check(library::mods().use(cap), cap);
     library::mods m;
     m.window = 50, m.softcap = 2.0f;
