@@ -59,6 +59,10 @@ ALLOWED = {
     "io": CACHE,
     "estimate": CACHE,
     "kvq": CACHE | {"io", "estimate"},
+    # The compiled library from outside: its C interface alone.
+    "kvq.h": set(),
+    "kvq_cuda.h": {"kvq.h"},
+    "library": BASE | {"core", "kvq.h"},
 }
 
 # Headers of others: pattern, and the only paths where it may stand (none: nowhere).
@@ -79,6 +83,8 @@ NOT_IN_UMBRELLA = (
     "io/safetensors", "io/saved_sequence", "io/saved_index", "io/save", "io/restore", "io/file",
     "adapters/prefix_tiers", "adapters/ggml", "adapters/distributed",
 )
+# Headers of the C interface are as long as it is.
+LONG = ("kvq.h", "kvq_cuda.h")
 # Macros of optional instruction sets make two objects of one program see different code under one name.
 ISA_MACRO = re.compile(r"__(AVX|SSE3|SSSE3|SSE4|FMA__|F16C__|BMI|ARM_FEATURE)\w*")
 ISA_ALLOWED = ("backends/simd", "config")
@@ -98,7 +104,7 @@ def layer_of(path):
 def read(root):
     """path -> lines without comments."""
     files = {}
-    for path in sorted([*root.rglob("*.hpp"), *root.rglob("*.cuh")]):
+    for path in sorted([*root.rglob("*.h"), *root.rglob("*.hpp"), *root.rglob("*.cuh")]):
         text = path.read_text()
         without_blocks = re.sub(r"/\*.*?\*/", lambda m: "\n" * m.group().count("\n"), text, flags=re.S)
         files[path.relative_to(root).as_posix()] = [re.sub(r"//.*", "", line) for line in without_blocks.split("\n")]
@@ -115,7 +121,7 @@ def check(root):
         if layer is None:
             errors.append(f"{path}: belongs to no layer (see ALLOWED in check_includes.py)")
             continue
-        if len(lines) - 1 > MAX_LINES:
+        if len(lines) - 1 > MAX_LINES and path not in LONG:
             errors.append(f"{path}: {len(lines) - 1} lines, more than {MAX_LINES}")
 
         for number, line in enumerate(lines, 1):

@@ -25,6 +25,7 @@ public:
 /// No memory, or the byte budget of a page pool would be exceeded. Nothing was changed.
 class out_of_memory : public std::bad_alloc {
 public:
+    KVQ_INLINE explicit out_of_memory(const char* message) : message_(message) {}
     KVQ_INLINE out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
         : message_("kvq: a page of " + std::to_string(wanted) +
                    " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +

@@ -1,0 +1,17 @@
+# cmake -D NM=... -D OBJECT=... -D ABI=... -P library_calls.cmake: the object of library.cpp calls every function of kvq.h, and kvq/library.hpp is
+# its only way to them.
+execute_process(COMMAND ${NM} -u ${OBJECT} RESULT_VARIABLE status OUTPUT_VARIABLE symbols)
+if(NOT status EQUAL 0)
+  message(FATAL_ERROR "${NM} cannot read ${OBJECT}")
+endif()
+file(STRINGS ${ABI} functions REGEX "^function ")
+list(TRANSFORM functions REPLACE "^function .*[ *](kvq_[a-z0-9_]+)\\(.*" "\\1")
+list(LENGTH functions count)
+if(count LESS 50)
+  message(FATAL_ERROR "${ABI} lists ${count} functions")
+endif()
+string(REGEX MATCHALL "kvq_[a-z0-9_]+" called "${symbols}")
+list(REMOVE_ITEM functions ${called})
+if(functions)
+  message(FATAL_ERROR "kvq/library.hpp lacks \"${functions}\", or tests/c_interface/library.cpp does not call it")
+endif()
