@@ -18,20 +18,20 @@ namespace kvq::inline v0_2 {
 /// Bad argument or state. The message is one sentence that contains the numbers.
 class error : public std::invalid_argument {
 public:
-    KVQ_INLINE explicit error(const char* message) : std::invalid_argument(message) {}
-    KVQ_INLINE explicit error(const std::string& message) : std::invalid_argument(message) {}
+    KVQ_NO_COPY explicit error(const char* message) : std::invalid_argument(message) {}
+    KVQ_NO_COPY explicit error(const std::string& message) : std::invalid_argument(message) {}
 };
 
 /// No memory, or the byte budget of a page pool would be exceeded. Nothing was changed.
 class out_of_memory : public std::bad_alloc {
 public:
-    KVQ_INLINE explicit out_of_memory(const char* message) : message_(message) {}
-    KVQ_INLINE out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
+    KVQ_NO_COPY explicit out_of_memory(const char* message) : message_(message) {}
+    KVQ_NO_COPY out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget)
         : message_("kvq: a page of " + std::to_string(wanted) +
                    " bytes does not fit: " + std::to_string(in_use) + " of a budget of " +
                    std::to_string(budget) + " bytes are in use") {}
     /// The same when the memory was allocated up front: `longest` bytes are free in one range.
-    KVQ_INLINE out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget, std::size_t longest)
+    KVQ_NO_COPY out_of_memory(std::size_t wanted, std::size_t in_use, std::size_t budget, std::size_t longest)
         : out_of_memory(wanted, in_use, budget) {
         message_ += ", and the longest free range has " + std::to_string(longest);
     }

@@ -27,7 +27,7 @@ struct cache_shape {
     int head_dim = 0;
     int value_dim = 0;
 
-    KVQ_HD KVQ_INLINE constexpr int dim(tensor role) const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr int dim(tensor role) const noexcept {
         return role == tensor::key || value_dim == 0 ? head_dim : value_dim;
     }
 };
@@ -38,9 +38,9 @@ struct block_shape {
     int tokens = 0;
     int dim = 0;
 
-    KVQ_HD KVQ_INLINE constexpr int rows() const noexcept { return role == tensor::key ? tokens : dim; }
-    KVQ_HD KVQ_INLINE constexpr int cols() const noexcept { return role == tensor::key ? dim : tokens; }
-    KVQ_HD KVQ_INLINE constexpr std::size_t values() const noexcept {
+    KVQ_HD KVQ_NO_COPY constexpr int rows() const noexcept { return role == tensor::key ? tokens : dim; }
+    KVQ_HD KVQ_NO_COPY constexpr int cols() const noexcept { return role == tensor::key ? dim : tokens; }
+    KVQ_HD KVQ_NO_COPY constexpr std::size_t values() const noexcept {
         return static_cast<std::size_t>(tokens) * static_cast<std::size_t>(dim);
     }
 };

@@ -21,8 +21,8 @@ namespace kvq::inline v0_2 {
 /// What a function of the compiled library reported.
 class library_error : public error {
 public:
-    KVQ_INLINE library_error(kvq_status status, const char* message) : error(message), status_(status) {}
-    KVQ_INLINE kvq_status status() const noexcept { return status_; }
+    KVQ_NO_COPY library_error(kvq_status status, const char* message) : error(message), status_(status) {}
+    KVQ_NO_COPY kvq_status status() const noexcept { return status_; }
 
 private:
     kvq_status status_;
