@@ -115,7 +115,8 @@ TEST_CASE("the worked example of docs/reference/format.md") {
 
 TEST_CASE("a page is its heads' blocks, one after the other") {
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 3, .head_dim = 20, .value_dim = 12};
-    test::typed_cache<kvq::kivi<4>> cache(shape, {.page_tokens = 32, .rollback = 0});
+    test::typed_cache<kvq::kivi<4>, kvq::kivi<4>, kvq::scalar> cache(shape,
+                                                                     {.page_tokens = 32, .rollback = 0});
     std::vector<float> k(32 * 3 * 20), v(32 * 3 * 12);
     for (std::size_t i = 0; i < k.size(); ++i)
         k[i] = static_cast<float>(static_cast<int>(i * 7 % 61) - 30) / 8.0f;

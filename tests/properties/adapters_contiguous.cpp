@@ -312,7 +312,7 @@ TEST_CASE_TEMPLATE("a sequence takes its tokens from contiguous buffers and give
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 12, .value_dim = 5};
-    test::typed_cache<kvq::full<T>, kvq::full<T>, kvq::scalar, T> cache(
+    test::typed_cache<kvq::full<T>, kvq::full<T>, test::usual, T> cache(
         shape, {.sinks = 3, .recent = 4, .page_tokens = 8});
     kvq::contiguous_cache<T> buffers({.heads = 2, .head_dim = 12, .value_dim = 5, .step = 7});
     const test::stream s(random, shape, 50);

@@ -77,7 +77,7 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     using cache_type = test::typed_cache<test::formats<kvq::full<T>, kvq::int8>,
-                                         test::formats<kvq::full<T>, kvq::int8>, kvq::scalar, T>;
+                                         test::formats<kvq::full<T>, kvq::int8>, test::usual, T>;
     for (int round = 0; round < 40; ++round) {
         kvq::cache_shape shape{
             .layers = 2, .kv_heads = random.between(1, 3), .head_dim = random.between(1, 20)};
@@ -162,7 +162,7 @@ TEST_CASE_TEMPLATE("blocks to a sequence and back to slots: as if there had been
 TEST_CASE("tables and mappings are checked as a whole before anything is written") {
     test::generator random(test::seed());
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 4};
-    test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape,
+    test::typed_cache<kvq::full<float>, kvq::full<float>, test::usual, float> cache(shape,
                                                                                     {.page_tokens = 4});
     using memory_type = engine_memory<float>;
     memory_type engine(3, 4, 2, 4, test::order::nhd, memory_type::placing::apart);
@@ -230,7 +230,7 @@ TEST_CASE("tables and mappings are checked as a whole before anything is written
 
 TEST_CASE("more tokens than can be counted are refused before they are gathered") {
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 1 << 16, .head_dim = 1 << 20};
-    test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float> cache(shape,
+    test::typed_cache<kvq::full<float>, kvq::full<float>, test::usual, float> cache(shape,
                                                                                     {.page_tokens = 1});
     auto s = cache.new_sequence();
     float one = 1.0f;

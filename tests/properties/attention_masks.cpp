@@ -256,7 +256,7 @@ TEST_CASE("outputs over parts of the keys and their log-sum-exp make the output 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using cache_type = test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float>;
+    using cache_type = test::typed_cache<kvq::full<float>, kvq::full<float>, test::usual, float>;
     const kvq::cache_shape shape{1, 2, 32};
     for (int round = 0; round < 20; ++round) {
         cache_type cache(shape, {.page_tokens = 32});

@@ -269,7 +269,8 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     using grid = kvq::channel_grid<kvq::grid{.bits = {4}, .group = 64}, kvq::error_feedback<kvq::min_max>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 16};
     const auto statistics = test::random_statistics(random, shape, true);
-    using C = test::typed_cache<test::formats<keys, grid>, kvq::int8>;
+    // Not from kvq::library, whose formats the tests find by name and by what dequantizing needs: feedback is neither.
+    using C = test::typed_cache<test::formats<keys, grid>, kvq::int8, kvq::scalar>;
     const auto make = [&](const kvq::cache_shape& s) {
         C cache(s, {}, typename C::key_table(keys(statistics), grid(statistics)));
     };
@@ -277,7 +278,8 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     for (const kvq::cache_shape& other : {kvq::cache_shape{3, 2, 16}, kvq::cache_shape{2, 4, 16},
                                           kvq::cache_shape{2, 2, 32}, kvq::cache_shape{1, 2, 16}}) {
         CHECK_THROWS_AS(make(other), kvq::error);
-        CHECK_THROWS_AS((test::typed_cache<grid, kvq::int8>(other, {}, grid(statistics))), kvq::error);
+        CHECK_THROWS_AS((test::typed_cache<grid, kvq::int8, kvq::scalar>(other, {}, grid(statistics))),
+                        kvq::error);
     }
 }
 

@@ -84,7 +84,7 @@ TEST_CASE("a refusal names the longest free range") {
               "range has 128");
     }
     CHECK_THROWS_AS(
-        kvq::cache({1, 1, 8}, {.keys = {test::made<kvq::scalar>(kvq::int8{})}, .preallocate = true}),
+        kvq::cache({1, 1, 8}, {.keys = {test::made<test::usual>(kvq::int8{})}, .preallocate = true}),
         kvq::error);
 }
 

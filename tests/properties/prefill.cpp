@@ -430,8 +430,8 @@ TEST_CASE(
         add(test::made<kvq::simd<>>(kvq::int8{}), test::made<kvq::simd<>>(kvq::int8{}));
         add(test::made<kvq::simd<>>(kivi::keys{}), test::made<kvq::simd<>>(kivi::values{}));
         kvq::for_each_preset([&](auto preset) {
-            add(test::made<kvq::scalar>(typename decltype(preset)::keys{}),
-                test::made<kvq::scalar>(typename decltype(preset)::values{}));
+            add(test::made<test::usual>(typename decltype(preset)::keys{}),
+                test::made<test::usual>(typename decltype(preset)::values{}));
         });
         const test::stream s(random, shape, 500);
         auto full = plain.new_sequence();

@@ -22,7 +22,7 @@ namespace {
 
 /// Format 0 loses nothing, so that what a sequence holds can be compared with what was put in.
 using two_widths = test::formats<kvq::full<float>, kvq::affine<8, kvq::per_token<16>>>;
-using test_cache = test::typed_cache<two_widths, two_widths, kvq::scalar, float>;
+using test_cache = test::typed_cache<two_widths, two_widths, test::usual, float>;
 using sequence_type = test_cache::sequence_type;
 using key = std::vector<kvq::token_id>;
 

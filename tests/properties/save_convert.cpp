@@ -196,7 +196,7 @@ TEST_CASE("another cache: what does not fit is named, and convert makes it fit")
         }
 
     // Another window.
-    test::typed_cache<wide, wide, kvq::scalar, float> floats(shape, options);
+    test::typed_cache<wide, wide, test::usual, float> floats(shape, options);
     check_refused(floats, {}, "a window of fp16, the cache one of fp32");
     auto in_floats = restored(floats, file, {.convert = true});
     CHECK(in_floats.tokens(1) == 85);

@@ -14,14 +14,14 @@ namespace self_calibration_tests {
 namespace {
 
 kvq::format low3_of(const kvq::calibration& statistics) {
-    return test::made<kvq::scalar>(kvq::low3::keys(statistics));
+    return test::made_from<test::usual, kvq::low3::keys>(statistics);
 }
-kvq::format fp16() { return test::made<kvq::scalar>(kvq::full<kvq::float16>{}); }
+kvq::format fp16() { return test::made<test::usual>(kvq::full<kvq::float16>{}); }
 
 kvq::cache_options options_with(test::generator& random, const kvq::format& keys) {
     kvq::cache_options options;
     options.keys = {keys};
-    options.values = {test::made<kvq::scalar>(kvq::std4::values{})};
+    options.values = {test::made<test::usual>(kvq::std4::values{})};
     options.sinks = random.pick(std::vector<int>{0, 1, 4});
     options.recent = random.pick(std::vector<int>{0, 7, 40});
     options.rollback = random.pick(std::vector<int>{0, 8, 50});
@@ -100,7 +100,7 @@ TEST_CASE("self calibration: pages that are quantized keep their bytes, later on
     for (int round = 0; round < 6; ++round) {
         const kvq::cache_shape shape = small_shape(random);
         // low3 without statistics has pages of the same size, so that nothing shrinks.
-        const kvq::cache_options options = options_with(random, test::made<kvq::scalar>(kvq::low3::keys{}));
+        const kvq::cache_options options = options_with(random, test::made<test::usual>(kvq::low3::keys{}));
         const int before = random.between(100, 200), total = 400;
         const test::stream s(random, shape, total);
         kvq::cache cache(shape, options);
@@ -185,7 +185,7 @@ TEST_CASE("self calibration: several sequences count together; what fails change
 
     // Pages that the format makes smaller are requantized to it, whatever they were.
     kvq::cache_options wide = options;
-    wide.keys = {test::made<kvq::scalar>(kvq::int8{})};
+    wide.keys = {test::made<test::usual>(kvq::int8{})};
     kvq::cache eight(shape, wide);
     kvq::sequence eights = eight.new_sequence();
     test::append(eights, shape.layers, s, 0, 300);
@@ -206,7 +206,7 @@ TEST_CASE("self calibration: several sequences count together; what fails change
 TEST_CASE("commit_to: sequences that are made later take the format, in these layers") {
     const kvq::cache_shape shape{3, 1, 16, 0};
     kvq::cache_options options;
-    options.keys = {fp16(), test::made<kvq::scalar>(kvq::int8{})};
+    options.keys = {fp16(), test::made<test::usual>(kvq::int8{})};
     kvq::cache cache(shape, options);
     const kvq::sequence before = cache.new_sequence();
     cache.commit_to(kvq::tensor::key, 1, 1, 2);

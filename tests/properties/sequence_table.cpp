@@ -22,7 +22,7 @@ constexpr int layers = 2, kv_heads = 2, q_heads = 4, dim = 16, value_dim = 24, i
 constexpr double base = 1000.0;
 const kvq::cache_shape shape{layers, kv_heads, dim, value_dim};
 
-kvq::format fp32() { return test::made<kvq::scalar>(kvq::full<float>{}); }
+kvq::format fp32() { return test::made<test::usual>(kvq::full<float>{}); }
 
 kvq::cache_options exact_options() {
     kvq::cache_options o;
@@ -36,9 +36,9 @@ kvq::cache_options exact_options() {
 }
 kvq::cache_options std4_options() {
     kvq::cache_options o = exact_options();
-    o.keys = {test::made<kvq::scalar>(kvq::std4::keys{})};
-    o.values = {test::made<kvq::scalar>(kvq::std4::values{})};
-    o.window = test::made<kvq::scalar>(kvq::full<kvq::float16>{});
+    o.keys = {test::made<test::usual>(kvq::std4::keys{})};
+    o.values = {test::made<test::usual>(kvq::std4::values{})};
+    o.window = test::made<test::usual>(kvq::full<kvq::float16>{});
     return o;
 }
 

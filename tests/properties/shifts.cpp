@@ -529,7 +529,7 @@ TEST_CASE("attention is that of a cache that was built in the new order, and of 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using cache_type = test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float>;
+    using cache_type = test::typed_cache<kvq::full<float>, kvq::full<float>, test::usual, float>;
     for (int round = 0; round < 20; ++round) {
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 24, .value_dim = 40};
         const std::vector<rotary_kind> rotary{rotary_of(random, shape.head_dim)};
@@ -799,7 +799,7 @@ TEST_CASE("a restored sequence shares the pages that the saved one shared") {
     options.rotary = {rotary};
     auto wide = options;
     wide.page_tokens = 32;
-    using plain = test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float>;
+    using plain = test::typed_cache<kvq::full<float>, kvq::full<float>, test::usual, float>;
     plain exact(shape, options), other(shape, wide);
     auto moved = exact.new_sequence();
     test::append(moved, 1, text, 0, 150);

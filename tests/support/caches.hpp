@@ -26,8 +26,8 @@ using mixed_cache = test::typed_cache<
 using custom_cache =
     test::typed_cache<test::formats<odd_keys, magnitude_bytes>, test::formats<magnitude_bytes, odd_values>>;
 /// The other two windows.
-using product_cache = test::typed_cache<product_scheme<7>, product_scheme<7>, kvq::scalar, float>;
-using rotated_cache = test::typed_cache<rotated, rotated, kvq::scalar, kvq::bfloat16>;
+using product_cache = test::typed_cache<product_scheme<7>, product_scheme<7>, test::usual, float>;
+using rotated_cache = test::typed_cache<rotated, rotated, test::usual, kvq::bfloat16>;
 using plain_cache = test::typed_cache<kvq::full<kvq::float16>>;
 /// Stored bounds for keys of every kind that has no others: codes, values, behind a transform, of a user; and keys that have them.
 using bounded_cache = test::typed_cache<

@@ -3,6 +3,7 @@
 // sources with the same flags, which are compiled for the library anyway. KVQ_TEST_LIBRARY, from CMake, names the instruction set.
 #pragma once
 
+#include <kvq/backends/scalar.hpp>
 #include <kvq/format/format.hpp>
 #include <kvq/schemes/full.hpp>
 #include <kvq/schemes/int8.hpp>
@@ -10,12 +11,22 @@
 #include <kvq/schemes/presets.hpp>
 #if defined(KVQ_TEST_LIBRARY)
 #include <cstring>
-#include <kvq/backends/simd/arch.hpp>
+#include <kvq/backends/simd.hpp>
 #include <kvq/format/builtin_format.hpp>
 #include <stdexcept>
 #endif
 
 namespace test {
+
+/// The backend of tests of what lies above a block: formats of kvq::library as far as they are built in, all others and all formats of
+/// programs without the library are those of kvq::scalar.
+struct usual {
+#if defined(KVQ_TEST_LIBRARY)
+    using lanes = kvq::simd<kvq::arch::KVQ_TEST_LIBRARY>::lanes;
+#else
+    using lanes = kvq::scalar::lanes;
+#endif
+};
 
 template <class Scheme>
 inline constexpr bool built_in = false;
@@ -58,6 +69,7 @@ inline constexpr bool built_in<kvq::low2::values> = true;
 template <class Backend>
 constexpr bool library_has() {
 #if defined(KVQ_TEST_LIBRARY)
+    if constexpr (std::is_same_v<Backend, usual>) return true;
     if constexpr (requires { typename Backend::architecture; })
         return std::is_same_v<typename Backend::architecture, kvq::arch::KVQ_TEST_LIBRARY> &&
                Backend::query_bytes == 2;

@@ -27,6 +27,9 @@ kvq::format made_once(const Scheme& scheme) {
         return from_library(scheme);
     else
 #endif
+        if constexpr (std::is_same_v<Backend, usual>)
+        return made_once<kvq::scalar>(scheme);
+    else
         return kvq::make_format<Backend>(scheme);
 }
 template <class Scheme>
@@ -43,7 +46,7 @@ kvq::format made_from(const kvq::calibration& statistics) {
         return from_library(Scheme(statistics), statistics.save());
     else
 #endif
-        return kvq::make_format<Backend>(Scheme(statistics));
+        return made_once<Backend>(Scheme(statistics));
 }
 /// Stands for the format of a scheme with stored bounds of keys.
 template <class Scheme>
@@ -154,7 +157,7 @@ struct protected_layers {
     using values = formats<typename Inner::values, typename Outer::values>;
 };
 
-template <class Keys, class Values = Keys, class Backend = kvq::scalar, class Window = kvq::float16>
+template <class Keys, class Values = Keys, class Backend = usual, class Window = kvq::float16>
 class typed_cache : public kvq::cache {
 public:
     using key_table = typename detail::schemes_of<Keys, kvq::tensor::key>::type;

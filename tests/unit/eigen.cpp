@@ -12,7 +12,7 @@ namespace {
 
 constexpr kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 6};
 constexpr int tokens = 20, features = 12;
-using window_cache = test::typed_cache<kvq::full<float>, kvq::full<float>, kvq::scalar, float>;
+using window_cache = test::typed_cache<kvq::full<float>, kvq::full<float>, test::usual, float>;
 
 template <class Matrix>
 Matrix filled(int rows, int cols, unsigned seed) {

@@ -80,7 +80,7 @@ TEST_CASE("a cache of impossible shape or options is not made") {
     check_message([&] { make(good, {.layers = {{}, {}, {}}}); }, {"3 layers", "2"});
     check_message([&] { make(good, {.layers = {{.key = 2}, {}}}); }, {"key format 2", "2 listed"});
     check_message([&] { make(good, {.layers = {{}, {.value = -1}}}); }, {"value format -1", "2 listed"});
-    check_message([&] { test::typed_cache<ragged_blocks, ragged_blocks, kvq::scalar> c(good); },
+    check_message([&] { test::typed_cache<ragged_blocks, ragged_blocks, test::usual> c(good); },
                   {"key format 0", "24 bytes"});
 }
 
