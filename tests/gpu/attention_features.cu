@@ -215,8 +215,8 @@ void check_repeatable() {
 /// Launches that share the device, so that blocks of one wait for multiprocessors of the other, and for parts of their items.
 void check_side_by_side() {
     test::rng r(9);
-    const test::quantized_batch<quantized> one(r, kv_heads, {20000}),
-        many(r, kv_heads, {3000, 1, 9000, 700, 64, 5000, 2});
+    const test::quantized_batch<quantized> one(r, kv_heads, {test::many(20000)}),
+        many(r, kv_heads, {test::many(3000), 1, test::many(9000), 700, 64, test::many(5000), 2});
     const test::device_batch<quantized> devices[2] = {test::device_batch<quantized>(one),
                                                       test::device_batch<quantized>(many)};
     const int n[2] = {1, 7};
@@ -267,7 +267,8 @@ void check_side_by_side() {
 void check_early() {
     test::rng r(6);
     std::vector<int> lengths;
-    for (int i = 0; i < 60; ++i) lengths.push_back(test::uniform(r, 1, 5) * test::uniform(r, 1, 200));
+    for (int i = 0; i < test::many(60); ++i)
+        lengths.push_back(test::uniform(r, 1, 5) * test::uniform(r, 1, 200));
     const test::quantized_batch<window> batch(r, kv_heads, lengths);
     const test::device_batch<window> device(batch);
     const int n = static_cast<int>(lengths.size());

@@ -26,9 +26,11 @@ using namespace std::chrono_literals;
 
 namespace {
 
-constexpr int dim = 64, layers = 2, page_size = 32;
-using kivi4 = cuda::kivi_format<4, 32, dim, page_size>;
+// Emulated, the formats of c_cuda, whose kernels are compiled anyway.
+constexpr int dim = 64, layers = 2, page_size = test::emulated_or(64, 32);
+using kivi4 = cuda::kivi_format<4, page_size, dim, page_size>;
 using wide = cuda::format<int8, int8, dim, page_size>;
+const std::string kivi4_name = "kivi-4-g" + std::to_string(page_size);
 
 const cuda::device_format& compiled() {
     static const cuda::device_format f = cuda::make_device_format<float16, kivi4, wide>();
@@ -108,7 +110,7 @@ struct held_cache {
     cudaStream_t stream;
 
     held_cache(int h, const page_geometry& g, cudaStream_t s, int batch = 4, int max_tokens = 3000,
-               std::vector<std::string> formats = {"kivi-4-g32", "int8"})
+               std::vector<std::string> formats = {kivi4_name, "int8"})
         : heads(h), stream(s) {
         cuda::cache_options o;
         o.formats = std::move(formats);
@@ -585,7 +587,7 @@ void check_prompts(int ranks) {
         c.home = below(ranks);
         c.weights[at(c.home)] = 1 + below(3);
         c.group = 1 << below(4);
-        c.unit = 32 << below(3);
+        c.unit = page_size << below(3);
         c.softcap = seed % 3 == 0 ? 20.0f : 0.0f;
         c.broken = seed % 2 == 0;
         for (const int most : {500, 40, 3, 300}) c.chunks.push_back(1 + below(most));
@@ -613,7 +615,7 @@ void check_prompt_refusals() {
         REFUSED(prompt.prefill(0, none, none, none, out, {}, stream), "no chunk");
         REFUSED(prompt.begin(own.cache, id, other, 5, stream), "among 3 ranks does not fit 2 ranks");
         REFUSED(prompt.begin(wrong.cache, id, split, 5, stream),
-                "has 3 sinks, 40 recent tokens and pages of 32");
+                ("has 3 sinks, 40 recent tokens and pages of " + std::to_string(page_size)).c_str());
         REFUSED(prompt.begin(own.cache, id, split, 0, stream), "a chunk of 0 tokens");
         REFUSED(prompt.begin(own.cache, id, split, 8000, stream), "max_tokens is 3000");
         RANK_CHECK(split.tokens() == 0 && own.cache.tokens(id) == 0, "a refused chunk has %d tokens",
@@ -841,11 +843,11 @@ void check_refusals() {
             RANK_CHECK(id == cuda::sequence_id{} && c.used_pages() == 0, "a refused sequence has left pages");
         });
     };
-    attempt({4, 40, page_size}, {"kivi-4-g32"}, "", 200,
-            "rank 1 refuses the sequence: kvq: a sequence of 300", "max_tokens is 200");
-    attempt({4, 41, page_size}, {"kivi-4-g32"}, "", 3000, "sinks, page_tokens and recent",
+    attempt({4, 40, page_size}, {kivi4_name}, "", 200, "rank 1 refuses the sequence: kvq: a sequence of 300",
+            "max_tokens is 200");
+    attempt({4, 41, page_size}, {kivi4_name}, "", 3000, "sinks, page_tokens and recent",
             "rank 0 cannot send the sequence: kvq: sinks");
-    attempt({3, 40, page_size}, {"kivi-4-g32"}, "", 3000, "sinks, page_tokens and recent",
+    attempt({3, 40, page_size}, {kivi4_name}, "", 3000, "sinks, page_tokens and recent",
             "rank 0 cannot send");
 }
 

@@ -391,12 +391,12 @@ int main() {
 #endif
     check_format<cuda::preset_format<std4, 128, 128>, float16>("std4", few);
     check_format<cuda::format<int8, int8, 128, 64>, float16>("int8", few);
-    check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 64>, bfloat16>("bf16");
+    check_format<cuda::format<full<bfloat16>, full<bfloat16>, 128, 64>, bfloat16>("bf16", few);
     check_format<
         cuda::format<channel_grid<kvq::grid{.bits = {8, 5, 2, 0}, .average_eighths = 28, .group = 32},
                                   min_max, params<float16>>,
                      int8, 96, 32>,
-        bfloat16>("8, 5, 2 and 0 bits, groups of 32, head_dim 96");
+        bfloat16>("8, 5, 2 and 0 bits, groups of 32, head_dim 96", few);
 #endif
 #if !defined(PART) || PART == 1
     check_format<cuda::kivi_format<2, 32, 64, 32>, float16>("kivi-2-g32, head_dim 64");

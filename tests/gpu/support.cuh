@@ -9,10 +9,12 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <kvq/backends/cuda/cache_ref.cuh>
@@ -244,16 +246,43 @@ private:
         return std::make_shared<const kvq::width_plan>(std::move(plan));
     }
 
+    struct block {
+        std::vector<std::byte> bytes;
+        std::vector<float> dequantized;
+    };
     template <class S>
-    static void code(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, std::byte* block,
+    static block random_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s,
+                              float size) {
+        block made{std::vector<std::byte>(scheme.block_bytes(s)), tensor_values(r, s.tokens, s.dim)};
+        for (float& number : made.dequantized) number *= size;
+        scheme.quantize(s, id, made.dequantized.data(), made.bytes.data());
+        scheme.dequantize(s, id, made.bytes.data(), made.dequantized.data());
+        return made;
+    }
+    /// Emulated, where the CPU would quantize for longer than kernels run, blocks are drawn from a few, but for formats with plans.
+    template <class S>
+    static block one_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, float size) {
+        constexpr int few = emulated_or(20, 0);
+        if constexpr (few > 0 && !kvq::cuda::detail::is_mixed<typename F::keys>) {
+            static std::map<std::pair<kvq::tensor, float>, std::vector<block>> all;
+            std::vector<block>& made = all[{s.role, size}];
+            const auto i = static_cast<std::size_t>(few - uniform(r, 1, few));
+            if (i < made.size()) return made[i];
+            made.push_back(random_block(scheme, id, r, s, size));
+            return made.back();
+        }
+        return random_block(scheme, id, r, s, size);
+    }
+
+    template <class S>
+    static void code(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, std::byte* to,
                      float* dequantized, int first, int n, float size) {
-        std::vector<float> x = tensor_values(r, s.tokens, s.dim);
-        for (float& number : x) number *= size;
-        scheme.quantize(s, id, x.data(), block);
-        scheme.dequantize(s, id, block, x.data());
+        const block b = one_block(scheme, id, r, s, size);
+        std::copy(b.bytes.begin(), b.bytes.end(), to);
         const int used = std::min(s.tokens, n - first);
-        std::copy(x.begin(), x.begin() + used * s.dim, dequantized + static_cast<std::size_t>(first) * s.dim);
-        poison_tokens<S>(s, block, used);
+        std::copy(b.dequantized.begin(), b.dequantized.begin() + used * s.dim,
+                  dequantized + static_cast<std::size_t>(first) * s.dim);
+        poison_tokens<S>(s, to, used);
     }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <functional>
 #include <mutex>
 #include <type_traits>
 
@@ -394,13 +395,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (cudaStreamQuery(config->stream) != cudaSuccess) return cudaSuccess;
     emulated_late.finish_before(config->stream);
     const std::lock_guard lock(emulated_kernels);
-    const auto launch = [=, grid = config->gridDim, threads = config->blockDim,
+    const auto launch = [call = [=] { kernel(static_cast<const std::decay_t<Parameters>&>(arguments)...); },
+                         grid = config->gridDim, threads = config->blockDim,
                          shared_bytes = config->dynamicSmemBytes] {
-        for (unsigned z = 0; z < grid.z; ++z)
-            for (unsigned y = 0; y < grid.y; ++y)
-                for (unsigned x = 0; x < grid.x; ++x)
-                    emulated::run_block({x, y, z}, grid, threads, shared_bytes,
-                                        [&] { kernel(static_cast<const std::decay_t<Parameters>&>(arguments)...); });
+        using kernel_call = decltype(call);
+        emulated::run_grid(
+            grid, threads, shared_bytes, [](const void* c) { (*static_cast<const kernel_call*>(c))(); },
+            &call);
     };
     if (config->stream != nullptr && config->stream->capture != nullptr)
         config->stream->capture->push_back(launch);

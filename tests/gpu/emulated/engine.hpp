@@ -11,8 +11,7 @@
 // Source: the programming model of the CUDA C++ Programming Guide; fibers by Boost.Context.
 #pragma once
 
-#include <boost/context/fiber.hpp>
-#include <boost/context/pooled_fixedsize_stack.hpp>
+#include <boost/context/detail/fcontext.hpp>
 
 #include <algorithm>
 #include <cstddef>
@@ -20,7 +19,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -46,30 +44,75 @@ struct async_copy {
     std::size_t bytes;  // the others of 16 are zeros
 };
 
+/// Copies of a thread that are under way, in groups.
+class async_copies {
+public:
+    void add(const async_copy& c) { copies_.push_back(c); }
+    void end_group() { ends_.push_back(copies_.size()); }
+    /// Until at most this many groups are under way.
+    void wait(std::size_t pending) {
+        while (ends_.size() - finished_groups_ > pending) {
+            const std::size_t end = ends_[finished_groups_++];
+            for (; finished_ < end; ++finished_) {
+                const async_copy& c = copies_[finished_];
+                std::byte piece[16] = {};
+                if (c.bytes != 0) std::memcpy(piece, c.from, c.bytes);
+                std::memcpy(c.to, piece, sizeof piece);
+            }
+        }
+        if (none()) {
+            copies_.clear();
+            ends_.clear();
+            finished_ = finished_groups_ = 0;
+        }
+    }
+    bool none() const { return finished_ == copies_.size() && finished_groups_ == ends_.size(); }
+
+private:
+    std::vector<async_copy> copies_;
+    std::vector<std::size_t> ends_;  // of groups
+    std::size_t finished_ = 0, finished_groups_ = 0;
+};
+
+struct thread_state;
+
 struct warp_state {
     // Words of the lanes, in turn for every other meeting: nobody overwrites what others still read.
     std::uint32_t words[2][warp_size][exchange_words];
+    thread_state *first, *end;
+    int live, waiting;  // threads that have not ended, that wait at barriers
+    meeting at;         // of the threads that have met so far
 };
 
+using context = boost::context::detail::fcontext_t;
+
+/// Threads have the fibers of those of the same number of the block before.
 struct thread_state {
-    boost::context::fiber fiber, scheduler;
+    std::unique_ptr<std::byte[]> stack;
+    context own = nullptr;  // where it goes on
     dim3 index;
     int number = 0, lane = 0;
     warp_state* warp = nullptr;
-    meeting at = meeting::none;
     bool done = false;
     int turn = 0;  // of warp_state::words
-    // At a barrier: its number, how many threads it waits for (0: all of the block), the thread's vote, and the result.
-    bool waits = false;
-    int barrier = 0, awaited = 0, value = 0;
-    int any = 0, all = 1;
-    std::vector<async_copy> open;
-    std::vector<std::vector<async_copy>> groups;  // of copies, the oldest first
+    // At a barrier: its number, and what it has found out.
+    bool waits = false, any = false, all = false;
+    int barrier = 0;
+    async_copies copies;
+};
+
+struct barrier_state {
+    int there = 0, awaited = 0;  // 0: all threads of the block
+    bool any = false, all = true;
 };
 
 struct block_state {
-    std::vector<thread_state> threads;
     std::vector<warp_state> warps;
+    barrier_state barriers[emulated::barriers];
+    int live = 0;
+    void (*run)(const void* kernel) = nullptr;
+    const void* kernel = nullptr;
+    context scheduler = nullptr;
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
@@ -86,138 +129,170 @@ inline thread_local std::size_t used_shared_memory =
     std::exit(3);
 }
 
+/// Goes on at `next`; comes back when somebody goes on at `own`.
+inline void go_on(context& own, context next) {
+    const boost::context::detail::transfer_t from = boost::context::detail::jump_fcontext(next, &own);
+    *static_cast<context*>(from.data) = from.fctx;
+}
+
+/// The current thread waits or has ended: the next one of its warp runs. After the last one either the first one goes on, behind what all
+/// have met at, or the block's next warp does.
+inline void next_thread() {
+    thread_state& own = *thread;
+    warp_state& warp = *own.warp;
+    thread_state* next = &own + 1;
+    while (next != warp.end && next->done) ++next;
+    if (next == warp.end) {
+        if (warp.at == meeting::none || warp.at == meeting::block) return go_on(own.own, block->scheduler);
+        if (warp.live < warp.end - warp.first) fail("a warp waits for threads that have ended");
+        warp.at = meeting::none;
+        next = warp.first;
+    }
+    if (next == &own) return;
+    thread = next;
+    threadIdx = next->index;
+    go_on(own.own, next->own);
+}
+
 /// The current thread waits for the others of its warp or block.
 inline void meet(meeting at) {
-    thread->at = at;
-    thread->scheduler = std::move(thread->scheduler).resume();
+    warp_state& warp = *thread->warp;
+    if (warp.at != meeting::none && warp.at != at) fail("threads of a warp meet at different instructions");
+    warp.at = at;
+    next_thread();
 }
 
 /// The current thread waits for others of the block; `value` is its vote.
 inline void wait_at_barrier(int number, int threads, int value = 0) {
+    barrier_state& b = block->barriers[number];
+    if (b.there > 0 && b.awaited != threads)
+        fail("threads at a barrier wait for different numbers of others");
+    ++b.there;
+    b.awaited = threads;
+    b.any = b.any || value != 0;
+    b.all = b.all && value != 0;
     thread->barrier = number;
-    thread->awaited = threads;
-    thread->value = value;
     thread->waits = true;
+    ++thread->warp->waiting;
     meet(meeting::block);
 }
 
 /// All lanes' words at a meeting of the warp.
 using exchanged = const std::uint32_t (*)[exchange_words];
-template <class... Words>
-exchanged exchange(meeting at, Words... words) {
-    static_assert(sizeof...(Words) <= exchange_words);
+template <class Number, std::size_t Count>
+exchanged exchange_numbers(meeting at, const Number (&own)[Count]) {
+    static_assert(Count <= exchange_words && sizeof(Number) == 4);
     thread_state& t = *thread;
     auto& of_warp = t.warp->words[t.turn];
     t.turn ^= 1;
-    const std::uint32_t own[] = {static_cast<std::uint32_t>(words)...};
     std::memcpy(of_warp[t.lane], own, sizeof own);
     meet(at);
     return of_warp;
 }
-
-inline void finish_copies(std::vector<async_copy>& copies) {
-    for (const async_copy& c : copies) {
-        std::byte piece[16] = {};
-        if (c.bytes != 0) std::memcpy(piece, c.from, c.bytes);
-        std::memcpy(c.to, piece, sizeof piece);
-    }
-    copies.clear();
+template <class... Words>
+exchanged exchange(meeting at, Words... words) {
+    const std::uint32_t own[] = {static_cast<std::uint32_t>(words)...};
+    return exchange_numbers(at, own);
 }
 
-/// Runs the threads from `first` on until all of the warp stand at a barrier of the block or have ended. Did any run?
-inline bool run_warp(std::vector<thread_state>& threads, std::size_t first, std::size_t last) {
-    bool can = false;
-    for (std::size_t i = first; i < last; ++i) {
-        if (threads[i].waits) return false;
-        can = can || !threads[i].done;
-    }
-    while (can) {
-        meeting at = meeting::none;
-        std::size_t ended = 0;
-        for (std::size_t i = first; i < last; ++i) {
-            thread_state& t = threads[i];
-            if (!t.done) {
-                thread = &t;
-                threadIdx = t.index;
-                t.fiber = std::move(t.fiber).resume();
-            }
-            if (t.done) {
-                ++ended;
-                continue;
-            }
-            if (at != meeting::none && at != t.at) fail("threads of a warp meet at different instructions");
-            at = t.at;
+/// Lets threads at barriers go on whose others are there.
+inline void open_barriers(thread_state* first, thread_state* end) {
+    for (int number = 0; number < barriers; ++number) {
+        barrier_state& b = block->barriers[number];
+        if (b.there == 0 || b.there != (b.awaited == 0 ? block->live : b.awaited)) continue;
+        for (thread_state* t = first; t != end; ++t) {
+            if (!t->waits || t->barrier != number) continue;
+            t->waits = false;
+            t->any = b.any;
+            t->all = b.all;
+            --t->warp->waiting;
         }
-        if (at == meeting::none || at == meeting::block) return true;
-        if (ended > 0) fail("a warp waits for threads that have ended");
+        b = {};
     }
-    return false;
 }
 
-/// Lets the threads at a barrier go on if all that it waits for are there.
-inline void open_barrier(std::vector<thread_state>& threads, int number) {
-    std::size_t there = 0, left = 0, awaited = 0;
-    int any = 0, all = 1;
-    for (const thread_state& t : threads) {
-        left += t.done ? 0 : 1;
-        if (!t.waits || t.barrier != number) continue;
-        if (there > 0 && awaited != static_cast<std::size_t>(t.awaited))
-            fail("threads at a barrier wait for different numbers of others");
-        awaited = static_cast<std::size_t>(t.awaited);
-        ++there;
-        any |= t.value != 0;
-        all &= t.value != 0;
+/// A fiber: a thread of every block.
+inline void run_threads(boost::context::detail::transfer_t from) {
+    *static_cast<context*>(from.data) = from.fctx;
+    while (true) {
+        block->run(block->kernel);
+        thread->done = true;
+        --thread->warp->live;
+        --block->live;
+        next_thread();
     }
-    if (there == 0 || there != (awaited == 0 ? left : awaited)) return;
-    for (thread_state& t : threads)
-        if (t.waits && t.barrier == number) t.waits = false, t.any = any, t.all = all;
 }
 
-template <class Kernel>
-void run_block(const dim3& index, const dim3& grid, const dim3& size, std::size_t shared_bytes,
-               const Kernel& kernel) {
-    static boost::context::pooled_fixedsize_stack stacks(256 * 1024);
-    block_state own;
+inline void make_fiber(thread_state& t) {
+    // Frames of different threads lie in different lines of the caches.
+    constexpr std::size_t size = 256 * 1024, line = 64, lines = 17, offsets = 64;
+    t.stack.reset(new std::byte[size + offsets * lines * line]);
+    const std::size_t offset = static_cast<std::size_t>(t.number) % offsets * lines * line;
+    t.own = boost::context::detail::make_fcontext(t.stack.get() + offset + size, size, run_threads);
+}
+
+/// Runs a block, whose threads call run(kernel).
+inline void run_block(const dim3& index, const dim3& grid, const dim3& size, std::size_t shared_bytes,
+                      void (*run)(const void* kernel), const void* kernel) {
+    constexpr std::size_t most_threads = 1024;
+    // They are never freed: exit() may be called on a fiber.
+    static thread_state* const first = new thread_state[most_threads];
+    static block_state own;
     block = &own;
     spoil_shared_memory(std::max(shared_bytes, std::exchange(used_shared_memory, shared_bytes)));
     blockIdx = index;
     blockDim = size;
     gridDim = grid;
     const std::size_t count = std::size_t{size.x} * size.y * size.z;
-    own.threads.resize(count);
+    if (count > most_threads) fail("too many threads");
+    thread_state* const end = first + count;
     own.warps.resize((count + warp_size - 1) / warp_size);
-    std::memset(own.warps.data(), 0xff, own.warps.size() * sizeof(warp_state));
+    std::memset(static_cast<void*>(own.warps.data()), 0xff, own.warps.size() * sizeof(warp_state));
+    own.live = static_cast<int>(count);
+    own.run = run;
+    own.kernel = kernel;
+    for (std::size_t i = 0; i < own.warps.size(); ++i) {
+        warp_state& w = own.warps[i];
+        w.first = first + i * warp_size;
+        w.end = std::min(w.first + warp_size, end);
+        w.live = static_cast<int>(w.end - w.first);
+        w.waiting = 0;
+        w.at = meeting::none;
+    }
     for (std::size_t i = 0; i < count; ++i) {
-        thread_state& t = own.threads[i];
+        thread_state& t = first[i];
         t.number = static_cast<int>(i);
         t.lane = t.number % warp_size;
         t.index = {static_cast<unsigned>(i) % size.x, static_cast<unsigned>(i) / size.x % size.y,
                    static_cast<unsigned>(i) / size.x / size.y};
         t.warp = &own.warps[i / warp_size];
-        t.fiber =
-            boost::context::fiber(std::allocator_arg, stacks, [&t, &kernel](boost::context::fiber&& from) {
-                t.scheduler = std::move(from);
-                kernel();
-                t.done = true;
-                return std::move(t.scheduler);
-            });
+        t.done = t.waits = false;
+        t.turn = 0;
+        if (t.own == nullptr) make_fiber(t);
     }
-    const auto left = [&] {
-        for (const thread_state& t : own.threads)
-            if (!t.done) return true;
-        return false;
-    };
-    while (left()) {
-        bool ran = false;
-        for (std::size_t first = 0; first < count && !ran; first += warp_size)
-            ran = run_warp(own.threads, first, first + warp_size < count ? first + warp_size : count);
-        if (!ran) fail("threads wait at barriers for each other");
-        for (int barrier = 0; barrier < barriers; ++barrier) open_barrier(own.threads, barrier);
+    while (own.live > 0) {
+        const auto warp = std::find_if(own.warps.begin(), own.warps.end(),
+                                       [](const warp_state& w) { return w.live > 0 && w.waiting == 0; });
+        if (warp == own.warps.end()) fail("threads wait at barriers for each other");
+        warp->at = meeting::none;
+        thread = warp->first;
+        while (thread->done) ++thread;
+        threadIdx = thread->index;
+        go_on(own.scheduler, thread->own);
+        open_barriers(first, end);
     }
-    for (const thread_state& t : own.threads)
-        if (!t.open.empty() || !t.groups.empty()) fail("copies are still under way at the end of the kernel");
+    for (const thread_state* t = first; t != end; ++t)
+        if (!t->copies.none()) fail("copies are still under way at the end of the kernel");
     block = nullptr;
     thread = nullptr;
+}
+
+/// Every block of a kernel, one after the other.
+inline void run_grid(const dim3& grid, const dim3& size, std::size_t shared_bytes,
+                     void (*run)(const void* kernel), const void* kernel) {
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x = 0; x < grid.x; ++x) run_block({x, y, z}, grid, size, shared_bytes, run, kernel);
 }
 
 }  // namespace emulated

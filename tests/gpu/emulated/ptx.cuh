@@ -3,6 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 #include "../../core/float_formats.hpp"
 
 namespace kvq::inline KVQ_TAGGED::cuda::detail {
@@ -19,35 +23,74 @@ inline const bool spoils = [] {
     return true;
 }();
 
-/// D[16][8] += A[16][8 words] B[8][8 words]; product(a, b) of two words.
-template <class Sum, class Product>
-void multiply_tiles(Sum (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
-                    std::uint32_t b0, std::uint32_t b1, const Product& product) {
+/// 16 bytes and 16 others as 16-bit numbers, their products added up in fours.
+struct sixteen_bytes {
+#ifdef __SSE2__
+    __m128i low, high;  // 16 bits each
+
+    template <class T>
+    static sixteen_bytes load(const std::uint32_t* a, const std::uint32_t* b, const std::uint32_t* c,
+                              const std::uint32_t* d) {
+        const __m128i x = _mm_set_epi32(static_cast<int>(*d), static_cast<int>(*c), static_cast<int>(*b),
+                                        static_cast<int>(*a)),
+                      zero = _mm_setzero_si128();
+        const __m128i above = std::is_signed_v<T> ? _mm_cmpgt_epi8(zero, x) : zero;
+        return {_mm_unpacklo_epi8(x, above), _mm_unpackhi_epi8(x, above)};
+    }
+    __m128i times(const sixteen_bytes& b) const {
+        return _mm_add_epi32(_mm_madd_epi16(low, b.low), _mm_madd_epi16(high, b.high));
+    }
+    static int sum(__m128i a, __m128i b) {
+        const __m128i four = _mm_add_epi32(a, b), two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+        return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+    }
+#else
+    int numbers[16];
+
+    template <class T>
+    static sixteen_bytes load(const std::uint32_t* a, const std::uint32_t* b, const std::uint32_t* c,
+                              const std::uint32_t* d) {
+        sixteen_bytes x;
+        const std::uint32_t words[] = {*a, *b, *c, *d};
+        for (int i = 0; i < 16; ++i) x.numbers[i] = static_cast<T>(words[i / 4] >> 8 * (i % 4));
+        return x;
+    }
+    int times(const sixteen_bytes& b) const {
+        int sum = 0;
+        for (int i = 0; i < 16; ++i) sum += numbers[i] * b.numbers[i];
+        return sum;
+    }
+    static int sum(int a, int b) { return a + b; }
+#endif
+};
+
+/// D[16][8] += A[16][8 words] B[8][8 words] of bytes.
+template <class A, class B>
+void multiply_bytes(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
+                    std::uint32_t b0, std::uint32_t b1) {
     const int g = emulated::thread->lane / 4, t = emulated::thread->lane % 4;
     const auto words = emulated::exchange(emulated::meeting::product, a0, a1, a2, a3, b0, b1);
-    for (int i = 0; i < 4; ++i) {
-        const int column = 2 * t + i % 2, lower = i / 2;
-        decltype(product(a0, b0)) sum = 0;
-        for (int k = 0; k < 4; ++k) {
-            const std::uint32_t *const a = words[4 * g + k], *const b = words[4 * column + k];
-            sum += product(a[lower], b[4]) + product(a[2 + lower], b[5]);
+    sixteen_bytes a[2][2], b[2][2];  // of two rows and two columns, in two halves
+    for (int i = 0; i < 2; ++i)
+        for (int half = 0; half < 2; ++half) {
+            const auto *const row = words + 4 * g, *const column = words + 4 * (2 * t + i);
+            const int of_a = i + 2 * half, of_b = 4 + half;
+            a[i][half] = sixteen_bytes::load<A>(row[0] + of_a, row[1] + of_a, row[2] + of_a, row[3] + of_a);
+            b[i][half] = sixteen_bytes::load<B>(column[0] + of_b, column[1] + of_b, column[2] + of_b,
+                                                column[3] + of_b);
         }
-        d[i] = static_cast<Sum>(d[i] + sum);
+    for (int i = 0; i < 4; ++i) {
+        const auto &row = a[i / 2], &column = b[i % 2];
+        d[i] += sixteen_bytes::sum(row[0].times(column[0]), row[1].times(column[1]));
     }
-}
-template <class A, class B>
-int product_of_bytes(std::uint32_t a, std::uint32_t b) {
-    int sum = 0;
-    for (int i = 0; i < 4; ++i) sum += static_cast<A>(a >> 8 * i) * static_cast<B>(b >> 8 * i);
-    return sum;
 }
 inline void mma_codes_signed(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
                              std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
-    multiply_tiles(d, a0, a1, a2, a3, b0, b1, product_of_bytes<std::uint8_t, std::int8_t>);
+    multiply_bytes<std::uint8_t, std::int8_t>(d, a0, a1, a2, a3, b0, b1);
 }
 inline void mma_codes_unsigned(int (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
                                std::uint32_t a3, std::uint32_t b0, std::uint32_t b1) {
-    multiply_tiles(d, a0, a1, a2, a3, b0, b1, product_of_bytes<std::uint8_t, std::uint8_t>);
+    multiply_bytes<std::uint8_t, std::uint8_t>(d, a0, a1, a2, a3, b0, b1);
 }
 
 inline float half_bits_to_float(std::uint16_t bits) { return static_cast<float>(float16::from_bits(bits)); }
@@ -61,29 +104,69 @@ template <class T>
 std::uint32_t pack_halves(float low, float high) {
     return T(low).bits | static_cast<std::uint32_t>(T(high).bits) << 16;
 }
+/// Floats of the halves of six words.
+template <class T>
+void floats_of_halves(const std::uint32_t (&words)[6], float (&floats)[12]) {
+#ifdef __SSE2__
+    for (int i = 0; i < 6; i += 2) {
+        const __m128i two = _mm_set_epi32(0, 0, static_cast<int>(words[i + 1]), static_cast<int>(words[i])),
+                      halves = _mm_unpacklo_epi16(two, _mm_setzero_si128());
+        __m128i x;
+        if constexpr (std::is_same_v<T, float16>) {
+            const __m128i size = _mm_and_si128(halves, _mm_set1_epi32(0x7fff)),
+                          is_finite = _mm_cmplt_epi32(size, _mm_set1_epi32(0x7c00));
+            const __m128 scaled =
+                _mm_mul_ps(_mm_castsi128_ps(_mm_slli_epi32(size, 13)), _mm_set1_ps(0x1p112f));
+            x = _mm_or_si128(_mm_castps_si128(scaled),
+                             _mm_slli_epi32(_mm_and_si128(halves, _mm_set1_epi32(0x8000)), 16));
+            x = _mm_or_si128(x, _mm_andnot_si128(is_finite, _mm_set1_epi32(0x7f800000)));
+        } else {
+            x = _mm_slli_epi32(halves, 16);
+        }
+        _mm_storeu_ps(floats + 2 * i, _mm_castsi128_ps(x));
+    }
+#else
+    for (int i = 0; i < 6; ++i) {
+        floats[2 * i] = unpack_half<T, 0>(words[i]);
+        floats[2 * i + 1] = unpack_half<T, 1>(words[i]);
+    }
+#endif
+}
+/// D[16][8] += A[16][8 words] B[8][8 words] of halves; each lane converts its own numbers, once.
 template <class T>
 void mma_values(float (&d)[4], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
                 std::uint32_t b0, std::uint32_t b1) {
-    // As multiply_tiles, but each lane converts its own numbers, once.
     const int g = emulated::thread->lane / 4, t = emulated::thread->lane % 4;
-    const auto low = [](std::uint32_t word) { return __float_as_uint(unpack_half<T, 0>(word)); };
-    const auto high = [](std::uint32_t word) { return __float_as_uint(unpack_half<T, 1>(word)); };
-    const auto words =
-        emulated::exchange(emulated::meeting::product, low(a0), high(a0), low(a1), high(a1), low(a2),
-                           high(a2), low(a3), high(a3), low(b0), high(b0), low(b1), high(b1));
-    const auto product = [](const std::uint32_t* a, const std::uint32_t* b) {
-        return static_cast<double>(__uint_as_float(a[0])) * static_cast<double>(__uint_as_float(b[0])) +
-               static_cast<double>(__uint_as_float(a[1])) * static_cast<double>(__uint_as_float(b[1]));
+    float own[12];  // of row g, of row g + 8, of the column
+    floats_of_halves<T>({a0, a2, a1, a3, b0, b1}, own);
+    const auto words = emulated::exchange_numbers(emulated::meeting::product, own);
+    const auto *const rows = words + 4 * g, *const columns = words + 8 * t;
+#ifdef __SSE2__
+    const auto four = [](const std::uint32_t* at) __attribute__((always_inline)) {
+        return _mm_castsi128_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
     };
+    __m128 sums[4] = {};
+    const auto add = [&](int k) __attribute__((always_inline)) {
+        const __m128 row_0 = four(rows[k]), row_1 = four(rows[k] + 4), column_0 = four(columns[k] + 8),
+                     column_1 = four(columns[k + 4] + 8);
+        sums[0] = _mm_add_ps(sums[0], _mm_mul_ps(row_0, column_0));
+        sums[1] = _mm_add_ps(sums[1], _mm_mul_ps(row_0, column_1));
+        sums[2] = _mm_add_ps(sums[2], _mm_mul_ps(row_1, column_0));
+        sums[3] = _mm_add_ps(sums[3], _mm_mul_ps(row_1, column_1));
+    };
+    add(0), add(1), add(2), add(3);
+    _MM_TRANSPOSE4_PS(sums[0], sums[1], sums[2], sums[3]);
+    const __m128 sum = _mm_add_ps(_mm_add_ps(sums[0], sums[1]), _mm_add_ps(sums[2], sums[3]));
+    _mm_storeu_ps(d, _mm_add_ps(_mm_loadu_ps(d), sum));
+#else
     for (int i = 0; i < 4; ++i) {
-        const int column = 2 * t + i % 2, lower = i / 2;
-        double sum = 0;
-        for (int k = 0; k < 4; ++k) {
-            const std::uint32_t *const a = words[4 * g + k], *const b = words[4 * column + k];
-            sum += product(a + 2 * lower, b + 8) + product(a + 4 + 2 * lower, b + 10);
-        }
-        d[i] = static_cast<float>(static_cast<double>(d[i]) + sum);
+        float sum = 0.0f;
+        for (int j = 0; j < 16; ++j)
+            sum += __uint_as_float(rows[j / 4][4 * (i / 2) + j % 4]) *
+                   __uint_as_float(columns[j / 4 + 4 * (i % 2)][8 + j % 4]);
+        d[i] += sum;
     }
+#endif
 }
 inline std::uint16_t half_above(float x) { return kvq::detail::round_up_to<float16>(x).bits; }
 inline std::uint16_t half_below(float x) { return kvq::detail::round_down<float16>(x).bits; }
@@ -199,19 +282,13 @@ inline void load_relaxed_if(bool wanted, uint4& v, const uint4* from) {
 inline void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes = 16) {
     if (bytes != 0 && reinterpret_cast<std::uintptr_t>(from) % 16 != 0)
         emulated::fail("an asynchronous copy from an address that is no multiple of 16");
-    emulated::thread->open.push_back({at_shared(to, 16), from, bytes});
+    emulated::thread->copies.add({at_shared(to, 16), from, bytes});
 }
 inline void wait_at_barrier(int number, int threads) { emulated::wait_at_barrier(number, threads); }
-inline void copy_commit() {
-    emulated::thread->groups.push_back(std::move(emulated::thread->open)), emulated::thread->open.clear();
-}
+inline void copy_commit() { emulated::thread->copies.end_group(); }
 template <int Pending>
 void copy_wait() {
-    auto& groups = emulated::thread->groups;
-    while (groups.size() > static_cast<std::size_t>(Pending)) {
-        emulated::finish_copies(groups.front());
-        groups.erase(groups.begin());
-    }
+    emulated::thread->copies.wait(Pending);
 }
 inline void prefetch_line(const void*) {}
 inline void prefetch_lines(const std::byte*, int, int) {}
