@@ -114,10 +114,11 @@ private:
             const floats scale =
                              n == width ? Lanes::load_floats(scale_ + c) : Lanes::load_floats(scale_ + c, n),
                          bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
-            const auto put = [&](int t, ints code) KVQ_INLINE_LAMBDA {
+            const auto put = [=, to = out.at(0, c), stride = out.stride(), token_scale = token_scale_](
+                                 int t, ints code) KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
-                if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(token_scale_[t]));
-                out.put(out.at(t, c), x, n);
+                if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(token_scale[t]));
+                token_rows<Lanes, T>::put(to + t * stride, x, n);
             };
             if (n == width)
                 each_column<false>(layout, from_, c, n, first, end, put);
@@ -130,6 +131,7 @@ private:
     template <class T>
     void keys(int g, const token_rows<Lanes, T>& out) const {
         const int size = tokens_.group_size(g), first = g * tokens_.group;
+        const std::ptrdiff_t stride = out.stride();
         for (int part = 0; part < size;) {
             const int n = rows_of_part<width>(size, part), row = first + part;
             alignas(64) std::byte columns[most * 4 * width];  // a vector of tokens for every place
@@ -147,8 +149,8 @@ private:
                     square[i] =
                         i < channels ? Lanes::load(columns + place_[c + i] * 4 * width) : Lanes::splat(0);
                 Lanes::transpose(square);
-                for (int i = 0; i < n; ++i)
-                    out.put(out.at(row + i, c), Lanes::as_floats(square[i]), channels);
+                T* to = out.at(row, c);
+                for (int i = 0; i < n; ++i, to += stride) out.put(to, Lanes::as_floats(square[i]), channels);
             }
             part += n;
         }
@@ -156,27 +158,30 @@ private:
 
     template <bool Partial>
     KVQ_INLINE void dequantize_columns(int row, int n, floats token_scale, std::byte* columns) const {
-        const auto put = [&](int place, floats x) KVQ_INLINE_LAMBDA {
+        const auto put = [=](std::byte* to, floats x) KVQ_INLINE_LAMBDA {
             if constexpr (has_token_scales) x = Lanes::multiply(x, token_scale);
-            Lanes::store(columns + place * 4 * width, Lanes::as_ints(x));
+            Lanes::store(to, Lanes::as_ints(x));
         };
-        const auto put_code = [&](int place, ints code) KVQ_INLINE_LAMBDA {
-            put(place, value(code, Lanes::splat_float(scale_[place]), Lanes::splat_float(bias_[place])));
+        // Captures are values: a pointer that is captured by reference would be read again behind every store.
+        const auto from_place = [=, this](int place) KVQ_INLINE_LAMBDA {
+            return [=, scale = scale_ + place, bias = bias_ + place, to = columns + place * 4 * width](
+                       int c, ints code) KVQ_INLINE_LAMBDA {
+                put(to + c * 4 * width,
+                    value(code, Lanes::splat_float(scale[c]), Lanes::splat_float(bias[c])));
+            };
         };
         if constexpr (mixed)
             scheme_.for_each_segment(shape_, id_, [&]<int Bits>(const code_segment& segment) {
-                const int begin = segment.first;
                 if constexpr (Bits > 0)
                     each_column<Partial>(scheme_.template segment_layout<Bits>(shape_, segment),
                                          from_ + segment.offset, row, n, 0, segment.columns / 4,
-                                         [&](int c, ints code)
-                                             KVQ_INLINE_LAMBDA { put_code(begin + c, code); });
+                                         from_place(segment.first));
                 else
-                    for (int c = 0; c < segment.columns; ++c)
-                        put(begin + c, Lanes::splat_float(bias_[begin + c]));
+                    for (int place = segment.first; place < segment.first + segment.columns; ++place)
+                        put(columns + place * 4 * width, Lanes::splat_float(bias_[place]));
             });
         else
-            each_column<Partial>(scheme_.codes(shape_), from_, row, n, 0, shape_.dim / 4, put_code);
+            each_column<Partial>(scheme_.codes(shape_), from_, row, n, 0, shape_.dim / 4, from_place(0));
     }
 
     const Scheme& scheme_;

@@ -20,6 +20,7 @@ public:
     /// stride: values from one token to the next.
     token_rows(T* out, std::ptrdiff_t stride) : data_(out), stride_(stride) {}
 
+    KVQ_INLINE std::ptrdiff_t stride() const { return stride_; }
     KVQ_INLINE T* at(int token, int channel) const { return data_ + token * stride_ + channel; }
 
     /// Writes a vector of channels from `to` on; n: only the first n of them.
