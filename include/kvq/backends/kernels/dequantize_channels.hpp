@@ -114,8 +114,10 @@ private:
             const floats scale =
                              n == width ? Lanes::load_floats(scale_ + c) : Lanes::load_floats(scale_ + c, n),
                          bias = n == width ? Lanes::load_floats(bias_ + c) : Lanes::load_floats(bias_ + c, n);
-            const auto put = [=, to = out.at(0, c), stride = out.stride(), token_scale = token_scale_](
-                                 int t, ints code) KVQ_INLINE_LAMBDA {
+            T* const to = out.at(0, c);
+            const std::ptrdiff_t stride = out.stride();
+            [[maybe_unused]] const float* const token_scale = token_scale_;
+            const auto put = [=](int t, ints code) KVQ_INLINE_LAMBDA {
                 floats x = value(code, scale, bias);
                 if constexpr (has_token_scales) x = Lanes::multiply(x, Lanes::splat_float(token_scale[t]));
                 token_rows<Lanes, T>::put(to + t * stride, x, n);
