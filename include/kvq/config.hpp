@@ -6,8 +6,8 @@
 // KVQ_UNROLL   unrolls the loop that follows, up to 16 times
 // KVQ_NO_COPY  a function that is inlined everywhere, so that the linker has no copy of it to merge across translation units of
 //              different instruction sets
-// KVQ_COMPILE_FAST  to be defined by programs that should compile fast (-Og) and need not run fast: kernels are functions that call
-//              each other, and loops stay loops. Tests take half as long to compile and as long to run. Results are the same.
+// KVQ_COMPILE_FAST  to be defined by programs that should compile fast (-Og) and need not run fast, such as tests: kernels are functions
+//              that call each other, and loops stay loops. Results are the same.
 // KVQ_TAGGED   the inline namespace of everything that is compiled for one instruction set
 // KVQ_EXPORT   marks the symbols that a shared library exports
 // KVQ_EXCEPTIONS  1 when errors are thrown, 0 when they go to the error handler (core/error.hpp)

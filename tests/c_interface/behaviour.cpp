@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "c_interface/same_pages.hpp"
 #include "support/random.hpp"
 
 namespace behaviour_tests {
@@ -125,18 +126,8 @@ struct twins {
             std::vector<kvq_page> held(static_cast<std::size_t>(pages.entries()) + 1);
             std::int32_t count = 0;
             OK(kvq_sequence_get_pages(a, layer, held.data(), static_cast<std::int32_t>(held.size()), &count));
-            REQUIRE(count == pages.entries());
-            for (int e = 0; e < count; ++e) {
-                const kvq::layer_pages::entry entry = pages.at(e);
-                const kvq_page& p = held[static_cast<std::size_t>(e)];
-                CHECK(p.key_format == entry.keys->format);
-                CHECK(p.value_format == entry.values->format);
-                CHECK(p.skip == entry.skip);
-                CHECK(p.tokens == entry.tokens);
-                CHECK(p.shift == entry.shift);
-                CHECK(std::memcmp(p.keys, entry.keys->data(), entry.keys->bytes) == 0);
-                CHECK(std::memcmp(p.values, entry.values->data(), entry.values->bytes) == 0);
-            }
+            held.resize(static_cast<std::size_t>(count));
+            test::check_same_pages(held, pages);
         }
         auto u = init<kvq_usage>();
         OK(kvq_sequence_get_usage(a, &u));

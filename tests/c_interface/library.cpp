@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "c_interface/same_pages.hpp"
 #include "support/random.hpp"
 
 namespace library_tests {
@@ -72,7 +73,6 @@ struct twins {
           same_cache({layers, kv_heads, dim}, same_options(budget)),
           same(same_cache.new_sequence()) {}
 
-    static library::cache make(library::cache_options o) { return library::cache(o); }
     static kvq_cache_options options(kvq_allocator* memory, std::size_t budget) {
         static const kvq_rotary rotated{dim, 0, KVQ_HALF_SPLIT, 0, 5000.0, nullptr, nullptr, nullptr};
         library::cache_options o;
@@ -107,18 +107,8 @@ struct twins {
         for (int layer = 0; layer < layers; ++layer) {
             const kvq::layer_pages pages = b.pages(layer);
             std::vector<kvq_page> held(static_cast<std::size_t>(a.pages(layer, {})));
-            REQUIRE(static_cast<int>(held.size()) == pages.entries());
             CHECK(a.pages(layer, held) == pages.entries());
-            for (int e = 0; e < pages.entries(); ++e) {
-                const kvq::layer_pages::entry entry = pages.at(e);
-                const kvq_page& p = held[static_cast<std::size_t>(e)];
-                CHECK(p.key_format == entry.keys->format);
-                CHECK(p.value_format == entry.values->format);
-                CHECK(p.tokens == entry.tokens);
-                CHECK(p.shift == entry.shift);
-                CHECK(std::memcmp(p.keys, entry.keys->data(), entry.keys->bytes) == 0);
-                CHECK(std::memcmp(p.values, entry.values->data(), entry.values->bytes) == 0);
-            }
+            test::check_same_pages(held, pages);
         }
         CHECK(a.usage().bytes == b.usage().bytes);
         CHECK(a.tokens() == b.tokens());

@@ -6,23 +6,9 @@
 #include <kvq/kvq.hpp>
 #include <vector>
 
+#include "scenario.hpp"
+
 namespace {
-
-constexpr int layers = 2, kv_heads = 2, q_heads = 4, dim = 64, chunk = 100;
-
-std::uint64_t hash = 14695981039346656037u;
-void add_to_hash(const std::vector<float>& x) {
-    const auto* const bytes = reinterpret_cast<const unsigned char*>(x.data());
-    for (std::size_t i = 0; i < x.size() * sizeof(float); ++i) hash = (hash ^ bytes[i]) * 1099511628211u;
-}
-
-/// Values of n tokens, made from their number.
-std::vector<float> values(int n, int heads) {
-    static std::uint32_t made = 0;
-    std::vector<float> x(static_cast<std::size_t>(n * heads * dim));
-    for (float& y : x) y = static_cast<float>((made++ * 2654435761u) >> 8) / 8388608.0f - 1.0f;
-    return x;
-}
 
 void step(kvq::sequence& s, int n) {
     for (int layer = 0; layer < layers; ++layer) {

@@ -22,12 +22,9 @@ struct formats {};
 /// make_format; for the most usual schemes it is compiled once (below, or by kvq::library).
 template <class Backend, class Scheme>
 kvq::format made_once(const Scheme& scheme) {
-#if defined(KVQ_TEST_LIBRARY)
     if constexpr (library_has<Backend>() && built_in<Scheme>)
         return from_library(scheme);
-    else
-#endif
-        if constexpr (std::is_same_v<Backend, usual>)
+    else if constexpr (std::is_same_v<Backend, usual>)
         return made_once<kvq::scalar>(scheme);
     else
         return kvq::make_format<Backend>(scheme);
@@ -41,11 +38,9 @@ kvq::format made(const Scheme& scheme) {
 /// From statistics.
 template <class Backend, class Scheme>
 kvq::format made_from(const kvq::calibration& statistics) {
-#if defined(KVQ_TEST_LIBRARY)
     if constexpr (library_has<Backend>() && built_in<Scheme>)
         return from_library(Scheme(statistics), statistics.save());
     else
-#endif
         return made_once<Backend>(Scheme(statistics));
 }
 /// Stands for the format of a scheme with stored bounds of keys.
