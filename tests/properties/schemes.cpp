@@ -198,6 +198,23 @@ TEST_CASE_TEMPLATE(
     }
 }
 
+TEST_CASE_TEMPLATE("enclosing encodes every granularity inside its grid: the bytes of the range", S,
+                   kvq::affine<4, kvq::per_token<16>, kvq::params<kvq::float16>, kvq::enclosing>,
+                   kvq::affine<3, kvq::per_channel<7>, kvq::params<kvq::bfloat16>, kvq::enclosing>,
+                   kvq::affine<2, kvq::per_channel<>, kvq::params<float>, kvq::enclosing>) {
+    using range = kvq::scheme<kvq::bits<S::code_bits>, kvq::asymmetric, typename S::granularity_type,
+                              kvq::params<typename S::parameter>>;
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 30; ++round) {
+        const auto shape = test::random_shape(random, 96);
+        INFO(shape);
+        const auto x = test::random_block(random, shape);
+        CHECK(test::quantized(S(), shape, x) == test::quantized(range(), shape, x));
+    }
+}
+
 TEST_CASE_TEMPLATE("parameters waste at most one rounding: scale <= (range / steps), rounded up once", S,
                    KVQ_TEST_AFFINE_SCHEMES) {
     using P = typename S::parameter;

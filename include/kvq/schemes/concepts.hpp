@@ -84,6 +84,9 @@ struct with_any_group {
 /// Do two schemes of one type and one name always dequantize the same? If not, saving needs a fingerprint.
 template <class S>
 inline constexpr bool name_says_all = std::is_empty_v<S>;
+/// Do they quantize the same, too? Not if an encoder holds statistics.
+template <class S>
+inline constexpr bool quantizes_by_name = std::is_empty_v<S>;
 }  // namespace detail
 
 namespace detail {

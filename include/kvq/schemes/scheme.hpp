@@ -214,10 +214,15 @@ private:
             not_finite += static_cast<std::uint32_t>(g.size - n);
             scratch.resize(finite.size());
             const grid_range r = n > 0 ? encoder.fit(finite.data(), n, top, scratch.data()) : grid_range();
-            const parameter bias(bounded(r.first));
-            const float scale = (r.last - static_cast<float>(bias)) / static_cast<float>(top);
-            store_parameters(s, block, g.number, g.slot,
-                             {parameter(bounded(detail::larger(scale, 0.0f))), bias});
+            if constexpr (Encoder::rounding == parameter_rounding::outside) {
+                store_parameters(s, block, g.number, g.slot,
+                                 Levels::template fit<code_bits, parameter>(r.first, r.last));
+            } else {
+                const parameter bias(bounded(r.first));
+                const float scale = (r.last - static_cast<float>(bias)) / static_cast<float>(top);
+                store_parameters(s, block, g.number, g.slot,
+                                 {parameter(bounded(detail::larger(scale, 0.0f))), bias});
+            }
         });
         const bool rows = detail::on_rows<Granularity>(s.role);
         const grouped_axis lines = rows ? layout.rows() : layout.cols;
@@ -314,6 +319,9 @@ struct with_any_group<scheme<Bits, Levels, Granularity, Params, Encoder>> {
 // A group size as a value is part of the name.
 template <class Bits, class Levels, class Granularity, class Params, class Encoder>
 inline constexpr bool name_says_all<scheme<Bits, Levels, Granularity, Params, Encoder>> = true;
+template <class Bits, class Levels, class Granularity, class Params, class Encoder>
+inline constexpr bool quantizes_by_name<scheme<Bits, Levels, Granularity, Params, Encoder>> =
+    std::is_empty_v<Encoder>;
 }  // namespace detail
 
 }  // namespace kvq::inline KVQ_TAGGED

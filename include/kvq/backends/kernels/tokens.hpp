@@ -7,6 +7,7 @@
 // Only words with NaN or infinities are converted again through float, which makes NaN quiet.
 #pragma once
 
+#include "../../config.hpp"
 #include "../../core/float_formats.hpp"
 #include "../../pack/value_layout.hpp"
 #include "special_values.hpp"
@@ -182,6 +183,22 @@ private:
     ints special_ = Lanes::splat(0);
 };
 
+/// Reads a square of keys: Lanes::width tokens of Columns channels, at most as many as a register has values. from: its first word;
+/// word_step: bytes to the next word of a token. Calls store(token, channel, floats).
+template <class Lanes, float_format Window, int Columns, class Store>
+KVQ_INLINE void read_square(const std::byte* from, int word_step, const Store& store) {
+    constexpr int width = Lanes::width, word_count = Columns / value_layout<Window>::values_per_word;
+    typename Lanes::ints words[width];
+    for (int i = 0; i < width; ++i) words[i] = Lanes::load(from + (i < word_count ? i : 0) * word_step);
+    Lanes::transpose(words);
+    for (int i = 0; i < width; ++i) {
+        std::byte row[4 * width];
+        Lanes::store(row, words[i]);
+        for (int k = 0; k < Columns; k += width)
+            store(i, k, Lanes::template load_values<Window>(row + k * static_cast<int>(sizeof(Window))));
+    }
+}
+
 /// Writes all tokens of a block of values to out, token t at out + t * stride. False if columns do not fill vectors.
 template <class Lanes, float_format Window, float_format T>
 bool read_tokens(const block_shape& shape, const std::byte* block, T* out, std::ptrdiff_t stride) {
@@ -197,22 +214,19 @@ bool read_tokens(const block_shape& shape, const std::byte* block, T* out, std::
         return 4 * detail::smaller(tile_layout::tile_rows, layout.tiles.rows.padded_size() - first);
     };
     if (shape.role == tensor::key) {
-        if (shape.tokens % width != 0 || shape.dim % square_columns != 0) return false;
-        for (int t = 0; t < shape.tokens; t += width)
-            for (int c = 0; c < shape.dim; c += square_columns) {
-                typename Lanes::ints words[width];
-                const std::byte* const from = block + 4 * layout.tiles.word(t, c / per_word);
-                for (int i = 0; i < width; ++i) words[i] = Lanes::load(from + i * step(t));
-                Lanes::transpose(words);
-                for (int i = 0; i < width; ++i) {
-                    std::byte row[4 * width];
-                    Lanes::store(row, words[i]);
-                    for (int k = 0; k < square_columns; k += width)
-                        store(
-                            t + i, c + k,
-                            Lanes::template load_values<Window>(row + k * static_cast<int>(sizeof(Window))));
-                }
-            }
+        if (shape.tokens % width != 0 || shape.dim % width != 0) return false;
+        for (int t = 0; t < shape.tokens; t += width) {
+            int c = 0;
+            const auto store_at = [&](int row, int column, typename Lanes::floats x) {
+                store(t + row, c + column, x);
+            };
+            const auto first_word = [&] { return block + 4 * layout.tiles.word(t, c / per_word); };
+            for (; c + square_columns <= shape.dim; c += square_columns)
+                read_square<Lanes, Window, square_columns>(first_word(), step(t), store_at);
+            // Half a square of 16-bit values: 48 and 80 channels in registers of 512 bits.
+            for (; c < shape.dim; c += width)
+                read_square<Lanes, Window, width>(first_word(), step(t), store_at);
+        }
     } else {
         if (shape.dim % width != 0 || shape.tokens % per_word != 0) return false;
         for (int t = 0; t < shape.tokens; t += per_word)
