@@ -216,6 +216,28 @@ TEST_CASE("pages of a scheme with state and without fingerprint are neither save
     CHECK(contains(message, "it holds state, so its scheme must have std::uint64_t fingerprint() const"));
 }
 
+TEST_CASE("a cache refuses a format that is listed twice; one that holds state is a format of its own") {
+    const auto int8 = [] { return kvq::find_format("int8", kvq::tensor::key); };
+    const auto kivi = [](const char* name) { return kvq::find_format(name, kvq::tensor::key); };
+    CHECK(contains(message_of([&] {
+                       kvq::cache(shape, {.keys = {int8(), kivi("kivi-4-g32"), int8()}, .values = int8()});
+                   }),
+                   "key formats 0 and 2 are both "));
+    CHECK(contains(message_of([&] {
+                       kvq::cache(shape, {.keys = int8(), .values = {int8(), int8()}});
+                   }),
+                   "value formats 0 and 1 are both "));
+    // Other groups, another backend: other formats.
+    kvq::cache cache(shape, {.keys = {kivi("kivi-4-g32"), kivi("kivi-4-g64"),
+                                      kvq::make_format<kvq::int8, kvq::simd<>>(), int8()}});
+    CHECK(cache.add_format(kvq::tensor::key, kivi("kivi-4-g64")) == 1);
+    CHECK(cache.add_format(kvq::tensor::key, int8()) == 3);
+    CHECK(cache.table(kvq::tensor::key).listed() == 4);
+    // An encoder of keys may hold statistics, which no name tells.
+    CHECK(cache.add_format(kvq::tensor::key, kivi("std4")) == 4);
+    CHECK(cache.add_format(kvq::tensor::key, kivi("std4")) == 5);
+}
+
 TEST_CASE("a format says what runs in vectors") {
     const kvq::block_shape block{kvq::tensor::key, 64, 64};
     const auto fast = kvq::make_formats<kvq::kivi<4, 32>>().keys.describe(block);

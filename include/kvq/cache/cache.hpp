@@ -25,8 +25,8 @@ class page_list;
 
 class cache {
 public:
-    /// Raises kvq::error when a size is impossible, or when a format is missing or cannot hold such blocks, or when a
-    /// rotary embedding does not fit a head.
+    /// Raises kvq::error when a size is impossible, or when a format is missing, listed twice or unable to hold such blocks, or when
+    /// a rotary embedding does not fit a head.
     explicit cache(const cache_shape& shape, const cache_options& options)
         : shape_(shape),
           options_(checked(shape, options)),
@@ -39,7 +39,13 @@ public:
             expect_listed(tensor::value, f.value);
         }
         for (const tensor role : {tensor::key, tensor::value})
-            for (int i = 0; i < table(role).listed(); ++i) check(role, table(role)[i + 1], i);
+            for (int i = 0; i < table(role).listed(); ++i) {
+                check(role, table(role)[i + 1], i);
+                const int first = table(role).find(table(role)[i + 1]);
+                detail::expect(first == i, detail::name_of(role), " formats ", first, " and ", i,
+                               " are both ", table(role)[i + 1].name(), " on ", table(role)[i + 1].backend(),
+                               ": list a format once");
+            }
         detail::check_backends(keys_, values_);
     }
     cache(const cache&) = delete;
@@ -62,14 +68,13 @@ public:
     const format& window() const noexcept { return keys_.window(); }
     /// How keys of a layer are rotated when they move.
     const detail::rotation_table& rotations() const noexcept { return rotations_; }
-    /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request and tiers take. A copy of a
-    /// listed format adds nothing and returns the index of that format. No other call on the cache or its sequences may run at the
+    /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request and tiers take. A format that
+    /// is listed already adds nothing: its index is returned. No other call on the cache or its sequences may run at the
     /// same time. Raises kvq::error for a format that cannot hold such blocks.
     int add_format(tensor role, const format& f) {
         detail::format_table& list = role == tensor::key ? keys_ : values_;
         check(role, f, list.listed());
-        for (int i = 0; i < list.listed(); ++i)
-            if (list[i + 1].is(f)) return i;
+        if (const int i = list.find(f); i < list.listed()) return i;
         detail::check_backends(keys_, values_, f);
         list.add(f);
         return list.listed() - 1;

@@ -124,6 +124,7 @@ struct format_record {
     const void* scheme = nullptr;
     const char* name = nullptr;
     bool has_state = false, has_fingerprint = false;
+    bool all_in_name = false;  ///< formats of these functions and this name quantize and dequantize the same
     std::uint64_t fingerprint = 0;
     void (*destroy)(format_record*) = nullptr;
     std::atomic<std::uint32_t> references{1};
@@ -181,6 +182,14 @@ public:
 
     /// Are both formats copies of one format?
     KVQ_NO_COPY bool is(const format& other) const noexcept { return record_ == other.record_; }
+    /// Are both copies, or one scheme without state, of one name, on one backend?
+    KVQ_NO_COPY bool same_as(const format& other) const noexcept {
+        if (is(other)) return true;
+        if (record_->functions != other.record_->functions || !record_->all_in_name) return false;
+        const char *a = record_->name, *b = other.record_->name;
+        while (*a != '\0' && *a == *b) ++a, ++b;
+        return *a == *b;
+    }
 
     /// The table and the state, for loops over blocks.
     KVQ_NO_COPY const format_functions& functions() const noexcept { return *record_->functions; }

@@ -33,6 +33,12 @@ public:
     std::size_t block_bytes(int index, const block_shape& shape) const {
         return (*this)[index].block_bytes(shape);
     }
+    /// Number of the first listed format that is the same as f, or listed().
+    int find(const format& f) const noexcept {
+        int i = 0;
+        while (i < listed() && !(*this)[i + 1].same_as(f)) ++i;
+        return i;
+    }
     void add(format f) { formats_.push_back(std::move(f)); }
 
     /// Formats with a transform, and the position of format `index` among them.

@@ -230,6 +230,7 @@ struct scheme_record : format_record {
         scheme = &held;
         name = held_name.c_str();
         has_state = !name_says_all<Scheme>;
+        all_in_name = quantizes_by_name<Scheme>;
         destroy = [](format_record* self) { delete static_cast<scheme_record*>(self); };
         if constexpr (requires {
                           { held.fingerprint() } -> std::convertible_to<std::uint64_t>;
