@@ -25,9 +25,11 @@ struct folder {
                                      "-" + std::to_string(std::rand()));
     folder() { fs::create_directory(path); }
     ~folder() { fs::remove_all(path); }
+    /// Of all stores, each of which has a folder of its own here.
     std::vector<fs::path> files() const {
         std::vector<fs::path> list;
-        for (const auto& f : fs::directory_iterator(path)) list.push_back(f.path());
+        for (const auto& f : fs::recursive_directory_iterator(path))
+            if (!f.is_directory()) list.push_back(f.path());
         return list;
     }
     std::size_t bytes() const {
@@ -134,8 +136,67 @@ TEST_CASE("a file that is damaged, cut or gone is a miss, and is dropped") {
             store.release(1);
             REQUIRE(store.fetch(t).tier == kvq::prefix_tier::file);
         }
-        REQUIRE(f.files().empty());
+        REQUIRE(fs::is_empty(f.path));
     }
+}
+
+TEST_CASE("stores on one folder keep their files apart, and a file with other tokens is not served") {
+    folder f;
+    kvq::cache cache(shape, options());
+    const kvq::prefix_tier_options o{.memory = {.min_prefix_tokens = 8}, .folder = f.path.string()};
+    const fs::path victim = f.path / "victim";
+    std::ofstream(victim) << "unchanged";
+#if !defined(_WIN32)
+    // Names that somebody may foretell.
+    fs::create_symlink(victim, f.path / "prefix-0.safetensors.tmp");
+    fs::create_symlink(victim, f.path / "prefix-0.safetensors");
+#endif
+    kvq::prefix_tiers a(cache, o);
+    const ids ta = prompt(1, 0, 200), tb = prompt(2, 0, 200), tc = prompt(3, 0, 200);
+    auto sa = cache.new_sequence(), sb = cache.new_sequence(), sc = cache.new_sequence();
+    fill(sa, ta);
+    fill(sb, tb);
+    fill(sc, tc);
+    const auto put = [](kvq::prefix_tiers& store, const ids& t, const kvq::sequence& s) {
+        store.store(t, s);
+        store.release(static_cast<std::size_t>(-1));
+    };
+    const auto has = [](kvq::prefix_tiers& store, const ids& t, const kvq::sequence& s) {
+        const auto got = store.fetch(t);
+        return got.tier == kvq::prefix_tier::file && test::saved(got.sequence) == test::saved(s);
+    };
+    {
+        kvq::prefix_tiers b(cache, o);
+        put(a, ta, sa);
+        put(b, tb, sb);
+        CHECK(has(a, ta, sa));
+        CHECK(has(b, tb, sb));
+    }
+    a.release(static_cast<std::size_t>(-1));
+    CHECK(has(a, ta, sa));
+    std::string text;
+    std::ifstream(victim) >> text;
+    CHECK(text == "unchanged");
+
+    // Two files of one store change places.
+    a.release(static_cast<std::size_t>(-1));
+    put(a, tc, sc);
+    std::vector<fs::path> mine;
+    for (const auto& path : f.files())
+        if (path.parent_path() != f.path) mine.push_back(path);
+    REQUIRE(mine.size() == 2);
+#if !defined(_WIN32)
+    CHECK((fs::status(mine[0].parent_path()).permissions() &
+           (fs::perms::group_all | fs::perms::others_all)) == fs::perms::none);
+#endif
+    const fs::path between = f.path / "between";
+    fs::rename(mine[0], between);
+    fs::rename(mine[1], mine[0]);
+    fs::rename(between, mine[1]);
+    CHECK(a.fetch(ta).match == kvq::prefix_match::miss);
+    CHECK(a.fetch(tc).match == kvq::prefix_match::miss);
+    CHECK(a.statistics().failed == 2);
+    CHECK(test::contains(a.statistics().last_failure, "200 tokens"));
 }
 
 TEST_CASE("memory makes room for an entry that comes from a file") {

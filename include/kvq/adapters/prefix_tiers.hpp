@@ -6,12 +6,16 @@
 //
 // fetch() takes the tier with more of the tokens. An entry from a file is stored in memory again, and its file stays until the budget of the
 // files needs room, so that an entry that is evicted again is not written again. Each tier drops its least recently used entries.
-// Pages come back byte for byte (io/save.hpp). A file that is gone, cut or damaged is dropped and counted, and the next best entry is taken.
-// Files belong to one process and go with the store. Needs nlohmann-json. Bytes on disk: at most file_bytes and one entry while it is written.
+// Pages come back byte for byte (io/save.hpp). A file that is gone, cut, damaged or of other tokens is dropped and counted, and the next best
+// entry is taken.
+// Every store makes a folder of its own, with a name that cannot be foretold and for its user alone, so that any number of stores and processes
+// may use one place. It goes with the store; that of a process that was killed stays, and may be removed once the process is gone.
+// Needs nlohmann-json. Bytes on disk: at most file_bytes and one entry while it is written.
 // Thread safety: all members may be called from any thread; they run one after the other, reading and writing of files included.
 #pragma once
 
 #include <filesystem>
+#include <random>
 #include <string>
 #include <system_error>
 
@@ -22,7 +26,8 @@ namespace kvq::inline KVQ_TAGGED {
 
 struct prefix_tier_options {
     prefix_cache_options memory = {};  ///< `evicted` is the store's own
-    std::string folder = ".";          ///< exists; files get the name `prefix-7.safetensors`
+    std::string folder =
+        ".";  ///< exists; the store makes `kvq-prefixes-<random>` there, with files `prefix-7.safetensors`
     std::size_t file_bytes = (std::numeric_limits<std::size_t>::max)();  ///< for all files
     std::string model = {};                                              ///< as in save_options
 };
@@ -37,6 +42,45 @@ struct prefix_tier_statistics {
     std::string last_failure = {};  ///< its error
 };
 
+namespace detail {
+
+/// A folder that this object has made and that nobody but its user may use. It is removed with the object, if it is empty then.
+class private_folder {
+public:
+    private_folder() = default;
+    private_folder(const private_folder&) = delete;
+    private_folder& operator=(const private_folder&) = delete;
+    ~private_folder() {
+        std::error_code ignored;
+        if (!path_.empty()) std::filesystem::remove(path_, ignored);
+    }
+
+    void make(const std::filesystem::path& in) {
+        std::random_device random;
+        std::error_code failed;
+        for (int tries = 0; tries < 100 && path_.empty() && !failed; ++tries) {
+            const std::uint64_t number = std::uint64_t{random()} << 32 | random();
+            const auto path = in / ("kvq-prefixes-" + fingerprint_text(number));
+            // False if anything, also a link, has this name.
+            if (std::filesystem::create_directory(path, failed)) path_ = path;
+        }
+        expect(!path_.empty(), "cannot make a folder in ", in.string(), ": ", failed.message());
+        std::filesystem::permissions(path_, std::filesystem::perms::owner_all, failed);
+        // Only now do others stay out, whatever the umask: nothing may lie there yet.
+        const bool alone = !failed && std::filesystem::is_empty(path_, failed);
+        expect(alone, path_.string(), " is not this store's alone",
+               failed ? ": " + failed.message() : std::string());
+    }
+    std::string file(std::size_t number) const {
+        return (path_ / ("prefix-" + std::to_string(number) + ".safetensors")).string();
+    }
+
+private:
+    std::filesystem::path path_;
+};
+
+}  // namespace detail
+
 class prefix_tiers {
 public:
     struct fetch_result {
@@ -46,7 +90,7 @@ public:
         prefix_tier tier;
     };
 
-    /// The cache outlives the store. Raises kvq::error when an option is out of range or the folder does not exist.
+    /// The cache outlives the store. Raises kvq::error when an option is out of range, or the folder does not exist or cannot be written.
     explicit prefix_tiers(cache& of, const prefix_tier_options& options)
         : cache_(of), options_(options), memory_(of, with_hook(options.memory)) {
         std::error_code ignored;
@@ -54,10 +98,11 @@ public:
                        " is not a folder, so a prefix cache cannot put files there");
         detail::expect(!options.memory.evicted,
                        "prefix_tiers has its own use for prefix_cache_options::evicted");
+        folder_.make(options.folder);
     }
     prefix_tiers(const prefix_tiers&) = delete;
     prefix_tiers& operator=(const prefix_tiers&) = delete;
-    /// Removes the files.
+    /// Removes the files and their folder.
     ~prefix_tiers() {
         for (const file& f : files_) std::remove(f.path.c_str());
     }
@@ -142,16 +187,22 @@ private:
         return true;
     }
 
+    /// The model of a file: that of the options, and its tokens, so that a file in the place of another one is not taken for it.
+    std::string model_of(token_ids tokens) const {
+        detail::fingerprint_hash hash;
+        for (const token_id t : tokens) hash.add(static_cast<std::uint32_t>(t));
+        return options_.model + " (" + std::to_string(tokens.size()) + " tokens, " +
+               detail::fingerprint_text(hash.value) + ")";
+    }
+
     bool write(token_ids tokens, const kvq::sequence& s) {
         if (const auto m = tree_.find(tokens); m.exact) {
             files_.splice(files_.begin(), files_, m.exact->value);
             return true;
         }
         file fresh;
-        fresh.path = (std::filesystem::path(options_.folder) /
-                      ("prefix-" + std::to_string(number_++) + ".safetensors"))
-                         .string();
-        if (!attempt([&] { save(s, fresh.path, {.model = options_.model}); })) return false;
+        fresh.path = folder_.file(number_++);
+        if (!attempt([&] { save(s, fresh.path, {.model = model_of(tokens)}); })) return false;
         std::error_code no_size;
         fresh.bytes = static_cast<std::size_t>(std::filesystem::file_size(fresh.path, no_size));
         if (no_size || fresh.bytes > options_.file_bytes) {
@@ -180,7 +231,7 @@ private:
         if (left < at->bytes) memory_.release(at->bytes - left);
         std::optional<kvq::sequence> s;
         const bool done = attempt([&] {
-            s.emplace(restore(cache_, path, {.model = options_.model}));
+            s.emplace(restore(cache_, path, {.model = model_of(tokens)}));
             detail::expect(s->tokens() == static_cast<int>(tokens.size()), path, " holds ", s->tokens(),
                            " tokens, not ", tokens.size());
         });
@@ -207,6 +258,7 @@ private:
     cache& cache_;
     prefix_tier_options options_;
     mutable std::mutex mutex_;
+    detail::private_folder folder_;
     std::list<file> files_;  // most recently used first
     tree tree_;
     std::size_t number_ = 0;
