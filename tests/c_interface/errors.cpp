@@ -590,6 +590,19 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK(f.state() == before);
 }
 
+TEST_CASE("a prefix cache takes no token of a draft") {
+    fixture f;
+    REQUIRE(kvq_prefix_cache_store(f.store, f.ids, 100, f.s, nullptr) == KVQ_OK);  // to share pages with
+    rows k{2, kv_heads}, v{2, kv_heads};
+    for (int layer = 0; layer < layers; ++layer)
+        REQUIRE(kvq_sequence_append_draft(f.s, layer, &k.t, &v.t) == KVQ_OK);
+    const std::vector<std::int32_t> ids(102);
+    for (const int n : {101, 102})
+        CHECK_REFUSED(kvq_prefix_cache_store(f.store, ids.data(), n, f.s, nullptr), KVQ_ERROR_ARGUMENT,
+                      "keep() a part of it");
+    REQUIRE(kvq_prefix_cache_store(f.store, ids.data(), 99, f.s, nullptr) == KVQ_OK);
+}
+
 TEST_CASE("masks and score modifiers out of range") {
     fixture f;
     const auto refused = [&](auto change, kvq_status status, const char* text) {

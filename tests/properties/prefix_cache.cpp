@@ -650,6 +650,29 @@ TEST_CASE("memory that runs out anywhere leaves the store, its entries and the s
     CHECK(store.entries() == 2);
 }
 
+TEST_CASE("a hook that throws for one evicted entry is called for the others, too") {
+    test::generator random(test::seed());
+    const test::stream words(random, shape, vocabulary);
+    test_cache cache(shape);
+    std::vector<key> called;
+    kvq::prefix_cache store(cache, {.evicted = [&](kvq::token_ids tokens, const kvq::sequence& s) {
+                                CHECK(holds(s, words, key(tokens.begin(), tokens.end())));
+                                called.emplace_back(tokens.begin(), tokens.end());
+                                if (called.size() < 3)
+                                    throw std::runtime_error(std::to_string(called.size()));
+                            }});
+    const std::vector<key> entries{{1, 2, 3}, {4, 5}, {6}};
+    for (const key& tokens : entries) {
+        auto s = cache.new_sequence();
+        append_tokens(s, words, tokens, 0);
+        store.store(tokens, s);
+    }
+    CHECK_THROWS_WITH_AS(store.release(static_cast<std::size_t>(-1)), "1", std::runtime_error);
+    CHECK(called == entries);
+    CHECK(store.entries() == 0);
+    CHECK(cache.bytes_in_use() == 0);
+}
+
 TEST_CASE("statistics begin anew, and entries stay") {
     test::generator random(test::seed());
     const test::stream words(random, shape, vocabulary);
@@ -694,6 +717,21 @@ TEST_CASE("what makes no sense is refused with a sentence") {
                          kvq::error);
     CHECK(store.entries() == 0);
     CHECK(store.store(ten, s) == store_outcome::stored);
+    // A neighbour, with whose pages those of the sequence would be compared.
+    auto drafting = s.fork();
+    drafting.trim(10);
+    for (int layer = 0; layer < shape.layers; ++layer)
+        drafting.append_draft(layer, words.k.slice(1, 2), words.v.slice(1, 2));
+    key longer = ten;
+    for (const int token : {2, 3}) {
+        longer.push_back(token);
+        CHECK_THROWS_WITH_AS(store.store(longer, drafting), doctest::Contains("keep() a part of it"),
+                             kvq::error);
+    }
+    CHECK(store.store(ten, drafting) == store_outcome::duplicate);
+    CHECK(store.erase(ten));
+    CHECK(store.store(ten, drafting) == store_outcome::stored);
+    CHECK(store.entries() == 1);
     CHECK_FALSE(store.erase(key(9, 1)));
     CHECK(store.erase(ten));
     CHECK(store.bytes() == 0);

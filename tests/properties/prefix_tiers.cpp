@@ -9,6 +9,7 @@
 #include <map>
 
 #include "support/caches.hpp"
+#include "support/memory.hpp"
 #include "support/messages.hpp"
 #include "support/saved.hpp"
 
@@ -25,9 +26,11 @@ struct folder {
                                      "-" + std::to_string(std::rand()));
     folder() { fs::create_directory(path); }
     ~folder() { fs::remove_all(path); }
+    /// Of all stores, each of which has a folder of its own here.
     std::vector<fs::path> files() const {
         std::vector<fs::path> list;
-        for (const auto& f : fs::directory_iterator(path)) list.push_back(f.path());
+        for (const auto& f : fs::recursive_directory_iterator(path))
+            if (!f.is_directory()) list.push_back(f.path());
         return list;
     }
     std::size_t bytes() const {
@@ -134,8 +137,67 @@ TEST_CASE("a file that is damaged, cut or gone is a miss, and is dropped") {
             store.release(1);
             REQUIRE(store.fetch(t).tier == kvq::prefix_tier::file);
         }
-        REQUIRE(f.files().empty());
+        REQUIRE(fs::is_empty(f.path));
     }
+}
+
+TEST_CASE("stores on one folder keep their files apart, and a file with other tokens is not served") {
+    folder f;
+    kvq::cache cache(shape, options());
+    const kvq::prefix_tier_options o{.memory = {.min_prefix_tokens = 8}, .folder = f.path.string()};
+    const fs::path victim = f.path / "victim";
+    std::ofstream(victim) << "unchanged";
+#if !defined(_WIN32)
+    // Names that somebody may foretell.
+    fs::create_symlink(victim, f.path / "prefix-0.safetensors.tmp");
+    fs::create_symlink(victim, f.path / "prefix-0.safetensors");
+#endif
+    kvq::prefix_tiers a(cache, o);
+    const ids ta = prompt(1, 0, 200), tb = prompt(2, 0, 200), tc = prompt(3, 0, 200);
+    auto sa = cache.new_sequence(), sb = cache.new_sequence(), sc = cache.new_sequence();
+    fill(sa, ta);
+    fill(sb, tb);
+    fill(sc, tc);
+    const auto put = [](kvq::prefix_tiers& store, const ids& t, const kvq::sequence& s) {
+        store.store(t, s);
+        store.release(static_cast<std::size_t>(-1));
+    };
+    const auto has = [](kvq::prefix_tiers& store, const ids& t, const kvq::sequence& s) {
+        const auto got = store.fetch(t);
+        return got.tier == kvq::prefix_tier::file && test::saved(got.sequence) == test::saved(s);
+    };
+    {
+        kvq::prefix_tiers b(cache, o);
+        put(a, ta, sa);
+        put(b, tb, sb);
+        CHECK(has(a, ta, sa));
+        CHECK(has(b, tb, sb));
+    }
+    a.release(static_cast<std::size_t>(-1));
+    CHECK(has(a, ta, sa));
+    std::string text;
+    std::ifstream(victim) >> text;
+    CHECK(text == "unchanged");
+
+    // Two files of one store change places.
+    a.release(static_cast<std::size_t>(-1));
+    put(a, tc, sc);
+    std::vector<fs::path> mine;
+    for (const auto& path : f.files())
+        if (path.parent_path() != f.path) mine.push_back(path);
+    REQUIRE(mine.size() == 2);
+#if !defined(_WIN32)
+    CHECK((fs::status(mine[0].parent_path()).permissions() &
+           (fs::perms::group_all | fs::perms::others_all)) == fs::perms::none);
+#endif
+    const fs::path between = f.path / "between";
+    fs::rename(mine[0], between);
+    fs::rename(mine[1], mine[0]);
+    fs::rename(between, mine[1]);
+    CHECK(a.fetch(ta).match == kvq::prefix_match::miss);
+    CHECK(a.fetch(tc).match == kvq::prefix_match::miss);
+    CHECK(a.statistics().failed == 2);
+    CHECK(test::contains(a.statistics().last_failure, "200 tokens"));
 }
 
 TEST_CASE("memory makes room for an entry that comes from a file") {
@@ -156,6 +218,126 @@ TEST_CASE("memory makes room for an entry that comes from a file") {
         store.store(t, s);
     }
     REQUIRE(store.statistics().read == 2);
+}
+
+TEST_CASE("a file that memory has no room for stays, and memory serves what it has") {
+    folder f;
+    kvq::cache_options o = options();
+    const ids big = prompt(1, 0, 600), begin(big.begin(), big.begin() + 100), foreign = prompt(2, 0, 600);
+    {
+        kvq::cache whole(shape, o);
+        auto s = whole.new_sequence();
+        fill(s, big);
+        o.byte_budget = whole.bytes_in_use() * 3 / 2;
+    }
+    const auto all = static_cast<std::size_t>(-1);
+    kvq::cache cache(shape, o);
+    kvq::prefix_tiers store(cache, {.memory = {.min_prefix_tokens = 8}, .folder = f.path.string()});
+    test::file_bytes bytes;
+    {
+        auto s = cache.new_sequence();
+        fill(s, big);
+        bytes = test::saved(s);
+        store.store(big, s);
+    }
+    store.release(all);
+    {
+        auto live = cache.new_sequence();
+        fill(live, foreign);
+        {
+            auto s = cache.new_sequence();
+            fill(s, begin);
+            store.store(begin, s);
+        }
+        // All that memory could release would not be enough.
+        const auto got = store.fetch(big);
+        CHECK(got.match == kvq::prefix_match::prefix);
+        CHECK(got.tier == kvq::prefix_tier::memory);
+        CHECK(got.tokens == 100);
+        CHECK(store.memory().entries() == 1);
+        CHECK(store.statistics().failed == 1);
+        CHECK(test::contains(store.statistics().last_failure, "room"));
+        CHECK(store.statistics().files == 1);
+
+        // It would be, but these pages are also those of a live sequence.
+        store.store(foreign, live);
+        CHECK(store.fetch(big).tier != kvq::prefix_tier::file);
+        CHECK(store.statistics().failed == 2);
+    }
+    const auto got = store.fetch(big);
+    CHECK(got.tier == kvq::prefix_tier::file);
+    CHECK(test::saved(got.sequence) == bytes);
+}
+
+TEST_CASE("memory that runs out anywhere leaves a miss, or the sequence of the file") {
+    folder f;
+    test::counting_resource memory;
+    kvq::cache_options o = options();
+    o.memory = &memory;
+    kvq::cache cache(shape, o);
+    const ids t = prompt(1, 0, 200);
+    const auto all = static_cast<std::size_t>(-1);
+    kvq::prefix_tiers store(cache, {.memory = {.min_prefix_tokens = 8}, .folder = f.path.string()});
+    test::file_bytes bytes;
+    {
+        auto s = cache.new_sequence();
+        fill(s, prompt(1, 0, 204));
+        // A file that cannot be written: the entry is lost.
+        store.store(t, s);
+        memory.arm(0);
+        store.release(all);
+        memory.arm(test::counting_resource::never);
+        REQUIRE(store.statistics().failed == 1);
+        REQUIRE(store.statistics().files == 0);
+        REQUIRE(f.files().empty());
+        store.store(t, s);
+        store.release(all);
+        REQUIRE(store.statistics().files == 1);
+        s.trim(200);
+        bytes = test::saved(s);
+    }
+    int misses = 0, alone = 0, i = 0;
+    for (bool done = false; !done; ++i) {
+        const auto failed = store.statistics().failed;
+        memory.arm(i);
+        const auto got = store.fetch(t);
+        done = memory.allocations() <= i;
+        memory.arm(test::counting_resource::never);
+        REQUIRE(store.statistics().files == 1);
+        if (got.tier == kvq::prefix_tier::file) {
+            REQUIRE(test::saved(got.sequence) == bytes);
+            alone += store.memory().entries() == 0;
+        } else {
+            REQUIRE(got.match == kvq::prefix_match::miss);
+            REQUIRE(store.statistics().failed == failed + 1);
+            ++misses;
+        }
+        store.release(all);
+    }
+    CHECK(misses > 3);
+    CHECK(alone > 0);
+    CHECK(misses + alone == i - 1);
+}
+
+TEST_CASE("short entries: what is asked for as a whole needs no least number of tokens, in either tier") {
+    folder f;
+    kvq::cache cache(shape, options());
+    const ids t = prompt(1, 0, 20), begin(t.begin(), t.begin() + 10), longer = prompt(1, 0, 30);
+    for (const bool file : {false, true}) {
+        kvq::prefix_tiers store(cache, {.folder = f.path.string()});
+        auto s = cache.new_sequence();
+        fill(s, t);
+        store.store(t, s);
+        const kvq::prefix_tier tier = file ? kvq::prefix_tier::file : kvq::prefix_tier::memory;
+        for (const ids& asked : {t, begin, longer}) {
+            if (file) store.release(static_cast<std::size_t>(-1));
+            const auto got = store.fetch(asked);
+            CHECK(got.tokens == (asked == longer ? 0 : static_cast<int>(asked.size())));
+            CHECK(got.sequence.tokens() == got.tokens);
+            CHECK(got.tier == (asked == longer ? kvq::prefix_tier::none : tier));
+            CHECK(kvq::is_hit(got.match) == (asked != longer));
+        }
+    }
 }
 
 TEST_CASE("options of tiers that are out of range are refused") {

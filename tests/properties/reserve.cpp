@@ -315,6 +315,57 @@ TEST_CASE("a reserved step has room for selected pages and skipped values, also 
     CHECK(sequence.tokens() == before + n);
 }
 
+TEST_CASE("a batch that fails leaves its reserved sequences what they reserved") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 40; ++round) {
+        test::counting_resource memory;
+        const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 32};
+        auto options = test::random_options(random);
+        options.memory = &memory;
+        test::kivi_cache cache(shape, options);
+        const test::stream s(random, shape, longest);
+        auto a = cache.new_sequence(), b = cache.new_sequence();
+        int held = random.between(0, 150);
+        append(a, 2, s, 0, held);
+        append(b, 2, s, 0, random.between(0, 50));
+        if (held > 0 && random.one_in(2)) a.trim(held = random.between(held / 2, held));
+        // Of a page that the fork shares, the step makes a copy.
+        const auto fork = random.one_in(2) ? a.fork() : cache.new_sequence();
+        const int n = random.between(1, 100), other = b.tokens();
+        test::tensor<float> q(n, 4, 32), out(n, 4, 32);
+        q.values() = random.normals(q.values().size());
+        kvq::workspace space(&memory);
+        const kvq::step_request both[] = {{&a, n, n}, {&b, n, n}};
+        cache.reserve(both, 4, 1, space);
+        b.release_reserved();
+        const auto in_use = cache.bytes_in_use();
+        const auto before = contents(cache, a);
+        const no_memory none(memory);
+        for (int layer = 0; layer < 2; ++layer) {
+            const kvq::prefill_request batch[] = {
+                {&a, s.k.slice(held, n), s.v.slice(held, n), q.view(), out.view()},
+                {&b, s.k.slice(other, n), s.v.slice(other, n), q.view(), out.view()}};
+            bool failed = false;
+            try {
+                cache.prefill(layer, batch, kvq::causal{}, kvq::serial_executor{}, space);
+            } catch (const std::bad_alloc&) {
+                failed = true;
+            }
+            if (failed && layer == 0) {
+                REQUIRE(cache.bytes_in_use() == in_use);
+                REQUIRE(contents(cache, a) == before);
+            }
+            // The step that was promised to take no memory.
+            if (failed)
+                cache.prefill(layer, std::span(batch, 1), kvq::causal{}, kvq::serial_executor{}, space);
+        }
+        REQUIRE(a.tokens() == held + n);
+        REQUIRE(a.usage().reserved == 0);
+    }
+}
+
 TEST_CASE("a reservation that is given back, replaced or dropped with its sequence leaves nothing") {
     test::counting_resource memory;
     {

@@ -91,8 +91,11 @@ public:
                 detail::larger(2 * p.of->positions.size(), p.of->positions.size() + p.rows.size()));
         const cache_shape& shape = cache_->shape();
         const int wide = shape.dim(tensor::key) + shape.dim(tensor::value);
-        std::vector<float> gathered(rows * static_cast<std::size_t>(wide) *
-                                    static_cast<std::size_t>(shape.kv_heads + detail::larger(q_heads, 0)));
+        const auto heads = static_cast<std::size_t>(detail::larger(q_heads, 0));
+        // With a log-sum-exp for every row of an output.
+        std::vector<float> gathered(
+            rows *
+            (static_cast<std::size_t>(wide) * (static_cast<std::size_t>(shape.kv_heads) + heads) + heads));
         batch_.reserve(parts.size());
         cache_->reserve(requests, q_heads, threads, space, mods);
         // Nothing below fails.
@@ -106,9 +109,9 @@ public:
         step_tokens_ = batch.tokens;
     }
 
-    /// One layer of the step: appends k and v, [batch.tokens][kv_heads][dim], and writes the attention of q, [batch.tokens][q_heads][head_dim], to out.
-    /// Arguments as of cache::prefill. Raises kvq::error for other shapes or without a step. Takes no memory if the step was begun with
-    /// these q_heads, at least so many threads, this workspace and mods that need no more.
+    /// One layer of the step: appends k and v, [batch.tokens][kv_heads][dim], and writes the attention of q, [batch.tokens][q_heads][head_dim], to out
+    /// and to its log-sum-exps, if it has them. Arguments as of cache::prefill. Raises kvq::error for other shapes or without a step. Takes
+    /// no memory if the step was begun with these q_heads, at least so many threads, this workspace and mods that need no more.
     void prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
                  const output_view& out, const mods_view& mods, executor_view executor, workspace& space) {
         detail::expect(!parts_.empty() || step_tokens_ == 0, "layer ", layer,
@@ -119,12 +122,13 @@ public:
                            step_tokens_, " tokens");
         batch_.clear();
         auto* free = reinterpret_cast<std::byte*>(gathered_.data());
-        [[maybe_unused]] const std::byte* const end = free + gathered_.size() * sizeof(float);
+        float* lse = gathered_.data() + gathered_.size();  // of gathered outputs: from the end to the front
         const auto gather = [&](auto view, std::span<const int> rows, bool copy) {
             const std::size_t row = static_cast<std::size_t>(view.dim) * size_of(view.type),
                               bytes = row * static_cast<std::size_t>(view.heads) * rows.size();
-            detail::expect(bytes <= static_cast<std::size_t>(end - free), "layer ", layer, " has rows of ",
-                           view.heads, " heads x ", view.dim, " channels, for which the step took no memory");
+            const std::size_t left = static_cast<std::size_t>(reinterpret_cast<std::byte*>(lse) - free);
+            detail::expect(bytes <= left, "layer ", layer, " has rows of ", view.heads, " heads x ", view.dim,
+                           " channels, for which the step took no memory");
             if (copy)
                 for (std::size_t i = 0; i < rows.size(); ++i)
                     for (int h = 0; h < view.heads; ++h)
@@ -139,6 +143,15 @@ public:
             free += bytes;
             return view;
         };
+        const auto gather_out = [&](std::span<const int> rows) {
+            const output_view made = gather(out, rows, false);
+            if (!out.lse(0, 0)) return made;
+            const std::size_t n = rows.size() * static_cast<std::size_t>(out.heads),
+                              left = static_cast<std::size_t>(reinterpret_cast<std::byte*>(lse) - free);
+            detail::expect(n * sizeof(float) <= left, "layer ", layer, " has log-sum-exps of ", out.heads,
+                           " heads, for which the step took no memory");
+            return made.with_lse(lse -= n);
+        };
         for (const part& p : parts_) {
             const std::span<const int> rows = p.rows,
                                        asked = rows.subspan(static_cast<std::size_t>(p.first_query));
@@ -147,7 +160,7 @@ public:
                                   p.view(out, p.first_query)});
             else
                 batch_.push_back({&p.of->tokens, gather(k, rows, true), gather(v, rows, true),
-                                  gather(q, asked, true), gather(out, asked, false)});
+                                  gather(q, asked, true), gather_out(asked)});
         }
         cache_->prefill(layer, batch_, mods, executor, space);
         for (std::size_t i = 0; i < parts_.size(); ++i) {
@@ -156,8 +169,11 @@ public:
             const output_view& from = batch_[i].out;
             const std::size_t bytes = static_cast<std::size_t>(out.dim) * size_of(out.type);
             for (std::size_t r = static_cast<std::size_t>(p.first_query); r < p.rows.size(); ++r)
-                for (int h = 0; h < out.heads && p.wanted[r]; ++h)
-                    std::memcpy(out.at(p.rows[r], h), from.at(static_cast<int>(r) - p.first_query, h), bytes);
+                for (int h = 0; h < out.heads && p.wanted[r]; ++h) {
+                    const int row = static_cast<int>(r) - p.first_query;
+                    std::memcpy(out.at(p.rows[r], h), from.at(row, h), bytes);
+                    if (float* const to = out.lse(p.rows[r], h)) *to = *from.lse(row, h);
+                }
         }
     }
 
@@ -324,7 +340,12 @@ private:
         template <class View>
         View view(View v, int from) const noexcept {
             const std::size_t n = rows.size() - static_cast<std::size_t>(from);
-            if (n > 0) v.data = v.at(rows[static_cast<std::size_t>(from)], 0);
+            if (n > 0) {
+                const int first = rows[static_cast<std::size_t>(from)];
+                if constexpr (std::is_same_v<View, output_view>)
+                    v = v.with_lse(v.lse(first, 0), v.lse_stride() * step);
+                v.data = v.at(first, 0);
+            }
             v.tokens = static_cast<int>(n);
             v.token_bytes *= step;
             return v;

@@ -102,9 +102,12 @@ public:
 
     /// Also writes the natural log of each row's softmax sum, [tokens][q_heads]: -infinity for a row without keys. Outputs over
     /// different keys are merged with it (attention/softmax_state.hpp).
-    output_view with_lse(float* lse) const noexcept {
+    output_view with_lse(float* lse) const noexcept { return with_lse(lse, heads); }
+    /// The same with `token_stride` numbers from one token to the next.
+    output_view with_lse(float* lse, std::ptrdiff_t token_stride) const noexcept {
         output_view v = *this;
         v.lse_ = lse;
+        v.lse_stride_ = token_stride;
         return v;
     }
 
@@ -112,12 +115,14 @@ public:
     void store(int token, int head, const float* from) const noexcept { store_(from, at(token, head), dim); }
     /// Address of the log-sum-exp of one token and head, or null.
     float* lse(int token, int head) const noexcept {
-        return lse_ ? lse_ + static_cast<std::ptrdiff_t>(token) * heads + head : nullptr;
+        return lse_ ? lse_ + token * lse_stride_ + head : nullptr;
     }
+    std::ptrdiff_t lse_stride() const noexcept { return lse_stride_; }
 
 private:
     void (*store_)(const float* from, void* to, int n);
     float* lse_ = nullptr;
+    std::ptrdiff_t lse_stride_ = 0;
 };
 
 }  // namespace kvq::inline KVQ_TAGGED

@@ -7,7 +7,7 @@
 //   c.quantize(i, ...)  for every i below c.jobs(), in any order, on any thread: quantizes pages that lie behind the recent window
 //   c.commit();         puts the quantized pages into their places; cannot fail
 //
-// Contract: without a commit(), the destructor restores the previous state of the layer. One layer, one writer.
+// Contract: without a commit(), the destructor restores the previous state of the layer and of the stock. One layer, one writer.
 #pragma once
 
 #include <cstring>
@@ -92,6 +92,7 @@ public:
           jobs_(other.jobs_) {}
     ~chunk() {
         if (track_ == nullptr) return;
+        return_staged();
         track_->spans.erase(track_->spans.begin() + spans_before_, track_->spans.end());
         if (last_before_.pages[0]) track_->spans.back() = std::move(last_before_);
         track_->tokens = before_;
@@ -276,6 +277,21 @@ private:
         std::swap(place, p);
         if (stock_) stock_->give_back(std::move(p));
         p = page_ref{};
+    }
+    /// The stock gets back what stage() took from it: a step that was reserved still takes no memory after one that failed.
+    void return_staged() noexcept {
+        if (!stock_) return;
+        for (int i = spans_before_; i < track_->size(); ++i)
+            for (page_ref& p : track_->spans[static_cast<std::size_t>(i)].pages)
+                stock_->give_back(std::move(p));
+        if (last_before_.pages[0])
+            for (int role = 0; role < 2; ++role) {
+                page_ref& p = track_->spans[static_cast<std::size_t>(spans_before_ - 1)].pages[role];
+                if (p.get() != last_before_.pages[role].get()) stock_->give_back(std::move(p));
+            }
+        for (page_ref& p : temporary_) stock_->give_back(std::move(p));
+        for (auto* const list : {&filled_, &quantized_})
+            for (page_ref& p : *list) stock_->give_back(std::move(p));
     }
     /// The stock gets its lists back.
     void end_lists() noexcept {

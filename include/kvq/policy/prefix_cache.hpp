@@ -28,6 +28,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <limits>
 #include <list>
@@ -49,8 +50,9 @@ struct prefix_cache_options {
     int min_prefix_tokens = 128;              ///< a shorter prefix or common prefix is a miss
     int min_quantize_tokens = 256;            ///< shorter entries keep their format
     std::optional<layer_format> format = {};  ///< entries are requantized to it, where that is smaller
-    /// Called for every entry that the limits or release() evict, when the store has dropped it and its lock is free: the place to
-    /// save it elsewhere. What it throws, store() and release() throw, with the store as it is then.
+    /// Called for every entry that the limits or release() evict, the least recently used one first, when the store has dropped it and its
+    /// lock is free: the place to save it elsewhere. What it throws, store(), release() and step_down() throw, with the store as it is
+    /// then, once it was called for all entries; of several errors the first.
     std::function<void(token_ids, const sequence&)> evicted = {};
 };
 
@@ -161,8 +163,9 @@ public:
     }
 
     /// Stores the first tokens.size() tokens of a sequence. The sequence does not change.
-    /// Raises kvq::error when it holds fewer tokens in any layer or belongs to another cache, kvq::out_of_memory when
-    /// quantizing needs a page for which the pool has no room (release() frees pages). The store is then unchanged.
+    /// Raises kvq::error when it holds fewer tokens in any layer, when some of them are a draft (append_draft) or when it belongs to another
+    /// cache, kvq::out_of_memory when quantizing needs a page for which the pool has no room (release() frees pages). The store is then
+    /// unchanged.
     store_outcome store(token_ids tokens, const kvq::sequence& sequence) {
         detail::expect(&detail::sequence_access::cache(sequence) == cache_,
                        "a sequence belongs to another cache");
@@ -182,6 +185,7 @@ public:
         }
         const auto kept = std::make_shared<kvq::sequence>(sequence.fork());
         kept->trim(static_cast<int>(tokens.size()));
+        (void)detail::sequence_access::tracks(*kept);  // raises the error of a draft, which share() must not
         if (options_.format && static_cast<int>(tokens.size()) >= options_.min_quantize_tokens)
             quantize(*kept);
         if (nearest) {
@@ -257,7 +261,7 @@ public:
                                executor_view executor = serial_executor{}) {
         step_down_report report;
         std::list<entry> dropped;
-        {
+        const auto run = [&] {
             const std::lock_guard lock(mutex_);
             const std::lock_guard alone(changing_);
             std::vector<sequence*> all(live.begin(), live.end());
@@ -265,8 +269,18 @@ public:
             recounting pages{*this, dropped};
             report = kvq::step_down(*cache_, std::span<sequence* const>(all), policy, executor);
             pages.needed = !report.steps.empty();
+        };
+        std::exception_ptr failed;
+#if KVQ_EXCEPTIONS
+        try {
+            run();
+        } catch (...) {
+            failed = std::current_exception();
         }
-        this->report(dropped);
+#else
+        run();
+#endif
+        this->report(dropped, failed);
         dropped.clear();
         report.bytes_after = cache_->pool().bytes_in_use();
         report.fits = report.bytes_after <= policy.byte_budget;
@@ -382,8 +396,9 @@ private:
             const position at = e++;
             if (count(*at->sequence)) continue;
             ++statistics_.evictions;
+            at->evicted = true;
             tree_.erase(at->node);
-            dropped.splice(dropped.begin(), entries_, at);
+            dropped.splice(dropped.end(), entries_, at);
         }
         while (held_.bytes() > options_.byte_limit) evict(dropped);
     }
@@ -405,18 +420,28 @@ private:
     void drop(position e, std::list<entry>& dropped) noexcept {
         held_.remove(*e->sequence);
         tree_.erase(e->node);
-        dropped.splice(dropped.begin(), entries_, e);
+        dropped.splice(dropped.end(), entries_, e);
     }
     void evict(std::list<entry>& dropped) noexcept {
         ++statistics_.evictions;
         entries_.back().evicted = true;
         drop(std::prev(entries_.end()), dropped);
     }
-    /// Outside of the lock.
-    void report(const std::list<entry>& dropped) const {
-        if (!options_.evicted) return;
-        for (const entry& e : dropped)
-            if (e.evicted) options_.evicted(e.tokens, *e.sequence);
+    /// Outside of the lock. An entry that the hook fails for does not keep the others from it. Then raises the first error.
+    void report(const std::list<entry>& dropped, std::exception_ptr first = nullptr) const {
+        for (const entry& e : dropped) {
+            if (!e.evicted || !options_.evicted) continue;
+#if KVQ_EXCEPTIONS
+            try {
+                options_.evicted(e.tokens, *e.sequence);
+            } catch (...) {
+                if (!first) first = std::current_exception();
+            }
+#else
+            options_.evicted(e.tokens, *e.sequence);
+#endif
+        }
+        if (first) std::rethrow_exception(first);
     }
 
     cache* cache_;
