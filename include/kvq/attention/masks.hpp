@@ -135,8 +135,9 @@ struct token_ranges {
 
     std::span<const token_range> of(int q_pos) const noexcept {
         if (starts.empty()) return ranges;
-        const int i = q_pos - first_query;
-        if (i < 0 || i + 1 >= static_cast<int>(starts.size())) return {};
+        // 64 bits: first_query is the caller's, and may be any.
+        const std::int64_t i = std::int64_t{q_pos} - first_query;
+        if (i < 0 || i + 1 >= static_cast<std::int64_t>(starts.size())) return {};
         const auto at = static_cast<std::size_t>(i);
         return ranges.subspan(static_cast<std::size_t>(starts[at]),
                               static_cast<std::size_t>(starts[at + 1] - starts[at]));

@@ -42,8 +42,8 @@ public:
     void add(const borrowed_pages& p) {
         const auto place = spans_.size();
         const int capacity = detail::smaller(p.key_capacity, p.value_capacity);
-        detail::expect(p.tokens >= 1 && p.skip >= 0 && p.skip <= capacity - p.tokens, "pages ", place,
-                       " show ", p.tokens, " tokens from ", p.skip, " on of ", capacity);
+        detail::expect(p.tokens >= 1 && p.tokens <= capacity && p.skip >= 0 && p.skip <= capacity - p.tokens,
+                       "pages ", place, " show ", p.tokens, " tokens from ", p.skip, " on of ", capacity);
         detail::expect(tokens_ <= (std::numeric_limits<int>::max)() - cache_.options().page_tokens - p.tokens,
                        "pages ", place, " of ", p.tokens, " tokens behind ", tokens_, " tokens are too many");
         detail::expect(p.shift == 0 || cache_.rotations().known(), "keys of pages ", place, " moved by ",

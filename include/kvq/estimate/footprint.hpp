@@ -88,7 +88,8 @@ inline void add_layer(const cache& of, tensor role, int layer, int tokens, int c
     // longer covers, one page that was begun, and one that serves as scratch or, in a chunk of prefill(), the pages of the chunk.
     // Without pages to quantize: only the page that was begun, if it was shared or is enlarged.
     const int reach = of.options().rollback == 0 ? 0 : ceil_div(of.options().rollback, g.page_tokens);
-    const int chunk_pages = ceil_div(larger(0, chunk), g.page_tokens) + 1;
+    // Never more than the pages there are: a chunk may be any number.
+    const int chunk_pages = ceil_div(smaller(larger(0, chunk), tokens), g.page_tokens) + 1;
     const auto held = static_cast<std::size_t>(
         committed == 0 || target == 0
             ? 1

@@ -135,8 +135,8 @@ public:
         check_shape(d.shape);
         const page_geometry& g = d.geometry;
         expect(g.sinks >= 0 && g.recent >= 0 && d.rollback >= 0 && g.page_tokens >= 1 &&
-                   g.page_tokens <= 65536 && g.sinks <= most_sinks &&
-                   g.recent <= (std::numeric_limits<int>::max)() - g.sinks,
+                   g.page_tokens <= 65536 && g.sinks <= most_sinks && g.recent <= most_recent &&
+                   d.rollback <= most_recent,
                "a saved sequence has impossible options: ", g.sinks, " sinks, ", g.recent, " recent, ",
                g.page_tokens, " page_tokens, ", d.rollback, " rollback");
         for (const tensor role : {tensor::key, tensor::value}) {
@@ -155,6 +155,7 @@ public:
 
     /// Sinks are one page; this keeps its size from overflowing.
     static constexpr int most_sinks = 1 << 20;
+    static constexpr int most_recent = (std::numeric_limits<int>::max)() / 4;  // as of a cache
 
     static const std::string& text(const std::map<std::string, std::string>& m, const std::string& name) {
         const auto found = m.find(name);
