@@ -334,8 +334,8 @@ TEST_CASE("a batch that fails leaves its reserved sequences what they reserved")
         // Of a page that the fork shares, the step makes a copy.
         const auto fork = random.one_in(2) ? a.fork() : cache.new_sequence();
         const int n = random.between(1, 100), other = b.tokens();
-        test::tensor<float> q(n, 4, 32), out(n, 4, 32);
-        q.values() = random.normals(q.values().size());
+        const auto q = test::random_tensor(random, n, 4, 32);
+        test::tensor<float> out(n, 4, 32);
         kvq::workspace space(&memory);
         const kvq::step_request both[] = {{&a, n, n}, {&b, n, n}};
         cache.reserve(both, 4, 1, space);
