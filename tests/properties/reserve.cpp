@@ -300,8 +300,8 @@ TEST_CASE("a reserved step has room for selected pages and skipped values, also 
         append(sequence, 2, s, cut, 100);
     }
     const int n = 3, before = sequence.tokens();
-    test::tensor<float> q(n, 4, 32), out(n, 4, 32);
-    q.values() = random.normals(q.values().size());
+    const auto q = test::random_tensor(random, n, 4, 32);
+    test::tensor<float> out(n, 4, 32);
     const kvq::mods mods{kvq::selected_pages{.tokens = 64}, kvq::skipped_values{.mass = 1e-2f}};
     kvq::workspace space(&memory);
     const kvq::step_request one{&sequence, n, n};
@@ -334,8 +334,8 @@ TEST_CASE("a batch that fails leaves its reserved sequences what they reserved")
         // Of a page that the fork shares, the step makes a copy.
         const auto fork = random.one_in(2) ? a.fork() : cache.new_sequence();
         const int n = random.between(1, 100), other = b.tokens();
-        test::tensor<float> q(n, 4, 32), out(n, 4, 32);
-        q.values() = random.normals(q.values().size());
+        const auto q = test::random_tensor(random, n, 4, 32);
+        test::tensor<float> out(n, 4, 32);
         kvq::workspace space(&memory);
         const kvq::step_request both[] = {{&a, n, n}, {&b, n, n}};
         cache.reserve(both, 4, 1, space);
