@@ -156,7 +156,7 @@ public:
     }
     KVQ_NO_COPY explicit operator bool() const noexcept { return record_ != nullptr; }
 
-    /// The name of the scheme, such as "affine4-g64-per-token-fp16".
+    /// The name of the scheme, such as "affine4-token-g64-fp16".
     KVQ_NO_COPY const char* name() const noexcept { return record_->name; }
     /// The name of the backend: "scalar", "avx2", ...
     KVQ_NO_COPY const char* backend() const noexcept { return record_->functions->backend->name; }

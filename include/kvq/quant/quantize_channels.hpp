@@ -6,7 +6,8 @@
 //               error_feedback.hpp), y is moved by the weighted errors of later channels
 //   4. correct  for encoders that correct means: biases again, moved by the mean error of the codes
 //
-// Contract: with min_max, step 2 puts every finite member inside its channel's grid (biases down, scales up).
+// Contract: with `enclosing`, step 2 puts every finite member inside its channel's grid (biases down, scales up); with min_max up to the
+// rounding of the stored parameters (quant/encoders.hpp).
 #pragma once
 
 #include <cstddef>
