@@ -1,4 +1,4 @@
-// Storing new tokens, and coding full pages: time and bandwidth of what is read and written, against a plain copy.
+// Storing new tokens, and quantizing full pages: time and bandwidth of what is read and written, against a plain copy.
 //
 //   store [--json]
 //
