@@ -198,8 +198,7 @@ int chunk_of(const options& chosen, int window) {
     if (chosen.evaluation.chunk >= window) {
         std::fprintf(stderr,
                      "kvq_llama: a window of %d tokens, a chunk of %d: the chunk covers the whole window, so "
-                     "no query reads "
-                     "quantized pages; choose a smaller --chunk\n",
+                     "no query reads quantized pages; choose a smaller --chunk\n",
                      window, chosen.evaluation.chunk);
     }
     return chosen.evaluation.chunk > 0 ? chosen.evaluation.chunk
