@@ -4,7 +4,7 @@
 // memory     bytes of the pages of all layers; savings against 16-bit values
 // error      of the values that come back against those that went in: mean and largest absolute difference, normal data
 // quantize   append of the whole prompt, 16-bit input, all layers; dequantize: dequantize of it to 16-bit tensors
-// append     one token in all layers, averaged over a page (so that coding a page is in it), and its share of the time of
+// append     one token in all layers, averaged over a page (so that quantizing a page is in it), and its share of the time of
 //            decode attention over --attend-tokens tokens (query heads: four times the kv heads)
 // prefill    a chunk of --seq-len tokens with its queries over --attend-tokens tokens, one layer, one thread; and how long append
 //            followed by attend of the same takes beside it, in turns

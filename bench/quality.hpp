@@ -1,5 +1,5 @@
 // The program behind bench_quality and bench_ablation: quality of schemes on real q, k and v. Bits, error of the attention
-// output, divergence of its weights, worst query, each with an exact window and without; and what coding costs.
+// output, divergence of its weights, worst query, each with an exact window and without; and what quantizing costs.
 //
 // Pages cover the whole sequence, also tokens behind a query (the state in which a finished cache is); the query sees the keys
 // up to its own position. All sums are double, on dequantized values. Nothing here runs the attention kernels.
@@ -294,7 +294,7 @@ inline void run(const std::vector<std::string>& paths, const std::vector<std::st
             layers, first.k.tokens, first.q.heads, first.k.heads, first.k.dim, chosen.page_tokens,
             static_cast<int>(pick_queries(first.q.tokens, chosen.queries).size()), chosen.sinks,
             chosen.recent, width, "scheme", "bits", "K bits", "+window", "out", "KLD", "worst", "bare out",
-            "bare KLD", "worst", "coding ns/value K, V");
+            "bare KLD", "worst", "quantize ns/value K, V");
     for (std::size_t s = 0; s < schemes.size(); ++s) {
         head_result sum;
         for (const auto& head : results) {

@@ -1,7 +1,7 @@
-// Requantizing a live cache: how much memory it takes beside the cache, and how fast it is against coding the same pages.
+// Requantizing a live cache: how much memory it takes beside the cache, and how fast it is against quantizing the same pages.
 //
 // The peak is measured by the memory resource that all pages and all scratch come from, not computed; the dry run stands
-// beside it. `quantize` is the time of coding the same blocks into one buffer, the least that this work can take.
+// beside it. `quantize` is the time of quantizing the same blocks into one buffer, the least that this work can take.
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <kvq/backends/simd.hpp>
@@ -51,7 +51,7 @@ double seconds_of(const std::function<void()>& work) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// Codes every block of the cache's 16-bit pages into one buffer. format: 0-based in the list.
+/// Quantizes every block of the cache's 16-bit pages into one buffer. format: 0-based in the list.
 double quantize_seconds(const kvq::cache& cache, const kvq::sequence& s, int format, int threads) {
     const kvq::format& f = cache.options().keys[format];
     const kvq::cache_shape& shape = cache.shape();

@@ -101,7 +101,7 @@ CHANGES = (
 
 
 GPU_SHAPES = [(1, 131072), (8, 32768), (16, 2048), (64, 4096), (128, 8192)]
-GPU_FORMATS = ["fp16", "int8", "token4-g128", "kivi4-g128", "kivi4-g64", "kivi4-g32", "kivi2-g128", "kivi2-g32"]
+GPU_FORMATS = ["fp16", "int8", "token4-g128", "kivi-4-g128", "kivi-4-g64", "kivi-4-g32", "kivi-2-g128", "kivi-2-g32"]
 GPU_PRESETS = {
     "plain8": ["ref8"],
     "plain6": ["hi6"],

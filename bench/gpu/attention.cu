@@ -344,11 +344,11 @@ int main(int argc, char** argv) {
         run<cuda::format<full<float16>, full<float16>, 128, 64>>("fp16", s, set);
         run<cuda::format<int8, int8, 128, 64>>("int8", s, set);
         run<cuda::format<affine<4, per_token<>>, affine<4, per_token<>>, 128, 64>>("token4-g128", s, set);
-        run<cuda::kivi_format<4, 64, 128, 64>>("kivi4-g64", s, set);
-        run<cuda::kivi_format<4, 128, 128, 128>>("kivi4-g128", s, set);
-        run<cuda::kivi_format<4, 32, 128, 64>>("kivi4-g32", s, set);
-        run<cuda::kivi_format<2, 128, 128, 128>>("kivi2-g128", s, set);
-        run<cuda::kivi_format<2, 32, 128, 64>>("kivi2-g32", s, set);
+        run<cuda::kivi_format<4, 64, 128, 64>>("kivi-4-g64", s, set);
+        run<cuda::kivi_format<4, 128, 128, 128>>("kivi-4-g128", s, set);
+        run<cuda::kivi_format<4, 32, 128, 64>>("kivi-4-g32", s, set);
+        run<cuda::kivi_format<2, 128, 128, 128>>("kivi-2-g128", s, set);
+        run<cuda::kivi_format<2, 32, 128, 64>>("kivi-2-g32", s, set);
     }
 #endif
     BENCH_OK(cudaFree(set.memory));

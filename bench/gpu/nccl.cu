@@ -2,7 +2,7 @@
 //
 //   nccl [--json] [--quick] [--ranks N] [--blocking]
 //
-// With -DPART=0: std4, and transfers; 1: kivi4-g64. 32 query heads, 8 kv heads of 128, 4 sinks, 128 recent tokens, one token per sequence.
+// With -DPART=0: std4, and transfers; 1: kivi-4-g64. 32 query heads, 8 kv heads of 128, 4 sinks, 128 recent tokens, one token per sequence.
 //   context   every rank has a range of the tokens: attend, partial states to all ranks (ncclAllGather, or peer memory), merge; all ranks
 //             get all outputs
 //   heads     every rank has 8 / N kv heads: attend; "gathered": with all heads on all ranks afterwards

@@ -268,7 +268,7 @@ int main(int argc, char** argv) {
 #elif PART == 1
     rows<cuda::format<int8, int8, dim, page_tokens>>("int8", json, quick, baseline);
 #elif PART == 2
-    rows<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi4-g64", json, quick, baseline);
+    rows<cuda::kivi_format<4, 64, dim, page_tokens>>("kivi-4-g64", json, quick, baseline);
 #elif PART == 3
     rows<cuda::preset_format<std4, dim, page_tokens>>("std4", json, quick, baseline);
 #elif PART == 4

@@ -1,4 +1,4 @@
-// Storing new tokens, and coding full pages: time and bandwidth of what is read and written, against a plain copy.
+// Storing new tokens, and quantizing full pages: time and bandwidth of what is read and written, against a plain copy.
 //
 //   store [--json]
 //
@@ -286,7 +286,7 @@ int main(int argc, char** argv) {
         const cuda::cache_ref<std4_format> std4_pages;
         const cuda::cache_ref<low3_format> low3_pages;
         const cuda::cache_ref<low2_format> low2_pages;
-        all(window, cuda::cache_ref<kivi4_format>(), "kivi4-g64");
+        all(window, cuda::cache_ref<kivi4_format>(), "kivi-4-g64");
         all(window, std4_pages, "std4");
         all(window, std4_pages, "std4 feedback", false, true);
         all(window, low3_pages, "low3");
@@ -299,7 +299,7 @@ int main(int argc, char** argv) {
         all(low2_pages, std4_pages, "low2 -> std4");
     }
     for (const int due : {0, 1, 16, 128}) {
-        run_commit<kivi4_format>("kivi4-g64", due, ceiling, json, memory);
+        run_commit<kivi4_format>("kivi-4-g64", due, ceiling, json, memory);
         run_commit<std4_format>("std4", due, ceiling, json, memory);
         run_commit<low2_format>("low2", due, ceiling, json, memory);
     }

@@ -196,11 +196,10 @@ void write_model(const options& chosen, const model_shape& shape) {
 int chunk_of(const options& chosen, int window) {
     constexpr int usual = 512, chunks_of_window = 4;
     if (chosen.evaluation.chunk >= window) {
-        std::fprintf(
-            stderr,
-            "kvq_llama: a window of %d tokens is one chunk of %d: every query sees 16 bit, and no scheme is "
-            "judged\n",
-            window, chosen.evaluation.chunk);
+        std::fprintf(stderr,
+                     "kvq_llama: a window of %d tokens, a chunk of %d: the chunk covers the whole window, so "
+                     "no query reads quantized pages; choose a smaller --chunk\n",
+                     window, chosen.evaluation.chunk);
     }
     return chosen.evaluation.chunk > 0 ? chosen.evaluation.chunk
                                        : std::min(usual, std::max(1, window / chunks_of_window));
@@ -214,7 +213,7 @@ void add_live_options(CLI::App& command, options& chosen) {
         ->type_name("AGE:SCHEME,...");
     command
         .add_option("--budget", chosen.live.budget,
-                    "most bytes of the pages; older pages step down to keep it")
+                    "limit for bytes of pages; older pages are requantized to stay below it")
         ->type_name("BYTES");
     command
         .add_option_function<std::string>(

@@ -81,8 +81,19 @@ struct twins {
     explicit twins(const char* keys = "std4", const char* values = "kivi-4-g64",
                    const char* window = nullptr) {
         auto o = init<kvq_cache_options>();
-        const std::string listed_keys = keys + std::string(", low2,int8"),
-                          listed_values = values + std::string(",low2 ,int8");
+        // A format is listed once.
+        kvq::cache_options same = kvq::preset_options();
+        std::string listed_keys, listed_values;
+        for (const std::string name : {keys, "low2", "int8"})
+            if (same.keys.empty() || name != keys) {
+                listed_keys += (same.keys.empty() ? "" : ", ") + name;
+                same.keys.push_back(kvq::find_format(name, kvq::tensor::key));
+            }
+        for (const std::string name : {values, "low2", "int8"})
+            if (same.values.empty() || name != values) {
+                listed_values += (same.values.empty() ? "" : " ,") + name;
+                same.values.push_back(kvq::find_format(name, kvq::tensor::value));
+            }
         o.layers = layers;
         o.kv_heads = kv_heads;
         o.head_dim = dim;
@@ -95,11 +106,6 @@ struct twins {
         o.rotary_count = 1;
         OK(kvq_cache_create(&o, &c));
         OK(kvq_sequence_create(c, &c_sequence));
-        kvq::cache_options same = kvq::preset_options();
-        for (const char* name : {keys, "low2", "int8"})
-            same.keys.push_back(kvq::find_format(name, kvq::tensor::key));
-        for (const char* name : {values, "low2", "int8"})
-            same.values.push_back(kvq::find_format(name, kvq::tensor::value));
         if (window) same.window = kvq::find_format(window, kvq::tensor::key);
         same.page_tokens = 64;
         same.rotary = {rotary()};

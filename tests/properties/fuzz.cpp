@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // A million random operations on sequences of one cache, against a plain model that keeps every token as 16-bit values and adds
-// up what each recoding may lose. Nothing may drift beyond that, no page may leak, no byte may be unaccounted for.
+// up what each requantizing may lose. Nothing may drift beyond that, no page may leak, no byte may be unaccounted for.
 //
 // KVQ_FUZZ_OPERATIONS sets their number, KVQ_SEED where they start.
 #include <doctest/doctest.h>

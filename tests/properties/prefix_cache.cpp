@@ -446,7 +446,7 @@ TEST_CASE(
         for (int i = first; i < first + n; ++i) k.push_back(i);
         return k;
     };
-    // Sequences of 16-bit pages fill the pool; coding is what needs more.
+    // Sequences of 16-bit pages fill the pool; quantizing is what needs more.
     std::vector<sequence_type> live;
     for (int i = 0; i < 2; ++i) {
         live.push_back(cache.new_sequence());

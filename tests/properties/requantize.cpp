@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Requantizing a live cache: the dry run is the truth, the bytes are those of direct coding, errors add up and no more.
+// Requantizing a live cache: the dry run is the truth, the bytes are those of direct quantizing, errors add up and no more.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -170,7 +170,7 @@ TEST_CASE("the dry run is the truth after any history: trims, forks, and pages t
     }
 }
 
-TEST_CASE("16-bit pages become the bytes that direct coding would have written") {
+TEST_CASE("16-bit pages become the bytes that direct quantizing would have written") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

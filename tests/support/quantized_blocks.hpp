@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Blocks as a scheme codes them itself, and as a backend does.
+// Blocks as a scheme quantizes them itself, and as a backend does.
 #pragma once
 
 #include <doctest/doctest.h>

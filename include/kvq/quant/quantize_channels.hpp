@@ -6,7 +6,8 @@
 //               error_feedback.hpp), y is moved by the weighted errors of later channels
 //   4. correct  for encoders that correct means: biases again, moved by the mean error of the codes
 //
-// Contract: with min_max, step 2 puts every finite member inside its channel's grid (biases down, scales up).
+// Contract: with `enclosing`, step 2 puts every finite member inside its channel's grid (biases down, scales up); with min_max up to the
+// rounding of the stored parameters (quant/encoders.hpp).
 #pragma once
 
 #include <cstddef>
@@ -65,19 +66,19 @@ void quantize_channels(const Encoder& encoder, block_id id, float* y, int tokens
     int finite[most_quantized] = {};
     for (int t = 0; t < tokens; ++t) {
         constexpr bool feeds_back = requires { encoder.feedback_row(id, channels, 0); };
-        double owed[most_quantized];
+        double carried[most_quantized];
         if constexpr (feeds_back)
-            for (int c = 0; c < channels; ++c) owed[c] = 0.0;
+            for (int c = 0; c < channels; ++c) carried[c] = 0.0;
         for (int c = channels - 1; c >= 0; --c) {
             float& x = y[t * stride + c];
             float wanted = x;
-            if constexpr (feeds_back) wanted += static_cast<float>(owed[c]);
+            if constexpr (feeds_back) wanted += static_cast<float>(carried[c]);
             const int code = affine_code(wanted, biases[c], codes[c], top(c));
             const float error = is_finite(x) ? x - affine_value(code, scales[c], biases[c]) : 0.0f;
             if constexpr (feeds_back)
                 if (const float* const row = encoder.feedback_row(id, channels, c))
                     for (int j = 0; j < c; ++j)
-                        owed[j] += static_cast<double>(row[j]) * static_cast<double>(error);
+                        carried[j] += static_cast<double>(row[j]) * static_cast<double>(error);
             errors[c] += static_cast<double>(error);
             finite[c] += is_finite(x);
             x = static_cast<float>(code);

@@ -4,8 +4,9 @@
 //
 //   block = [codes, the widest channels first; padded to 16 bytes][parameters of channels][token scales; padded to 16 bytes]
 //
-// Contract: codes are rounded to nearest, ties to even, from the stored parameters and y = x / r_t. With min_max, y lies inside
-// its grid: |x - x^| <= r_t * scale_c / 2 (plus float evaluation, about 3e-7 |x|). scale_c is at most the channel's range of y over
+// Contract: codes are rounded to nearest, ties to even, from the stored parameters and y = x / r_t. With `enclosing`, y lies inside
+// its grid: |x - x^| <= r_t * scale_c / 2 (plus float evaluation, about 3e-7 |x|). With min_max, parameters are rounded to nearest, so
+// y may lie outside by that rounding (quant/encoders.hpp). scale_c is at most the channel's range of y over
 // 2^B - 1, enlarged by the rounding of stored parameters. 8-bit parameters (`byte_params`): one step of biases (the range of the group's
 // minima / 255) over 2^B - 1, then a factor of 33/32, and at least 1/250 of the group's largest scale. fp16: one rounding each.
 // Other encoders: quant/encoders.hpp. NaN and infinities never set parameters or token scales; NaN is quantized as the value

@@ -228,10 +228,10 @@ private:
         const grouped_axis lines = rows ? layout.rows() : layout.cols;
         const grouped_axis cut = rows ? layout.cols : layout.rows();
         std::vector<double> errors(static_cast<std::size_t>(cut.groups() * lines.padded_size())),
-            owed(static_cast<std::size_t>(s.dim));
+            carried(static_cast<std::size_t>(s.dim));
         std::vector<int> counts(errors.size());
         for (int t = 0; t < s.tokens; ++t) {
-            std::fill(owed.begin(), owed.end(), 0.0);
+            std::fill(carried.begin(), carried.end(), 0.0);
             for (int c = s.dim - 1; c >= 0; --c) {
                 const int row = s.role == tensor::key ? t : c, col = s.role == tensor::key ? c : t;
                 const int group = (rows ? col : row) / cut.group, slot = lines.slot(rows ? row : col);
@@ -239,7 +239,7 @@ private:
                     load_parameters(block + parameter_offset(s, group, slot), section_bytes(s));
                 const float scale = static_cast<float>(stored.scale), bias = static_cast<float>(stored.bias);
                 const float x = values[t * s.dim + c];
-                const float wanted = x + static_cast<float>(owed[static_cast<std::size_t>(c)]);
+                const float wanted = x + static_cast<float>(carried[static_cast<std::size_t>(c)]);
                 const int code =
                     Levels::template code<code_bits>(wanted, bias, scale > 0.0f ? 1.0f / scale : 0.0f);
                 pack_code(layout, block, row, col, static_cast<unsigned>(code));
@@ -253,7 +253,7 @@ private:
                     if (s.role == tensor::key)
                         if (const float* const row_of = encoder.feedback_row(id, s.dim, c))
                             for (int j = 0; j < c; ++j)
-                                owed[static_cast<std::size_t>(j)] +=
+                                carried[static_cast<std::size_t>(j)] +=
                                     static_cast<double>(row_of[j]) * static_cast<double>(error);
             }
         }

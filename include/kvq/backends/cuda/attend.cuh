@@ -186,7 +186,7 @@ inline constexpr int shared_memory_budget<detail::read_as<Format, Same>> = share
 namespace detail {
 
 /// Keys of mixed widths without a plan have one width where the average is one of the widths. Then their blocks are those of a
-/// channel_grid, byte for byte, and its kernel reads them: it knows at compile time what the other one looks up.
+/// channel_grid, byte for byte, and its kernel reads them: widths are constants there, and the other kernel looks them up.
 template <class Format>
 struct even_keys {
     static constexpr bool known = false;

@@ -173,7 +173,7 @@ struct mixed_memory {
     static constexpr int registers = Rows4 == 1 ? 224 : 255;
     static constexpr int other_queries_at = warps * warp_bytes + chosen.team_bytes();
 
-    /// The query of a team as part I wants it.
+    /// The query of a team in the layout that part I reads.
     template <int I, class Format>
     static __device__ __forceinline__ float* query(std::byte* shared, const warp_team& team) {
         if constexpr (plain_query<Format>) {

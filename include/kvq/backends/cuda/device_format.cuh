@@ -108,7 +108,7 @@ struct device_functions {
     key_state (*make_keys)(int number, const calibration& statistics);
 };
 
-/// The name by which find_format knows both schemes of a format.
+/// The name of both schemes of a format in find_format.
 template <class Format>
 std::string name_of_format() {
     using keys = typename Format::keys;
@@ -321,7 +321,7 @@ struct device_table {
 /// Kernels for caches of one head_dim and page size, whose quantized pages have one or several formats.
 struct device_format {
     struct kind {
-        std::string name;                    ///< as find_format knows it
+        std::string name;                    ///< that of find_format
         std::string keys, values;            ///< names of the schemes: format::name() of the CPU's formats
         std::size_t key_block, value_block;  ///< bytes of one head's block
     };

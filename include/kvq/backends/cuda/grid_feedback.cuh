@@ -1,7 +1,7 @@
 // Codes of a channel's grid, and of many tokens with error feedback (quant/error_feedback.hpp) on the device.
 //
 //   one thread per token; eight channels at a time, from the last ones to the first
-//   owed by channels behind the eight: their errors times matrix rows, added from the last channel on, as the CPU adds them
+//   carried from channels behind the eight: their errors times matrix rows, added from the last channel on, as the CPU adds them
 //   inside the eight: one after the other, in registers
 //
 // The matrix rows of the next eight channels are on their way while these are quantized.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void code_with_feedback(const float* matrix, double* 
         const double* const own = rows + buffer * some * Dim;
         if (first > 0) fetch(first - some);
         for (int t = thread; t < count; t += Threads) {
-            double owed[some] = {};
+            double carried[some] = {};
 #pragma unroll 4
             for (int c = Dim - 1; c >= first + some; --c) {
                 const double error = static_cast<double>(numbers[c * stride + t]);
@@ -65,8 +65,8 @@ __device__ __forceinline__ void code_with_feedback(const float* matrix, double* 
 #pragma unroll
                 for (int k = 0; k < some; k += 2) {
                     const double2 r = row[k / 2];
-                    owed[k] += r.x * error;
-                    owed[k + 1] += r.y * error;
+                    carried[k] += r.x * error;
+                    carried[k + 1] += r.y * error;
                 }
             }
             const bool real = valid(t);
@@ -76,11 +76,11 @@ __device__ __forceinline__ void code_with_feedback(const float* matrix, double* 
                 if (c >= Dim) continue;
                 const channel_grid_of g = grid(c, t);
                 const float x = numbers[c * stride + t];
-                const int code = g.code(x + static_cast<float>(owed[k]));
+                const int code = g.code(x + static_cast<float>(carried[k]));
                 const float lost = real ? g.error(x, code) : 0.0f;
                 const double error = static_cast<double>(lost);
 #pragma unroll
-                for (int j = 0; j < k; ++j) owed[j] += own[k * some + j] * error;
+                for (int j = 0; j < k; ++j) carried[j] += own[k * some + j] * error;
                 numbers[c * stride + t] = lost;
                 codes[c * stride + t] = static_cast<std::uint8_t>(code);
             }

@@ -93,7 +93,7 @@ struct half_query {
     }
 };
 
-/// What a warp knows of the query of an item.
+/// The query of an item, as a warp keeps it.
 template <class Chunk, int Rows4, class T>
 using query_of =
     std::conditional_t<dequantizes_keys<Chunk, Rows4>, half_query<Chunk, Rows4, T>, key_query<Chunk, Rows4>>;

@@ -179,7 +179,7 @@ struct query_bytes {
     }
 };
 
-/// What a warp knows of the query of an item for folding.
+/// The query of an item, as a warp keeps it for folding.
 template <class Chunk, int Rows4>
 struct key_query {
     __device__ __forceinline__ key_query(std::uint32_t, int, float, const lane_id&) {}

@@ -170,7 +170,7 @@ struct folded_row<mixed_chunk<Format, Tokens>> {
     float step[runs], offset[runs];
 };
 
-/// What a warp knows of the keys of an item's head.
+/// What a warp has read of the keys of an item's head.
 template <class Chunk, int Rows4>
 struct head_keys {
     __device__ __forceinline__ head_keys(std::uint32_t, const std::uint16_t*, const lane_id&) {}

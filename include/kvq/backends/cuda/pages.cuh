@@ -28,7 +28,7 @@ inline constexpr bool numbers_fit = [] {
         return false;
 }();
 
-/// Threads of a block that codes one head of a page, and the shared memory that it takes.
+/// Threads of a block that quantizes one head of a page, and the shared memory that it takes.
 template <class To>
 struct page_quantizer {
     static constexpr bool grids = codes_grids<typename To::keys> || codes_grids<typename To::values>;
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quant
 }
 
 /// The column of the oldest page of sequence b that is due: page i is quantized when first_token + (i + 1) * page_tokens + recent
-/// tokens are there (page/layer_pages.hpp). -1: none, or no page to code it to. The window's table names the pages that are not
+/// tokens are there (page/layer_pages.hpp). -1: none, or no page to quantize it to. The window's table names the pages that are not
 /// quantized yet, and they follow each other.
 template <class From, class To>
 __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cache_ref<To>& quantized,
@@ -117,7 +117,7 @@ __device__ __forceinline__ int due_page(const cache_ref<From>& window, const cac
     return i;
 }
 
-/// Most steps have nothing to code, some one page, few many. So few blocks are launched: block x takes the x-th sequence that is
+/// Most steps have nothing to quantize, some one page, few many. So few blocks are launched: block x takes the x-th sequence that is
 /// due, the one gridDim.x further, and so on.
 template <class From, class To>
 __global__ void __launch_bounds__(page_quantizer<To>::threads, 1024 / page_quantizer<To>::threads)
@@ -174,7 +174,7 @@ __global__ void commit_tables_kernel(const __grid_constant__ cache_ref<From> win
     from = -1;
 }
 
-/// Lets a kernel take the shared memory that coding to `To` needs.
+/// Lets a kernel take the shared memory that quantizing to `To` needs.
 template <class To, class Kernel>
 status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
     constexpr int bytes = page_quantizer<To>::shared_bytes;
@@ -182,8 +182,9 @@ status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
         const cudaError_t code =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         if (code != cudaSuccess) {
-            char what[64];
-            std::snprintf(what, sizeof what, "coding pages needs %d bytes of shared memory per block", bytes);
+            char what[80];
+            std::snprintf(what, sizeof what, "quantizing pages needs %d bytes of shared memory per block",
+                          bytes);
             return runtime_error(code, what);
         }
     }
@@ -241,7 +242,7 @@ status requantize_pages(const cache_ref<From>& source, const cache_ref<To>& targ
                           stream, source, target, from, to, not_finite);
 }
 
-/// After tokens were added: codes the oldest window page of every sequence that has one wholly behind its `recent` tokens, into
+/// After tokens were added: quantizes the oldest window page of every sequence that has one wholly behind its `recent` tokens, into
 /// page fresh[b] of `quantized`, and moves its entry from window_table to quantized_table (the tables that the two refs name, writable).
 /// fresh[b] becomes -2 - (number of the window page that is free again); while it is negative nothing is quantized, and the page
 /// waits. One page a call: enough after every step of up to page_tokens tokens; call again after longer ones.

@@ -1,7 +1,7 @@
 // Keys of mixed widths (schemes/channel_codes.hpp) as tiles of half floats, as prefill_tile.cuh makes them of one width.
 //
 //   tile      columns are channels in their own order, since the query and all other keys of a prompt have that order too
-//   channel   a lane knows one channel of its warp's cells: its place in the plan of the head, and with it width, words and bits
+//   channel   a lane has one channel of its warp's cells: its place in the plan of the head, and with it width, words and bits
 //   cell      the warp writes that of 32 channels to its table; then a lane has a row, and gathers the codes of four channels at a time
 //
 // A code of B bits lies in up to two planes (pack/code_layout.hpp): a byte of each, from which a shift and a mask of the table take the bits.
@@ -39,7 +39,7 @@ struct mixed_cells {
     static constexpr int scales_at = planes * 128, biases_at = scales_at + 64;
     static_assert(biases_at + 64 <= key_table_bytes);
 
-    /// What a lane knows of its channel in all pages of a head.
+    /// The channel of a lane, in all pages of a head.
     struct lane_channel {
         int place = 0;
         float centre = 0.0f;  // codes are counted from here, as in stored_set

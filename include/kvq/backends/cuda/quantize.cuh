@@ -3,7 +3,7 @@
 //   lines      tokens or channels, whichever has parameters; each is cut into groups along the other axis
 //   word       one 32-bit word of codes is put together by one thread: no atomics, no read-modify-write
 //
-// A thread block codes one block (one head of one page): first all parameters, then all words, from values that a source
+// A thread block quantizes one block (one head of one page): first all parameters, then all words, from values that a source
 // functor returns: of a 16-bit window page (commit) or a page in another scheme (requantize), in shared memory where they fit.
 // Blocks of channel_grid: quantize_grid.cuh.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
@@ -50,7 +50,7 @@ __device__ __forceinline__ void write_code_words(const code_layout<Bits>& layout
     }
 }
 
-/// Codes a block. `value(token, channel)` returns floats. parameters: scratch of one pair (bias, 1 / scale) for every line and
+/// Quantizes a block. `value(token, channel)` returns floats. parameters: scratch of one pair (bias, 1 / scale) for every line and
 /// group, or null: then they are read from the block. Returns this thread's count of values that are not finite.
 template <class S, int Threads, class Source, class Scratch>
 __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::byte* block,

@@ -109,7 +109,7 @@ struct walk_state {
     item_part item;
 };
 
-/// Walks the items of a share. Work: work_shape, or what knows the chunks of several formats (attend_mixed.cuh).
+/// Walks the items of a share. Work: work_shape, or the type with the chunks of several formats (attend_mixed.cuh).
 template <int Tokens, class Work = work_shape>
 struct item_walk : walk_state {
     const Work& work;
@@ -183,7 +183,7 @@ struct share_plan {
     }
 };
 
-/// Shares for `items` items of equal size, decided by what the host knows: each item makes up to `parts` shares, or `each`
+/// Shares for `items` items of equal size, from numbers on the host: each item makes up to `parts` shares, or `each`
 /// items make one; both 0: cuts cannot fall on items without leaving more than an eighth of the teams idle.
 struct item_shares {
     int split = 0;  // 1 << split teams in a thread block

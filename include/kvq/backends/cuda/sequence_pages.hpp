@@ -1,4 +1,4 @@
-// What the host knows of a sequence on the device: its length, and the numbers of its pages. Plain C++: no page is touched here.
+// What the host keeps of a sequence on the device: its length, and the numbers of its pages. Plain C++: no page is touched here.
 //
 //   sinks     places [0, sinks)                          16 bit, in pages of 16 tokens
 //   page i    places [sinks + i P, sinks + (i + 1) P)    quantized for i < committed(); else 16 bit, in column i % ring of the window

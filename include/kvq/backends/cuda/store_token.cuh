@@ -1,4 +1,4 @@
-// Coding one new token of one head by a warp, whatever its neighbours are: only the bits of its own codes change.
+// Quantizing one new token of one head by a warp, whatever its neighbours are: only the bits of its own codes change.
 //
 //   quickly     finite numbers whose codes need no clamping. A lane has quads of neighbouring channels; the lanes of a group
 //               share its range by shuffles, and each makes its parameters. Neighbouring lanes put words of keys together;
