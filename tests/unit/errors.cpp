@@ -105,6 +105,12 @@ TEST_CASE("the largest numbers that are allowed do not overflow") {
     CHECK(workspace(most - 4) - half == 2 * (half - quarter));
     CHECK(cache.attention_workspace(100, 1, most) == cache.attention_workspace(100, 1, most / 2));
 
+    // The last page of a sequence that takes no more tokens, in the longest window.
+    const kvq::page_geometry g{0, most / 4, 4};
+    const kvq::page_span last{most - 8, 4, 4, {}, {}};
+    CHECK(!kvq::detail::layer_track::is_due(last, most - 4, g));
+    CHECK(kvq::detail::layer_track::keeps_copies(last, most - 4, g, most / 4));
+
     const std::vector<kvq::token_range> ranges{{0, 4}};
     const int starts[] = {0, 1};
     CHECK(kvq::token_ranges{ranges, starts, 5}.of(5).size() == 1);
