@@ -38,8 +38,9 @@ struct grid_memory {
 
     static constexpr block_shape shape = shape_of<Role, Format>;
     static constexpr int tokens = shape.tokens, dim = shape.dim;
-    static constexpr int group = S::token_axis(shape).group, groups = S::token_axis(shape).groups();
-    static constexpr int slot_count = S::token_axis(shape).padded_size();
+    static constexpr int group = typename S::layout_type{}.cut(shape).group,
+                         groups = typename S::layout_type{}.cut(shape).groups();
+    static constexpr int slot_count = typename S::layout_type{}.cut(shape).padded_size();
     static constexpr int lines = groups * dim;
     static constexpr bool has_sums = may_search<encoder> || encoder::corrects_mean;
 

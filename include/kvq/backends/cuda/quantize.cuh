@@ -62,7 +62,7 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
         const value_layout<T> layout(s);
         constexpr int per_word = value_layout<T>::values_per_word;
         const int words = static_cast<int>(layout.tiles.words());
-        const int padded = static_cast<int>(S{}.block_bytes(s) / 4);
+        const int padded = static_cast<int>(typename S::layout_type{}.bytes(s) / 4);
         const int rows = s.rows(), cols = s.cols(), row_slots = layout.tiles.rows.padded_size();
         for (int w = thread; w < padded; w += Threads) {
             std::uint32_t word = 0;
@@ -87,7 +87,7 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
         }
     } else {
         constexpr bool scratch = !std::is_same_v<Scratch, std::nullptr_t>;
-        const auto layout = S{}.codes(s);
+        const auto layout = typename S::layout_type{}.codes(s);
         const bool on_rows = kvq::detail::on_rows<typename S::granularity_type>(s.role);
         const grouped_axis lines = on_rows ? layout.rows() : layout.cols;
         const grouped_axis cut = on_rows ? layout.cols : layout.rows();
@@ -95,7 +95,7 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
             return s.role == tensor::key ? value(row, col) : value(col, row);
         };
         // Padding between and behind the sections, and slots without a line.
-        const std::size_t bytes = S{}.block_bytes(s);
+        const std::size_t bytes = typename S::layout_type{}.bytes(s);
         for (std::size_t i = layout.bytes() / 4 + static_cast<std::size_t>(thread); i < bytes / 4;
              i += std::size_t{Threads})
             reinterpret_cast<std::uint32_t*>(block)[i] = 0;
@@ -148,7 +148,7 @@ struct composed_memory {
     using S = scheme_of<Role, Format>;
     static constexpr block_shape shape = shape_of<Role, Format>;
     static constexpr int lines = [] {
-        const auto layout = S{}.codes(shape);
+        const auto layout = typename S::layout_type{}.codes(shape);
         return kvq::detail::on_rows<typename S::granularity_type>(Role)
                    ? layout.rows().size * layout.cols.groups()
                    : layout.cols.size * layout.rows().groups();
