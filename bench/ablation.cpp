@@ -106,8 +106,8 @@ void keys_with_statistics(list& to) {
         add_keys_with_statistics<S>(to, name + what, [](const calibration& c) { return S(c); });
     };
     const auto plan = [&]<class Encoder>(const std::string& encoder) {
-        using S = mixed_affine<widths{.bits = Widths, .average_eighths = 8 * B}, per_channel<64>, byte_params,
-                               Encoder>;
+        using S = mixed_affine<width_mix{.bits = Widths, .average_eighths = 8 * B}, per_channel<64>,
+                               byte_params, Encoder>;
         add_keys_with_statistics<S>(
             to, name + "widths, 8-bit parameters, " + encoder,
             [](const calibration& c) { return S(std::make_shared<const width_plan>(S::make_plan(c))); });
@@ -117,13 +117,13 @@ void keys_with_statistics(list& to) {
     plan.template operator()<min_max>("min-max");
     plan.template operator()<least_squares_below_3_bits>("least squares below 3 bits");
     using both = error_feedback<least_squares_below_3_bits>;
-    feedback.template operator()<
-        mixed_affine<widths{.bits = Widths, .average_eighths = 8 * B}, per_channel<64>, byte_params, both>>(
+    feedback.template operator()<mixed_affine<width_mix{.bits = Widths, .average_eighths = 8 * B},
+                                              per_channel<64>, byte_params, both>>(
         "widths, 8-bit parameters, least squares below 3 bits, feedback");
     // At head_dim 48 a row of 3-bit codes takes 5 words for 4.5; this one takes 4.
     if constexpr (B == 3)
-        feedback.template operator()<
-            mixed_affine<widths{.bits = Widths, .average_eighths = 21}, per_channel<64>, byte_params, both>>(
+        feedback.template operator()<mixed_affine<width_mix{.bits = Widths, .average_eighths = 21},
+                                                  per_channel<64>, byte_params, both>>(
             "2.625 bits, widths, 8-bit parameters, least squares below 3 bits, feedback");
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). Attention on channel grids, with factors of
+// Comparison family: mixed-precision reduction (tests/properties/attention.cpp). Attention on schemes with parameters per channel, with factors of
 // tokens and with channels of different widths, against double arithmetic on the dequantized values. Built for several -march.
 #include <doctest/doctest.h>
 
@@ -23,7 +23,7 @@ using kvq::packed_params;
 using kvq::params;
 using kvq::token_scales;
 using mixed =
-    kvq::mixed_affine<kvq::widths{.bits = {6, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<64>>;
+    kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<64>>;
 using keys =
     test::formats<kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max>, mixed,
                   kvq::affine<2, kvq::per_channel<7>, byte_params, kvq::min_max, token_scales<byte_params>>>;
@@ -40,7 +40,8 @@ using values = test::formats<
 #define KVQ_TEST_BACKENDS kvq::scalar, kvq::simd<>
 #endif
 
-TEST_CASE_TEMPLATE("attention on channel grids: any shape, page and length", Backend, KVQ_TEST_BACKENDS) {
+TEST_CASE_TEMPLATE("attention with parameters per channel: any shape, page and length", Backend,
+                   KVQ_TEST_BACKENDS) {
     using C = test::typed_cache<keys, values, Backend>;
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

@@ -2,4 +2,4 @@
 // SPDX-License-Identifier: MIT
 #include <kvq/schemes/affine.hpp>
 
-kvq::mixed_affine<kvq::widths{.bits = {2, 4}, .average_eighths = 24}> made;
+kvq::mixed_affine<kvq::width_mix{.bits = {2, 4}, .average_eighths = 24}> made;

@@ -1,4 +1,4 @@
-// mixed_bits<widths{...}>: codes of several widths in one block, each channel with one of them, so many bits on average.
+// mixed_bits<width_mix{...}>: codes of several widths in one block, each channel with one of them, so many bits on average.
 //
 //   row = [codes of the widest channels] ... [codes of the narrowest]      in row_words(dim) words, in every block of a shape
 //
@@ -38,17 +38,17 @@ struct code_widths {
     }
 };
 
-/// The argument of mixed_bits: mixed_bits<widths{.bits = {4, 2, 0}, .average_eighths = 16}>.
-struct widths {
+/// The argument of mixed_bits: mixed_bits<width_mix{.bits = {4, 2, 0}, .average_eighths = 16}>.
+struct width_mix {
     code_widths bits{};
     int average_eighths = 0;  ///< average bits of a channel, in eighths
 };
 
 namespace detail {
 
-template <widths Widths, class Index>
+template <width_mix Widths, class Index>
 struct listed_widths;
-template <widths Widths, int... Width>
+template <width_mix Widths, int... Width>
 struct listed_widths<Widths, std::integer_sequence<int, Width...>> {
     static constexpr int count = sizeof...(Width);
     static constexpr int values[count] = {Widths.bits[Width]...};
@@ -56,7 +56,7 @@ struct listed_widths<Widths, std::integer_sequence<int, Width...>> {
 
 }  // namespace detail
 
-template <widths Widths>
+template <width_mix Widths>
 struct mixed_bits {
     static constexpr bool several_widths = true;
     using width_list = detail::listed_widths<Widths, std::make_integer_sequence<int, Widths.bits.count()>>;

@@ -2,7 +2,7 @@
 //
 //   x^ = r * (scale * code + bias)         r = 1 without token scales; symmetric levels have no bias
 //
-//   codes         bits<B>, or mixed_bits<widths{...}>: several widths, with a plan of channels (schemes/mixed_bits.hpp)
+//   codes         bits<B>, or mixed_bits<width_mix{...}>: several widths, with a plan of channels (schemes/mixed_bits.hpp)
 //   levels        asymmetric or symmetric (quant/affine.hpp, quant/symmetric.hpp)
 //   granularity   per_token<G> or per_channel<G>: which values share a scale and bias (quant/granularity.hpp)
 //   params        how they are stored: params<P>, packed_params<P> or byte_params (quant/block_params.hpp)

@@ -79,7 +79,7 @@ struct scheme_codes<bits<Bits>, Granularity> {
 };
 
 /// Several widths. Place: the position of a channel in the order of the plan.
-template <widths Widths, int Group>
+template <width_mix Widths, int Group>
 struct scheme_codes<mixed_bits<Widths>, per_channel<Group>> : mixed_bits<Widths> {
     using policy = mixed_bits<Widths>;
     using policy::average_eighths;

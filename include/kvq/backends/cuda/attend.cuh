@@ -191,7 +191,7 @@ template <class Format>
 struct even_keys {
     static constexpr bool known = false;
 };
-template <widths Widths, class Granularity, class Params, class Encoder, class Values, int HeadDim,
+template <width_mix Widths, class Granularity, class Params, class Encoder, class Values, int HeadDim,
           int PageTokens, int ValueDim>
 requires(Widths.average_eighths >= 8 &&
          Widths.average_eighths % 8 ==

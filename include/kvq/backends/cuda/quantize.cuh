@@ -5,7 +5,7 @@
 //
 // A thread block quantizes one block (one head of one page): first all parameters, then all words, from values that a source
 // functor returns: of a 16-bit window page (commit) or a page in another scheme (requantize), in shared memory where they fit.
-// Blocks of channel_grid: quantize_grid.cuh.
+// Blocks whose channels an encoder fits: quantize_grid.cuh.
 // Contract: every byte of the block is written and equals what scheme::quantize writes for the same values.
 #pragma once
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ unsigned quantize_block(const block_shape& s, std::by
         const value_layout<T> layout(s);
         constexpr int per_word = value_layout<T>::values_per_word;
         const int words = static_cast<int>(layout.tiles.words());
-        const int padded = static_cast<int>(typename S::layout_type{}.bytes(s) / 4);
+        const int padded = static_cast<int>(S{}.block_bytes(s) / 4);
         const int rows = s.rows(), cols = s.cols(), row_slots = layout.tiles.rows.padded_size();
         for (int w = thread; w < padded; w += Threads) {
             std::uint32_t word = 0;

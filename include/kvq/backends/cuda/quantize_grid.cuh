@@ -1,5 +1,5 @@
-// Coding blocks of channel_grid on the device, one thread block each: the steps of schemes/channel_grid.hpp,
-// schemes/scheme_codes.hpp and quant/quantize_channels.hpp.
+// Quantizing blocks whose channels an encoder fits on the device, one thread block each: the steps of schemes/scheme.hpp,
+// schemes/scheme_codes.hpp and quant/quantize_group.hpp.
 //
 //   numbers of the page -> token scales -> grids of channels -> stored biases and scales -> codes, errors -> words
 //
@@ -318,7 +318,7 @@ private:
     __device__ __forceinline__ void for_each_group(const Values& values, const Line& line, const F& f) const {
         for (int g = 0; g < groups; ++g) {
             float lo = INFINITY, hi = -INFINITY;
-            if constexpr (std::is_same_v<parameters, channel_parameters<byte_params>>) {
+            if constexpr (std::is_same_v<parameters, block_parameters<byte_params>>) {
                 for (int c = thread() % warp_size; c < dim; c += warp_size) {
                     const float x = values(g * dim + c);
                     lo = fminf(lo, x);

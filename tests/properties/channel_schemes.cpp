@@ -9,7 +9,7 @@
 
 #include "support/blocks.hpp"
 
-namespace channel_grid_tests {
+namespace channel_schemes_tests {
 
 namespace {
 
@@ -268,4 +268,4 @@ TEST_CASE_TEMPLATE(
     }
 }
 
-}  // namespace channel_grid_tests
+}  // namespace channel_schemes_tests
