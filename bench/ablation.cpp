@@ -98,7 +98,7 @@ void keys(list& to) {
 }
 
 /// Statistics of queries: widths of channels, error feedback, both. Widths are those of the presets mix4, low3 and low2.
-template <int B, kvq::code_widths Widths>
+template <int B, class Widths>
 void keys_with_statistics(list& to) {
     using namespace kvq;
     const std::string name = "K" + std::to_string(B) + " ";
@@ -106,8 +106,7 @@ void keys_with_statistics(list& to) {
         add_keys_with_statistics<S>(to, name + what, [](const calibration& c) { return S(c); });
     };
     const auto plan = [&]<class Encoder>(const std::string& encoder) {
-        using S = mixed_affine<width_mix{.bits = Widths, .average_eighths = 8 * B}, per_channel<64>,
-                               byte_params, Encoder>;
+        using S = mixed_affine<Widths, average_eighths<8 * B>, per_channel<64>, byte_params, Encoder>;
         add_keys_with_statistics<S>(
             to, name + "widths, 8-bit parameters, " + encoder,
             [](const calibration& c) { return S(std::make_shared<const width_plan>(S::make_plan(c))); });
@@ -117,13 +116,13 @@ void keys_with_statistics(list& to) {
     plan.template operator()<min_max>("min-max");
     plan.template operator()<least_squares_below_3_bits>("least squares below 3 bits");
     using both = error_feedback<least_squares_below_3_bits>;
-    feedback.template operator()<mixed_affine<width_mix{.bits = Widths, .average_eighths = 8 * B},
-                                              per_channel<64>, byte_params, both>>(
+    feedback.template
+    operator()<mixed_affine<Widths, average_eighths<8 * B>, per_channel<64>, byte_params, both>>(
         "widths, 8-bit parameters, least squares below 3 bits, feedback");
     // At head_dim 48 a row of 3-bit codes takes 5 words for 4.5; this one takes 4.
     if constexpr (B == 3)
-        feedback.template operator()<mixed_affine<width_mix{.bits = Widths, .average_eighths = 21},
-                                                  per_channel<64>, byte_params, both>>(
+        feedback.template
+        operator()<mixed_affine<Widths, average_eighths<21>, per_channel<64>, byte_params, both>>(
             "2.625 bits, widths, 8-bit parameters, least squares below 3 bits, feedback");
 }
 
@@ -169,9 +168,9 @@ int main(int argc, char** argv) {
     keys<4>(all);
     keys<3>(all);
     keys<2>(all);
-    keys_with_statistics<4, kvq::code_widths{6, 4, 3, 0}>(all);
-    keys_with_statistics<3, kvq::code_widths{6, 4, 3, 2, 0}>(all);
-    keys_with_statistics<2, kvq::code_widths{4, 2, 0}>(all);
+    keys_with_statistics<4, kvq::code_widths<6, 4, 3, 0>>(all);
+    keys_with_statistics<3, kvq::code_widths<6, 4, 3, 2, 0>>(all);
+    keys_with_statistics<2, kvq::code_widths<4, 2, 0>>(all);
     values<4>(all);
     values<3>(all);
     values<2>(all);

@@ -234,7 +234,7 @@ void run(const char* name, const shape& s, settings& set) {
         a.out = token_view<float>(wide_out, s.batch, s.q_heads, Format::value_dim);
         a.scale = cuda::detail::log2e / std::sqrt(static_cast<float>(Format::head_dim));
         a.set_group(s.q_heads);
-        if (!cuda::detail::run_any(a, nullptr)) std::exit(2);
+        if (!cuda::detail::run_any(a, cuda::unmodified{}, nullptr)) std::exit(2);
         BENCH_OK(cudaMemcpy(want.data(), wide_out, q_count * sizeof(float), cudaMemcpyDeviceToHost));
         error = relative_error(got, want);
     }

@@ -22,8 +22,7 @@ using kvq::float16;
 using kvq::packed_params;
 using kvq::params;
 using kvq::token_scales;
-using mixed =
-    kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<64>>;
+using mixed = kvq::mixed_affine<kvq::code_widths<6, 4, 3, 0>, kvq::average_eighths<26>, kvq::per_channel<64>>;
 using keys =
     test::formats<kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::min_max>, mixed,
                   kvq::affine<2, kvq::per_channel<7>, byte_params, kvq::min_max, token_scales<byte_params>>>;

@@ -98,12 +98,12 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
     }
 }
 
-#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                                        \
-    kvq::std4::values, kvq::low2::keys,                                                                      \
-        kvq::affine<3, kvq::per_channel<5>, packed_params<float16>, kvq::enclosing>,                         \
-        kvq::affine<7, kvq::per_channel<32>, byte_params, kvq::least_squares,                                \
-                    token_scales<params<kvq::bfloat16>>>,                                                    \
-        kvq::mixed_affine<kvq::width_mix{.bits = {8, 5, 2, 1}, .average_eighths = 28}, kvq::per_channel<16>, \
+#define KVQ_TEST_SOME_CHANNEL_SCHEMES                                                                   \
+    kvq::std4::values, kvq::low2::keys,                                                                 \
+        kvq::affine<3, kvq::per_channel<5>, packed_params<float16>, kvq::enclosing>,                    \
+        kvq::affine<7, kvq::per_channel<32>, byte_params, kvq::least_squares,                           \
+                    token_scales<params<kvq::bfloat16>>>,                                               \
+        kvq::mixed_affine<kvq::code_widths<8, 5, 2, 1>, kvq::average_eighths<28>, kvq::per_channel<16>, \
                           kvq::byte_params, kvq::mean_corrected<kvq::least_squares>>
 #define KVQ_TEST_SOME_CHANNEL_KEYS                                                \
     kvq::low3::keys, kvq::affine<3, kvq::per_channel<16>, packed_params<float16>, \
@@ -114,11 +114,11 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
 #define KVQ_TEST_CHANNEL_SCHEMES KVQ_TEST_SOME_CHANNEL_SCHEMES
 #define KVQ_TEST_CHANNEL_KEYS KVQ_TEST_SOME_CHANNEL_KEYS
 #else
-#define KVQ_TEST_TRANSFORMED_SCHEMES                                                              \
-    KVQ_TEST_SOME_TRANSFORMED_SCHEMES, kvq::hadamard<kvq::std4::values>,                          \
-        kvq::hadamard<kvq::mixed_affine<kvq::width_mix{.bits = {5, 2, 0}, .average_eighths = 20}, \
-                                        kvq::per_channel<64>>,                                    \
-                      16>
+#define KVQ_TEST_TRANSFORMED_SCHEMES                                                                      \
+    KVQ_TEST_SOME_TRANSFORMED_SCHEMES, kvq::hadamard<kvq::std4::values>,                                  \
+        kvq::hadamard<                                                                                    \
+            kvq::mixed_affine<kvq::code_widths<5, 2, 0>, kvq::average_eighths<20>, kvq::per_channel<64>>, \
+            16>
 #define KVQ_TEST_CHANNEL_SCHEMES                                                                          \
     KVQ_TEST_SOME_CHANNEL_SCHEMES, kvq::std4::keys, kvq::hi6::values, kvq::low3::keys, kvq::low3::values, \
         kvq::low2::values, kvq::mix4::keys, kvq::ref8::values,                                            \
@@ -127,11 +127,11 @@ void check_scheme(const S& scheme, test::generator& random, const kvq::block_sha
         kvq::affine<2, kvq::per_channel<64>, kvq::byte_params, kvq::mean_corrected<kvq::enclosing>>,      \
         kvq::affine<5, kvq::per_channel<>, packed_params<float16>, kvq::least_squares_below_3_bits,       \
                     token_scales<byte_params>>,                                                           \
-        kvq::mixed_affine<kvq::width_mix{.bits = {7, 3, 0}, .average_eighths = 20}, kvq::per_channel<>,   \
+        kvq::mixed_affine<kvq::code_widths<7, 3, 0>, kvq::average_eighths<20>, kvq::per_channel<>,        \
                           kvq::byte_params, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
-#define KVQ_TEST_CHANNEL_KEYS                                                                           \
-    KVQ_TEST_SOME_CHANNEL_KEYS, kvq::hi6::keys, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys,      \
-        kvq::mixed_affine<kvq::width_mix{.bits = {7, 3, 0}, .average_eighths = 20}, kvq::per_channel<>, \
+#define KVQ_TEST_CHANNEL_KEYS                                                                      \
+    KVQ_TEST_SOME_CHANNEL_KEYS, kvq::hi6::keys, kvq::std4::keys, kvq::mix4::keys, kvq::low2::keys, \
+        kvq::mixed_affine<kvq::code_widths<7, 3, 0>, kvq::average_eighths<20>, kvq::per_channel<>, \
                           kvq::byte_params, kvq::error_feedback<kvq::shrink_search, kvq::min_max>>
 #endif
 

@@ -144,8 +144,7 @@ void check(test::generator& random, const kvq::block_shape& shape, int n) {
         }
 }
 
-using mixed =
-    kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<64>>;
+using mixed = kvq::mixed_affine<kvq::code_widths<6, 4, 3, 0>, kvq::average_eighths<26>, kvq::per_channel<64>>;
 
 #if defined(__x86_64__)
 /// As much of arch::amx as needs no flags of the compiler.

@@ -85,26 +85,23 @@ int main() {
     check_dequantize<cuda::preset_format<low2, 128>>("low2");
     check_format<cuda::preset_format<low2, 128>, float16>("low2");
     check_format<cuda::preset_format<low3, 128>, float16>("low3");
-    check_format<
-        cuda::format<mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, per_channel<32>>,
-                     values<2>, 64, 96>,
-        float16>("4, 2 and 0 bits, groups of 32, dim 64, page 96");
+    check_format<cuda::format<mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<32>>,
+                              values<2>, 64, 96>,
+                 float16>("4, 2 and 0 bits, groups of 32, dim 64, page 96");
 #endif
 #if !defined(PART) || PART == 4
     check_format<cuda::preset_format<mix4, 128>, float16>("mix4");
     check_format<cuda::preset_format<low3, 80, 32>, bfloat16>("low3, dim 80, page 32");
-    check_format<
-        cuda::format<mixed_affine<width_mix{.bits = {7, 5, 1, 0}, .average_eighths = 28}, per_channel<32>>,
-                     values<3>, 64, 256>,
-        float16>("7, 5, 1 and 0 bits, groups of 32, dim 64, page 256");
-    check_format<cuda::format<mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 20}, per_channel<>,
+    check_format<cuda::format<mixed_affine<code_widths<7, 5, 1, 0>, average_eighths<28>, per_channel<32>>,
+                              values<3>, 64, 256>,
+                 float16>("7, 5, 1 and 0 bits, groups of 32, dim 64, page 256");
+    check_format<cuda::format<mixed_affine<code_widths<4, 2, 0>, average_eighths<20>, per_channel<>,
                                            packed_params<float16>, min_max>,
                               full<float16>, 256, 32>,
                  float16>("4, 2 and 0 bits, fp16 parameters, fp16 values, dim 256, page 32");
-    check_dequantize<cuda::format<
-        mixed_affine<width_mix{.bits = {8, 3}, .average_eighths = 40}, per_channel<20>>, values<4>, 72, 40>>(
-        "odd shapes, mixed");
-    check_format<cuda::format<mixed_affine<width_mix{.bits = {8, 3}, .average_eighths = 40}, per_channel<20>>,
+    check_dequantize<cuda::format<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>>,
+                                  values<4>, 72, 40>>("odd shapes, mixed");
+    check_format<cuda::format<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>>,
                               values<4>, 72, 40>,
                  float16>("outside: mixed, odd shapes");
 #endif

@@ -377,17 +377,17 @@ int main(int argc, char** argv) {
         "bf16 keys, groups of 36, dim 256, page 250: part by part");
 #endif
 #if !defined(PART) || PART == 5
-    check<bfloat16, f<mixed_affine<width_mix{.bits = {7, 5, 1, 0}, .average_eighths = 28}, per_channel<32>,
-                                   byte_params, error_feedback<least_squares>>,
+    check<bfloat16, f<mixed_affine<code_widths<7, 5, 1, 0>, average_eighths<28>, per_channel<32>, byte_params,
+                                   error_feedback<least_squares>>,
                       affine<4, per_token<>>, 64, 256>>("7, 5, 1 and 0 bits, groups of 32, dim 64, page 256",
                                                         2);
-    check<float16, f<mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 20}, per_channel<>,
+    check<float16, f<mixed_affine<code_widths<4, 2, 0>, average_eighths<20>, per_channel<>,
                                   packed_params<float16>, mean_corrected<shrink_search>>,
                      full<float16>, 256, 32>>("4, 2 and 0 bits, fp16 parameters, dim 256, page 32", 1);
-    check<float, f<mixed_affine<width_mix{.bits = {8, 3}, .average_eighths = 40}, per_channel<20>,
-                                byte_params, error_feedback<min_max, least_squares_below_3_bits>>,
+    check<float, f<mixed_affine<code_widths<8, 3>, average_eighths<40>, per_channel<20>, byte_params,
+                                error_feedback<min_max, least_squares_below_3_bits>>,
                    detail::preset_values<4>, 72, 40>>("8 and 3 bits, odd shape", 2);
-    check<float16, f<mixed_affine<width_mix{.bits = {6, 3, 2}, .average_eighths = 25}, per_channel<64>>,
+    check<float16, f<mixed_affine<code_widths<6, 3, 2>, average_eighths<25>, per_channel<64>>,
                      detail::preset_values<3, params<float16>>, 96, 128>>("6, 3 and 2 bits, dim 96", 1);
     check<float16, f<encoded_grid<8, 0, least_squares>, detail::preset_values<8>, 64, 128>>("8 bits, dim 64");
 #endif

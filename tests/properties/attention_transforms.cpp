@@ -42,9 +42,9 @@ using transformed_cache = test::typed_cache<
 
 /// Wrappers around what is read otherwise than by folding, and what inherits from a scheme.
 using wrapped_cache = test::typed_cache<
-    test::formats<baselines::centred<kvq::mixed_affine<
-                      kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>>,
-                  kvq::hadamard<kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16},
+    test::formats<baselines::centred<kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>,
+                                                       kvq::per_channel<64>>>,
+                  kvq::hadamard<kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>,
                                                   kvq::per_channel<64>>>,
                   baselines::centred<kvq::full<kvq::float16>>, kvq::hadamard<kvq::full<float>>,
                   baselines::centred<kvq::hadamard<symmetric_channels>>, kvq::std4_h::keys, doubled>,

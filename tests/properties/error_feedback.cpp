@@ -53,7 +53,7 @@ TEST_CASE_TEMPLATE(
     "feedback makes logits of queries like the statistics' better, in the same format", S,
     kvq::affine<3, kvq::per_channel<64>, kvq::params<kvq::float16>, error_feedback<min_max>>,
     kvq::affine<3, kvq::per_channel<64>, kvq::byte_params, error_feedback<min_max>>,
-    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 24}, kvq::per_channel<64>,
+    kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<24>, kvq::per_channel<64>,
                       kvq::byte_params, error_feedback<kvq::least_squares_below_3_bits>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

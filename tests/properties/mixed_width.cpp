@@ -28,10 +28,9 @@ TEST_CASE("without a plan and with an average that is one of the widths, channel
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    const kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>
-        mixed;
+    const kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>, kvq::per_channel<64>> mixed;
     const kvq::affine<2, kvq::per_channel<64>, kvq::byte_params, kvq::min_max> plain;
-    const kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 2, 0}, .average_eighths = 32}, kvq::per_channel<7>>
+    const kvq::mixed_affine<kvq::code_widths<6, 4, 2, 0>, kvq::average_eighths<32>, kvq::per_channel<7>>
         mixed4;
     const kvq::affine<4, kvq::per_channel<7>, kvq::byte_params, kvq::min_max> plain4;
     for (int round = 0; round < 40; ++round) {
@@ -47,12 +46,12 @@ TEST_CASE("without a plan and with an average that is one of the widths, channel
 
 TEST_CASE_TEMPLATE(
     "any plan: every byte written, the same size for all, half a step of the channel's own width", S,
-    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>,
+    kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>, kvq::per_channel<64>,
                       kvq::byte_params, kvq::enclosing>,
-    kvq::mixed_affine<kvq::width_mix{.bits = {8, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<7>,
+    kvq::mixed_affine<kvq::code_widths<8, 4, 3, 0>, kvq::average_eighths<26>, kvq::per_channel<7>,
                       kvq::byte_params, kvq::enclosing>,
-    kvq::mixed_affine<kvq::width_mix{.bits = {5, 1}, .average_eighths = 17}, kvq::per_channel<>,
-                      kvq::byte_params, kvq::enclosing>) {
+    kvq::mixed_affine<kvq::code_widths<5, 1>, kvq::average_eighths<17>, kvq::per_channel<>, kvq::byte_params,
+                      kvq::enclosing>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
@@ -122,8 +121,7 @@ TEST_CASE("the order of a plan is a permutation that dequantize undoes") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using S =
-        kvq::mixed_affine<kvq::width_mix{.bits = {4, 3, 2, 0}, .average_eighths = 24}, kvq::per_channel<64>>;
+    using S = kvq::mixed_affine<kvq::code_widths<4, 3, 2, 0>, kvq::average_eighths<24>, kvq::per_channel<64>>;
     for (const int dim : {1, 5, 48, 64, 80, 128}) {
         const S scheme = test::with_random_plan<S>(random, {1, 1, dim});
         const kvq::block_shape shape{kvq::tensor::key, 1, dim};
@@ -148,7 +146,7 @@ TEST_CASE("bits go where queries look: a channel that queries weigh most dequant
             for (int c = 0; c < 64; ++c) q.view().at(t, h)[c] *= c % 4 == 1 ? 30.0f : 0.5f;
     statistics.add_keys(0, std::as_const(k).view());
     statistics.add_queries(0, std::as_const(q).view());
-    const kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>
+    const kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>, kvq::per_channel<64>>
         planned(statistics), even;
     const kvq::block_shape block{kvq::tensor::key, 128, 64};
     CHECK(planned.block_bytes(block) == even.block_bytes(block));
@@ -177,8 +175,7 @@ TEST_CASE("statistics that say nothing about a text leave even widths: no keys, 
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using S =
-        kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 32}, kvq::per_channel<64>>;
+    using S = kvq::mixed_affine<kvq::code_widths<6, 4, 3, 0>, kvq::average_eighths<32>, kvq::per_channel<64>>;
     for (const int dim : {8, 48, 64, 128}) {
         const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = dim};
         const kvq::block_shape block{kvq::tensor::key, 64, dim};
@@ -206,7 +203,7 @@ TEST_CASE(
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     using encoder = kvq::error_feedback<kvq::min_max>;
-    using S = kvq::mixed_affine<kvq::width_mix{.bits = {6, 4, 3, 2, 0}, .average_eighths = 24},
+    using S = kvq::mixed_affine<kvq::code_widths<6, 4, 3, 2, 0>, kvq::average_eighths<24>,
                                 kvq::per_channel<64>, kvq::byte_params, encoder>;
     const kvq::cache_shape shape{.layers = 1, .kv_heads = 2, .head_dim = 64};
     auto k = test::random_tensor(random, 640, 2, 64);
@@ -238,8 +235,7 @@ TEST_CASE("malformed plans are refused; a plan is known by its fingerprint, an e
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using S =
-        kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>;
+    using S = kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>, kvq::per_channel<64>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 1, .head_dim = 32};
     const auto one = test::random_statistics(random, shape), two = test::random_statistics(random, shape);
     const S scheme(one);
@@ -271,8 +267,8 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    using keys = kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16},
-                                   kvq::per_channel<64>, kvq::byte_params, kvq::error_feedback<kvq::min_max>>;
+    using keys = kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>, kvq::per_channel<64>,
+                                   kvq::byte_params, kvq::error_feedback<kvq::min_max>>;
     using grid = kvq::affine<4, kvq::per_channel<64>, kvq::byte_params, kvq::error_feedback<kvq::min_max>>;
     const kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 16};
     const auto statistics = test::random_statistics(random, shape, true);
@@ -292,8 +288,8 @@ TEST_CASE("a cache refuses plans and feedback of another shape before it holds a
 
 TEST_CASE_TEMPLATE(
     "value() is what dequantize() gives, by place", S,
-    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>>,
-    kvq::mixed_affine<kvq::width_mix{.bits = {8, 4, 3, 0}, .average_eighths = 26}, kvq::per_channel<7>>) {
+    kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>, kvq::per_channel<64>>,
+    kvq::mixed_affine<kvq::code_widths<8, 4, 3, 0>, kvq::average_eighths<26>, kvq::per_channel<7>>) {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);

@@ -4,5 +4,5 @@
 #include <kvq/schemes/affine.hpp>
 
 const auto made = kvq::make_format<
-    kvq::mixed_affine<kvq::width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, kvq::per_channel<64>, float>,
+    kvq::mixed_affine<kvq::code_widths<4, 2, 0>, kvq::average_eighths<16>, kvq::per_channel<64>, float>,
     kvq::scalar>();

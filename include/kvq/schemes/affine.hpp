@@ -14,10 +14,10 @@ template <int Bits, class Granularity = per_token<64>, class Params = params<flo
           class Encoder = enclosing, class TokenScales = no_token_scales>
 using affine = scheme<bits<Bits>, asymmetric, Granularity, Params, Encoder, TokenScales>;
 
-/// The same with several widths: mixed_affine<width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 32}, per_channel<64>>. For keys.
-template <width_mix Widths, class Granularity = per_channel<64>, class Params = byte_params,
+/// The same with several widths: mixed_affine<code_widths<6, 4, 3, 0>, average_eighths<32>, per_channel<64>>. For keys.
+template <class Widths, class Average, class Granularity = per_channel<64>, class Params = byte_params,
           class Encoder = min_max>
-using mixed_affine = scheme<mixed_bits<Widths>, asymmetric, Granularity, Params, Encoder>;
+using mixed_affine = scheme<mixed_bits<Widths, Average>, asymmetric, Granularity, Params, Encoder>;
 
 static_assert(foldable<affine<4>>);
 static_assert(affine<4>{}.block_bytes({tensor::key, 64, 128}) == 64 * 72);

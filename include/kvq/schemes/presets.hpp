@@ -69,20 +69,20 @@ struct std4_h {
 };
 struct mix4 {
     static constexpr const char* name = "mix4";
-    using keys = mixed_affine<width_mix{.bits = {6, 4, 3, 0}, .average_eighths = 32}, per_channel<64>,
-                              byte_params, detail::preset_key_encoder>;
+    using keys = mixed_affine<code_widths<6, 4, 3, 0>, average_eighths<32>, per_channel<64>, byte_params,
+                              detail::preset_key_encoder>;
     using values = detail::preset_values<4>;
 };
 struct low3 {
     static constexpr const char* name = "low3";
-    using keys = mixed_affine<width_mix{.bits = {6, 4, 3, 2, 0}, .average_eighths = 24}, per_channel<64>,
-                              byte_params, detail::preset_key_encoder>;
+    using keys = mixed_affine<code_widths<6, 4, 3, 2, 0>, average_eighths<24>, per_channel<64>, byte_params,
+                              detail::preset_key_encoder>;
     using values = detail::preset_values<3>;
 };
 struct low2 {
     static constexpr const char* name = "low2";
-    using keys = mixed_affine<width_mix{.bits = {4, 2, 0}, .average_eighths = 16}, per_channel<64>,
-                              byte_params, detail::low2_key_encoder>;
+    using keys = mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<64>, byte_params,
+                              detail::low2_key_encoder>;
     using values = detail::preset_values<2>;
 };
 

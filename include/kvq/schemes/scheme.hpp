@@ -2,7 +2,7 @@
 //
 //   x^ = r * (scale * code + bias)         r = 1 without token scales; symmetric levels have no bias
 //
-//   codes         bits<B>, or mixed_bits<width_mix{...}>: several widths, with a plan of channels (schemes/mixed_bits.hpp)
+//   codes         bits<B>, or mixed_bits<...>: several widths, with a plan of channels (schemes/mixed_bits.hpp)
 //   levels        asymmetric or symmetric (quant/affine.hpp, quant/symmetric.hpp)
 //   granularity   per_token<G> or per_channel<G>: which values share a scale and bias (quant/granularity.hpp)
 //   params        how they are stored: params<P>, packed_params<P> or byte_params (quant/block_params.hpp)
@@ -155,7 +155,12 @@ public:
             return 0;
     }
 
-    KVQ_HD constexpr layout_type layout() const noexcept { return {this->granularity}; }
+    KVQ_HD constexpr layout_type layout() const noexcept {
+        if constexpr (several_widths)
+            return {};
+        else
+            return {this->granularity};
+    }
     /// Raises kvq::error for blocks of more than 1024 tokens or channels, unless the grid of a group is its range.
     KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const {
 #if !defined(__CUDA_ARCH__)
@@ -302,7 +307,8 @@ public:
 
 private:
     short_text group_name() const {
-        return this->granularity.group ? "-g" + short_text::of(this->granularity.group) : short_text("");
+        const int group = layout().granularity.group;
+        return group ? "-g" + short_text::of(group) : short_text("");
     }
 
     std::uint32_t quantize_ranges(const block_shape& s, const float* values,

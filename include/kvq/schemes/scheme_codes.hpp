@@ -79,15 +79,14 @@ struct scheme_codes<bits<Bits>, Granularity> {
 };
 
 /// Several widths. Place: the position of a channel in the order of the plan.
-template <width_mix Widths, int Group>
-struct scheme_codes<mixed_bits<Widths>, per_channel<Group>> : mixed_bits<Widths> {
-    using policy = mixed_bits<Widths>;
-    using policy::average_eighths;
+template <class Widths, class Average, int Group>
+struct scheme_codes<mixed_bits<Widths, Average>, per_channel<Group>> : mixed_bits<Widths, Average> {
+    using policy = mixed_bits<Widths, Average>;
+    using policy::eighths;
     using policy::even_quads;
     using policy::row_words;
     using typename policy::width_list;
     using typename policy::width_quads;
-    static constexpr per_channel<Group> granularity{};
 
     scheme_codes() = default;
     explicit scheme_codes(std::shared_ptr<const width_plan> plan) : plan_(std::move(plan)) {
@@ -100,8 +99,7 @@ struct scheme_codes<mixed_bits<Widths>, per_channel<Group>> : mixed_bits<Widths>
     /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the quantized text may differ from that of
     /// the statistics; 0: not at all. Few statistics raise it, statistics without queries raise it to at least key_doubt, and
     /// statistics without keys give even widths.
-    static width_plan make_plan(const calibration& statistics,
-                                double doubt = text_doubt(average_eighths / 8.0)) {
+    static width_plan make_plan(const calibration& statistics, double doubt = text_doubt(eighths / 8.0)) {
         const cache_shape& s = statistics.shape();
         width_plan plan{s.kv_heads, s.head_dim, {}};
         std::vector<double> importance(static_cast<std::size_t>(s.head_dim));
@@ -136,9 +134,9 @@ struct scheme_codes<mixed_bits<Widths>, per_channel<Group>> : mixed_bits<Widths>
     static short_text width_name() {
         short_text all = "mixed";
         for (const int w : width_list::values) all += "-" + short_text::of(w);
-        all += "-avg" + short_text::of(average_eighths / 8);
-        constexpr const char* eighths[8] = {"", ".125", ".25", ".375", ".5", ".625", ".75", ".875"};
-        return all + eighths[average_eighths % 8];
+        all += "-avg" + short_text::of(eighths / 8);
+        constexpr const char* parts[8] = {"", ".125", ".25", ".375", ".5", ".625", ".75", ".875"};
+        return all + parts[eighths % 8];
     }
 
     /// Channels in the order of the plan.
@@ -171,7 +169,7 @@ struct scheme_codes<mixed_bits<Widths>, per_channel<Group>> : mixed_bits<Widths>
     template <int Bits>
     KVQ_HD static constexpr code_layout<Bits> segment_layout(const block_shape& s,
                                                              const code_segment& segment) noexcept {
-        return {row_axis(granularity, s), {segment.columns, segment.columns}};
+        return {row_axis(per_channel<Group>{}, s), {segment.columns, segment.columns}};
     }
 
     /// Position of the codes of one width; no columns if no channel has this width.
@@ -182,7 +180,7 @@ struct scheme_codes<mixed_bits<Widths>, per_channel<Group>> : mixed_bits<Widths>
             at = segment<Width - 1>(s, quads);
             at.first += 4 * quads.of[Width - 1];
             at.offset +=
-                4 * static_cast<std::size_t>(row_axis(granularity, s).padded_size()) *
+                4 * static_cast<std::size_t>(row_axis(per_channel<Group>{}, s).padded_size()) *
                 static_cast<std::size_t>(code_words(width_list::values[Width - 1], quads.of[Width - 1]));
         }
         at.columns = larger(0, smaller(4 * quads.of[Width], s.dim - at.first));

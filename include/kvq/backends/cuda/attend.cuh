@@ -191,14 +191,14 @@ template <class Format>
 struct even_keys {
     static constexpr bool known = false;
 };
-template <width_mix Widths, class Granularity, class Params, class Encoder, class Values, int HeadDim,
-          int PageTokens, int ValueDim>
-requires(Widths.average_eighths >= 8 &&
-         Widths.average_eighths % 8 ==
-             0) struct even_keys<format<scheme<mixed_bits<Widths>, asymmetric, Granularity, Params, Encoder>,
-                                        Values, HeadDim, PageTokens, ValueDim>> {
-    using mixed = scheme<mixed_bits<Widths>, asymmetric, Granularity, Params, Encoder>;
-    static constexpr int width = Widths.average_eighths / 8;
+template <class Widths, int Eighths, class Granularity, class Params, class Encoder, class Values,
+          int HeadDim, int PageTokens, int ValueDim>
+requires(Eighths >= 8 && Eighths % 8 == 0) struct even_keys<
+    format<scheme<mixed_bits<Widths, average_eighths<Eighths>>, asymmetric, Granularity, Params, Encoder>,
+           Values, HeadDim, PageTokens, ValueDim>> {
+    using mixed =
+        scheme<mixed_bits<Widths, average_eighths<Eighths>>, asymmetric, Granularity, Params, Encoder>;
+    static constexpr int width = Eighths / 8;
     using even = affine<width, Granularity, Params, min_max>;
     using format_type = read_as<format<mixed, Values, HeadDim, PageTokens, ValueDim>,
                                 format<even, Values, HeadDim, PageTokens, ValueDim>>;
@@ -206,8 +206,8 @@ requires(Widths.average_eighths >= 8 &&
     static constexpr bool known = [] {
         constexpr auto quads = mixed::even_quads(HeadDim);
         bool one_width = false;
-        for (int w = 0; w < Widths.bits.count(); ++w)
-            one_width = one_width || (Widths.bits[w] == width && 4 * quads.of[w] == HeadDim);
+        for (int w = 0; w < Widths::count; ++w)
+            one_width = one_width || (Widths::values[w] == width && 4 * quads.of[w] == HeadDim);
         const typename mixed::layout_type a{};
         const typename even::layout_type b{};
         return one_width && a.scale_offset(shape) == b.scale_offset(shape) &&

@@ -60,8 +60,8 @@ inline constexpr bool is_grid<scheme<bits<B>, asymmetric, per_channel<G>, Params
 /// Several widths. (Their kernels compute where biases lie: no padding.)
 template <class S>
 inline constexpr bool is_mixed = false;
-template <width_mix W, class G, class Params, class Encoder>
-inline constexpr bool is_mixed<scheme<mixed_bits<W>, asymmetric, G, Params, Encoder>> =
+template <class W, class A, class G, class Params, class Encoder>
+inline constexpr bool is_mixed<scheme<mixed_bits<W, A>, asymmetric, G, Params, Encoder>> =
     is_stored<stored_as<Params>> && !plain_params<Params>;
 
 /// Bytes of a block, for schemes whose encoders have state as well.

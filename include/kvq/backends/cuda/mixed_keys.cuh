@@ -28,7 +28,9 @@ struct mixed_chunk {
     static constexpr int page = Format::page_tokens, tokens = Tokens;
     static constexpr block_shape shape = Format::key_shape();
     static constexpr int group =
-        scheme::granularity.group == 0 || scheme::granularity.group > page ? page : scheme::granularity.group;
+        scheme::granularity_type::group == 0 || scheme::granularity_type::group > page
+            ? page
+            : scheme::granularity_type::group;
     static constexpr int quads = dim / 4;
     /// Bits of the codes that products see. Sums stay below 2^31.
     static constexpr int code_bits = dim <= 256 ? 8 : width_list::values[0];

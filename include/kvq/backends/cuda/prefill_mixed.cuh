@@ -32,8 +32,9 @@ struct mixed_cells {
     using cells = tile_cells<TileRows, TileColumns, Warps>;
     static constexpr block_shape shape = Format::key_shape();
     static constexpr int page = Format::page_tokens, dim = Format::head_dim, count = cells::each;
-    static constexpr int group =
-        S::granularity.group == 0 || S::granularity.group > page ? page : S::granularity.group;
+    static constexpr int group = S::granularity_type::group == 0 || S::granularity_type::group > page
+                                     ? page
+                                     : S::granularity_type::group;
     static constexpr int groups = kvq::detail::ceil_div(page, group), planes = most_planes<S>;
     static constexpr bool exact = std::is_same_v<P, float16>;  // parameters are halves already
     /// Of the table: entries of every plane, scales, biases.
