@@ -178,10 +178,11 @@ struct simd {
                                               scheme, shape, {}, block.data,
                                               kernels::token_rows<lanes, float>(floats, shape.dim));
         } else {
-            d.transform = !transforming<Scheme>;
             d.quantize = direct || (reads && quantizes_in_vectors(scheme, shape, {}, floats, block.data));
             d.dequantize = dequantizes_in_vectors(scheme, shape, {}, block.data,
                                                   kernels::token_rows<lanes, float>(floats, shape.dim));
+            // Kernels of channel grids order the channels themselves.
+            d.transform = !transforming<Scheme> || (d.quantize && d.dequantize);
         }
         d.attend = foldable<Scheme> || segmented<Scheme> || full_precision<Scheme> || d.dequantize;
         return d;
